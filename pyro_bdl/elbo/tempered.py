@@ -19,7 +19,6 @@ import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
 from torch import Tensor
-from torch.distributions import Distribution
 
 from pyro_bdl.distributions.dropout_noise import NoisyWeight
 from pyro_bdl.elbo.finite_loss import check_value, guarded, left_to_caller, require_gradients
@@ -27,12 +26,14 @@ from pyro_bdl.elbo.unscaled_batches import UnscaledBatches
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.estimators import PerDatum, as_estimator
 from pyro_bdl.estimators.per_datum import active
+from pyro_bdl.estimators.rows import RowwiseLikelihood
 from pyro_bdl.estimators.sticking import constant_parameters
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import run_at_draw
 from pyro_bdl.guides.kl import entropy, mean_field_kl, sampled_kl
 from pyro_bdl.guides.training_step import one_step
 from pyro_bdl.program.argument_errors import explained
+from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.marginals import bias_of_minibatches
 from pyro_bdl.program.supports import check_support, nan_outside_support
 from pyro_bdl.program.trace import Run, record, sum_out_discrete
@@ -100,7 +101,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
         self.sticking_the_landing = sticking_the_landing
         self._map = DrawMap()
         self._checked: tuple[Callable, Callable] | None = None
-        self._plates: frozenset[int] = frozenset()
+        self._rows: dict[tuple[Callable, int], RowwiseLikelihood] = {}
         self.batches = UnscaledBatches(enabled=callable(temperature) or temperature == 1.0)
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
@@ -147,7 +148,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
 
     def _loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
         if self._checked != (model, guide):
-            self._plates = _check(model, guide, args, kwargs)
+            _check(model, guide, args, kwargs)
             self._checked = model, guide
         temperature = check_temperature(self.schedule(self.step))
         try:
@@ -169,11 +170,20 @@ class TemperedTrace_ELBO(Trace_ELBO):
             return -(likelihood - kl + (temperature - 1.0) * q_entropy)
         return temperature * kl - likelihood
 
-    def _estimator(self, args: tuple, kwargs: dict) -> PerDatum | None:
-        """The estimator of this step, with the possible numbers of data set."""
+    def prepare(
+        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
+    ) -> PerDatum | None:
+        """The estimator of a step, after a comparison of rows alone with all rows at once where the
+        program or the number of rows is new to it; None for plain draws.
+
+        :raises UnsupportedProgramError: if the data depend on each other.
+        """
         estimator = self.estimator or active()
-        if estimator is not None:
-            estimator.about(args, kwargs, self._plates)
+        key = model, leading_size((args, kwargs))
+        if estimator is not None and key not in self._rows:
+            with poutine.block(), torch.no_grad(), preserved_buffers(guide), own_randomness():
+                values = _values(record(guide, {}, args, kwargs))
+            self._rows[key] = RowwiseLikelihood(estimator.name, model, values, args, kwargs)
         return estimator
 
     def terms(
@@ -181,7 +191,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return E_q[log p(y | w)], the KL and (in cold mode) H(q) in nats, averaged over the
         particles."""
-        estimator = self._estimator(args, kwargs)
+        estimator = self.prepare(model, guide, args, kwargs)
         if isinstance(guide, Guide) and not guide.subsampled:
             with guide.reading():
                 return self.flat_terms(model, guide, args, kwargs, estimator)
@@ -202,12 +212,16 @@ class TemperedTrace_ELBO(Trace_ELBO):
         estimator: PerDatum | None,
     ) -> tuple[Any, Tensor, Tensor]:
         """The same terms at one draw of any guide, from its sample statements."""
-        with _run(estimator, {}, {}):
-            sample = None if estimator is None else estimator.sample
+        if estimator is None:
             with without_autocast():
-                q = record(guide, {}, args, kwargs, draw=sample)
+                q = record(guide, {}, args, kwargs)
             p = record(model, _values(q), args, kwargs, draw=sum_out_discrete)
             likelihood = self.log_likelihood(p, q.latents)
+        else:
+            with estimator.run({}, {}):
+                with without_autocast(), estimator.following():
+                    q = record(guide, {}, args, kwargs, draw=estimator.sample)
+                likelihood, p = self._row_by_row(model, _values(q), args, kwargs, estimator)
         with without_autocast():
             kl = self._site_kl(q, p) + q.log_likelihood()  # the latter holds the guide's factors
             q_entropy = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
@@ -259,9 +273,12 @@ class TemperedTrace_ELBO(Trace_ELBO):
         with without_autocast():
             latents, log_det = guide.require_layout().constrain(vector, values)
             distributions = {} if estimator is None else estimator.distributions(guide)
-        with _run(estimator, distributions, latents):
+        if estimator is None:
             p = record(model, latents, args, kwargs, draw=sum_out_discrete)
             likelihood = self.log_likelihood(p, latents)
+        else:
+            with estimator.run(distributions, latents):
+                likelihood, p = self._row_by_row(model, latents, args, kwargs, estimator)
         with without_autocast():
             kl = self._flat_kl(guide, vector, log_det, p)
             q_entropy = torch.zeros_like(kl)
@@ -275,12 +292,25 @@ class TemperedTrace_ELBO(Trace_ELBO):
         :param latents: the sites whose values the run was given.
         :raises ValueError: if the program drew other latents, such as missing targets.
         """
-        if run.open or not run.latents.keys() <= set(latents):
-            raise ValueError(_without_value(run, latents))
-        if not run.observed and not run.factors:
-            raise ValueError(_NOTHING_OBSERVED)
+        _require_values(run, latents)
         self.batches.see(run.observed)
         return nan_outside_support(run.log_likelihood(), run)
+
+    def _row_by_row(
+        self, model: Callable, values: dict[str, Any], args: tuple, kwargs: dict,
+        estimator: PerDatum,
+    ) -> tuple[Tensor, Run]:  # fmt: skip
+        """The same with noise for each datum, and a run with the latents' priors."""
+
+        def of_datum(program: Callable[[], Run]) -> Run:
+            run = estimator.of_datum(program)
+            _require_values(run, values)
+            return run
+
+        rows = self._rows[model, leading_size((args, kwargs))]
+        likelihood, run = rows(values, args, kwargs, run=of_datum)
+        self.batches.see(run.observed)
+        return likelihood, run
 
     def _site_kl(self, q: Run, p: Run) -> Tensor:
         return sampled_kl(q.latents, p.latents)
@@ -324,12 +354,6 @@ class TemperedTraceMeanField_ELBO(TemperedTrace_ELBO):
         return guide.kl(vector, log_det, p)
 
 
-def _run(
-    estimator: PerDatum | None, distributions: Mapping[str, Distribution], draws: dict[str, Tensor]
-) -> contextlib.AbstractContextManager:
-    return contextlib.nullcontext() if estimator is None else estimator.run(distributions, draws)
-
-
 def _log_density_without_score(guide: Callable, q: Run, args: tuple, kwargs: dict) -> Tensor:
     """log q(w) at the guide's draw w, including its factors, with constant parameters.
 
@@ -367,13 +391,11 @@ def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> N
         check_support(p)
 
 
-def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> frozenset[int]:
+def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
     """Check program and guide once; later runs skip Pyro's validation.
 
     The random state is restored, so that training continued from a saved state draws the same
     numbers as uninterrupted training.
-
-    :returns: the sizes of the program's plates.
     """
     check_finite(model, args, kwargs)
     with (
@@ -387,11 +409,9 @@ def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> froze
         if bias is not None:
             warnings.warn(bias, BdlWarning, stacklevel=3)
         hidden = [] if p.discrete is None else list(p.discrete.names)
-        rows = frozenset(len(indices) for indices in p.subsamples.values())
         del q, p  # before Pyro's own run, which needs as much memory
         shown = poutine.block(model, hide=hidden) if hidden else model
         Trace_ELBO().loss(shown, guide, *args, **kwargs)
-    return rows
 
 
 def _draw(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> tuple[Run, Run]:
@@ -422,6 +442,14 @@ def _check_sites(q: Run, p: Run, complete: bool) -> None:
             f"the guide has the site '{surplus[0]}', which is not a latent of the program here: "
             "make a new guide, and give prototype(...) the targets too"
         )
+
+
+def _require_values(run: Run, latents: Collection[str]) -> None:
+    """Check that a run has observed data and drew no latents besides the given ones."""
+    if run.open or not run.latents.keys() <= set(latents):
+        raise ValueError(_without_value(run, latents))
+    if not run.observed and not run.factors:
+        raise ValueError(_NOTHING_OBSERVED)
 
 
 def _without_value(run: Run, latents: Collection[str]) -> str:

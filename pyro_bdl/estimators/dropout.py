@@ -5,7 +5,7 @@ from torch import Tensor
 from pyro_bdl.distributions.dropout_noise import NoisyWeight, draw
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.estimators.per_datum import PerDatum
-from pyro_bdl.estimators.product import DataProduct, Operand
+from pyro_bdl.estimators.product import DataProduct
 
 _NAME = "per-example dropout"
 
@@ -31,9 +31,9 @@ def per_example_dropout() -> PerDatum:
 
 
 def masked(product: DataProduct, kept: dict[str, Tensor]) -> Tensor:
-    """Outputs of a product with each datum's own factors.
+    """Outputs of a product with the datum's own factors.
 
-    :param kept: the factors (N, K) that were drawn in this run, by site.
+    :param kept: the factors (K,) that the datum has drawn, by site.
     """
     weight, bias = product.weight, product.bias
     noisy = weight.base
@@ -42,18 +42,19 @@ def masked(product: DataProduct, kept: dict[str, Tensor]) -> Tensor:
             f"{_NAME} needs a guide with dropout, such as AutoMCDropout, and site "
             f"'{_other(product)}' has none: use plain sampling (estimator=None)"
         )
-    factors = _factors(weight, noisy, len(product.inputs), kept)
-    loc, index = weight.of(noisy.loc), weight.of(noisy.index)
+    assert weight.tag is not None
+    site = weight.tag.site
+    if site not in kept:
+        kept[site] = draw(noisy.noise, noisy.p.expand(noisy.count), 1, noisy.step)[0]
+    factors, loc, index = kept[site], weight.of(noisy.loc), weight.of(noisy.index)
     shift = None if bias is None else bias.value
     units = _units(product, index)
     if units is None:
-        shifts = None if shift is None else shift.expand(len(factors), *shift.shape)
-        return product.datum_by_datum(loc * factors[:, index], shifts)
+        return product.apply(product.inputs, loc * factors[index], shift)
     if product.is_lookup:
-        rows = units[product.inputs].reshape(len(factors), -1)
-        of_rows = factors.gather(1, rows).view(*product.inputs.shape, 1)
+        of_rows = factors[units[product.inputs]][..., None]
         return product.apply(product.inputs, loc, None) * of_rows
-    mask = product.along_features(factors[:, units], product.inputs)
+    mask = product.along_features(factors[units], product.inputs)
     return product.apply(product.inputs * mask, loc, shift)
 
 
@@ -61,21 +62,6 @@ def _other(product: DataProduct) -> str:
     """The site of an operand without dropout."""
     tags = [o.tag for o in product.operands if not isinstance(o.base, NoisyWeight)]
     return next(tag.site for tag in tags if tag is not None)
-
-
-def _factors(weight: Operand, noisy: NoisyWeight, count: int, kept: dict[str, Tensor]) -> Tensor:
-    """The factors (N, K) of a site, drawn once per run."""
-    assert weight.tag is not None
-    site = weight.tag.site
-    if site not in kept:
-        kept[site] = draw(noisy.noise, noisy.p.expand(noisy.count), count, noisy.step)
-    if len(kept[site]) != count:
-        raise UnsupportedProgramError(
-            f"the latent '{site}' multiplies {len(kept[site])} data in one product and {count} in "
-            f"another, so that {_NAME} cannot tell which share a mask: use plain sampling "
-            "(estimator=None)"
-        )
-    return kept[site]
 
 
 def _units(product: DataProduct, index: Tensor) -> Tensor | None:

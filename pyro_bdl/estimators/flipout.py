@@ -32,19 +32,19 @@ def flipout() -> PerDatum:
 
 
 def signed(product: DataProduct, kept: object = None) -> Tensor:
-    """Outputs of a product with each datum's own signs."""
+    """Outputs of a product with the datum's own signs."""
     require_normal(product, _NAME)
     mean = product.at_means()
     weight, bias, inputs = product.weight, product.bias, product.inputs
-    out = product.along_features(_signs(len(mean), mean.shape[product.features], mean), mean)
+    out = product.along_features(_signs(mean.shape[product.features], mean), mean)
     shift = None if bias is None or bias.tag is None else _deviation(bias)
     if weight.tag is None:
         assert shift is not None
-        return torch.addcmul(mean, out, product.along_features(shift, mean))
+        return mean + out * product.along_features(shift, mean)
     if not product.is_lookup:
-        into = _signs(len(inputs), inputs.shape[product.features], inputs)
+        into = _signs(inputs.shape[product.features], inputs)
         inputs = inputs * product.along_features(into, inputs)
-    return torch.addcmul(mean, product.apply(inputs, _deviation(weight), shift), out)
+    return mean + out * product.apply(inputs, _deviation(weight), shift)
 
 
 def _deviation(operand: Operand) -> Tensor:
@@ -56,8 +56,8 @@ def _deviation(operand: Operand) -> Tensor:
 _SIGNS = 2.0 * (torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu") & 1) - 1.0
 
 
-def _signs(count: int, features: int, like: Tensor) -> Tensor:
-    """Random signs (count, features), eight from each random byte."""
-    bytes_of_signs = torch.randint(0, 256, (count, (features + 7) // 8), device=like.device)
+def _signs(count: int, like: Tensor) -> Tensor:
+    """Random signs (count,), eight from each random byte."""
+    bytes_of_signs = torch.randint(0, 256, ((count + 7) // 8,), device=like.device)
     signs = _SIGNS.to(like, non_blocking=like.is_cuda)  # no wait for the GPU
-    return F.embedding(bytes_of_signs, signs).flatten(1)[:, :features]
+    return F.embedding(bytes_of_signs, signs).flatten()[:count]

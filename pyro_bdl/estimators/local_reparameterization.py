@@ -32,10 +32,8 @@ def local_reparameterization(*, positions: str = "joint") -> PerDatum:
     position, as is usual for convolutions (Molchanov, Ashukha & Vetrov 2017). It is faster, and
     each pre-activation keeps its distribution, but averages over positions have too little noise.
 
-    The data axis is the leading axis, or the second one if only that has as many entries as there
-    are data; inside an attention it is the batch axis. If the axis is unknown (rows flattened over
-    data and positions), a layer uses one draw for all data. BatchNorm in training mode mixes data,
-    as it does without this context.
+    The program runs on one datum at a time, by ``vmap``: data may lie along any axis inside it. A
+    program whose data depend on each other, as under BatchNorm in training mode, is refused.
 
     :param positions: "joint" or "independent".
     :raises UnsupportedProgramError: inside the context, for a latent that is used twice, or that
@@ -47,44 +45,40 @@ def local_reparameterization(*, positions: str = "joint") -> PerDatum:
 
 
 def local_noise(product: DataProduct, kept: object = None, *, joint: bool = True) -> Tensor:
-    """Sample outputs with the mean and, for each datum, the covariance of the product."""
+    """Sample outputs with the mean and covariance of the product of one datum."""
     require_normal(product, _NAME)
     mean = product.at_means()
     weight, bias = product.weight, product.bias
     if weight.scale is None:
         assert bias is not None and bias.scale is not None
-        return mean + product.along_features(_per_datum(bias.scale, len(mean)), mean)
+        return mean + product.along_features(_noise(bias.scale), mean)
     several = product.has_positions(mean)
     if product.is_lookup:
         return mean + product.apply(product.inputs, weight.scale, None) * _row_noise(
-            product, mean, joint and several
+            product.inputs, mean, joint and several
         )
     spread = None if bias is None else bias.scale
     if joint and several:
-        weights = _per_datum(weight.scale, len(mean))
-        return mean + product.datum_by_datum(
-            weights, None if spread is None else _per_datum(spread, len(mean))
-        )
+        deviations = _noise(weight.scale), None if spread is None else _noise(spread)
+        return mean + product.apply(product.inputs, *deviations)
     variance = product.apply(
         product.inputs.square(), weight.scale.square(), None if spread is None else spread.square()
     )
     # the variance is zero if all inputs are zero; its square root would have no gradient
     deviation = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
-    return torch.addcmul(mean, deviation, torch.randn_like(mean))
+    return mean + deviation * torch.randn_like(mean)
 
 
-def _per_datum(scale: Tensor, count: int) -> Tensor:
-    """s * eps_n, (N, *shape)."""
-    return scale * torch.randn(count, *scale.shape, dtype=scale.dtype, device=scale.device)
+def _noise(scale: Tensor) -> Tensor:
+    """s * eps, (*shape)."""
+    return scale * torch.randn(scale.shape, dtype=scale.dtype, device=scale.device)
 
 
-def _row_noise(product: DataProduct, output: Tensor, shared: bool) -> Tensor:
-    """Noise of looked-up rows; if shared, all look-ups of a row by one datum get the same noise."""
+def _row_noise(rows: Tensor, output: Tensor, shared: bool) -> Tensor:
+    """Noise of looked-up rows; if shared, all look-ups of a row have the same noise."""
+    noise = torch.randn_like(output)
     if not shared:
-        return torch.randn_like(output)
-    rows = product.inputs
-    count = product.weight.value.shape[0]
-    data = torch.arange(len(rows), device=rows.device).view(-1, *[1] * (rows.dim() - 1))
-    unique, inverse = (rows + count * data).unique(return_inverse=True)
-    noise = torch.randn(len(unique), output.shape[-1], dtype=output.dtype, device=output.device)
-    return noise[inverse]
+        return noise
+    flat = rows.reshape(-1)
+    first = (flat[:, None] == flat).int().argmax(1)  # the first look-up of the same row
+    return noise.reshape(len(flat), -1)[first].reshape(output.shape)

@@ -1,7 +1,6 @@
 """Base class of estimators with noise for every datum, and the tracking of products with
 latents."""
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,19 +8,16 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from pyro.distributions import Delta
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import _PYRO_STACK
-from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.distributions.dropout_noise import NoisyWeight
 from pyro_bdl.distributions.take_apart import base_distribution
-from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
-from pyro_bdl.estimators.product import Batch, DataProduct, Operand, data_product, sizes_of
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.estimators.product import DataProduct, Operand, data_product
 from pyro_bdl.program.linear_ops.recognize import recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
 from pyro_bdl.program.trace import is_deterministic
@@ -33,78 +29,59 @@ Rule = Callable[[DataProduct, dict[str, Tensor]], Tensor]
 
 
 class _ProductTracker(Tracker):
-    """Tracker that computes products of data with latents by a rule; other operations use the
+    """Tracker that computes products of one datum with latents by a rule; other operations use the
     draws.
 
-    :param rule: maps a product, and a dict of values kept by site during a run, to the outputs.
+    :param rule: maps a product, and a dict of values that the datum keeps by site, to the outputs.
     :param name: the estimator's name, for messages.
-    :param shared: whether all products with a latent use the same value of it for each datum.
+    :param shared: whether all products with a latent use the same value of it.
     """
 
     def __init__(self, rule: Rule, name: str, shared: bool) -> None:
         super().__init__()
         self.rule, self.name, self.shared = rule, name, shared
+        self.in_program = False  # else in the guide, which computes with its draws
         self.kept: dict[str, Tensor] = {}
         self.points: dict[int, Tensor] = {}  # values of point masses, by id
-        self.batch = Batch()
         self.distributions: dict[str, Distribution] = {}
         self.computed: dict[str, list[Tag]] = defaultdict(list)  # uses computed by the rule
         self.read: dict[str, list[Tag]] = defaultdict(list)  # uses of the draw
-        self.depth = 0
-        self.observed = False  # whether the run has reached an observed site
-        self.told = False
-
-    def end_run(self, stacklevel: int) -> None:
-        """Warn once if no product was computed by the rule in a run."""
-        if self.observed and not self.computed and not self.told:
-            self.told = True
-            warnings.warn(
-                f"{_no_layer(self.name)}: all data share one draw, as without it",
-                BdlWarning,
-                stacklevel=stacklevel,
-            )
-        self.forget()
 
     def forget(self) -> None:
-        self.observed = False
-        for kept in (
+        for cache in (
             self.tags, self.points, self.distributions, self.computed, self.read, self.kept,
         ):  # fmt: skip
-            kept.clear()  # type: ignore[attr-defined]
+            cache.clear()  # type: ignore[attr-defined]
 
     def drawn(self, site: str, distribution: Distribution, value: Tensor) -> None:
-        """Record a latent's draw; a site that is drawn again starts another run.
-
-        Point masses are recorded too, since Pyro's ELBOs replay them in the program under the
-        prior.
-        """
+        """Record a latent's draw, unless it is the value of an earlier site."""
         if id(value) in self.tags or id(value) in self.points:
             return
-        if site in self.distributions:
-            self.end_run(stacklevel=2)
         self.distributions[site] = distribution
         if isinstance(base_distribution(distribution, through_masks=False), Delta):
             self.points[id(value)] = value
         else:
             self.track(site, value)
 
-    def look_into(self, func: Any, args: tuple, kwargs: dict, body: Callable[[], Any]) -> Any:
-        if func is not F.multi_head_attention_forward:
-            return super().look_into(func, args, kwargs, body)
-        query = args[0] if args else kwargs["query"]
-        outside = self.batch
-        size = query.shape[1] if query.dim() == 3 else 1
-        self.batch = Batch(outside.sizes, size)
+    @contextmanager
+    def program(self) -> Iterator[None]:
+        """One run of the program, on one datum."""
+        of_guide = {site: list(tags) for site, tags in self.read.items()}
+        self.computed.clear()
+        self.kept.clear()
+        self.in_program = True
         try:
-            return super().look_into(func, args, kwargs, body)
+            with self:
+                yield
         finally:
-            self.batch = outside
+            self.in_program = False
+            self.read.clear()
+            self.read.update(of_guide)
 
     def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
-        if len(_PYRO_STACK) <= self.depth:  # between runs, where densities are computed
-            return func(*args, **kwargs)
-        op = recognize(func, args, kwargs, self.is_latent)
-        product = data_product(op, self._operand, self.batch)
+        product = None
+        if self.in_program:
+            product = data_product(recognize(func, args, kwargs, self.is_latent), self._operand)
         if product is not None:
             for operand in product.operands:
                 assert operand.tag is not None
@@ -138,14 +115,15 @@ class _ProductTracker(Tracker):
 class PerDatum(Messenger):
     """A context in which products of data with latents have separate noise for every datum.
 
-    Inside it, the ELBOs of this package and of Pyro use another estimator of the expected log
-    likelihood. The terms of each single datum keep their distribution. KL terms are not affected:
-    they use closed forms or one draw for all data. If the estimator applies to no layer, this
-    package's ELBOs raise an error; Pyro's ELBOs use one draw for all data, with a warning.
+    Inside it, the ELBOs of this package use another estimator of the expected log likelihood: they
+    run the program on one datum at a time, by ``vmap``. The terms of each single datum keep their
+    distribution. KL terms are not affected: they use closed forms or one draw for all data.
 
-    :param rule: maps a product, and a dict of values kept by site during a run, to the outputs.
+    :param rule: maps a product, and a dict of values that the datum keeps by site, to the outputs.
     :param name: the estimator's name, for messages.
     :param shared: whether all products with a latent use the same value of it for each datum.
+    :raises UnsupportedProgramError: inside the context, for an ELBO of Pyro's; at a step, if the
+        estimator applies to no layer, or if data depend on each other.
     """
 
     def __init__(self, rule: Rule, name: str, *, shared: bool = False) -> None:
@@ -155,45 +133,26 @@ class PerDatum(Messenger):
 
     def __enter__(self) -> "PerDatum":
         super().__enter__()
-        self._products.depth = len(_PYRO_STACK)
-        self._products.__enter__()
         _active.set((*_active.get(), self))
         return self
 
     def __exit__(self, *error: Any) -> None:
         _active.set(tuple(context for context in _active.get() if context is not self))
-        self._products.__exit__(*error)
         super().__exit__(*error)
-        if error and error[0] is not None:
-            self._products.forget()
-        else:
-            self._products.end_run(stacklevel=3)
 
-    # Sample statements, for Pyro's own ELBOs
-
-    def _postprocess_message(self, msg: Any) -> None:
-        if msg["type"] != "sample":
-            return
-        if isinstance(msg["fn"], _Subsample):
-            self._products.batch = Batch(self._products.batch.sizes | {len(msg["value"])})
-        elif msg["is_observed"]:
-            self._products.observed |= not is_deterministic(msg)
-        elif isinstance(msg["value"], Tensor):
-            self._products.drawn(msg["name"], msg["fn"], msg["value"])
-
-    # Runs, for the ELBOs of this package
-
-    def about(self, args: tuple, kwargs: Mapping[str, Any], plates: frozenset[int]) -> None:
-        """Set the possible numbers of data: the rows of the first tensor argument, and the plates'
-        sizes."""
-        self._products.batch = Batch(sizes_of(tree_leaves((args, kwargs))) | plates)
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if msg["is_observed"] and not is_deterministic(msg):
+            raise UnsupportedProgramError(
+                f"{self.name} runs the program on one datum at a time, which only the ELBOs of "
+                "this package do: use pyro_bdl.elbo.TemperedTrace_ELBO(), which at its default "
+                "temperature is Pyro's Trace_ELBO"
+            )
 
     @contextmanager
     def run(
         self, distributions: Mapping[str, Distribution], draws: Mapping[str, Tensor]
     ) -> Iterator[None]:
-        """A context for one run of the program at a guide's draw, or for a guide's run and the
-        program's run.
+        """A context for the runs of a program at a guide's draw, or for a guide's run before.
 
         In the second case the guide's statements are drawn by ``sample``.
 
@@ -205,22 +164,26 @@ class PerDatum(Messenger):
         products.forget()
         for site, distribution in distributions.items():
             products.drawn(site, distribution, draws[site])
-        depth = products.depth
         try:
-            if self in _active.get():
-                yield
-            else:
-                products.depth = len(_PYRO_STACK)
-                with products:
-                    yield
+            yield
             reached = bool(products.computed)
         finally:
-            products.depth = depth
             products.forget()
         if not reached:
             raise UnsupportedProgramError(
-                f"{_no_layer(self.name)}: use plain sampling (estimator=None)"
+                f"{self.name} found no layer that multiplies data with a latent that has its own "
+                "distribution in the guide (linear, convolution, embedding, attention, product "
+                "with @): use plain sampling (estimator=None)"
             )
+
+    def of_datum(self, program: Callable[[], Any]) -> Any:
+        """Run the program on one datum, inside ``run``."""
+        with self._products.program():
+            return program()
+
+    def following(self) -> "_ProductTracker":
+        """A context in which a guide's draws are followed, inside ``run``."""
+        return self._products
 
     def sample(self, msg: Any) -> None:
         """Draw the value of a guide's sample statement, and track it."""
@@ -242,13 +205,6 @@ class PerDatum(Messenger):
                 "(estimator=None)"
             )
         return distributions
-
-
-def _no_layer(name: str) -> str:
-    return (
-        f"{name} found no layer that multiplies data with a latent that has its own distribution "
-        "in the guide (linear, convolution, embedding, attention, product with @)"
-    )
 
 
 _active: ContextVar[tuple[PerDatum, ...]] = ContextVar("pyro_bdl_per_datum", default=())

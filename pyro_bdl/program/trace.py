@@ -100,12 +100,21 @@ class Run:
         return _total(self.latents.values())
 
     def log_likelihood(self) -> Tensor | float:
+        terms = self.terms()
+        return functools.reduce(torch.add, terms.values()) if terms else 0.0
+
+    def terms(self) -> dict[str, Tensor]:
+        """The scalars that ``log_likelihood`` adds up, by site; sites that discrete sites are
+        summed out of together have one, under the first of their names."""
         sites = self.observed | self.factors
         summed = None if self.discrete is None else self.discrete.log_likelihood()
-        if summed is None:
-            return _total(sites.values())
-        total, names = summed
-        return total + _total(site for name, site in sites.items() if name not in names)
+        total, names = (None, frozenset()) if summed is None else summed
+        terms = {
+            name: site.log_prob().sum()
+            for name, site in sites.items()
+            if site.value is not None and name not in names
+        }
+        return terms if total is None else {next(n for n in sites if n in names): total, **terms}
 
 
 def _total(sites: Iterable[Site]) -> Tensor | float:

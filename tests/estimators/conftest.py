@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.func import jacrev
 
+from pyro_bdl.estimators.rows import RowMap
 from pyro_bdl.program import record
 
 D = torch.float64
@@ -38,11 +39,15 @@ class Layer:
     def runs(self, estimator, count, rows=1):
         """Outputs (count, rows, ...) of so many copies of the datum in each of many runs."""
         x = self.x.expand(rows, *self.x.shape)
-        estimator.about((x,), {}, frozenset())
+        rows_of = RowMap()
 
         def one(draws):
+            def of_datum(x):
+                run = estimator.of_datum(lambda: record(self.program, draws, (x,)))
+                return run.result[0]
+
             with estimator.run(self.q, draws):
-                return record(self.program, draws, (x,)).result
+                return rows_of(of_datum, (x,), {})
 
         draws = {name: q.sample((count,)) for name, q in self.q.items()}
         return torch.vmap(one, randomness="different")(draws)

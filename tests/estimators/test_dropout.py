@@ -13,6 +13,7 @@ from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.estimators import flipout, local_reparameterization, per_example_dropout
+from pyro_bdl.estimators.rows import RowMap
 from pyro_bdl.guides import AutoMCDropout, AutoMeanField, GaussianNoise
 from pyro_bdl.program import record
 
@@ -79,9 +80,12 @@ def outputs(guide, model, x, context=None):
     latents = {name: values[0] for name, values in guide.sample_latents(1).items()}
     if context is None:
         return record(model.network, latents, (x,)).result
-    context.about((x,), {}, frozenset())
+
+    def of_datum(x):
+        return context.of_datum(lambda: record(model.network, latents, (x,)).result)[0]
+
     with context.run(guide.site_distributions(), latents):
-        return record(model.network, latents, (x,)).result
+        return RowMap()(of_datum, (x,), {})
 
 
 @pytest.mark.parametrize("mask", ["units", "weights"])
@@ -207,24 +211,6 @@ def test_a_penalty_on_a_dropped_weight_is_refused():
         elbo.loss(model, guide, x, y)
 
 
-def test_a_latent_that_multiplies_different_numbers_of_data_is_refused():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
-
-        def forward(self, x):
-            z = self.first(x).tanh()
-            return self.last(z) + self.last(z.mean(0))
-
-    _, x, y = classifier()
-    model = models.Classification(bayesianize(Twice().double()))
-    guide = AutoMCDropout(model, p=0.3).prototype(x, y)
-    elbo = TemperedTraceMeanField_ELBO(estimator="per_example_dropout")
-    with pytest.raises(UnsupportedProgramError, match="multiplies 8 data in one product and 1"):
-        elbo.loss(model, guide, x, y)
-
-
 def test_functions_of_products_alone():
     """A program by hand: x @ w.T, one mask per datum in both calls."""
     _, x, _ = classifier()
@@ -233,12 +219,14 @@ def test_functions_of_products_alone():
     guide = AutoMCDropout(model, p=0.5, sites="all").prototype(x, x[:, 0])
     latents = {name: values[0] for name, values in guide.sample_latents(1).items()}
     context = per_example_dropout()
-    context.about((x,), {}, frozenset())
 
     def program(x):
         w = pyro.sample("weight", dist.Normal(0.0, 1.0).expand([1, 3]).to_event(2))
         return x @ w.T, F.linear(x, w)
 
+    def of_datum(x):
+        return context.of_datum(lambda: record(program, latents, (x,)).result)
+
     with context.run(guide.site_distributions(), latents):
-        first, second = record(program, latents, (x,)).result
+        first, second = RowMap()(of_datum, (x,), {})
     torch.testing.assert_close(first, second)

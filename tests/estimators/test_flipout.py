@@ -10,7 +10,8 @@ D = torch.float64
 
 
 def test_signs_are_fair_and_independent():
-    signs = _signs(20_000, 13, torch.zeros((), dtype=D))
+    like = torch.zeros((), dtype=D)
+    signs = torch.stack([_signs(13, like) for _ in range(20_000)])
     assert signs.shape == (20_000, 13) and signs.dtype == D
     assert torch.equal(signs.abs(), torch.ones_like(signs))
     assert (signs.mean(0).abs() < 5 / 20_000**0.5).all()

@@ -1,0 +1,173 @@
+"""The rows of a program's arguments, one at a time.
+
+A program runs on x[n:n+1], with plates of size one, under ``vmap`` over n. Inside, no tensor has an
+axis that numbers the data, wherever the network puts it, so that none can be mistaken.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.program.batch_norm import uses_its_batch
+from pyro_bdl.program.batches import as_dicts, leading_size, rows
+from pyro_bdl.program.supports import nan_outside_support
+from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
+from pyro_bdl.program.vmap import DrawMap
+from pyro_bdl.utils.module_state import evaluation_mode, modules_of
+from pyro_bdl.utils.random_state import own_randomness
+
+_INSTEAD = "use plain sampling (estimator=None)"
+_SLACK = {torch.float64: 1e-6, torch.float32: 1e-3}  # of the sum of the terms' sizes
+
+
+class RowMap:
+    """Map over single rows that stacks function(*args, **kwargs), each with its own random numbers.
+
+    Every tensor among the arguments with as many rows as the first one is cut; a row keeps its
+    leading axis, of length one. Where an operation has no batching rule, as torch's recurrent
+    layers, the rows are taken in a loop, with a warning.
+    """
+
+    def __init__(self) -> None:
+        self._map = DrawMap(over="data", batch_norm=False)
+
+    def __call__(self, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        leaves, spec = tree_flatten((tuple(map(as_dicts, args)), as_dicts(kwargs)))
+        count = leading_size(leaves)
+        cut = {
+            str(number): leaf
+            for number, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == count
+        }
+        if not cut:
+            raise UnsupportedProgramError(
+                "noise for each datum needs data that are arguments of the program, row by row: "
+                f"pass them as tensors (N, ...), or {_INSTEAD}"
+            )
+
+        def of_row(row: dict[str, Tensor]) -> Any:
+            inputs = [row[str(i)][None] if str(i) in row else leaf for i, leaf in enumerate(leaves)]
+            own_args, own_kwargs = tree_unflatten(inputs, spec)
+            return function(*own_args, **own_kwargs)
+
+        return self._map(of_row, cut)
+
+
+class RowwiseLikelihood:
+    """A program's log likelihood as a sum over its sites s and over single rows n,
+
+        log p(y | w) = sum_s c_s sum_n log p_s(y_n | w, x_n).
+
+    c_s is the scale of a site in a run over all rows, relative to that in a run over one row (1/B
+    where a plate states N data), and 1/B for a site whose term does not depend on the row. At
+    construction the program runs at one draw, in evaluation mode, over all B rows and over each of
+    them alone; both must have the same log likelihood.
+
+    :param name: the estimator's name, for messages.
+    :param values: latents by site.
+    :raises UnsupportedProgramError: if data depend on each other, or the program cannot run on one
+        row.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Callable,
+        values: Mapping[str, Tensor],
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.name, self.model = name, model
+        self._map = RowMap()
+        self._plates: dict[str, Tensor] = {}
+        if any(map(uses_its_batch, modules_of(model))):
+            raise UnsupportedProgramError(
+                f"{name} needs data that do not depend on each other, and a BatchNorm layer in "
+                f"training mode normalizes by the batch: call network.eval(), or {_INSTEAD}"
+            )
+        with torch.no_grad(), evaluation_mode(model):
+            with own_randomness():
+                whole = self._run(values, args, kwargs)
+                first = self._first_row(values, args, kwargs)
+            for plate, indices in whole.subsamples.items():
+                if len(indices) > len(first.subsamples[plate]) == 1:
+                    self._plates[plate] = torch.zeros_like(indices[:1])
+            alone = self._map(lambda *a, **k: self._run(values, a, k).terms(), args, kwargs)
+        sites, of_row = whole.observed | whole.factors, first.observed | first.factors
+        if sites.keys() != of_row.keys():
+            other = next(iter(sites.keys() ^ of_row.keys()))
+            raise UnsupportedProgramError(
+                f"{name} runs the program on one row of its arguments at a time, and the site "
+                f"'{other}' is not there for every number of rows: {_INSTEAD}"
+            )
+        self._weights = {
+            site: self._weight(site, alone[site], together, _ratio(sites[site], of_row[site]))
+            for site, together in whole.terms().items()
+        }
+
+    def __call__(
+        self,
+        values: Mapping[str, Tensor],
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        *,
+        run: Callable[[Callable[[], Run]], Run],
+    ) -> tuple[Tensor, Run]:
+        """log p(y | w) at latents, a scalar, and a run with the targets of all rows; NaN if a
+        target lies outside its support.
+
+        :param run: calls a function that runs the program on one row.
+        """
+        last: list[Run] = []
+
+        def of_row(*own_args: Any, **own_kwargs: Any) -> Any:
+            found = run(lambda: self._run(values, own_args, own_kwargs))
+            last[:] = [found]
+            terms = found.terms()
+            first = next(iter(terms))
+            terms[first] = nan_outside_support(terms[first], found)
+            return terms, {name: site.value for name, site in found.observed.items()}
+
+        terms, targets = self._map(of_row, args, kwargs)
+        (found,) = last  # its latents and their priors are the same for all rows
+        for site, value in targets.items():
+            found.observed[site] = found.observed[site]._replace(value=value)
+        return sum(self._weights[site] * value.sum() for site, value in terms.items()), found
+
+    def _run(self, values: Mapping[str, Tensor], args: tuple, kwargs: Mapping[str, Any]) -> Run:
+        return record(self.model, {**values, **self._plates}, args, kwargs, draw=sum_out_discrete)
+
+    def _first_row(self, values: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> Run:
+        batch = tuple(map(as_dicts, args)), as_dicts(kwargs)
+        try:
+            return self._run(values, *rows(batch, 0, 1, leading_size(batch)))
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise UnsupportedProgramError(
+                f"{self.name} runs the program on one row of its arguments at a time, and it "
+                f"cannot run on one ({str(error).splitlines()[0]}): {_INSTEAD}"
+            ) from error
+
+    def _weight(self, site: str, alone: Tensor, together: Tensor, ratio: float) -> float:
+        """c_s, given the terms of the rows alone (B,) and of all at once."""
+        slack = _SLACK.get(alone.dtype, 0.05)
+        size = alone.abs().sum() * ratio
+        if not together.isfinite() or (alone.sum() * ratio - together).abs() <= slack * size:
+            return ratio
+        if ((alone - together).abs() <= slack * together.abs()).all():
+            return 1.0 / len(alone)
+        raise UnsupportedProgramError(
+            f"{self.name} needs data that do not depend on each other, and the log likelihood of "
+            f"the site '{site}' is {float(together):.6g} for all rows at once and "
+            f"{float(alone.sum() * ratio):.6g} as the sum over each row alone: {_INSTEAD}"
+        )
+
+
+def _ratio(whole: Site, row: Site) -> float:
+    """The scale of a site in a run over all rows, relative to its scale in a run over one."""
+    if isinstance(whole.scale, Tensor) or isinstance(row.scale, Tensor):
+        return whole.subsampling / row.subsampling
+    return whole.scale / row.scale
