@@ -214,7 +214,7 @@ def _evaluations(
             try:
                 found[name] = evaluate(
                     name, subject, posterior, data,
-                    kept=kept, units=units, left_out=left_out.get(name), **options,
+                    seed=seed, kept=kept, units=units, left_out=left_out.get(name), **options,
                 )  # fmt: skip
             except UnusableDrawsError as error:
                 raise UnusableDrawsError(f"posterior {name!r}: {error}", name) from None

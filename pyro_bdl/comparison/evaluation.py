@@ -39,6 +39,7 @@ __all__ = ["Evaluation", "Test", "Units", "evaluate", "evaluate_draws"]
 # arrays of this size, and bars move on after each part.
 _DRAWS_AT_ONCE = 2**25
 _LEAST_FOR_RANGE = 40
+_OF_WEIGHTS = 2**20  # sets the seed of a linear model's weights apart from that of the noise
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ def evaluate(
     test: Test,
     *,
     num_samples: int,
+    seed: int,
     kept: Tensor,
     units: Units,
     train: Test | None = None,
@@ -144,6 +146,7 @@ def evaluate(
     :param posterior: a guide or ``Samples``, whose draws are all used.
     :param test: the test data.
     :param num_samples: draws of a guide.
+    :param seed: seed of the draws of a linear model, which all its numbers are about.
     :param kept: numbers of the rows at which draws are kept.
     :param units: units of the target; ignored for classes.
     :param train: the data that the posterior was fitted to, for leave-one-out.
@@ -165,7 +168,7 @@ def evaluate(
         linear = False
     if linear:
         samples = draws_of(name, subject, posterior, 1, test)
-        predictive = LinearizedPredictive(model, posterior, num_samples)
+        predictive = LinearizedPredictive(model, posterior, num_samples, seed=seed + _OF_WEIGHTS)
     else:
         samples = draws_of(name, subject, posterior, num_samples, test)
         predictive = Predictive(model, samples, batch_norm_data=batch_norm_data)
@@ -278,7 +281,6 @@ def _at(
         mean = predictive.mean(*data.asked())[observation.site]
         return Evaluation("regression", chains, mean, mean.mean(0), None)
     drawn = predictive(*data.asked())
-    # With the same latents, except for the linear model, where each call makes new draws.
     expected, noise = predictive.draw_moments(*data.asked())[observation.site]
     function = drawn.get("f")
     if function is None or function.shape[1:2] != (data.rows,):

@@ -9,6 +9,7 @@ the center of member k (Eschenhagen et al. 2021, "mixtures of Laplace approximat
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from pyro_bdl.predictive.linearized_component import (
 from pyro_bdl.predictive.sampled import PredictiveMoments
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.trace import Site
+from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.validation import whole_number
 
 METHODS = ("centered-probit", "probit", "laplace-bridge", "monte-carlo")
@@ -78,11 +80,20 @@ class LinearizedPredictive:
     :param posterior: a guide of ``laplace_approximation``, or a mixture of such guides; the program
         is linearized around each member.
     :param num_samples: S, the number of draws.
+    :param seed: seed of the draws of the latents, so that all calls are about the same S functions;
+        by default each call draws anew.
     :raises TypeError: for another posterior.
     :raises ValueError: by its calls, for a posterior of another program; the error names the sites.
     """
 
-    def __init__(self, model: Callable, posterior: Any, num_samples: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Callable,
+        posterior: Any,
+        num_samples: int | None = None,
+        *,
+        seed: int | None = None,
+    ) -> None:
         if not is_linear(posterior):
             raise TypeError(
                 "LinearizedPredictive needs the Gaussian guide that laplace_approximation(data) "
@@ -97,7 +108,11 @@ class LinearizedPredictive:
         weights = posterior.weights if is_mixture else posterior.loc.new_ones(1)
         self._kept = [k for k, weight in enumerate(weights.tolist()) if weight > 0]
         self.weights = weights[self._kept]
-        self.components = [LinearizedComponent(model, members[k]) for k in self._kept]
+        self.seed = seed
+        self.components = [
+            LinearizedComponent(model, members[k], None if seed is None else seed + 2**16 * k)
+            for k in self._kept
+        ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> LinearizedDraws:
         """Draws of the observed and the deterministic sites, and the moments."""
@@ -342,7 +357,8 @@ class LinearizedPredictive:
         """The components' draws in random order."""
         if not isinstance(self.posterior, MixtureGuide):
             return found[0]
-        order = torch.randperm(self.num_samples, device=self.weights.device)
+        with nullcontext() if self.seed is None else seeded(self.seed):
+            order = torch.randperm(self.num_samples, device=self.weights.device)
         return tree_map(lambda *parts: torch.cat(parts)[order], *found)
 
     def _averaged(self, values: Any) -> Tensor:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from pyro_bdl.program.trace import Site
 from pyro_bdl.program.unconstrained_parameters import constrained_value
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.random_state import seeded
 
 _DRAWS_AT_ONCE = 2**29  # bytes of latent draws
 
@@ -131,10 +133,11 @@ class LinearizedComponent:
 
     :param model: the Pyro program.
     :param guide: the Gaussian; the program is linearized around its center.
+    :param seed: seed of the draws of the latents; None to draw anew in each call.
     """
 
-    def __init__(self, model: Callable, guide: LaplaceGuide) -> None:
-        self.model, self.guide = model, guide
+    def __init__(self, model: Callable, guide: LaplaceGuide, seed: int | None = None) -> None:
+        self.model, self.guide, self.seed = model, guide, seed
         self._is_checked = False
 
     def closed_forms(
@@ -319,7 +322,8 @@ class LinearizedComponent:
         chunks = []
         with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
             for start in range(0, num_samples, at_once):
-                offsets = guide.precision.draw(min(at_once, num_samples - start))
+                with nullcontext() if self.seed is None else seeded(self.seed + start):
+                    offsets = guide.precision.draw(min(at_once, num_samples - start))
                 found, rows = [], []
                 for part in self.parts(args, kwargs, known):
                     found.append(function(part, offsets, start == 0))

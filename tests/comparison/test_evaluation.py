@@ -264,3 +264,21 @@ def test_laplace_of_a_part_of_the_latents():
     first, second = (table.to_dict()["a"] for table in found)
     for key in ("rmse", "nlpd", "crps"):
         assert first[key] == pytest.approx(second[key], rel=0.05)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_all_numbers_of_the_linear_model_are_about_the_same_functions(mixed):
+    """f, its mean and noise, predictions and densities come from the same draws."""
+    posterior = _laplace(line, X, X[:, 0])
+    if mixed:
+        posterior = guides.MixtureGuide([posterior, _laplace(line, X[:4], X[:4, 0])])
+    found = compare(line, {"a": posterior}, X, X[:, 0], reference=None, num_samples=50)
+    said, row = found.evaluations["a"], found.to_dict()["a"]
+    torch.testing.assert_close(said.function, said.expected)
+    assert ((said.predictions - said.function) / 0.5).std() == pytest.approx(1.0, abs=0.15)
+    density = dist.Normal(said.function, said.noise.sqrt()).log_prob(X[:, 0])
+    exact = math.log(50) - density.double().logsumexp(0)
+    assert row["nlpd"] == pytest.approx(exact.mean().item(), rel=1e-5)
+    with working_memory(8 * 50 * 2):  # in parts
+        parts = compare(line, {"a": posterior}, X, X[:, 0], reference=None, num_samples=50)
+    assert parts.to_dict()["a"]["nlpd"] == pytest.approx(row["nlpd"], rel=1e-5)
