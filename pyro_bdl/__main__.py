@@ -1,5 +1,5 @@
 """``python -m pyro_bdl`` is ``pyro-bdl``."""
 
-from pyro_bdl.cli.entry import script
+from pyro_bdl.cli import script
 
 script()

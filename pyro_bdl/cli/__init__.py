@@ -1,5 +1,5 @@
 """The command ``pyro-bdl``."""
 
-from pyro_bdl.cli.entry import main, script
+from pyro_bdl.cli.command import main, script
 
 __all__ = ["main", "script"]

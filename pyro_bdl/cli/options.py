@@ -1,419 +1,321 @@
-"""The options of the command ``pyro-bdl``."""
+"""The options of ``pyro-bdl compare``, with their types and help texts."""
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import nn
 
 from pyro_bdl import posteriors, references
-from pyro_bdl._version import __version__
 from pyro_bdl.cli.programs import NOISES
 from pyro_bdl.data.csv import quoted, read_csv
 from pyro_bdl.data.dataset import IMPUTERS, TASKS, Dataset, load_csv
 from pyro_bdl.data.examples import EXAMPLES
-from pyro_bdl.posteriors import Options
 from pyro_bdl.references import Reference
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
-EXAMPLE = "in-between"
-_OUT = "pyro-bdl-out"
-_NETWORK = {"hidden": "50", "activation": "tanh", "noise": "normal", "prior_gain": None}
 _USUAL = {"steps": None, "chains": 4, "warmup": 500, "draws": 500}
 _QUICK = {"steps": 500, "chains": 2, "warmup": 100, "draws": 100}
-
-BAD_INPUT = 2  # the exit code
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
+_OF_FILES = ("target", "task", "thousands", "dates", "one_hot", "impute")
 
 
-def parser(
-    compare: Callable[[argparse.Namespace], int], *others: Callable[[Any], None]
-) -> argparse.ArgumentParser:
-    """The command's parser; the parsed options hold ``run``, the function that does the work.
+def _choice(names: Iterable[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise typer.BadParameter(f"{text!r} is unknown; choose {quoted(names, 'or')}")
+        return text
 
-    :param compare: runs the subcommand ``compare``.
-    :param others: functions that add further subcommands.
-    """
-    result = Parser(prog="pyro-bdl", description="Bayesian deep learning on Pyro programs.")
-    result.add_argument("--version", action="version", version=f"pyro-bdl {__version__}")
-    commands = result.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    command = commands.add_parser(
-        "compare",
-        help="fit several posteriors of one network, and compare them with NUTS",
-        description="Fit several posteriors of a Bayesian neural network to a table of data, run\n"
-        "NUTS on the same program as the reference, print the answer and one table, and\n"
-        "write them with figures and a report. By default on a built-in problem.",
-        epilog=_epilog(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.set_defaults(run=compare)
-    add = add_data(command, EXAMPLE)
-    add(
-        "--folds",
-        type=int,
-        metavar="K",
-        help="fit all posteriors again on K splits of the data, and show the means of the scores",
-    )
-    add("--repeats", type=int, default=1, metavar="R", help="R times K splits; default: 1")
-    add(
-        "--reference",
-        metavar="NAME",
-        help="a problem whose long NUTS run ships with the package, in place of data and of "
-        f"running NUTS: {', '.join(references.names())}",
-    )
-    add = command.add_argument_group("network").add_argument
-    add(
-        "--hidden",
-        default=_NETWORK["hidden"],
-        metavar="UNITS",
-        help="50, or 50,50 for two layers; default: %(default)s",
-    )
-    add(
-        "--activation",
-        choices=tuple(ACTIVATIONS),
-        default=_NETWORK["activation"],
-        help="default: %(default)s",
-    )
-    add(
-        "--noise",
-        choices=NOISES,
-        default=_NETWORK["noise"],
-        help="of a regression: one sd; a sd for each input; or Student-t, for outliers; default: "
-        "%(default)s",
-    )
-    add(
-        "--prior-gain",
-        type=float,
-        metavar="GAIN",
-        help="the prior's sd of a weight is GAIN / sqrt(inputs of its layer); default: 1, or that "
-        "of the built-in problem",
-    )
-    add = command.add_argument_group("posteriors").add_argument
-    add(
-        "--guides",
-        metavar="NAMES",
-        help="names from the list below, or all; default: those with a star",
-    )
-    add("--steps", type=int, help="gradient steps of each guide; default: each guide's own")
-    for name, text in (
-        ("chains", "Markov chains"),
-        ("warmup", "adapting iterations of each chain, which are not kept"),
-        ("draws", "draws of each chain"),
-    ):
-        add(f"--{name}", type=int, help=f"{text}; default: {_USUAL[name]}")
-    add(
-        "--max-tree-depth",
-        type=int,
-        default=8,
-        metavar="DEPTH",
-        help="NUTS takes at most 2^DEPTH gradient steps per draw; default: %(default)s",
-    )
-    quick = ", ".join(f"--{name} {value}" for name, value in _QUICK.items())
-    add("--quick", action="store_true", help=f"a first look: {quick}")
-    add = add_run(command)
-    add(
-        "--resume",
-        metavar="DIR",
-        help="keep each posterior in DIR as it is finished, and take those that are there: after a "
-        "crash the same command goes on; the results are written there too, unless --out is given",
-    )
-    add("--details", action="store_true", help="print all columns that table.csv has")
-    add("--quiet", action="store_true", help="print the answer only, and show no bars")
-    for other in others:
-        other(commands)
-    return result
+    return parse
 
 
-def add_data(command: argparse.ArgumentParser, default: str) -> Callable[..., Any]:
-    """Add the options of the data, which ``load`` reads; returns what adds further ones.
-
-    :param default: the built-in problem if none is chosen.
-    """
-    add = command.add_argument_group("data").add_argument
-    add(
-        "--example",
-        choices=tuple(EXAMPLES),
-        metavar="NAME",
-        help=f"a built-in problem from the list of pyro-bdl compare --help; default: {default}",
-    )
-    add("--data", metavar="FILE", help="a CSV file with a header; every other column is a feature")
-    add("--target", metavar="COLUMN", help="the column to predict")
-    add("--separator", default=",", metavar="CHARACTER", help="between columns; default: a comma")
-    add("--decimal", default=".", metavar="MARK", help="before decimals; default: a point")
-    add("--thousands", metavar="MARK", help="between groups of three digits; default: none")
-    add(
-        "--dates",
-        nargs="+",
-        default=[],
-        metavar="COLUMN",
-        help="columns of dates such as 2024-12-31, which become year, month, day, ...",
-    )
-    add("--task", choices=TASKS, help="default: found from the target, and said")
-    add("--one-hot", action="store_true", help="turn columns of text into zeros and ones")
-    add(
-        "--impute",
-        choices=IMPUTERS,
-        help="fill in missing features from the training rows; default: refuse them",
-    )
-    add("--test-fraction", type=float, default=0.2, metavar="SHARE", help="default: %(default)s")
-    return add
+def _units(text: str) -> tuple[int, ...]:
+    if not all(part.isdecimal() and int(part) for part in text.split(",")):
+        raise typer.BadParameter(f"give numbers of units such as 50 or 50,50, not {text!r}")
+    return tuple(map(int, text.split(",")))
 
 
-def add_run(command: argparse.ArgumentParser) -> Callable[..., Any]:
-    """Add the options of a run; returns the function that adds further ones to their group."""
-    add = command.add_argument_group("run").add_argument
-    add("--seed", type=int, default=0, help="seed of all random numbers; default: %(default)s")
-    add("--device", default="cpu", help="such as cpu or cuda; default: %(default)s")
-    add("--out", metavar="DIR", help=f"of the results; default: {_OUT}")
-    return add
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise typer.BadParameter(f"{text!r} must be positive and finite")
+    return value
 
 
-def out(options: argparse.Namespace) -> str:
-    """The folder of the results."""
-    return options.out or getattr(options, "resume", None) or _OUT
-
-
-def _epilog() -> str:
-    lines = [
-        f"{'*' if entry.default else ' '} {entry.name:<21} {entry.description}"
-        for entry in posteriors.entries()
-    ]
-    problems = [f"  {each.name:<21} {each.description}" for each in EXAMPLES.values()]
-    return "\n".join(
-        [
-            "built-in problems:",
-            *problems,
-            "",
-            "posteriors:",
-            *lines,
-            "",
-            "Ctrl-C ends the current fit, and shows the table for the posteriors so far; after the",
-            "last fit it leaves the figures out. A second Ctrl-C gives up at once. With --resume",
-            "the same command then fits only what is missing.",
-        ]
-    )
-
-
-def reference(options: argparse.Namespace) -> Reference | None:
-    """The chosen reference posterior; its program takes the place of the options' one.
-
-    :raises ValueError: for an unknown name, or other data beside it.
-    """
-    if options.reference is None:
-        return None
-    for name in ("example", "data", "target", "task", "dates", "one_hot", "impute", "folds"):
-        if getattr(options, name):
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} has no effect with --reference, which has its data")
-    found = references.load(options.reference)
-    theirs = {
-        "hidden": ",".join(map(str, found.architecture["hidden"])),
-        "activation": found.architecture["activation"],
-        "noise": "normal",
-        "prior_gain": found.architecture["gain"],
-    }
-    for name, value in theirs.items():
-        if getattr(options, name) not in (_NETWORK[name], value):
-            option = name.replace("_", "-")
-            raise ValueError(
-                f"--{option} has no effect with --reference, whose program has {value}"
-            )
-        setattr(options, name, value)
-    if options.guides is None:  # no other run of NUTS
-        options.guides = ",".join(name for name in names(None) if name != "nuts")
+def _device(name: str) -> torch.device:
+    there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    there += ["mps"] if torch.backends.mps.is_available() else []
+    try:
+        found = torch.device(name)
+        torch.zeros((), device=found).cpu()
+    except (RuntimeError, AssertionError) as error:  # torch has no common error here
+        raise typer.BadParameter(f"{name!r} is not there; there is: {', '.join(there)}") from error
     return found
 
 
-def names(text: str | None) -> list[str]:
-    """The chosen posteriors, by default those with a star.
-
-    :raises ValueError: for an unknown name.
-    """
-    if text is None or text.strip() == "all":
-        return [entry.name for entry in posteriors.entries() if text or entry.default]
-    chosen = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+def _names(text: str) -> tuple[str, ...]:
+    if text.strip() == "all":
+        return tuple(entry.name for entry in posteriors.entries())
+    chosen = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not chosen:
-        raise ValueError("--guides is empty; name at least one posterior")
+        raise typer.BadParameter("name at least one posterior")
     for name in chosen:
         try:
             posteriors.get(name)
         except ValueError as error:
-            raise ValueError(f"--guides: {error}") from None
+            raise typer.BadParameter(str(error)) from None
     return chosen
 
 
-def settings(options: argparse.Namespace) -> Options:
-    """Options of the fits.
+def _panel(name: str) -> Callable[..., Any]:
+    """The options of one panel of the help text, each made from its help and what it takes."""
 
-    :raises ValueError: for numbers out of range.
-    """
-    usual = _QUICK if options.quick else _USUAL
-    chosen = {name: _first_given(getattr(options, name), usual[name]) for name in usual}
-    least = {"steps": 1, "chains": 1, "warmup": 0, "draws": 2, "max_tree_depth": 1, "seed": 0}
-    chosen |= {"max_tree_depth": options.max_tree_depth, "seed": options.seed}
-    for name, value in chosen.items():
-        if value is not None and value < least[name]:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} must be at least {least[name]}, got {value}")
-    check_run(options)
-    return Options(**cast(Any, chosen))
+    def option(text: str, metavar: str | None = None, flag: str = "", **more: Any) -> Any:
+        names = [flag] if flag else []
+        more |= {"help": text, "metavar": metavar, "rich_help_panel": name, "show_default": False}
+        return typer.Option(*names, **more)
+
+    return option
 
 
-def check_run(options: argparse.Namespace) -> None:
-    """Check the seed and the share of test data.
-
-    :raises ValueError: for numbers out of range.
-    """
-    if not 0 <= options.seed < 2**32:
-        raise ValueError(f"--seed must be at least 0 and less than 2^32, got {options.seed}")
-    if not 0 < options.test_fraction < 1:
-        raise ValueError(f"--test-fraction must lie between 0 and 1, got {options.test_fraction:g}")
+def _one_of(names: Iterable[str]) -> dict[str, Any]:
+    return {"metavar": "|".join(names), "parser": _choice(names)}
 
 
-def _first_given(value: int | None, usual: int | None) -> int | None:
-    return usual if value is None else value
+_data, _network, _posterior, _run = map(_panel, ("Data", "Network", "Posteriors", "Run"))
+_LIST = "from the list below"
+_SHIPPED = ", ".join(references.names())
 
 
-def load(
-    options: argparse.Namespace,
-    default: str = EXAMPLE,
-    *,
-    fold: tuple[int, int] | None = None,
-    repeat: int = 0,
-) -> Dataset:
-    """The chosen data.
+@dataclass(frozen=True)
+class Options:
+    """What ``pyro-bdl compare`` was asked for; each field is an option of its name."""
 
-    :param default: the built-in problem if none is chosen.
-    :param fold: ``(i, k)``: the i-th of k folds as the test part.
-    :param repeat: added to the seed.
-    :raises ValueError: for options that do not fit together, and data that are refused.
-    """
-    if options.data is None:
-        for name in ("target", "task", "thousands", "dates", "one_hot", "impute"):
-            if getattr(options, name):
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} is of use with --data only; name a CSV file")
-        example = EXAMPLES[options.example or default]
-        found = example.load(options.test_fraction, options.seed + repeat, fold)
-    else:
-        if options.example is not None:
+    example: Annotated[
+        str | None,
+        _data(
+            f"A built-in problem {_LIST}; default: in-between.", "NAME", parser=_choice(EXAMPLES)
+        ),
+    ] = None
+    data: Annotated[
+        Path | None, _data("A CSV file with a header; every other column is a feature.", "FILE")
+    ] = None
+    target: Annotated[str | None, _data("The column to predict.", "COLUMN")] = None
+    separator: Annotated[str, _data("Between columns; default: a comma.", "MARK")] = ","
+    decimal: Annotated[str, _data("Before decimals; default: a point.", "MARK")] = "."
+    thousands: Annotated[
+        str | None, _data("Between groups of three digits; default: none.", "MARK")
+    ] = None
+    dates: Annotated[
+        list[str] | None,
+        _data(
+            "A column of dates such as 2024-12-31, which becomes year, month, day, ...; several "
+            "times for several columns.",
+            "COLUMN",
+        ),
+    ] = None
+    task: Annotated[
+        str | None, _data("Default: found from the target, and said.", **_one_of(TASKS))
+    ] = None
+    one_hot: Annotated[bool, _data("Columns of text as zeros and ones.", flag="--one-hot")] = False
+    impute: Annotated[
+        str | None,
+        _data(
+            "Fill in missing features from the training rows; default: refuse them.",
+            **_one_of(IMPUTERS),
+        ),
+    ] = None
+    test_fraction: Annotated[float, _data("Of the rows; default: 0.2.", "SHARE")] = 0.2
+    folds: Annotated[
+        int | None,
+        _data(
+            "Fit all posteriors again on K splits of the data, and show mean scores.",
+            "K",
+            min=2,
+            max=100,
+        ),
+    ] = None
+    repeats: Annotated[int, _data("R times K splits; default: 1.", "R", min=1)] = 1
+    reference: Annotated[
+        str | None,
+        _data(
+            "A problem whose long NUTS run ships with the package, in place of data and of running "
+            f"NUTS: {_SHIPPED}.",
+            "NAME",
+            parser=_choice(references.names()),
+        ),
+    ] = None
+    hidden: Annotated[
+        Any, _network("50, or 50,50 for two layers; default: 50.", "UNITS", parser=_units)
+    ] = "50"
+    activation: Annotated[str, _network("Default: tanh.", **_one_of(ACTIVATIONS))] = "tanh"
+    noise: Annotated[
+        str,
+        _network(
+            "Of a regression: one sd; a sd for each input; or Student-t, for outliers; default: "
+            "normal.",
+            **_one_of(NOISES),
+        ),
+    ] = "normal"
+    prior_gain: Annotated[
+        Any,
+        _network(
+            "The prior's sd of a weight is GAIN / sqrt(inputs of its layer); default: 1, or that "
+            "of the built-in problem.",
+            "GAIN",
+            parser=_positive,
+        ),
+    ] = None
+    guides: Annotated[
+        Any,
+        _posterior(
+            f"Names {_LIST} with commas between, or all; default: those with a star.",
+            "NAMES",
+            parser=_names,
+        ),
+    ] = None
+    steps: Annotated[
+        int | None, _posterior("Gradient steps of each guide; default: its own.", min=1)
+    ] = None
+    chains: Annotated[int | None, _posterior("Markov chains; default: 4.", min=1)] = None
+    warmup: Annotated[
+        int | None,
+        _posterior("Adapting iterations of each chain, which are not kept; default: 500.", min=0),
+    ] = None
+    draws: Annotated[int | None, _posterior("Draws of each chain; default: 500.", min=2)] = None
+    max_tree_depth: Annotated[
+        int,
+        _posterior(
+            "NUTS takes at most 2^DEPTH gradient steps per draw; default: 8.", "DEPTH", min=1
+        ),
+    ] = 8
+    quick: Annotated[
+        bool,
+        _posterior(
+            "A first look: " + ", ".join(f"--{key} {n}" for key, n in _QUICK.items()) + ".",
+            flag="--quick",
+        ),
+    ] = False
+    seed: Annotated[int, _run("Of all random numbers; default: 0.", min=0, max=2**32 - 1)] = 0
+    device: Annotated[Any, _run("Such as cpu or cuda; default: cpu.", "DEVICE", parser=_device)] = (
+        "cpu"
+    )
+    out: Annotated[
+        Path,
+        _run(
+            "Of the results and of the finished posteriors, from which the same command goes on; "
+            "default: pyro-bdl-out.",
+            "DIR",
+        ),
+    ] = Path("pyro-bdl-out")
+    fresh: Annotated[bool, _run("Fit all anew, also what is finished.", flag="--fresh")] = False
+    details: Annotated[bool, _run("Print all columns of table.csv.", flag="--details")] = False
+    quiet: Annotated[bool, _run("Print the answer only, and no bars.", flag="--quiet")] = False
+
+    def names(self) -> tuple[str, ...]:
+        """The chosen posteriors: by default those with a star, without NUTS if it ships."""
+        if self.guides is not None:
+            return self.guides
+        names = [entry.name for entry in posteriors.entries() if entry.default]
+        return tuple(name for name in names if name != "nuts" or self.reference is None)
+
+    def gain(self) -> float:
+        """The prior's gain: the chosen one, or that of the built-in problem."""
+        if self.prior_gain is not None:
+            return self.prior_gain
+        return 1.0 if self.data is not None else EXAMPLES[self.example or "in-between"].gain
+
+    def settings(self) -> posteriors.Options:
+        """The options of the fits."""
+        usual: dict[str, Any] = dict(_QUICK if self.quick else _USUAL)
+        usual |= {key: getattr(self, key) for key in usual if getattr(self, key) is not None}
+        return posteriors.Options(seed=self.seed, max_tree_depth=self.max_tree_depth, **usual)
+
+    def with_reference(self) -> "tuple[Options, Reference | None]":
+        """The options with the network of the shipped reference, if one is chosen.
+
+        :raises ValueError: for other data or another network beside it.
+        """
+        if self.reference is None:
+            return self, None
+        found = references.load(self.reference)
+        for name in ("example", "data", "folds", *_OF_FILES):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{_spelled(name)} has no effect with --reference, which has its data"
+                )
+        theirs = {
+            "hidden": tuple(found.architecture["hidden"]),
+            "activation": found.architecture["activation"],
+            "noise": "normal",
+            "prior_gain": found.architecture["gain"],
+        }
+        usual = {field.name: field.default for field in fields(self)} | {"hidden": (50,)}
+        for name, value in theirs.items():
+            if getattr(self, name) not in (usual[name], value):
+                raise ValueError(
+                    f"{_spelled(name)} has no effect with --reference, whose program has {value}"
+                )
+        return replace(self, **theirs), found
+
+    def load(self, fold: tuple[int, int] | None = None, repeat: int = 0) -> Dataset:
+        """The chosen data.
+
+        :param fold: ``(i, k)``: the i-th of k folds as the test part.
+        :param repeat: added to the seed.
+        :raises ValueError: for options that do not fit together, and data that are refused.
+        """
+        if self.data is None:
+            for name in _OF_FILES:
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{_spelled(name)} is of use with --data only; name a CSV file"
+                    )
+            example = EXAMPLES[self.example or "in-between"]
+            return example.load(self.test_fraction, self.seed + repeat, fold)
+        if self.example is not None:
             raise ValueError("--data and --example name two problems; choose one")
-        if options.target is None:
-            columns = quoted(read_csv(Path(options.data), options.separator).columns)
+        if self.target is None:
+            columns = quoted(read_csv(self.data, self.separator).columns)
             raise ValueError(
-                f"--data needs --target, the column to predict: {options.data} has {columns}"
+                f"--data needs --target, the column to predict: {self.data} has {columns}"
             )
-        found = load_csv(
-            options.data,
-            options.target,
-            options.task,
-            separator=options.separator,
-            decimal=options.decimal,
-            thousands=options.thousands,
-            dates=options.dates,
-            one_hot=options.one_hot,
-            impute=options.impute,
-            test_fraction=options.test_fraction,
-            seed=options.seed + repeat,
+        return load_csv(
+            self.data,
+            self.target,
+            self.task,
+            separator=self.separator,
+            decimal=self.decimal,
+            thousands=self.thousands,
+            dates=self.dates or (),
+            one_hot=self.one_hot,
+            impute=self.impute,
+            test_fraction=self.test_fraction,
+            seed=self.seed + repeat,
             fold=fold,
         )
-    return found
+
+    def check(self, data: Dataset) -> None:
+        """Check that noise and folds belong to the data.
+
+        :raises ValueError: for another noise than the usual one of classes or counts, and folds of
+            data without rows or with too few.
+        """
+        if self.noise != "normal" and data.task != "regression":
+            raise ValueError(f"--noise is of use for a regression only, and this is a {data.task}")
+        if self.folds is None:
+            if self.repeats > 1:
+                raise ValueError("--repeats is of use with --folds only")
+            return
+        if not data.test_rows:
+            raise ValueError("--folds needs data with rows: this problem's test inputs are a grid")
+        self.load(fold=(0, self.folds))
 
 
-def check_folds(options: argparse.Namespace, data: Dataset) -> None:
-    """Check that the data can be split into the folds.
-
-    :raises ValueError: for data without rows or with too few, or numbers out of range.
-    """
-    if options.repeats < 1 or (options.repeats > 1 and options.folds is None):
-        raise ValueError("--repeats must be at least 1, and is of use with --folds only")
-    if options.folds is None:
-        return
-    if options.reference is not None:
-        raise ValueError("--folds splits data, but those of --reference are split already")
-    if not data.test_rows:
-        raise ValueError("--folds needs data with rows: this problem's test inputs are a grid")
-    if not 2 <= options.folds <= 100:
-        raise ValueError(f"--folds must lie between 2 and 100, got {options.folds}")
-    load(options, fold=(0, options.folds))
-
-
-def check_noise(options: argparse.Namespace, data: Dataset) -> None:
-    """Check that the noise belongs to the task.
-
-    :raises ValueError: if another noise than the usual one is chosen for classes or counts.
-    """
-    if options.noise != "normal" and data.task != "regression":
-        raise ValueError(f"--noise is of use for a regression only, and this is a {data.task}")
-
-
-def gain(options: argparse.Namespace) -> float:
-    """The prior's gain: the chosen one, or that of the built-in problem.
-
-    :raises ValueError: for a gain that is not positive and finite.
-    """
-    if options.prior_gain is None:
-        return 1.0 if options.data is not None else EXAMPLES[options.example or EXAMPLE].gain
-    if not 0 < options.prior_gain < float("inf"):
-        raise ValueError(f"--prior-gain must be positive and finite, got {options.prior_gain:g}")
-    return options.prior_gain
-
-
-def device(name: str) -> torch.device:
-    """The device of that name.
-
-    :raises ValueError: if the device is not available.
-    """
-    there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    if torch.backends.mps.is_available():
-        there.append("mps")
-    try:
-        found = torch.device(name)
-        torch.zeros((), device=found).cpu()
-    except Exception as error:  # torch raises many classes of errors here
-        raise ValueError(f"--device {name!r} is not there; there is: {', '.join(there)}") from error
-    return found
-
-
-def hidden(text: str) -> list[int]:
-    """The units of each hidden layer, from "50,50".
-
-    :raises ValueError: for anything else.
-    """
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = [0]
-    if any(size < 1 for size in sizes):
-        raise ValueError(f"--hidden must be numbers of units such as 50 or 50,50, got {text!r}")
-    return sizes
-
-
-def folder(name: str, files: Sequence[str] = (), option: str = "--out") -> Path:
-    """Make a folder if it does not exist, and check that it can be written to.
-
-    :param files: the files that will be written.
-    :param option: which names the folder, for errors.
-    :raises ValueError: if it cannot be written to, or if one of the files is a folder.
-    """
-    path = Path(name)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".pyro-bdl"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"{option}: cannot write to {name!r}: {error.strerror}") from error
-    for file in files:
-        if (path / file).is_dir():
-            raise ValueError(
-                f"{option}: {str(path / file)!r} is a folder, but a file of that name is to be "
-                "written: remove it, or name another folder"
-            )
-    return path
+def _spelled(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

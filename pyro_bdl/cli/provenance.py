@@ -1,6 +1,5 @@
 """Everything that it takes to make a report again."""
 
-import argparse
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -10,39 +9,37 @@ from typing import Any
 import torch
 
 from pyro_bdl._version import __version__
+from pyro_bdl.cli.options import Options
 from pyro_bdl.data.dataset import Dataset
-from pyro_bdl.posteriors import Fit, Options
+from pyro_bdl.posteriors import Fit
 
 _PACKAGES = ("torch", "pyro-ppl", "numpyro", "jax", "arviz", "numpy", "scikit-learn", "pandas")
-_NOT_SHOWN = {
-    "command", "run", "out", "resume", "quick", "steps", "details", "data", "target", "example",
-    "hidden", "activation", "noise", "prior_gain", "task", "test_fraction", "impute", "one_hot",
-    "separator", "decimal", "thousands", "dates",
-    "quiet", "folds", "repeats", "line",
-}  # fmt: skip
 
 
 def provenance(
-    command: str,
-    options: argparse.Namespace,
-    settings: Options,
+    line: str,
+    options: Options,
     data: Dataset,
     program: Mapping[str, str],
     fits: Sequence[Fit],
 ) -> dict[str, dict[str, object]]:
     """Program, data, run, versions and the settings of each posterior, by heading.
 
-    :param command: the command line.
+    :param line: the command line.
     :param program: the program in words.
     """
-    run: dict[str, object] = {"command line": command}
-    run |= {
-        name.replace("_", " "): value
-        for name, value in vars(options).items()
-        if name not in _NOT_SHOWN and value is not None and value is not False
+    settings = options.settings()
+    run: dict[str, object] = {
+        "command line": line,
+        "guides": ", ".join(options.names()),
+        "seed": options.seed,
+        "device": options.device,
+        "chains": settings.chains,
+        "warmup": settings.warmup,
+        "draws": settings.draws,
+        "max tree depth": settings.max_tree_depth,
+        "seconds of all fits": round(sum(fit.seconds for fit in fits), 1),
     }
-    run |= {name: getattr(settings, name) for name in ("chains", "warmup", "draws")}
-    run["seconds of all fits"] = round(sum(fit.seconds for fit in fits), 1)
     found: dict[str, dict[str, object]] = {
         "Run": run,
         "Program": dict(program),

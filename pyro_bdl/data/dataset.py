@@ -420,7 +420,7 @@ def _encoded(
     from sklearn.preprocessing import FunctionTransformer, OneHotEncoder
 
     is_text = _is_text(frame)
-    texts, numbers = np.flatnonzero(is_text), np.flatnonzero(~is_text)
+    texts, numbers = np.flatnonzero(is_text).tolist(), np.flatnonzero(~is_text).tolist()
     encoder = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
     copied = FunctionTransformer(np.array)  # imputers write to it, which pandas may not allow
     filled = "passthrough" if impute is None else _imputer(impute)

@@ -3,7 +3,6 @@
 import csv
 import io
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,8 @@ import pytest
 import torch
 
 from pyro_bdl import Samples, posteriors
-from pyro_bdl.cli import entry as cli
+from pyro_bdl.cli import main
+from pyro_bdl.cli import run as cli
 from pyro_bdl.comparison import Comparison
 from pyro_bdl.posteriors import registry
 
@@ -28,10 +28,7 @@ def run(table, tmp_path, capsys):
         """Exit code, stdout and stderr."""
         given = ["--data", table, "--target", "price", "--out", tmp_path / "out"]
         given += ["--guides", guides, *TINY, *arguments]
-        try:
-            code = cli.main(["compare", *map(str, given)])
-        except SystemExit as stopped:
-            code = stopped.code
+        code = main(["compare", *map(str, given)])
         said = capsys.readouterr()
         return code, said.out, said.err
 
@@ -73,30 +70,11 @@ def rows_of(folder):
 # ------------------------------------------------------------------------------------- Ctrl-C
 
 
-def test_ctrl_c_after_the_last_fit_leaves_the_figures_out(run, out, monkeypatch):
-    compare = cli.compare
-
-    def interrupted(*args, **kwargs):
-        signal.raise_signal(signal.SIGINT)
-        return compare(*args, **kwargs)
-
-    monkeypatch.setattr(cli, "compare", interrupted)
-    before = signal.getsignal(signal.SIGINT)
-    code, printed, err = run()
-    assert code == 0 and "interrupted: there are no figures" in err and "RMSE" in printed
-    assert sorted(path.name for path in out.iterdir()) == [
-        "report.html",
-        "report.json",
-        "table.csv",
-    ]
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 @pytest.mark.parametrize(
     "error, code, words",
     [
         (KeyboardInterrupt(), 130, "pyro-bdl: interrupted"),
-        (RuntimeError("no luck"), 1, "could not be compared: RuntimeError: no luck"),
+        (ValueError("no luck"), 1, "could not be compared: no luck"),
     ],
 )
 def test_fits_that_are_not_compared_are_kept(run, out, monkeypatch, with_draws, error, code, words):
@@ -104,14 +82,15 @@ def test_fits_that_are_not_compared_are_kept(run, out, monkeypatch, with_draws, 
         raise error
 
     with_draws()
-    monkeypatch.setattr(cli, "compare", failing)
-    found, printed, err = run(guides="mean-field,nuts")
+    with monkeypatch.context() as patch:
+        patch.setattr(cli, "_compared", failing)
+        found, _, err = run(guides="mean-field,nuts")
     assert found == code and words in err and "Traceback" not in err
-    rows = rows_of(out)
-    assert float(rows["mean-field"]["elbo"]) < 0 and float(rows["nuts"]["seconds"]) == 1.5
-    assert "mean-field" in printed and "ELBO" in printed
-    assert Samples.load(out / "nuts.safetensors").num_draws == 10
-    assert sorted(path.name for path in out.iterdir()) == ["nuts.safetensors", "table.csv"]
+    assert [path.name for path in out.iterdir()] == ["posteriors"]
+    monkeypatch.setattr(Comparison, "figures", lambda self, **options: {})
+    code, printed, err = run(guides="mean-field,nuts")
+    assert code == 0 and "where mean-field, nuts are finished; --fresh fits anew" in err
+    assert printed.count("finished before") == 2 and set(rows_of(out)) >= {"mean-field", "nuts"}
 
 
 def test_ctrl_c_while_the_elbo_is_estimated_keeps_the_fit(run, out, monkeypatch):
@@ -138,14 +117,14 @@ def test_a_posterior_whose_draws_are_nan_is_left_out(run, out, with_draws):
     rows = rows_of(out)
     assert list(rows) == ["map", "nuts"] and rows["nuts"]["rmse"] == ""
     assert rows["nuts"]["verdict"].startswith("left out: posterior 'nuts': 1 of 20 draws")
-    code, printed, err = run(guides="nuts")
-    assert code == 1 and "could not be compared" in err and "nuts" in printed
+    code, _, err = run(guides="nuts")
+    assert code == 1 and "nuts is left out" in err
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ("--chains 1 --draws 1", "--draws must be at least 2, got 1"),
+        ("--chains 1 --draws 1", "'--draws': Input should be greater than or equal to 2"),
         ("--test-fraction 0.999", "(--test-fraction) leaves 0 of the 20 rows"),
     ],
 )

@@ -1,0 +1,455 @@
+"""``pyro-bdl compare``: data, fits, comparison, files."""
+
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from pyro_bdl import posteriors
+from pyro_bdl.cli import cross_validation
+from pyro_bdl.cli.finished import Finished, identity
+from pyro_bdl.cli.options import ACTIVATIONS, Options
+from pyro_bdl.cli.programs import check_memory, program
+from pyro_bdl.cli.provenance import provenance
+from pyro_bdl.comparison import costs
+from pyro_bdl.comparison.captions import CAPTIONS
+from pyro_bdl.comparison.compare import compare
+from pyro_bdl.comparison.held_out import PredictiveDraws
+from pyro_bdl.comparison.metric import of_task
+from pyro_bdl.comparison.page import write_page
+from pyro_bdl.comparison.result import Comparison
+from pyro_bdl.comparison.scores import TEST_DATA
+from pyro_bdl.data.dataset import Dataset
+from pyro_bdl.errors import ArgumentError, FailedStepError, MissingOperatorError
+from pyro_bdl.posteriors import Fit, Problem
+from pyro_bdl.report import Further
+from pyro_bdl.utils.files import atomic_write
+from pyro_bdl.utils.progress import hidden, logger
+from pyro_bdl.utils.random_state import process_seeded
+from pyro_bdl.utils.tables import to_text
+
+FAILED, INTERRUPTED = 1, 130
+# Errors that say what is wrong with program, data or options; others show their traceback.
+_EXPLAINED = (ValueError, ArgumentError, MissingOperatorError, FailedStepError)
+_REFERENCE, _SHIPPED = "nuts", "reference"
+_FILES = ("table.csv", "report.html", "report.json", *(f"{name}.png" for name in CAPTIONS))
+_SCORES = ("rmse", "accuracy", "nlpd", "crps", "coverage")
+_WIDTH = 100  # of output that is not a terminal
+# Below this many numbers a step is not faster on several threads. On busy cores it is many times
+# slower, since the threads wait for each other.
+_WORTH_THREADS = 2**19
+_LEGEND = (
+    "The report says below its table what each column means, and table.csv holds more of them "
+    "(--details)."
+)
+
+
+class BadInput(Exception):
+    """Invalid options or data; the message says why and what to do."""
+
+
+def run(options: Options, line: str) -> int:
+    """Fit, compare and write; return the exit code.
+
+    :param line: the command line, for the report.
+    :raises BadInput: for options and data that are refused.
+    """
+    try:
+        options, reference = options.with_reference()
+        data = options.load() if reference is None else reference.dataset
+        data = data.to(options.device)
+        options.check(data)
+        check_memory(data, options.hidden)
+        _check_folder(options.out)
+    except (ValueError, OSError) as error:
+        raise BadInput(str(error)) from error
+    about = _about(data, options)
+    if not options.quiet:
+        print("\n".join([about, *data.notes]), flush=True)
+    numbers = len(data.x_train) * max(options.hidden)
+    with process_seeded(options.seed, options.device), limited_threads(numbers):
+        fitter = Fitter(options, data, fresh=options.fresh)
+        fits, failures, failed = fitter.fit_all()
+        if not fits:
+            return FAILED if failed else INTERRUPTED
+        try:
+            shipped = None if reference is None else reference.draws()
+            comparison = _compared(fitter, fits, failures, shipped)
+        except ValueError as error:
+            logger.warning("the posteriors could not be compared: %s", error)
+            return FAILED
+        made = provenance(line, options, data, fitter.words, fits)
+        try:
+            validated = _validated(options)
+        except _EXPLAINED as error:
+            logger.warning("the splits could not be scored: %s", error)
+            validated, failed = None, True
+        figures = _figures(comparison, fits, data)
+        written = _write(comparison, figures, options.out, data, about, made, validated)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
+    if options.quiet:
+        print(textwrap.fill(comparison.summary, width, break_on_hyphens=False))
+    else:
+        print(f"\n{comparison.to_text(width, details=options.details)}\n")
+        print(textwrap.fill(f"{_units(data)} {_LEGEND}", width))
+    print(f"Written to {options.out}: {', '.join(written)}")
+    failed |= len(written) < 3 + len(figures)
+    return FAILED if failed else 0
+
+
+def _about(data: Dataset, options: Options) -> str:
+    features = data.x_train.shape[1]
+    return (
+        f"{data.target_name}: {data.task}"
+        + (f" into {len(data.class_names)} classes" if data.class_names else "")
+        + f", {features} feature{'s' * (features > 1)}, {len(data.x_train)} training and "
+        f"{len(data.x_test)} test rows; {','.join(map(str, options.hidden))} hidden units "
+        f"({options.activation})"
+        + (f", {options.noise} noise" if options.noise != "normal" else "")
+    )
+
+
+def _check_folder(folder: Path) -> None:
+    """Make the folder of the results, and check that files can be written to it.
+
+    :raises ValueError: if not, or if one of the files is a folder.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".pyro-bdl"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"--out: cannot write to '{folder}': {error.strerror}") from error
+    for file in _FILES:
+        if (folder / file).is_dir():
+            raise ValueError(
+                f"--out: '{folder / file}' is a folder, but a file of that name is to be written: "
+                "remove it, or name another folder"
+            )
+
+
+@contextmanager
+def limited_threads(numbers: int) -> Iterator[None]:
+    """One thread of torch for steps with few numbers, the usual number for others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if numbers < _WORTH_THREADS else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# ----------------------------------------------------------------------------------------- fits
+
+
+class Fitter:
+    """The posteriors of one data set, fitted one after another and kept as they are finished.
+
+    :param fresh: whether finished posteriors are removed first.
+    """
+
+    def __init__(self, options: Options, data: Dataset, *, fresh: bool = False) -> None:
+        self.options, self.data = options, data
+        model, self.words = program(
+            data,
+            list(options.hidden),
+            ACTIVATIONS[options.activation],
+            noise=options.noise,
+            gain=options.gain(),
+        )
+        self.problem = Problem(model.to(options.device), data.x_train, data.y_train)
+        run = identity(data, self.words, options.settings())
+        self.finished = Finished(options.out, run, fresh=fresh)
+
+    def fit_all(self) -> tuple[list[Fit], dict[str, str], bool]:
+        """The fits, the reasons of those that are not there, and whether one of these is an error.
+
+        Ctrl-C ends the loop, a failure does not.
+        """
+        names = self.options.names()
+        fits: list[Fit] = []
+        failures: dict[str, str] = {}
+        failed = False
+        finished = [name for name in names if name in self.finished]
+        if finished:
+            logger.warning(
+                "goes on from %s, where %s finished; --fresh fits anew",
+                self.finished.folder,
+                ", ".join(finished) + (" is" if len(finished) == 1 else " are"),
+            )
+        show = _ProgressTable(self.data, names, shown=not self.options.quiet)
+        for place, name in enumerate(names):
+            fit = self.finished.load(name, self.problem)
+            note = "" if fit is None else "finished before"
+            try:
+                if fit is None:
+                    fit = posteriors.fit(
+                        name, self.problem, self.options.settings(), progress=not hidden(None)
+                    )
+                    if not fit.interrupted:
+                        self.finished.save(fit)
+                show.add(name, self._scores(fit), note)
+            except KeyboardInterrupt:
+                fit = None if fit is None else replace(fit, interrupted=True)
+            except (MemoryError, *_EXPLAINED) as error:
+                failures[name] = f"left out: {error}"
+                failed |= not isinstance(error, MemoryError)  # too large for this machine
+                logger.warning("%s is %s", name, failures[name])
+                show.add(name, {}, failures[name])
+                continue
+            if fit is not None:
+                fits.append(fit)
+            if fit is None or fit.interrupted:
+                left = names[place + (fit is not None) :]
+                logger.warning("interrupted; not fitted: %s", ", ".join(left) or "none")
+                break
+        return fits, failures, failed
+
+    def _scores(self, fit: Fit) -> Mapping[str, Any]:
+        row = self.finished.load_scores(fit.name)
+        if row is None:
+            row = self.compared({fit.name: fit.posterior}).rows[0]
+            if not fit.interrupted:
+                self.finished.save_scores(fit.name, row)
+        return {**row, **fit.costs.row(fit.name, fit.posterior)}
+
+    def compared(self, found: Mapping[str, Any], **more: Any) -> Comparison:
+        """The comparison of posteriors on the test part, in the units of the target.
+
+        :param more: further arguments of ``compare``.
+        """
+        data = self.data
+        return compare(
+            self.problem.model,
+            dict(found),
+            data.x_test,
+            data.y_test,
+            target_scale=data.y_sd,
+            target_shift=data.y_mean,
+            seed=self.options.seed,
+            **{"reference": None, **more},
+        )
+
+
+class _ProgressTable:
+    """A line of costs and scores for each posterior as it is finished."""
+
+    def __init__(self, data: Dataset, names: Sequence[str], *, shown: bool) -> None:
+        task = {"count": "regression"}.get(data.task, data.task)
+        scores = [metric.column() for metric in of_task(TEST_DATA, task) if metric.key in _SCORES]
+        self.columns = [*costs.COLUMNS[1:], *scores]
+        self.width, self.shown = max(map(len, names)), shown
+        if shown:
+            self._print("", [column.title for column in self.columns], "")
+
+    def add(self, name: str, row: Mapping[str, Any], note: str) -> None:
+        """Print a row."""
+        if self.shown:
+            self._print(name, [column.cell(row) for column in self.columns] if row else [], note)
+
+    def _print(self, name: str, cells: Sequence[str], note: str) -> None:
+        widths = [max(len(column.title), 13 if column.error else 8) for column in self.columns]
+        padded = [text.rjust(width) for text, width in zip(cells, widths, strict=False)]
+        line = "  ".join([f"  {name.ljust(self.width)}", *padded, note])
+        print(line.rstrip(), flush=True)
+
+
+def _compared(
+    fitter: Fitter,
+    fits: Sequence[Fit],
+    failures: Mapping[str, str],
+    shipped: PredictiveDraws | None,
+) -> Comparison:
+    """Compare the posteriors with NUTS, or with a shipped reference.
+
+    :param failures: posteriors that are left out, which get a row without numbers.
+    """
+    data, model = fitter.data, fitter.problem.model
+    there: dict[str, Any] = {fit.name: fit.posterior for fit in fits}
+    reference = _REFERENCE if _REFERENCE in there else None
+    if shipped is not None:
+        reference, there[_SHIPPED] = _SHIPPED, shipped.to(data.y_test.device)
+    spent = {
+        fit.name: replace(
+            fit.costs, draw_seconds=costs.seconds_per_draw(model, fit.posterior, data.x_test)
+        )
+        for fit in fits
+    }
+    found = fitter.compared(
+        there, reference=reference, train=(data.x_train, data.y_train), costs=spent
+    )
+    return found.with_failures(failures)
+
+
+def _validated(options: Options) -> Further | None:
+    """The table of scores over splits, if ``--folds`` asks for it."""
+    folds = options.folds
+    if folds is None:
+        return None
+    names = options.names()
+
+    def scores(repeat: int) -> Iterator[dict[str, Mapping[str, float]]]:
+        parts = [options.load((fold, folds), repeat).to(options.device) for fold in range(folds)]
+        fitters = [Fitter(options, data, fresh=options.fresh) for data in parts]
+        fits = _fit_folds(names, fitters)
+        for fold, fitter in enumerate(fitters):
+            found = fitter.compared({name: each[fold].posterior for name, each in fits.items()})
+            yield {row["posterior"]: row for row in found.rows}
+
+    found, interrupted = cross_validation.splits(options.repeats, scores)
+    if interrupted:
+        logger.warning("interrupted: %s splits were scored", len(found))
+    if len(found) < 2:
+        return None
+    rows, shown = cross_validation.summarized(found, names, _REFERENCE, folds)
+    if not options.quiet:
+        print(f"\nOver {len(found)} splits:\n\n{to_text(rows, shown)}")
+    return Further(f"Scores over {len(found)} splits", rows, shown, cross_validation.NOTE)
+
+
+def _fit_folds(names: Sequence[str], fitters: Sequence[Fitter]) -> dict[str, list[Fit]]:
+    """The fits of each posterior to all folds; a failure leaves the posterior out.
+
+    :raises KeyboardInterrupt: for Ctrl-C, also where a fit ended early and kept what it had.
+    """
+    fits: dict[str, list[Fit]] = {}
+    problems = [fitter.problem for fitter in fitters]
+    for name in names:
+        kept = [fitter.finished.load(name, fitter.problem) for fitter in fitters]
+        there = [fit for fit in kept if fit is not None]
+        if len(there) == len(fitters):
+            fits[name] = there
+            continue
+        try:
+            fits[name] = posteriors.fit_together(
+                name, problems, fitters[0].options.settings(), progress=not hidden(None)
+            )
+        except (MemoryError, *_EXPLAINED) as error:
+            logger.warning("%s is left out of the splits: %s", name, error)
+            continue
+        if any(fit.interrupted for fit in fits[name]):
+            raise KeyboardInterrupt
+        for fitter, fit in zip(fitters, fits[name], strict=True):
+            fitter.finished.save(fit)
+    return fits
+
+
+# -------------------------------------------------------------------------------------- results
+
+
+def _figures(comparison: Comparison, fits: Sequence[Fit], data: Dataset) -> dict[str, Figure]:
+    scaled = " (standardized)" if data.x_mean else ""
+    known = data.task != "count"  # whose function is the log of a rate
+    return comparison.figures(
+        target=data.target_name if known else f"log rate of {data.target_name}",
+        features=[f"{name}{scaled}" for name in data.feature_names],
+        train=(data.x_train, data.y_train * data.y_sd + data.y_mean) if known else None,
+        posteriors={f.name: f.posterior for f in fits if f.name in comparison.evaluations},
+        points=[_point_name(data.point(place), place) for place in comparison.places],
+        scales={} if data.y_sd == 1 else {"noise": data.y_sd},
+    )
+
+
+def _write(
+    comparison: Comparison,
+    figures: Mapping[str, Figure],
+    folder: Path,
+    data: Dataset,
+    about: str,
+    settings: dict[str, dict[str, object]],
+    validated: Further | None,
+) -> list[str]:
+    """Write table, figures, report and its numbers; return the names of the written files.
+
+    A file that the disk does not take is said and loses no other one. Files of an earlier run that
+    this one has not written are removed.
+    """
+    written: list[str] = []
+
+    def write(name: str, writer: Callable[[Path], object]) -> None:
+        try:
+            writer(folder / name)
+            written.append(name)
+        except OSError as error:
+            logger.warning("%s could not be written: %s", folder / name, error)
+
+    def draw(figure: Figure) -> Callable[[Path], None]:
+        def draw_to(path: Path) -> None:
+            with atomic_write(path) as part:
+                figure.savefig(part, dpi=200)
+
+        return draw_to
+
+    def save(path: Path) -> None:
+        numbers = comparison.to_json() | {
+            "about": about,
+            "units": _units(data),
+            "points": [data.point(place) | {"place": place} for place in comparison.places],
+            "settings": settings,
+            "cross_validation": None if validated is None else list(validated.rows),
+        }
+        with atomic_write(path) as part:
+            part.write_text(json.dumps(numbers, indent=1, default=str), encoding="utf-8")
+
+    write("table.csv", comparison.to_csv)
+    for name, figure in figures.items():
+        write(f"{name}.png", draw(figure))
+    write(
+        "report.html",
+        lambda path: write_page(
+            comparison,
+            path,
+            figures,
+            title=f"Posteriors of a neural network for {data.target_name}",
+            about=about,
+            notes=[_units(data)],
+            settings=settings,
+            points=_points(comparison, data),
+            further=[] if validated is None else [validated],
+        ),
+    )
+    write("report.json", save)
+    for name in set(_FILES) - set(written):
+        (folder / name).unlink(missing_ok=True)
+    return written
+
+
+def _point_name(point: dict[str, Any], place: int) -> str:
+    """A test point's row in the source, or place in simulated data, and its target."""
+    target = point["target"]
+    shown = target if isinstance(target, str) else f"{target:.3g}"
+    where = f"point {place}" if point["row"] is None else f"row {point['row']}"
+    return f"{where}, target {shown}"
+
+
+def _points(comparison: Comparison, data: Dataset) -> dict[str, str]:
+    """The inputs of the test points in the figures, by their names."""
+    found = {}
+    for place in comparison.shown_points():
+        point = data.point(comparison.places[place])
+        values = ", ".join(f"{name} {value:.4g}" for name, value in point["inputs"].items())
+        found[_point_name(point, comparison.places[place])] = values
+    return found
+
+
+def _units(data: Dataset) -> str:
+    if data.task == "classification":
+        return "NLPD and ELBO are in nats; distances are between class probabilities."
+    if data.task == "count":
+        return (
+            f"RMSE and CRPS are in units of {data.target_name}; distances are between the logs of "
+            "the rates; NLPD and ELBO are in nats."
+        )
+    return (
+        f"RMSE, CRPS and distances are in units of {data.target_name}; NLPD is in nats for them, "
+        f"ELBO in nats for the standardized training targets."
+    )

@@ -1,0 +1,86 @@
+"""Help, messages on stderr and exit codes."""
+
+import signal
+import warnings
+
+import pytest
+
+from pyro_bdl.cli import command, main, run, script
+from pyro_bdl.cli.command import messages, shown_once
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.utils.progress import logger
+
+
+@pytest.fixture
+def heard():
+    """Ctrl-C is heard, also where the tests were started in the background."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_ctrl_c_while_the_process_exits_is_left_to_the_system(heard, monkeypatch):
+    """Python's own handler would print a traceback from whatever cleans up."""
+    monkeypatch.setattr(command, "main", lambda: 3)
+    with pytest.raises(SystemExit) as stopped:
+        script()
+    assert stopped.value.code == 3 and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+
+
+def test_messages_of_the_logger_are_lines_of_ours(capsys):
+    with messages():
+        logger.warning("mind the gap")
+    logger.warning("nobody hears this")
+    assert capsys.readouterr().err == "pyro-bdl: mind the gap\n"
+
+
+def test_a_warning_is_shown_once_and_those_of_others_are_not_ours(capsys):
+    shown = shown_once()
+    with messages(), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = shown
+        for _ in range(3):
+            warnings.warn("the same", BdlWarning, stacklevel=1)
+            warnings.warn("torch.jit.script is deprecated", DeprecationWarning, stacklevel=1)
+    assert capsys.readouterr().err == "pyro-bdl: warning: the same\n"
+
+
+def test_warnings_are_one_line_and_the_line_is_passed_on(capsys, monkeypatch):
+    def warned(options, line):
+        warnings.warn(f"mind {line}", BdlWarning, stacklevel=2)
+        return 0
+
+    monkeypatch.setattr(run, "run", warned)
+    shown = warnings.showwarning
+    assert main(["compare", "--seed", "3"]) == 0
+    assert capsys.readouterr().err == "pyro-bdl: warning: mind pyro-bdl compare --seed 3\n"
+    assert warnings.showwarning is shown
+
+
+def test_a_programming_error_shows_its_traceback(monkeypatch):
+    def wrong(options, line):
+        return None + 1
+
+    monkeypatch.setattr(run, "run", wrong)
+    with pytest.raises(TypeError, match="NoneType"):
+        main(["compare"])
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--version"], "pyro-bdl 0."),
+        (["--help"], "compare"),
+        (["compare", "--help"], "mean-field-tempered"),
+        (["compare", "--help"], "breast-cancer"),
+    ],
+)
+def test_help_and_version(arguments, words, capsys):
+    assert main(arguments) == 0
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["sweep"]])
+def test_no_command_and_unknown_ones(arguments, capsys):
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,67 @@
+"""Options: their defaults, posteriors by name, and --reference, a shipped posterior's network."""
+
+import pytest
+import torch
+
+import pyro_bdl as bdl
+from pyro_bdl import posteriors
+from pyro_bdl.cli import main, run
+
+
+@pytest.fixture
+def options(monkeypatch):
+    """The options that the command makes of its arguments."""
+    seen = []
+    monkeypatch.setattr(run, "run", lambda options, line: seen.append(options) or 0)
+
+    def parse(*arguments):
+        assert main(["compare", *arguments]) == 0
+        return seen[-1]
+
+    return parse
+
+
+def test_all_and_default_posteriors(options):
+    everything = [entry.name for entry in posteriors.entries()]
+    chosen = options().names()
+    assert list(options("--guides", "all").names()) == everything
+    assert options("--guides", "nuts, map").names() == ("nuts", "map")
+    assert list(chosen) == [entry.name for entry in posteriors.entries() if entry.default]
+    assert {"map", "mean-field", "laplace", "ensemble", "nuts"} < set(chosen) < set(everything)
+
+
+def test_quick_and_given_options(options):
+    usual = options().settings()
+    assert (usual.chains, usual.warmup, usual.draws, usual.steps) == (4, 500, 500, None)
+    quick = options("--quick", "--draws", "7").settings()
+    assert (quick.chains, quick.warmup, quick.draws, quick.steps) == (2, 100, 7, 500)
+    assert options("--hidden", "50,20").hidden == (50, 20)
+    assert options("--dates", "a", "--dates", "b, c").dates == ["a", "b, c"]
+
+
+def test_the_reference_brings_its_data_and_network_and_no_other_nuts(options):
+    chosen, found = options("--reference", "iris").with_reference()
+    assert chosen.hidden == (10,) and chosen.activation == "tanh"
+    assert "nuts" not in chosen.names() and "map" in chosen.names()
+    assert chosen.gain() == 1.0 and "iris" in found.dataset.source
+    assert options().with_reference() == (options(), None)
+    kept, _ = options("--reference", "iris", "--guides", "nuts").with_reference()
+    assert kept.names() == ("nuts",)
+
+
+@pytest.mark.parametrize(
+    "given", ["--task regression", "--hidden 7", "--activation relu", "--noise robust",
+              "--prior-gain 2"]
+)  # fmt: skip
+def test_other_data_or_another_network_beside_it_are_refused(given, options):
+    with pytest.raises(ValueError, match=f"{given.split()[0]} has no effect with --reference"):
+        options("--reference", "iris", *given.split()).with_reference()
+
+
+def test_its_own_network_beside_it_is_not_refused(options):
+    options("--reference", "iris", "--hidden", "10", "--prior-gain", "1").with_reference()
+
+
+def test_draws_move_to_a_device():
+    draws = bdl.references.load("diabetes").draws()
+    assert torch.equal(draws.to("cpu").targets, draws.targets)
