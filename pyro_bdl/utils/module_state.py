@@ -4,25 +4,23 @@ They act only on the modules that the program holds (``modules_of``), so that ne
 threads are not affected.
 """
 
+import contextlib
 import functools
-import inspect
-import sys
 import types
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _MOST_ENTRIES = 1000  # longer containers are taken for data and not searched for modules
-_PLAIN = {type(None), bool, int, float, complex, str, bytes, Tensor, nn.Parameter, torch.Size}
-_TABLES = {dict, OrderedDict, list, tuple, set}
-_CONTAINERS = (list, tuple, set, frozenset)
-_HOSTS = {"pyro", "pyro_bdl"}  # their objects may hold programs; their global variables do not
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_LIBRARIES = ("site-packages", "dist-packages", "pyro_bdl")  # in the paths of files
+_BOOKKEEPING = vars(nn.Module()).keys()  # attributes that each module has
 _MISSING: Any = object()
 
 
@@ -33,99 +31,64 @@ def device_of(module: nn.Module) -> torch.device | None:
 
 
 def modules_of(*programs: Any) -> list[nn.Module]:
-    """The modules that programs hold.
+    """The modules that programs hold, each before its parts.
 
-    They are found among submodules, attributes, arguments, closures, handlers, lists and dicts, and
-    the global variables that functions of the program use.
+    These are submodules, modules in the attributes of modules and of methods' objects, in closures,
+    defaults and arguments of functions and ``partial``s, in lists and dicts among them, and in the
+    global variables that a function outside of installed libraries names; and those of the
+    functions found there. Attributes of other objects are searched one level deep.
 
     :param programs: functions, modules, methods, or containers of them.
     """
-    home = {_package(program) for program in programs} | {"__main__"}
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     seen: dict[int, Any] = {}  # holds the objects too, so that no id is reused
-    pending: list[Any] = list(reversed(programs))
+    pending = [_opened(program) for program in reversed(programs)]
     while pending:
         value = pending.pop()
-        if type(value) in _PLAIN or id(value) in seen or isinstance(value, Tensor):
+        if id(value) in seen:
             continue
         seen[id(value)] = value
         if isinstance(value, nn.Module):
-            found.append(value)
-        pending.extend(reversed(list(_held(value, home))))
-    return found
+            modules.append(value)
+        holders = (nn.Module, *_CONTAINERS, *_FUNCTIONS)
+        pending += [part for part in reversed(_parts(value)) if isinstance(part, holders)]
+    return modules
 
 
-def _held(value: Any, home: set[str]) -> Iterable[Any]:
-    """The objects that an object holds."""
-    if isinstance(value, dict):
-        return list(value.values()) if len(value) <= _MOST_ENTRIES else ()
+def _parts(value: Any) -> list[Any]:
+    """The objects that a module, a container or a function holds."""
+    if isinstance(value, nn.Module):
+        own = vars(value).keys() - _BOOKKEEPING
+        return [*value.children(), *(vars(value)[name] for name in sorted(own))]
     if isinstance(value, _CONTAINERS):
-        return value if len(value) <= _MOST_ENTRIES else ()
-    if isinstance(value, types.FunctionType):
-        return _held_by_function(value, home)
+        if len(value) > _MOST_ENTRIES:
+            return []
+        return list(value.values() if isinstance(value, dict) else value)
     if isinstance(value, types.MethodType):
-        return value.__self__, value.__func__
+        return [_opened(value.__self__), value.__func__]
     if isinstance(value, functools.partial):
-        return value.func, value.args, value.keywords
-    if isinstance(value, types.ModuleType):
-        return ()
-    if isinstance(value, type):
-        bases = (base for base in value.__mro__ if not _is_foreign(_root(base.__module__), home))
-        methods = chain.from_iterable(vars(base).values() for base in bases)
-        return [method for method in methods if isinstance(method, types.FunctionType)]
-    package = _root(type(value).__module__)
-    attributes = [part for part in getattr(value, "__dict__", {}).values() if _may_hold(part)]
-    parts = value.children() if isinstance(value, nn.Module) else ()
-    if not _is_foreign(package, home):
-        return chain(parts, attributes, (type(value),))
-    return chain(parts, attributes) if package in _HOSTS or isinstance(value, nn.Module) else ()
+        return [value.func, value.args, value.keywords]
+    held = [getattr(value, "__wrapped__", None), *(value.__defaults__ or ())]
+    held += (value.__kwdefaults__ or {}).values()
+    for cell in value.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a variable without a value yet
+            held.append(cell.cell_contents)
+    if not any(library in value.__code__.co_filename for library in _LIBRARIES):
+        held += [value.__globals__.get(name) for name in _names(value.__code__)]
+    return [_opened(part) for part in held]
 
 
-def _may_hold(value: Any) -> bool:
-    return type(value) not in _PLAIN and (type(value) not in _TABLES or len(value) > 0)
+def _names(code: types.CodeType) -> list[str]:
+    """The names that a function and the functions inside it look up."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return [*code.co_names, *(name for part in inner for name in _names(part))]
 
 
-def _held_by_function(function: types.FunctionType, home: set[str]) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # a closure variable without a value yet
-            continue
-    yield function.__defaults__
-    yield function.__kwdefaults__
-    yield function.__dict__
-    if _is_foreign(_package(function), home):
-        return
-    pending = [function.__code__]
-    while pending:
-        code = pending.pop()
-        pending += [constant for constant in code.co_consts if inspect.iscode(constant)]
-        for name in code.co_names:
-            value = function.__globals__.get(name)
-            yield value
-            if isinstance(value, types.ModuleType) and not _is_foreign(_root(value.__name__), home):
-                yield from (vars(value).get(attribute) for attribute in code.co_names)
-
-
-def _package(value: Any) -> str:
-    """The top-level package in which a function or an object's class is defined."""
-    value = inspect.unwrap(value) if inspect.isfunction(value) else value
-    owner = value if isinstance(value, types.FunctionType | types.MethodType) else type(value)
-    return _root(getattr(owner, "__module__", None) or "builtins")
-
-
-def _root(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def _is_foreign(package: str, home: set[str]) -> bool:
-    """Return whether a package is a library, whose objects are not searched for programs."""
-    if package in _HOSTS or package in sys.stdlib_module_names:
-        return True
-    if package in home:
-        return False
-    file = getattr(sys.modules.get(package), "__file__", None) or ""
-    return "site-packages" in file or "dist-packages" in file
+def _opened(value: Any) -> Any:
+    """The attributes of an object of a user's class; any other value itself."""
+    if isinstance(value, (nn.Module, type, types.ModuleType, *_CONTAINERS, *_FUNCTIONS)):
+        return value
+    return list(getattr(value, "__dict__", {}).values())
 
 
 @contextmanager
