@@ -1,6 +1,5 @@
 """Gaussians whose covariance or precision is diagonal plus low rank."""
 
-from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -15,7 +14,7 @@ class DiagonalPlusLowRank:
     Everything follows from the Gram matrix F' F (rank, rank) and K = 1 + F' F = L L', in float64:
 
         log det M = 2 sum_i log s_i + 2 sum_k log L_kk
-        M^-1 = S^-1 (1 - F K^-1 F') S^-1 = S^-2 - C C' with C = S^-1 F L^-T
+        M^-1 = S^-1 (1 - F K^-1 F') S^-1
 
     M may be a covariance or a precision; the class that uses it says which.
 
@@ -53,20 +52,21 @@ class DiagonalPlusLowRank:
         return self.scale.square() + self.factor.square().sum(-1)
 
     def inverse_diagonal(self) -> Tensor:
-        """Return the diagonal of M^-1, (P,), computed in float64."""
+        """Return the diagonal of M^-1, (P,), computed in float64.
+
+        Where rank < P its absolute error is that of float64 relative to s^-2.
+        """
+        squares = self.scale.double().square()
+        size, rank = self.columns.shape
+        if size <= rank:
+            outer = self.columns.double() @ self.columns.double().mT
+            root = torch.linalg.cholesky(outer + torch.eye(size, device="cpu").to(outer))
+            return (torch.cholesky_inverse(root).diagonal() / squares).to(self.scale)
         parts = []
         for part in self.columns.split(_ROWS_AT_ONCE):
             inner = torch.linalg.solve_triangular(self.tril.double(), part.double().mT, upper=False)
             parts.append(1.0 - inner.square().sum(0))
-        return (torch.cat(parts) / self.scale.double().square()).to(self.scale)
-
-    def inverse_reduction(self, project: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return X C, the low-rank correction in X M^-1 X' = X S^-2 X' - (X C)(X C)'.
-
-        :param project: multiplies X with columns (P, rank) and returns (..., rank).
-        """
-        inverse = torch.linalg.solve_triangular(self.tril.double(), self._eye(), upper=False)
-        return project(self.columns / self.scale[:, None]) @ inverse.mT.to(self.columns)
+        return (torch.cat(parts) / squares).to(self.scale)
 
     def quadratic(self, x: Tensor) -> Tensor:
         """Return x' M x for x (..., P)."""
@@ -74,24 +74,33 @@ class DiagonalPlusLowRank:
         return z.square().sum(-1) + (z @ self.columns).square().sum(-1)
 
     def inverse_quadratic(self, x: Tensor) -> Tensor:
-        """Return x' M^-1 x = min over a of |z - F a|^2 + |a|^2 for x (..., P), with z = S^-1 x.
+        """Return x' M^-1 x for x (..., P)."""
+        rest, best = self._fitted(x)
+        return rest.square().sum(-1) + best.square().sum(-1)
+
+    def inverse_root(self, x: Tensor) -> Tensor:
+        """Return Y (..., P + rank) with Y Y' = X M^-1 X' for the rows of X (..., P)."""
+        return torch.cat(self._fitted(x), -1)
+
+    def _fitted(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """z - F a and a at the minimum of |z - F a|^2 + |a|^2 = x' M^-1 x, with z = S^-1 x.
 
         The minimum is at a = K^-1 F' z. The value equals Woodbury's |z|^2 - z' F a, but avoids the
-        difference of large numbers, which loses all digits in float32 if W is much larger than s.
+        difference of large numbers, which loses all digits if W is much larger than s.
         """
         z = x / self.scale
         best = self._weights(z)
-        return (z - best @ self.columns.mT).square().sum(-1) + best.square().sum(-1)
+        return z - best @ self.columns.mT, best
 
     def solve(self, x: Tensor) -> Tensor:
         """Return M^-1 x for x (..., P)."""
-        z = x / self.scale
-        return (z - self._weights(z) @ self.columns.mT) / self.scale
+        return self._fitted(x)[0] / self.scale
 
     def _weights(self, z: Tensor) -> Tensor:
         """K^-1 F' z, (..., rank)."""
-        projected = (z @ self.columns).double()[..., None]
-        return torch.cholesky_solve(projected, self.tril.double())[..., 0].to(z)
+        projected = (z @ self.columns).double()
+        columns = projected.reshape(z.shape[:-1].numel(), len(self.gram)).mT
+        return torch.cholesky_solve(columns, self.tril.double()).mT.reshape(projected.shape).to(z)
 
     def sample(self, num_samples: int) -> Tensor:
         """Return draws (S, P) of N(0, M)."""

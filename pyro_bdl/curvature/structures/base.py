@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
+import torch
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
@@ -111,6 +112,36 @@ class Precision(Protocol):
     def joint_covariance(self, jacobian: Jacobian) -> Tensor:
         """Return J C J' over all data, (n K, n K), data before columns."""
         ...
+
+
+class WhitenedPrecision(Precision):
+    """A precision whose covariances of linear functions are inner products of whitened rows: none
+    is a difference of larger ones.
+
+    :param dtype: of the results.
+    """
+
+    dtype: torch.dtype
+
+    @abstractmethod
+    def _whitened(self, rows: Tensor) -> Tensor:
+        """Return Y (m, q) with Y Y' = X precision^-1 X' for the rows X (m, p)."""
+        ...
+
+    def _rows(self, jacobian: Jacobian) -> Tensor:
+        rows = jacobian.rows().transpose(0, 1)
+        return self._whitened(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        rows = self._rows(jacobian)
+        return (rows @ rows.mT).to(self.dtype)
+
+    def output_variances(self, jacobian: Jacobian) -> Tensor:
+        return self._rows(jacobian).square().sum(2).to(self.dtype)
+
+    def joint_covariance(self, jacobian: Jacobian) -> Tensor:
+        rows = self._rows(jacobian).flatten(0, 1)
+        return (rows @ rows.mT).to(self.dtype)
 
 
 class Curvature(nn.Module, ABC):

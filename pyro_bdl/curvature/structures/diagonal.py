@@ -71,13 +71,8 @@ class DiagonalPrecision(Precision):
 
     independent = True
 
-    def __init__(self, diagonal: Tensor, *, what: str = "the posterior precision") -> None:
-        if not (diagonal > 0).all():
-            lowest = float(diagonal.min())
-            raise ValueError(
-                f"{what} is not positive (lowest entry {lowest:.3g}): directions without "
-                "curvature need a prior with a finite variance"
-            )
+    def __init__(self, diagonal: Tensor) -> None:
+        check_positive(diagonal)
         self.diagonal, self.size = diagonal, len(diagonal)
 
     def logdet(self) -> Tensor:
@@ -108,3 +103,15 @@ class DiagonalPrecision(Precision):
         for block in jacobian.blocks:
             result += joint_gram(block, block.position.spread(variances, block.shape))
         return result
+
+
+def check_positive(diagonal: Tensor) -> None:
+    """Check that precisions are positive.
+
+    :raises ValueError: if one is not.
+    """
+    if not (diagonal > 0).all():
+        raise ValueError(
+            f"the posterior precision is not positive (lowest entry {float(diagonal.min()):.3g}): "
+            "directions without curvature need a prior with a finite variance"
+        )

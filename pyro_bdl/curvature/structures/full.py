@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock, Jacobian, ProductBlock
 from pyro_bdl.curvature.jacobian.output_layers import SoftmaxBlock
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.base import Curvature, Precision, StructureOptions
+from pyro_bdl.curvature.structures.base import Curvature, StructureOptions, WhitenedPrecision
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.linear_algebra import add_products, cholesky, products, widened
 
@@ -168,7 +168,7 @@ def _column(block: Block, number: int) -> Block:
     return replace(block, gradients=block.gradients[part])
 
 
-class FullPrecision(Precision):
+class FullPrecision(WhitenedPrecision):
     """A dense precision matrix (p, p), stored as its Cholesky factor.
 
     :param dtype: of the results; by default the matrix's.
@@ -202,24 +202,9 @@ class FullPrecision(Precision):
     def variances(self) -> Tensor:
         return torch.cholesky_inverse(self.factor).diagonal().to(self.dtype)
 
-    def _whitened(self, jacobian: Jacobian) -> Tensor:
-        """Return L^-1 J' as (n, K, p)."""
-        rows = jacobian.rows().transpose(0, 1).to(self.factor)
-        flat = torch.linalg.solve_triangular(
-            self.factor, rows.reshape(-1, self.size).mT, upper=False
-        )
-        return flat.mT.reshape(rows.shape)
-
-    def covariance(self, jacobian: Jacobian) -> Tensor:
-        rows = self._whitened(jacobian)
-        return (rows @ rows.mT).to(self.dtype)
-
-    def output_variances(self, jacobian: Jacobian) -> Tensor:
-        return self._whitened(jacobian).square().sum(2).to(self.dtype)
-
-    def joint_covariance(self, jacobian: Jacobian) -> Tensor:
-        rows = self._whitened(jacobian).flatten(0, 1)
-        return (rows @ rows.mT).to(self.dtype)
+    def _whitened(self, rows: Tensor) -> Tensor:
+        columns = rows.to(self.factor).mT
+        return torch.linalg.solve_triangular(self.factor, columns, upper=False).mT
 
 
 def _log_determinant(factor: Tensor) -> Tensor:

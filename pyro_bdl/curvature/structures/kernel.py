@@ -20,7 +20,13 @@ from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.base import Curvature, Precision, StructureOptions
+from pyro_bdl.curvature.structures.base import (
+    Curvature,
+    Precision,
+    StructureOptions,
+    WhitenedPrecision,
+)
+from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.curvature.structures.kron.outer_products import make_room
 from pyro_bdl.curvature.structures.prior_root import PriorRoot
 from pyro_bdl.distributions.low_rank_normal import DiagonalPlusLowRank
@@ -77,7 +83,12 @@ class KernelCurvature(Curvature):
         make_room(self, ("rows",), state, prefix, self.rows)
         super()._load_from_state_dict(state, prefix, *rest)
 
-    def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> "KernelPrecision":
+    def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> Precision:
+        """Return factor times this curvature, plus the prior's; as a matrix (p, p) if R >= p."""
+        if len(self.rows) >= self.size:
+            rows = self.rows.double()
+            matrix = prior.added_to(rows.mT @ rows * factor)
+            return FullPrecision(matrix, dtype=prior.diagonal.dtype)
         root = PriorRoot(prior, self.parts, 'structure="kernel"')
         weight = torch.as_tensor(factor, dtype=torch.float64, device=self.rows.device)
         gram = None
@@ -100,7 +111,7 @@ class KernelCurvature(Curvature):
         return total
 
 
-class KernelPrecision(Precision):
+class KernelPrecision(WhitenedPrecision):
     """The precision R_0 (1 + F F') R_0' with F = R_0^-1 W sqrt(factor), in float64.
 
     :param rows: W', (R, p).
@@ -129,29 +140,16 @@ class KernelPrecision(Precision):
         return self.root.solve_transposed(inner).to(self.dtype)
 
     def variances(self) -> Tensor:
-        reduction = self.matrix.inverse_reduction(lambda columns: columns)
-        return self.root.inverse_diagonal(reduction).to(self.dtype)
+        root, indices = self.root, self.root.indices
+        found = self.matrix.inverse_diagonal() / root.scale.square()
+        if indices is not None:
+            units = root.scale.new_zeros(len(indices), self.size)
+            inside = self._whitened(units.scatter_(1, indices[:, None], 1.0))
+            found = found.index_copy(0, indices, inside.square().sum(-1))
+        return found.to(self.dtype)
 
-    def _reduction(self, jacobian: Jacobian) -> Tensor:
-        """Return X (n, K, R), where X X' is the reduction of the prior covariance by the data."""
-        return self.matrix.inverse_reduction(
-            lambda columns: jacobian.apply(self.root.solve_transposed(columns.mT)).permute(1, 2, 0)
-        )
-
-    def covariance(self, jacobian: Jacobian) -> Tensor:
-        jacobian = jacobian.double()
-        reduction = self._reduction(jacobian)
-        return (self.root.covariance(jacobian) - reduction @ reduction.mT).to(self.dtype)
-
-    def output_variances(self, jacobian: Jacobian) -> Tensor:
-        jacobian = jacobian.double()
-        reduction = self._reduction(jacobian).square().sum(2)
-        return (self.root.output_variances(jacobian) - reduction).to(self.dtype)
-
-    def joint_covariance(self, jacobian: Jacobian) -> Tensor:
-        jacobian = jacobian.double()
-        reduction = self._reduction(jacobian).flatten(0, 1)
-        return (self.root.joint_covariance(jacobian) - reduction @ reduction.mT).to(self.dtype)
+    def _whitened(self, rows: Tensor) -> Tensor:
+        return self.matrix.inverse_root(self.root.solve(rows.double()))
 
 
 class _WhitenedRows(DiagonalPlusLowRank):

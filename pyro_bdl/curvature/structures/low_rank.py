@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.base import Curvature, Precision, StructureOptions
-from pyro_bdl.curvature.structures.diagonal import DiagonalPrecision
+from pyro_bdl.curvature.structures.base import Curvature, StructureOptions, WhitenedPrecision
+from pyro_bdl.curvature.structures.diagonal import check_positive
 from pyro_bdl.distributions.low_rank_normal import DiagonalPlusLowRank
 from pyro_bdl.program.subset import Subset
 
@@ -21,7 +21,7 @@ _ITERATIONS = 2
 
 
 class LowRankCurvature(Curvature):
-    """The matrix U diag(values) U' of the k leading eigenpairs.
+    """The matrix U diag(values) U' of the k leading eigenpairs, in float64.
 
     :param rank: k.
     :param start: a curvature of earlier data, which every pass includes.
@@ -34,6 +34,7 @@ class LowRankCurvature(Curvature):
     def __init__(self, size: int, like: Tensor, *, rank: int, start: Self | None = None) -> None:
         super().__init__()
         self.size, self.rank = size, min(rank, size)
+        like = like.double()
         self.register_buffer("vectors", like.new_zeros(size, self.rank))
         self.register_buffer("values", like.new_zeros(self.rank))
         width = min(size, self.rank + _OVERSAMPLING)
@@ -52,7 +53,7 @@ class LowRankCurvature(Curvature):
 
     @classmethod
     def memory(cls, size: int, options: StructureOptions, num_rows: int = 0) -> int:
-        return 3 * (options.rank + _OVERSAMPLING) * size
+        return 6 * (options.rank + _OVERSAMPLING) * size
 
     def start_pass(self, number: int) -> None:
         if number:
@@ -60,7 +61,7 @@ class LowRankCurvature(Curvature):
         self._product = torch.zeros_like(self._basis)
 
     def add(self, jacobian: Jacobian) -> None:
-        rows = jacobian.rows().flatten(0, 1)
+        rows = jacobian.rows().flatten(0, 1).to(self._basis)
         self._product.addmm_(rows.mT, rows @ self._basis)
 
     def _total(self) -> Tensor:
@@ -79,11 +80,11 @@ class LowRankCurvature(Curvature):
 
     def finish(self, before: Self | None) -> Self:
         """Take the eigenpairs of the matrix in the span of the basis (Rayleigh-Ritz)."""
-        projected = (self._basis.mT @ self._total()).double()
+        projected = self._basis.mT @ self._total()
         values, vectors = torch.linalg.eigh(0.5 * (projected + projected.mT))
         kept = slice(-self.rank, None)
-        self.values = values[kept].flip(0).clamp(min=0.0).to(self._basis)
-        self.vectors = self._basis @ vectors[:, kept].flip(1).to(self._basis)
+        self.values = values[kept].flip(0).clamp(min=0.0)
+        self.vectors = self._basis @ vectors[:, kept].flip(1)
         self._basis = self._product = self.vectors.new_empty(0, 0)
         self._before = None
         return self
@@ -96,8 +97,8 @@ class LowRankCurvature(Curvature):
         return LowRankPrecision(prior.diagonal, self.vectors, self.values * factor)
 
 
-class LowRankPrecision(Precision):
-    """The precision diag(d) + U diag(values) U'.
+class LowRankPrecision(WhitenedPrecision):
+    """The precision diag(d) + U diag(values) U', in float64.
 
     :param diagonal: d, (p,), positive.
     :param vectors: U, (p, k).
@@ -105,42 +106,28 @@ class LowRankPrecision(Precision):
     """
 
     def __init__(self, diagonal: Tensor, vectors: Tensor, values: Tensor) -> None:
-        self.base, self.size = DiagonalPrecision(diagonal), len(diagonal)
-        self.matrix = DiagonalPlusLowRank(diagonal.sqrt(), vectors * values.sqrt())
+        check_positive(diagonal)
+        self.size, self.dtype = len(diagonal), diagonal.dtype
+        scale, roots = diagonal.double().sqrt(), values.double().sqrt()
+        self.matrix = DiagonalPlusLowRank(scale, vectors.double() * roots)
 
     def logdet(self) -> Tensor:
-        return self.matrix.log_det()
+        return self.matrix.log_det().to(self.dtype)
 
     def sample(self, num_samples: int) -> Tensor:
-        return self.matrix.sample_inverse(num_samples)
+        return self.matrix.sample_inverse(num_samples).to(self.dtype)
 
     def quadratic(self, x: Tensor) -> Tensor:
-        return self.matrix.quadratic(x)
+        return self.matrix.quadratic(x.double()).to(self.dtype)
 
     def solve(self, x: Tensor) -> Tensor:
-        return self.matrix.solve(x)
+        return self.matrix.solve(x.double()).to(self.dtype)
 
     def variances(self) -> Tensor:
-        return self.matrix.inverse_diagonal()
+        return self.matrix.inverse_diagonal().to(self.dtype)
 
-    def _reduction(self, jacobian: Jacobian) -> Tensor:
-        """Return J C (n, K, k), where J C C' J' is the reduction of the covariance by the low-rank
-        term."""
-        return self.matrix.inverse_reduction(
-            lambda columns: jacobian.apply(columns.mT).permute(1, 2, 0)
-        )
-
-    def covariance(self, jacobian: Jacobian) -> Tensor:
-        reduction = self._reduction(jacobian)
-        return self.base.covariance(jacobian) - reduction @ reduction.mT
-
-    def output_variances(self, jacobian: Jacobian) -> Tensor:
-        reduction = self._reduction(jacobian)
-        return self.base.output_variances(jacobian) - reduction.square().sum(2)
-
-    def joint_covariance(self, jacobian: Jacobian) -> Tensor:
-        reduction = self._reduction(jacobian).flatten(0, 1)
-        return self.base.joint_covariance(jacobian) - reduction @ reduction.mT
+    def _whitened(self, rows: Tensor) -> Tensor:
+        return self.matrix.inverse_root(rows.double())
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:

@@ -1,13 +1,11 @@
-"""The prior covariance of linear functions of the latents, from a root of the prior precision."""
+"""A root of the prior precision."""
 
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.diagonal import DiagonalPrecision
 
 
 class PriorRoot:
@@ -85,49 +83,3 @@ class PriorRoot:
             return x
         inside = columns(self.tril).mT.reshape(*x.shape[:-1], len(self.tril))
         return x.index_copy(-1, self.indices, inside)
-
-    def inverse_diagonal(self, reduction: Tensor) -> Tensor:
-        """Return the diagonal of R^-T (1 - B B') R^-1, (p,).
-
-        :param reduction: B, (p, k).
-        """
-        plain = (1.0 - reduction.square().sum(-1)) / self.scale.square()
-        if self.indices is None:
-            return plain
-        eye = torch.eye(len(self.tril), dtype=self.tril.dtype, device=self.tril.device)
-        inverse = torch.linalg.solve_triangular(self.tril, eye, upper=False).mT
-        inside = inverse.square().sum(-1) - (inverse @ reduction[self.indices]).square().sum(-1)
-        return plain.index_copy(0, self.indices, inside)
-
-    # Functions of the latents under the prior
-
-    def _independent(self) -> DiagonalPrecision:
-        """The prior of the numbers that are not coupled; the others have variance zero."""
-        diagonal = self.scale.square()
-        if self.indices is not None:
-            diagonal = diagonal.index_fill(0, self.indices, torch.inf)
-        return DiagonalPrecision(diagonal)
-
-    def _coupled(self, jacobian: Jacobian) -> Tensor:
-        """The Jacobian of the coupled numbers times L^-T, (n, K, r)."""
-        size, rank = len(self.scale), 0 if self.indices is None else len(self.tril)
-        units = self.scale.new_zeros(rank, size)
-        if self.indices is not None:
-            units[torch.arange(rank, device=units.device), self.indices] = 1.0
-            units = self.solve_transposed(units)
-        return jacobian.apply(units).permute(1, 2, 0)
-
-    def covariance(self, jacobian: Jacobian) -> Tensor:
-        """Return J_n Lambda^-1 J_n' for every datum, (n, K, K)."""
-        coupled = self._coupled(jacobian)
-        return self._independent().covariance(jacobian) + coupled @ coupled.mT
-
-    def output_variances(self, jacobian: Jacobian) -> Tensor:
-        """Return the diagonals of ``covariance``, (n, K)."""
-        own = self._independent().output_variances(jacobian)
-        return own + self._coupled(jacobian).square().sum(2)
-
-    def joint_covariance(self, jacobian: Jacobian) -> Tensor:
-        """Return J Lambda^-1 J' over all data, (n K, n K), data before columns."""
-        coupled = self._coupled(jacobian).flatten(0, 1)
-        return self._independent().joint_covariance(jacobian) + coupled @ coupled.mT

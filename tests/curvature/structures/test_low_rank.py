@@ -1,11 +1,16 @@
 """Leading eigenpairs without the matrix."""
 
+import warnings
+
+import pytest
 import torch
 from torch import nn
 
+from pyro_bdl import LinearizedPredictive, bayesianize, models, priors
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.structures.low_rank import LowRankPrecision
+from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program.subset import Subset
 
 
@@ -56,3 +61,27 @@ def test_no_curvature_at_all():
     torch.testing.assert_close(precision.variances(), torch.tensor([1.0, 0.5]))
     torch.testing.assert_close(precision.logdet(), torch.tensor(2.0).log())
     assert torch.isfinite(precision.sample(3)).all()
+
+
+@pytest.mark.parametrize("structure", ["low_rank", "kernel", "full"])
+@pytest.mark.parametrize(
+    ("rows", "noise", "scale"), [(40, 0.5, 1e3), (40, 1e-4, 1e3), (3, 0.5, 1e3)]
+)
+def test_float32_under_a_wide_prior(structure, rows, noise, scale):
+    """Curvature of 1e8 and 1e15 times the prior precision: no variance is a small difference of
+    large ones."""
+    torch.manual_seed(4)
+    x, y = torch.randn(rows, 4), torch.randn(rows)
+    covariance = torch.linalg.inv(x.mT @ x / noise**2 + torch.eye(4) / scale**2)
+    net = nn.Linear(4, 1, bias=False)
+    model = models.Regression(bayesianize(net, priors.Normal(scale)), noise=noise).float()
+    x, y = x.float(), y.float()
+    guide = AutoLaplaceGGN(model, structure=structure).prototype(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # not at a maximum
+        posterior = guide.laplace_approximation((x, y))
+    found = LinearizedPredictive(model, posterior).moments(x[:3])["y"].variance["loc"]
+    outputs = (x.double() @ covariance * x.double()).sum(-1)[:3]
+    close = {"rtol": 1e-3, "atol": 0.0}
+    torch.testing.assert_close(posterior.variances().double(), covariance.diagonal(), **close)
+    torch.testing.assert_close(found.double(), outputs, **close)
