@@ -464,3 +464,42 @@ def test_kronecker_factors_want_whole_sites(oracle, structure):
     torch.testing.assert_close(total(same), total(whole))
     with pytest.raises(ValueError, match=r"'0.weight' has no Kronecker factors.*whole sites"):
         oracle.fit(program, vector, (x, y), torch.tensor([0, 1]), structure=structure)
+
+
+# Each batch has its own data axes
+
+
+def _gated(x, y):
+    """Rows interact where a gate is open, in the second batch only."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(1, 2), 1.0).to_event(2))
+    h = torch.nn.functional.linear(x, w)[:, 0]
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(h + torch.relu(x[:, 0]) * h.mean(), 0.5), obs=y)
+
+
+def _steps_first(x, y):
+    """As many steps as data, before the data; a first batch whose ReLUs are dead."""
+    w = pyro.sample("w", dist.Normal(torch.ones(3, 2), 1.0).to_event(2))
+    v = pyro.sample("v", dist.Normal(torch.ones(1, 3), 1.0).to_event(2))
+    h = torch.relu(torch.nn.functional.linear(x.transpose(0, 1), w)).sum(0)
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(torch.nn.functional.linear(h, v)[:, 0], 0.5), obs=y)
+
+
+@pytest.mark.parametrize("structure", ["full", "diag"])
+@pytest.mark.parametrize("model", [_gated, _steps_first])
+def test_axes_of_one_batch_are_not_those_of_the_next(oracle, model, structure):
+    torch.manual_seed(0)
+    x = torch.rand(12, 6, 2) if model is _steps_first else torch.rand(12, 2)
+    x[:6] *= -1.0  # gates closed, or ReLUs dead
+    y = torch.randn(12)
+    program, _ = oracle.program(model, x, y)
+    vector = torch.linspace(0.5, 1.5, program.size)
+    parts = [(x[:6], y[:6]), (x[6:], y[6:])]
+    for batches in (parts, parts[::-1]):
+        found = oracle.fit(program, vector, batches, structure=structure).curvature
+        expected = sum(oracle.ggn(Program(model, *part), vector) for part in parts)
+        if structure == "diag":
+            torch.testing.assert_close(found.diagonal(), expected.diagonal())
+        else:
+            torch.testing.assert_close(found.matrix, expected)

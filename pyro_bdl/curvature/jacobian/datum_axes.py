@@ -27,7 +27,7 @@ class DatumAxis(NamedTuple):
 
 
 class Alignment(NamedTuple):
-    """The data axes of all uses, which are the same for every batch of a program.
+    """The data axes of all uses, which every batch of a program is checked to share.
 
     ``axes`` holds the data axis of each use, or None if it has none or the outputs do not depend on
     it. ``others`` are the sites whose gradients do not follow from aligned uses. ``shared`` are the

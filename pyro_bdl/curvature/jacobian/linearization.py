@@ -120,7 +120,9 @@ class Pullback:
         self.outputs = list(outputs(linearization.run))
         kinds = tuple((use.site, use.kind, len(use.output_shape)) for use in linearization.uses)
         known = linearization.known.get((label, kinds)) if label is not None else None
-        self.alignment = known if known is not None else self._align()
+        if known is None or not self._holds(known):
+            known = self._align()
+        self.alignment = known
         if label is not None and num_data > 1:
             linearization.known[label, kinds] = self.alignment
 
@@ -340,6 +342,34 @@ class Pullback:
         )
         others = tuple(name for name in names if name in wrong or name in others)
         return Alignment(axes, others, self._behind_shared_outputs(others))
+
+    def _holds(self, alignment: Alignment) -> bool:
+        """Return whether the data axes of an earlier batch are those of this one too.
+
+        Rows may interact in one batch and not in another, and where all gradients of a batch are
+        zero any axis has their scaling.
+        """
+        uses = [
+            (use, axis)
+            for use, axis in zip(self.at.uses, alignment.axes, strict=True)
+            if use.site not in alignment.others
+        ]
+        if not uses or self.num_data == 1:
+            return True
+        edges = [use.edge for use, _ in uses]
+        noise = [fixed_normal(output, seed) for seed, output in enumerate(self.outputs)]
+        numbers = fixed_normal(noise[0].new_empty(self.num_data), len(noise))
+        levels = torch.exp2((4.0 * numbers).round().clamp(-8.0, 8.0).float())
+        arrived = self.gradients(noise, edges)
+        scaled = self.gradients([n * aligned_with(levels, n) for n in noise], edges)
+        for (use, axis), before, after in zip(uses, arrived, scaled, strict=True):
+            if before is None or after is None or not before.any():
+                continue
+            if axis is None or axis not in datum_axes(use, self.num_data):
+                return False
+            if not scales_by(as_rows(use, before), as_rows(use, after), axis, levels):
+                return False
+        return True
 
     def _behind_shared_outputs(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the sites that only affect outputs common to all data."""
