@@ -19,8 +19,8 @@ _VERSION = "1"
 
 NO_STATE = (
     "these samples hold no state from which the chains can go on: mcmc.sample on NumPyro or JAX "
-    "keeps it, but not on_disk, nor where the chains ended at different draws or the checkpoint's "
-    "folder holds more draws than were asked for"
+    "keeps it, but not where the chains ended at different draws or the checkpoint's folder holds "
+    "more draws than were asked for"
 )
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.mcmc.sink import Sink
 from pyro_bdl.utils.progress import hidden
 
 _ENOUGH = 10  # draws needed to judge chains
@@ -27,10 +26,7 @@ STATS = ("potential_energy", "energy", "num_steps", "accept_prob", "step_size", 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a kernel; see ``pyro_bdl.mcmc.sample``.
-
-    :param deadline: the value of ``time.perf_counter()`` at which the chains stop.
-    """
+    """The settings of a kernel; see ``pyro_bdl.mcmc.sample``."""
 
     kernel: str
     num_warmup: int
@@ -47,9 +43,7 @@ class Settings:
     adapts_mass: bool = True
     energy_variance: float = 5e-4
     thinning: int | None = None
-    deadline: float | None = None
     checkpoint: str | None = None
-    sink: Sink | None = None
 
     @property
     def adapts_step_size(self) -> bool:
@@ -57,7 +51,7 @@ class Settings:
 
     def as_json(self) -> dict[str, Any]:
         """The settings that determine the draws."""
-        left_out = ("num_samples", "inverse_mass", "progress", "deadline", "checkpoint", "sink")
+        left_out = ("num_samples", "inverse_mass", "progress", "checkpoint")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def kernel_options(self) -> dict[str, Any]:
@@ -87,19 +81,16 @@ class Target:
 
 @dataclass
 class Chains:
-    """Draws (chains, draws, P) with statistics (chains, draws); fewer than requested after
-    Ctrl-C, or when the time is up. Draws in a sink are left out: (chains, draws, 0).
+    """Draws (chains, draws, P) with statistics (chains, draws); fewer than requested after Ctrl-C.
 
     :param state: the arrays (chains, ...) from which the chains can go on, by path; empty if they
         cannot.
-    :param method: how the chains ran, see ``Settings.chain_method``.
     """
 
     vectors: Tensor
     stats: dict[str, Tensor]
     interrupted: bool = False
     state: dict[str, Tensor] = field(default_factory=dict)
-    method: str = "sequential"
 
 
 def progress_bar(settings: Settings, total: int, description: str) -> tqdm:
@@ -117,7 +108,7 @@ def stack_chains(chains: list[Chains]) -> Chains:
     if len(kept) < len(chains):
         warnings.warn(
             f"{len(chains) - len(kept)} of {len(chains)} chains are left out: they ended with at "
-            f"most {longest_first[len(kept)]} draws where the others have {draws}; give more time",
+            f"most {longest_first[len(kept)]} draws where the others have {draws}",
             BdlWarning,
             stacklevel=2,
         )

@@ -46,7 +46,7 @@ def walked(num_samples=12, data=None, **options):
     options = {"step_size": 1e-3, "num_warmup": 10, "thinning": 2, "num_chains": 2} | options
     if data is None:
         data = X, TARGETS
-        options = {"batch_size": None if options.get("method") == "mala" else 6} | options
+        options = {"batch_size": 6} | options
     return mcmc.sgmcmc(line, data, num_samples=num_samples, progress=False, **options)
 
 

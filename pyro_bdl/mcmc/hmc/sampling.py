@@ -23,7 +23,6 @@ from pyro_bdl.mcmc.chains import (
     warn_of_energy_variance,
     warn_of_stuck_chains,
 )
-from pyro_bdl.mcmc.sink import Sink
 from pyro_bdl.mcmc.starts import Restriction, starting_vectors
 from pyro_bdl.program.hidden_sites import require_visible_latents
 from pyro_bdl.program.program import Program
@@ -64,9 +63,7 @@ def sample(
     adapt_mass: bool | None = None,
     energy_variance: float | None = None,
     thinning: int | None = None,
-    seconds: float | None = None,
     checkpoint: str | Path | None = None,
-    on_disk: bool = False,
     chain_method: str = "parallel",
     subset: Subset | None = None,
     at: Tensor | None = None,
@@ -85,10 +82,9 @@ def sample(
 
     The program runs in evaluation mode with all its data at once. ``backend="numpyro"`` traces its
     log density to ATen operators and evaluates them in JAX; ``backend="pyro"`` runs the program
-    itself at every step, for "nuts" and "hmc"; ``backend="blackjax"`` runs BlackJAX's "nuts", "hmc"
-    and "mclmc" with their own warm-up, where it is installed. For a program under
-    ``handlers.temper`` the target is the tempered posterior. The same seed gives the same draws.
-    Ctrl-C keeps the draws made so far.
+    itself at every step, for "nuts" and "hmc". For a program under ``handlers.temper`` the target
+    is the tempered posterior. The same seed gives the same draws. Ctrl-C keeps the draws made so
+    far.
 
     :param model: a Pyro program with continuous latents.
     :param args: the program's arguments, including the targets.
@@ -119,23 +115,13 @@ def sample(
     :param thinning: steps of "mclmc" in an iteration, 20 by default; each takes two gradients, and
         more where it is taken in parts. The statistic ``num_steps`` is the number of gradients.
     :param chain_method: "parallel" (on separate threads and devices), "vectorized" (by ``vmap``),
-        "sequential", or "auto", the faster of the first two in the first iterations of the
-        warm-up, which ``info["chain_method"]`` names; the draws of both are the same up to
-        rounding. Pyro's chains are always sequential. Vectorized chains move in lockstep: each
-        iteration of "nuts" takes as long as the deepest tree of all chains, each step of "mclmc"
-        as long as the chain that takes it in most parts (on deep ReLU networks 1.2 to 1.7 times
-        the mean of 4 chains, 2.6 times that of 32), and on a CPU the batched products of small
-        networks are slower than separate ones. On the CPU "parallel" is therefore faster, for
-        "mclmc" on networks of 50 units by 1.4 times even on one core; on an accelerator
-        "vectorized" is.
-    :param seconds: a limit of time for the call; the draws made by then are returned, at least a
-        few after the warm-up.
+        or "sequential"; the draws are the same up to rounding. Pyro's chains are always sequential.
+        Vectorized chains move in lockstep: each iteration of "nuts" takes as long as the deepest
+        tree of all chains, each step of "mclmc" as long as the chain that takes it in most parts.
+        On the CPU "parallel" is therefore faster, on an accelerator "vectorized".
     :param checkpoint: a folder. Draws and state are written there every few seconds, and the same
         call goes on from what it finds there: killed at any moment, it ends with the same draws as
         an uninterrupted one. A larger ``num_samples`` adds draws.
-    :param on_disk: leave the draws in the folder of ``checkpoint``, for posteriors larger than
-        memory. The latents of the result are memory-mapped: predictions read them in chunks. Such
-        chains are not extended, and Ctrl-C is an error; the same call goes on.
     :param subset: the latents' unconstrained numbers to draw; the others stay fixed.
     :param at: the unconstrained vector (P,) that holds the fixed numbers; given with ``subset``.
     :param progress: show a progress bar; by default in terminals and notebooks.
@@ -153,7 +139,8 @@ def sample(
         holds a part of its data, or a checkpoint of another run.
     """
     one_of("kernel", kernel, ("nuts", "hmc", *_MICROCANONICAL))
-    one_of("backend", backend, ("numpyro", "pyro", "blackjax"))
+    one_of("backend", backend, ("numpyro", "pyro"))
+    one_of("chain_method", chain_method, ("vectorized", "parallel", "sequential"))
     at_least("num_chains", num_chains, 1)
     _check_options(
         kernel,
@@ -167,14 +154,11 @@ def sample(
     energy_variance = _positive("energy_variance", energy_variance)
     if not 0 < target_accept < 1:
         raise ValueError(f"target_accept must lie between 0 and 1, got {target_accept}")
-    seconds = _positive("seconds", seconds)
     if inverse_mass is not None:
         inverse_mass = torch.as_tensor(inverse_mass, device="cpu").detach()
     _check_fit(kernel, backend, dense_mass, inverse_mass)
-    if backend == "pyro" and (checkpoint is not None or seconds is not None):
-        raise ValueError("checkpoint and seconds are for JAX: leave out backend='pyro'")
-    if on_disk and (checkpoint is None or seconds is not None):
-        raise ValueError("on_disk needs checkpoint, the folder of the draws, and no limit of time")
+    if backend == "pyro" and checkpoint is not None:
+        raise ValueError("checkpoint is for JAX: leave out backend='pyro'")
     settings = Settings(
         kernel=kernel,
         num_warmup=at_least("num_warmup", num_warmup, 0),
@@ -184,9 +168,7 @@ def sample(
         max_tree_depth=at_least("max_tree_depth", max_tree_depth, 1),
         trajectory_length=_positive("trajectory_length", trajectory_length),
         dense_mass=dense_mass or (inverse_mass is not None and inverse_mass.dim() == 2),
-        chain_method=one_of(
-            "chain_method", chain_method, ("auto", "vectorized", "parallel", "sequential")
-        ),
+        chain_method="sequential" if backend == "pyro" else chain_method,
         progress=progress,
         step_size=_positive("step_size", step_size),
         inverse_mass=None if inverse_mass is None else inverse_mass.numpy(),
@@ -196,17 +178,12 @@ def sample(
         checkpoint=None if checkpoint is None else str(checkpoint),
     )
     started = time.perf_counter()
-    if seconds is not None:
-        settings = replace(settings, deadline=started + seconds)
     run = _Run(model, args, dict(model_kwargs or {}), settings, backend, subset, at)
     with evaluation_mode(model, args, run.kwargs, init), seeded(seed):
         restriction = run.restriction()
         start = starting_vectors(restriction, init, num_chains)
         _check_metric(settings.inverse_mass, start.shape[-1])
         _warn_if_random(restriction, start[0], backend)
-        if checkpoint is not None and on_disk:
-            sink = Sink(Path(checkpoint), restriction.constrain, start, num_samples)
-            run = replace(run, settings=replace(settings, sink=sink))
     return run.samples(restriction, start, started)
 
 
@@ -298,8 +275,6 @@ class _Run:
         with evaluation_mode(model, self.args, self.kwargs):
             runner = _runner(settings.kernel, self.backend)
             chains = runner(target, start, settings, **goes_on)
-        if chains.interrupted and settings.sink is not None:
-            raise KeyboardInterrupt
         if chains.interrupted:
             warnings.warn(
                 f"interrupted: {chains.vectors.shape[1]} of {settings.num_samples} draws per chain "
@@ -319,27 +294,24 @@ class _Run:
             "target_accept": settings.target_accept,
             "seconds": time.perf_counter() - started,
             "interrupted": chains.interrupted,
-            "chain_method": chains.method,
-            "settings": replace(settings, chain_method=chains.method).as_json(),
+            "chain_method": settings.chain_method,
+            "settings": settings.as_json(),
         }
         if settings.kernel == "mclmc":
             info["energy_variance"] = float(chains.stats["energy_variance"].double().mean())
-        if settings.sink is None:
-            with torch.no_grad():
-                latents = restriction.constrain(chains.vectors)
-        else:
-            latents = settings.sink.latents()
+        with torch.no_grad():
+            latents = restriction.constrain(chains.vectors)
         stats = dict(chains.stats)
         stats["diverging"] = stats["diverging"].bool()
-        found = Samples(latents, stats, info)
-        if not chains.state or settings.sink is not None:
-            return found
+        samples = Samples(latents, stats, info)
+        if not chains.state:
+            return samples
         metric = settings.inverse_mass
         if metric is not None:
             chains.state["inverse_mass"] = torch.from_numpy(metric).expand(
                 len(start), *metric.shape
             )
-        return replace(found, state=chains.state, resume=self._resume)
+        return replace(samples, state=chains.state, resume=self._resume)
 
     def _resume(self, samples: Samples, num_samples: int) -> Samples:
         return extend(
@@ -389,9 +361,6 @@ def _check_fit(kernel: str, backend: str, dense_mass: bool, inverse_mass: Tensor
     if backend == "pyro" and (kernel in _MICROCANONICAL or inverse_mass is not None):
         what = f"kernel='{kernel}'" if kernel in _MICROCANONICAL else "inverse_mass"
         raise ValueError(f"{what} runs in JAX only: leave out backend='pyro'")
-    if backend == "blackjax" and (kernel == "mams" or inverse_mass is not None):
-        what = "kernel='mams'" if kernel == "mams" else "inverse_mass"
-        raise ValueError(f"{what} is not for backend='blackjax': leave it out")
     if dense_mass and kernel in _MICROCANONICAL:
         raise ValueError(
             f"kernel='{kernel}' adapts a diagonal metric only: leave out dense_mass, or give the "
@@ -412,10 +381,6 @@ def _check_metric(inverse_mass: np.ndarray | None, size: int) -> None:
 
 
 def _runner(kernel: str, backend: str) -> Callable[[Target, Tensor, Settings], Chains]:
-    if backend == "blackjax":
-        from pyro_bdl.mcmc.jax import blackjax_backend
-
-        return blackjax_backend.run
     if kernel in _MICROCANONICAL:
         from pyro_bdl.mcmc.microcanonical.run import run
 

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,10 +84,6 @@ def run(
         starts = jnp.asarray(start.detach().cpu().numpy())
         keys = jax.random.split(jax.random.PRNGKey(settings.seed), len(start))
         advance = jax.jit(partial(_advance, kernel))
-        if settings.chain_method == "auto":
-            settings = replace(
-                settings, chain_method=_method(kernel, keys, starts, settings, advance)
-            )
         if settings.chain_method == "vectorized" and len(start) > 1:
             journal = _journal(settings, log_density, starts)
             chain = Chain(kernel, advance, keys, starts, settings, journal, state)
@@ -97,7 +92,6 @@ def run(
             chains = chain.run(stop)
         else:
             chains = _one_by_one(kernel, advance, log_density, keys, starts, settings, state, stop)
-    chains.method = settings.chain_method
     chains.interrupted |= stop.is_set()  # Ctrl-C during the last block
     chains.vectors = chains.vectors.to(start)
     chains.stats = {name: value.to(start.device) for name, value in chains.stats.items()}
@@ -119,9 +113,8 @@ def _journal(
     identity = {"starts": np.asarray(starts), "log densities": np.asarray(values)}
     if settings.inverse_mass is not None:
         identity["inverse_mass"] = settings.inverse_mass
-    elsewhere = {} if settings.sink is None else {"on_disk": True}
     where = folder if chain is None else folder / f"chain-{chain}"
-    return Journal(where, settings.as_json() | elsewhere, identity)
+    return Journal(where, settings.as_json(), identity)
 
 
 class Chain:
@@ -133,7 +126,7 @@ class Chain:
     :param advance: ``_advance`` of the kernel, compiled; the same for all chains.
     :param journal: where the chain is written as it goes, and read from if it is there.
     :param state: the state from which the draws go on, without the earlier stages.
-    :param place: of the chain in the sink of the settings.
+    :param number: of a single chain, which picks its device.
     """
 
     def __init__(
@@ -145,14 +138,13 @@ class Chain:
         settings: Settings,
         journal: Journal | None = None,
         state: Mapping[str, Tensor] | None = None,
-        place: int | slice = slice(None),
+        number: int | None = None,
     ) -> None:
         self.kernel, self.settings, self.journal = kernel, settings, journal
-        self.place = place
         devices = jax.devices()
         self.device = None  # the default
-        if isinstance(place, int) and len(devices) > 1:
-            self.device = devices[place % len(devices)]
+        if number is not None and len(devices) > 1:
+            self.device = devices[number % len(devices)]
         self.batched = starts.ndim == 2
         with self._on_device():
             self.state = kernel.init(keys, starts)
@@ -232,7 +224,7 @@ class Chain:
         block = 1
         hidden = self.kernel.hidden
         try:
-            while self.done < stage.iterations and not self._late():
+            while self.done < stage.iterations:
                 _raise_if_stopped(stop)
                 size = min(block, stage.iterations - self.done)
                 started = time.perf_counter()
@@ -241,8 +233,7 @@ class Chain:
                 seconds = time.perf_counter() - started
                 if stage.keep:  # a stage with an end reads what is hidden, the last one the rest
                     names = [k for k in kept if (k in hidden) == (stage.finish is not None)]
-                    rows = {k: np.asarray(kept[k])[:size].copy() for k in names}
-                    self.collected.append(self._put_away(rows))
+                    self.collected.append({k: np.asarray(kept[k])[:size].copy() for k in names})
                 self.state, self.done = state, self.done + size
                 bar.update(size)
                 if time.perf_counter() - self.last_write >= _SECONDS_PER_WRITE:
@@ -253,28 +244,9 @@ class Chain:
         if stage.finish is not None:
             self._finish(stage.finish)
 
-    def _put_away(self, rows: Kept) -> Kept:
-        """Write the vectors of draws to the sink, if there is one; the rest stays."""
-        if self.settings.sink is None or "vector" not in rows:
-            return rows
-        vectors = torch.from_numpy(rows["vector"])
-        self.settings.sink.put(
-            self.place, self.done, vectors.movedim(0, 1) if self.batched else vectors
-        )
-        return rows | {"vector": rows["vector"][..., :0].copy()}
-
-    def _late(self) -> bool:
-        """Return whether the time is up; a chain has at least one block of draws."""
-        deadline, last = self.settings.deadline, len(self.kernel.stages) - 1
-        if deadline is None or self.stage < last or not self.collected:
-            return False
-        return time.perf_counter() >= deadline
-
     def _write(self) -> None:
         if self.journal is None:
             return
-        if self.settings.sink is not None:
-            self.settings.sink.flush()
         new = self.collected[self.written :]
         block = {name: np.concatenate([b[name] for b in new]) for name in new[0]} if new else None
         self.journal.write(self.stage, self.done, self._leaves(), block)
@@ -328,63 +300,6 @@ def _advance(kernel: Kernel, state: Any, count: Any) -> tuple[Any, dict[str, jax
         return state, buffer
 
     return jax.lax.fori_loop(0, count, body, (state, buffer))
-
-
-def _method(
-    kernel: Kernel, keys: jax.Array, starts: jax.Array, settings: Settings, advance: Callable
-) -> str:
-    """ "parallel" or "vectorized", whichever makes an iteration of all chains in less time.
-
-    Each runs the first iterations of the warm-up for about half a second; their results are not
-    used. A folder of chains keeps the method that it was made with.
-    """
-    if settings.checkpoint is not None:
-        if Path(settings.checkpoint, "state.npz").is_file():
-            return "vectorized"
-        if Path(settings.checkpoint, "chain-0").is_dir():
-            return "parallel"
-    if len(starts) == 1:
-        return "parallel"
-    together = kernel.init(keys, starts)
-    alone = [kernel.init(key, start) for key, start in zip(keys, starts, strict=True)]
-    x64 = bool(jax.config.read("jax_enable_x64"))
-
-    def one(state: Any, count: int) -> None:
-        with jax.enable_x64(x64):
-            jax.block_until_ready(advance(state, count))
-
-    with ThreadPoolExecutor(len(alone)) as pool:
-        return fastest(
-            {
-                "parallel": lambda n: list(pool.map(one, alone, [n] * len(alone))),
-                "vectorized": lambda n: one(together, n),
-            }
-        )
-
-
-def fastest(
-    sides: Mapping[str, Callable[[int], Any]], clock: Callable[[], float] = time.perf_counter
-) -> str:
-    """The name of the function whose iterations take the least time.
-
-    Each runs one iteration, which may compile it, then one or more for about half a second.
-
-    :param sides: name -> function of a number of iterations.
-    """
-    seconds = {}
-    for name, run in sides.items():
-        run(1)
-        count = 1
-        while True:
-            started = clock()
-            run(count)
-            took = max(clock() - started, 1e-9)
-            more = int(np.clip(count * _SECONDS_PER_BLOCK / took, 1, _MOST_PER_BLOCK))
-            if more < 2 * count:
-                break
-            count = more
-        seconds[name] = took / count
-    return min(seconds, key=seconds.__getitem__)
 
 
 def _one_by_one(

@@ -11,13 +11,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_bdl.mcmc.checkpoint import Journal
-from pyro_bdl.mcmc.sink import Sink
 from pyro_bdl.mcmc.starts import Restriction
 from pyro_bdl.mcmc.stochastic_gradient.batched_density import Scores
 from pyro_bdl.mcmc.stochastic_gradient.methods import Method
 from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource, Stream
-from pyro_bdl.mcmc.stochastic_gradient.samplers import metropolis
-from pyro_bdl.mcmc.stochastic_gradient.samplers.metropolis import Point
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.validation import check_finite
 from pyro_bdl.utils.progress import hidden
@@ -30,6 +27,19 @@ _SOUND_EVERY = 20  # steps between two positions to which a diverged chain may g
 _SMALLEST = 1e-9  # factor of the step size below which it is not halved again
 _SECONDS_PER_WRITE = 5.0  # of a checkpoint
 _WORTH_TRACING = 500  # the number of steps from which tracing saves time
+
+
+class Point(NamedTuple):
+    """Positions of the chains, and the log density there.
+
+    :param position: (chains, P).
+    :param log_density: (chains,).
+    :param gradient: of the log density, (chains, P).
+    """
+
+    position: Tensor
+    log_density: Tensor
+    gradient: Tensor
 
 
 class Track(NamedTuple):
@@ -61,7 +71,6 @@ class Walk:
     :param options: the method's options.
     :param generators: those of ``explicit``, whose random numbers move the chains.
     :param journal: where the chains are written as they go, and read from if they are there.
-    :param sink: takes the draws, if they are not to stay in memory.
     """
 
     def __init__(
@@ -77,9 +86,7 @@ class Walk:
         options: dict[str, float],
         generators: Generators,
         journal: Journal | None = None,
-        sink: Sink | None = None,
     ) -> None:
-        self.sink = sink
         self.adapt, self.factor = adapt, 1.0
         self.method, self.restriction, self.start = method, restriction, start
         self.generators, self.journal = generators, journal
@@ -96,8 +103,8 @@ class Walk:
 
         :raises KeyboardInterrupt: if Ctrl-C comes before the first draw.
         """
-        width = self.start.shape[-1] if self.sink is None else 0
-        self.vectors = self.start.new_empty(len(self.start), len(kept_steps), width)
+        chains, width = self.start.shape
+        self.vectors = self.start.new_empty(chains, len(kept_steps), width)
         self.scores.traced = kept_steps[-1] >= _WORTH_TRACING
         failure, interrupted = None, False
         bar = tqdm(
@@ -141,15 +148,10 @@ class Walk:
         explores = getattr(self.step_size, "explores", None)
         last_write = time.perf_counter()
         for step in range(self.steps, kept_steps[-1]):
-            size, accepted = self._size(step), None
+            size = self._size(step)
             noise = 0.0 if explores is not None and explores(step) else self.temperature
             self.state = self.update(self.state, self.point.gradient, size, temperature=noise)
-            before, (self.point, batch) = self.point, self._evaluated(self.state.position)
-            if method.corrected:
-                self.point, accepted = metropolis.correct(
-                    before, self.point, size, temperature=self.temperature
-                )
-                self.state = self.state._replace(position=self.point.position)
+            self.point, batch = self._evaluated(self.state.position)
             self.steps = step + 1
             lost = _first_diverged(self.point, self.limit)
             if lost is not None:
@@ -166,7 +168,7 @@ class Walk:
             if self.steps == num_warmup:
                 self.limit = self._limit(self.point)
             if self.steps == kept_steps[self.kept]:
-                self._keep(self.state, self.point, size, accepted)
+                self._keep(self.state, self.point, size)
             bar.update()
             if self.journal is not None:
                 now = time.perf_counter()
@@ -192,8 +194,6 @@ class Walk:
         }
         leaves |= {f"stream/{name}": value for name, value in self.stream.place().items()}
         leaves |= {f"random/{name}": value for name, value in self.generators.states().items()}
-        if self.sink is not None:
-            self.sink.flush()
         block, new = None, slice(self.written, self.kept)
         if self.kept > self.written:
             rows = {"vectors": self.vectors[:, new]}
@@ -267,7 +267,7 @@ class Walk:
         slack = 1000.0 + 10.0 * self.temperature * point.position.shape[-1]
         return point.log_density - slack - 10.0 * point.log_density.abs()
 
-    def _keep(self, state: Any, point: Point, size: float, accepted: Tensor | None) -> None:
+    def _keep(self, state: Any, point: Point, size: float) -> None:
         stats = {
             "step_size": torch.full_like(point.log_density, size),
             "potential_energy": -point.log_density,
@@ -278,14 +278,9 @@ class Walk:
         }
         if self.method.statistics is not None:
             stats |= self.method.statistics(state, point.gradient, size)
-        if accepted is not None:
-            stats["accept_prob"] = accepted
         for name, value in stats.items():
             self._column(name, value)[:, self.kept] = value
-        if self.sink is None:
-            self.vectors[:, self.kept] = point.position
-        else:
-            self.sink.put(slice(None), self.kept, point.position[:, None])
+        self.vectors[:, self.kept] = point.position
         self.kept += 1  # last, so that Ctrl-C loses at most this draw
 
 

@@ -22,16 +22,12 @@ class Method(NamedTuple):
     :param update: (state, gradient, step size, temperature=, options) -> state.
     :param statistics: (state, gradient, step size) -> name -> (chains,).
     :param settle: maps the state after the first half of the warm-up to the state for the rest.
-    :param whole: whether it needs all data in each step.
-    :param corrected: whether a Metropolis step follows each update.
     """
 
     init: Callable[..., Any]
     update: Callable[..., Any]
     statistics: Callable[..., dict[str, Tensor]] | None = None
     settle: Callable[[Any], Any] | None = None
-    whole: bool = False
-    corrected: bool = False
 
     def begin(self, position: Tensor, temperature: float) -> Any:
         """The initial state at a position; a momentum is drawn at the temperature."""
@@ -55,6 +51,4 @@ METHODS = {
         thermostat.init, thermostat.update, thermostat.statistics, settle=thermostat.settle
     ),
     "smile": Method(microcanonical.init, microcanonical.update),
-    "lmc": Method(langevin.init, langevin.update, whole=True),
-    "mala": Method(langevin.init, langevin.update, whole=True, corrected=True),
 }

@@ -13,8 +13,6 @@ from torch import Tensor
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.mcmc.chains import at_least, one_of
 from pyro_bdl.mcmc.checkpoint import Journal
-from pyro_bdl.mcmc.hmc.sampling import require_all_data
-from pyro_bdl.mcmc.sink import Sink
 from pyro_bdl.mcmc.starts import Restriction, starting_vectors
 from pyro_bdl.mcmc.stochastic_gradient.chains import StepSize, Track, Walk, kept_steps
 from pyro_bdl.mcmc.stochastic_gradient.methods import METHODS, Method
@@ -47,7 +45,6 @@ def sgmcmc(
     seed: int = 0,
     init: Any = "prior",
     checkpoint: str | Path | None = None,
-    on_disk: bool = False,
     subset: Subset | None = None,
     at: Tensor | None = None,
     progress: bool | None = None,
@@ -63,8 +60,6 @@ def sgmcmc(
         "sghmc"  underdamped Langevin dynamics (Chen et al. 2014); friction=
         "sgnht"  the same, its friction found by a thermostat (Ding et al. 2014); friction=
         "smile"  microcanonical Langevin dynamics (Sommer et al. 2026); friction=
-        "lmc"    Langevin dynamics on all data, unadjusted
-        "mala"   the same with a Metropolis correction, exact at every step size
 
     The step size multiplies the gradient in all methods; the files in ``samplers`` hold the
     equations. All chains move at once by ``vmap``, with separate noise and the same minibatch. The
@@ -96,8 +91,6 @@ def sgmcmc(
         call goes on from what it finds there: killed at any moment, it ends with the same draws as
         an uninterrupted one. A larger ``num_samples`` adds draws. The order of an iterable's
         batches must come from torch's random numbers or be fixed.
-    :param on_disk: leave the draws in the folder of ``checkpoint``, for posteriors larger than
-        memory. The latents of the result are memory-mapped: predictions read them in chunks.
     :param subset: the latents' unconstrained numbers to draw; the others stay fixed.
     :param at: the unconstrained vector (P,) that holds the fixed numbers; given with ``subset``.
     :param progress: show a progress bar; by default in terminals and notebooks.
@@ -106,7 +99,7 @@ def sgmcmc(
         (nats, on the minibatch that followed the draw, scaled to all data);
         ``configurational_temperature`` -(u - u_0)' grad log p(u) / P with u_0 the chain's start,
         and ``kinetic_temperature`` of "sghmc" and "sgnht", both with mean T if the step size is
-        small enough; ``accept_prob`` of "mala"; ``friction`` of "sgnht". The entry ``failure`` of
+        small enough; ``friction`` of "sgnht". The entry ``failure`` of
         ``info`` says why the chains ended early, if they did.
     :raises UnsupportedProgramError: for a program without observed sites or with discrete latents.
     :raises ValueError: for data that are not finite, targets outside their support, a program that
@@ -118,24 +111,17 @@ def sgmcmc(
     at_least("num_samples", num_samples, 1)
     at_least("thinning", thinning, 1)
     at_least("num_chains", num_chains, 1)
-    if on_disk and checkpoint is None:
-        raise ValueError("on_disk needs checkpoint, the folder of the draws")
     at_least("num_warmup", num_warmup, 2 if chosen.settle else 0)
     check_temperature(temperature)
-    check_step_size(step_size, method, chosen)
+    check_step_size(step_size)
     check_options(method, chosen, options)
     started = time.perf_counter()
     with evaluation_mode(model, init), seeded(seed) as generators:
         batches = MinibatchSource(data, batch_size)
         restriction = checked_restriction(model, batches, subset, at)
-        if chosen.whole:
-            _require_whole(method, restriction.program, batches)
         start = starting_vectors(restriction, init, num_chains)
-        journal = sink = None
-        if checkpoint is not None and on_disk:
-            sink = Sink(checkpoint, restriction.constrain, start, num_samples)
-        else:
-            _check_memory(num_samples, start)
+        _check_memory(num_samples, start)
+        journal = None
         if checkpoint is not None:
             settings = {
                 "method": method,
@@ -145,7 +131,6 @@ def sgmcmc(
                 "batch_size": batches.size,
                 "temperature": temperature,
                 "seed": seed,
-                **({"on_disk": True} if on_disk else {}),
                 **options,
             }
             journal = _journal(checkpoint, settings, restriction, batches, start, step_size)
@@ -161,7 +146,6 @@ def sgmcmc(
             options=options,
             generators=generators,
             journal=journal,
-            sink=sink,
         )
         steps = kept_steps(step_size, num_warmup, num_samples, thinning)
         track = walk.run(steps, num_warmup, progress)
@@ -181,10 +165,6 @@ def sgmcmc(
         "failure": track.failure,
         **options,
     }
-    if sink is not None:
-        made = track.vectors.shape[1]
-        latents = {site: value[:, :made] for site, value in sink.latents().items()}
-        return Samples(latents, track.stats, info)
     with torch.no_grad():
         return Samples(restriction.constrain(track.vectors), track.stats, info)
 
@@ -270,23 +250,9 @@ def check_options(method: str, chosen: Method, options: dict[str, float]) -> Non
             )
 
 
-def check_step_size(step_size: StepSize, method: str, chosen: Method) -> None:
-    if callable(step_size):
-        if chosen.corrected and hasattr(step_size, "explores"):
-            raise ValueError(
-                f"method '{method}' cannot explore without noise: use a number as step_size"
-            )
-    elif not 0 < step_size < float("inf"):
+def check_step_size(step_size: StepSize) -> None:
+    if not callable(step_size) and not 0 < step_size < float("inf"):
         raise ValueError(f"step_size must be a positive finite number, got {step_size}")
-
-
-def _require_whole(method: str, program: Program, batches: MinibatchSource) -> None:
-    if not batches.is_whole:
-        raise ValueError(
-            f"method '{method}' needs all data in each step: pass data=(x, y) without batch_size, "
-            "or use 'sgld' or 'sghmc' for minibatches"
-        )
-    require_all_data(program)
 
 
 def _check_memory(num_samples: int, start: Tensor) -> None:

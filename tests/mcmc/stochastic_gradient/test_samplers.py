@@ -11,7 +11,6 @@ from pyro_bdl.mcmc.stochastic_gradient.chains import kept_steps
 from pyro_bdl.mcmc.stochastic_gradient.samplers import (
     hamiltonian,
     langevin,
-    metropolis,
     preconditioned,
     thermostat,
 )
@@ -174,42 +173,6 @@ def test_thermostat_takes_out_the_heat_of_minibatches_that_friction_leaves():
     draws, state = moved(thermostat.update, start, **options)
     assert_moments(draws[:, 20:], COVARIANCE, errors=4.0)  # right up to eps L
     assert state.decay.mean() > 1.5 * -math.log(1 - friction)
-
-
-def test_metropolis_step_is_exact_where_langevin_is_far_off():
-    """MALA (Roberts & Tweedie 1996, section 1.4)."""
-    eps, temperature = 1.2 / LARGEST, 0.5
-
-    def density(position):
-        return -0.5 * ((position - MEAN) @ PRECISION * (position - MEAN)).sum(-1)
-
-    def point(position):
-        return metropolis.Point(position, density(position), score(position))
-
-    here, kept, total = point(exact_draws(0.1 * COVARIANCE)), [], 0.0
-    for step in range(600):
-        there = langevin.update(
-            langevin.init(here.position), here.gradient, eps, temperature=temperature
-        )
-        here, probability = metropolis.correct(
-            here, point(there.position), eps, temperature=temperature
-        )
-        assert torch.allclose(here.log_density, density(here.position))
-        assert torch.allclose(here.gradient, score(here.position))
-        total += float(probability.mean())
-        if step >= 100 and step % 10 == 0:
-            kept.append(here.position)
-    assert_moments(torch.stack(kept, 1), temperature * COVARIANCE)
-    assert 0.3 < total / 600 < 0.9
-
-
-def test_metropolis_refuses_what_is_not_finite():
-    here = metropolis.Point(torch.zeros(4, 2), torch.zeros(4), torch.zeros(4, 2))
-    bad = torch.tensor([math.nan, -math.inf, math.inf, 0.0])
-    there = metropolis.Point(torch.ones(4, 2), bad, torch.zeros(4, 2))
-    after, probability = metropolis.correct(here, there, 0.1)
-    assert after.position.tolist() == [[0, 0], [0, 0], [0, 0], [1, 1]]
-    assert probability.tolist() == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(

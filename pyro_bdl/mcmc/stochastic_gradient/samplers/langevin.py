@@ -1,4 +1,4 @@
-"""Overdamped Langevin dynamics: SGLD on minibatches, LMC on all data.
+"""Overdamped Langevin dynamics (SGLD).
 
     theta' = theta + eps grad log p(theta) + sqrt(2 eps T) xi,    xi ~ Normal(0, I)
 
