@@ -1,23 +1,27 @@
-"""The report as one file: sections in order, with figures, style and script inside."""
+"""The report as one file, or its first part for a notebook: values for ``template.html``."""
 
+import itertools
+import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from pyro_bdl._version import __version__
 from pyro_bdl.report.svg import dark_colors, inline, marker
-from pyro_bdl.report.tables import Groups, Looks, key, table
 from pyro_bdl.utils.files import atomic_write
 from pyro_bdl.utils.tables import Column, Row
 
-_FIGURES = "Figures"
-_SMALL = ".summary p { font-size: 1rem; } table { font-size: 0.8rem; } figure { max-width: 30rem; }"
+Groups = Sequence[tuple[str, Sequence[str]]]
+Looks = Mapping[str, Mapping[str, Any]]
+_FIGURES, _FURTHER = "Figures", "further columns"
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,53 @@ class Further:
     rows: Sequence[Row]
     columns: Sequence[Column]
     note: str = ""
+
+
+class _Table:
+    """A table as the template writes it.
+
+    It scrolls sideways below its first column. Cells hold unrounded numbers, by which the buttons
+    of the headings sort; other buttons show or hide groups of columns.
+
+    :param hidden: the groups of columns that are hidden at first.
+    :param details: columns after ``columns``, hidden at first and shown by one button.
+    :param ranked: headings, each with the names of its rows in order; other rows come last.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        rows: Sequence[Row],
+        columns: Sequence[Column],
+        *,
+        details: Sequence[Column] = (),
+        hidden: Sequence[str] = (),
+        ranked: Groups = (),
+    ) -> None:
+        self.label, self.is_ranked = label, bool(ranked)
+        self.columns = [(each, each.group) for each in columns]
+        self.columns += [(each, _FURTHER) for each in details]
+        runs = itertools.groupby(self.columns, lambda pair: (pair[0].group, pair[1]))
+        grouped = any(column.group for column, _ in self.columns)
+        self.headings = [(*names, len(list(run))) for names, run in runs] if grouped else []
+        names = [name for name in dict.fromkeys(button for _, button in self.columns) if name]
+        self.buttons = [(n, "false" if n in (*hidden, _FURTHER) else "true") for n in names]
+        self.key = {each.title: each.help for each, _ in self.columns if each.help}
+        self.bodies = _bodies(rows, columns[0].key, ranked)
+
+
+def _bodies(
+    rows: Sequence[Row], name: str, ranked: Groups
+) -> list[tuple[str, list[tuple[int, Row]]]]:
+    """The rows under their headings, each with its place in the table."""
+    left = {str(row.get(name)): row for row in rows}
+    places = itertools.count()
+    bodies = []
+    for heading, names in [*ranked, ("", list(left))]:
+        members = [(next(places), left.pop(each)) for each in names if each in left]
+        if members:
+            bodies.append((heading, members))
+    return bodies
 
 
 def write_report(
@@ -91,39 +142,27 @@ def write_report(
         of its own.
     :param further: more tables, after the first.
     """
-    looks = looks or {}
     if isinstance(figures, Mapping):
-        pictures = [Picture(figure, caption) for caption, figure in figures.items()]
-    else:
-        pictures = list(figures)
-    drawn = [
-        (picture, inline(picture.figure, f"f{i}", picture.alt or picture.caption))
-        for i, picture in enumerate(pictures)
-    ]
-    sections = [
-        _summary(summary),
-        _warnings(warnings),
-        _pictures("", [each for each in drawn if not each[0].section]),
-        _table(rows, columns, details, notes, hidden, ranked, looks),
-        *(_further(each, looks) for each in further),
-        _verdicts(verdicts or {}, looks),
-        *(
-            _pictures(heading, [each for each in drawn if each[0].section == heading])
-            for heading in dict.fromkeys(picture.section for picture in pictures)
-            if heading
-        ),
-        _settings({**(settings or {}), "pyro_bdl": __version__}),
-    ]
-    page = _part("page.html").format(
-        title=escape(title),
-        about=f'<p class="about">{escape(about)}</p>' if about else "",
-        style=_part("style.css").replace("/* dark colors */", dark_colors()),
-        body="\n".join(filter(None, sections)),
-        script=_part("script.js"),
+        figures = [Picture(figure, caption) for caption, figure in figures.items()]
+    text = _rendered(
+        page=True,
+        title=title,
+        about=about,
+        summary=summary,
+        warnings=warnings,
+        table=_Table("Table", rows, columns, details=details, hidden=hidden, ranked=ranked),
+        further=[(each, _Table(each.heading, each.rows, each.columns)) for each in further],
+        looks=looks or {},
+        verdicts=verdicts or {},
+        sections=_sections(figures, "f"),
+        notes=notes,
+        settings={**(settings or {}), "pyro_bdl": __version__},
+        style=_style(),
+        script=Markup(_part("script.js")),
     )
     path = Path(path)
     with atomic_write(path) as part:
-        part.write_text(page, encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
     return path
 
 
@@ -141,107 +180,44 @@ def notebook_report(
 
     Styles hold inside it only. It needs no script: its headings do not sort.
     """
-    style = _part("style.css").replace("/* dark colors */", dark_colors())
-    body = re.sub(r"(?<![\w-])body(?=\s*\{)", ":scope", style).replace(":root", ":scope")
-    drawn = [
-        (each, inline(each.figure, _key(rows, i), each.alt or each.caption))
-        for i, each in enumerate(figures)
-    ]
-    shown = table(rows, columns, label="Table", ranked=ranked, looks=looks, sortable=False)
-    parts = [_summary(summary), _warnings(warnings), shown, _pictures("", drawn)]
-    return (
-        '<div class="pyro-bdl" style="max-width: 64rem">'
-        f"<style>@scope (.pyro-bdl) {{ {body} {_SMALL} }}</style>{''.join(parts)}</div>"
+    style = re.sub(r"(?<![\w-])body(?=\s*\{)", ":scope", _style()).replace(":root", ":scope")
+    return _rendered(
+        page=False,
+        summary=summary,
+        warnings=warnings,
+        table=_Table("Table", rows, columns, ranked=ranked),
+        looks=looks or {},
+        sections=_sections(figures, f"n{zlib.crc32(repr(rows).encode()):x}-"),
+        style=Markup(style),
     )
 
 
-def _key(rows: Sequence[Row], place: int) -> str:
-    """A prefix of ids that differs between the tables of one notebook."""
-    return f"n{zlib.crc32(repr(rows).encode()):x}-{place}"
+def _sections(
+    pictures: Sequence[Picture], key: str
+) -> list[tuple[str, list[tuple[Picture, Markup]]]]:
+    """Pictures by the heading that they stand under, those before the table first.
+
+    :param key: a prefix of ids that no other table of one notebook has.
+    """
+    sections: dict[str, list[tuple[Picture, Markup]]] = {}
+    for place, each in enumerate(pictures):
+        svg = inline(each.figure, f"{key}{place}", each.alt or each.caption)
+        sections.setdefault(each.section, []).append((each, Markup(svg)))
+    return list(sections.items())
+
+
+def _rendered(**values: Any) -> str:
+    environment = Environment(autoescape=True, trim_blocks=True)
+    environment.tests["finite"] = lambda value: (
+        isinstance(value, (int, float)) and math.isfinite(value)
+    )
+    template = environment.from_string(_part("template.html"))
+    return template.render(marker=lambda look: Markup(marker(look)), **values)
+
+
+def _style() -> str:
+    return Markup(_part("style.css").replace("/* dark colors */", dark_colors()))
 
 
 def _part(name: str) -> str:
     return resources.files("pyro_bdl.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _paragraphs(texts: Sequence[str]) -> str:
-    return "".join(f"<p>{escape(text)}</p>" for text in texts)
-
-
-def _summary(sentences: Sequence[str]) -> str:
-    if not sentences:
-        return ""
-    return f'<section class="summary" aria-label="Summary">{_paragraphs(sentences)}</section>'
-
-
-def _warnings(warnings: Sequence[str]) -> str:
-    if not warnings:
-        return ""
-    return f'<section class="warning"><h2>Warning</h2>{_paragraphs(warnings)}</section>'
-
-
-def _verdicts(verdicts: Mapping[str, str], looks: Looks) -> str:
-    if not verdicts:
-        return ""
-    items = "".join(
-        f"<div><dt>{marker(looks.get(name))}{escape(name)}</dt><dd>{escape(text)}</dd></div>"
-        for name, text in verdicts.items()
-    )
-    return f'<section><h2>One by one</h2><dl class="verdicts">{items}</dl></section>'
-
-
-def _settings(settings: Mapping[str, object]) -> str:
-    """The list of settings: the plain ones first, then those with a heading."""
-    plain = {name: value for name, value in settings.items() if not isinstance(value, Mapping)}
-    headed = {name: value for name, value in settings.items() if isinstance(value, Mapping)}
-    text = "".join(
-        f"<div><h3>{escape(name)}</h3>{_terms(values)}</div>" for name, values in headed.items()
-    )
-    return (
-        f'<section><h2>Settings</h2><div class="settings">{text}<div>{_terms(plain)}</div></div>'
-        "</section>"
-    )
-
-
-def _terms(terms: Mapping[str, object]) -> str:
-    items = "".join(
-        f"<dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd>"
-        for name, value in terms.items()
-    )
-    return f"<dl>{items}</dl>"
-
-
-def _table(
-    rows: Sequence[Row],
-    columns: Sequence[Column],
-    details: Sequence[Column],
-    notes: Sequence[str],
-    hidden: Sequence[str],
-    ranked: Groups,
-    looks: Looks,
-) -> str:
-    shown = table(
-        rows, columns, label="Table", further=details, hidden=hidden, ranked=ranked, looks=looks
-    )
-    explained = key([*columns, *details])
-    if explained:
-        shown += f"<details><summary>What the columns mean</summary>{explained}</details>"
-    return f"<section><h2>Table</h2>{shown}{_paragraphs(notes)}</section>"
-
-
-def _further(each: Further, looks: Looks) -> str:
-    shown = table(each.rows, each.columns, label=each.heading, looks=looks)
-    note = _paragraphs([each.note] if each.note else [])
-    return f"<section><h2>{escape(each.heading)}</h2>{note}{shown}</section>"
-
-
-def _pictures(heading: str, drawn: Sequence[tuple[Picture, str]]) -> str:
-    if not drawn:
-        return ""
-    items = "".join(
-        f"<figure>{svg}<figcaption>{escape(picture.caption)}</figcaption></figure>"
-        for picture, svg in drawn
-    )
-    above = f"<h2>{escape(heading)}</h2>" if heading else ""
-    kind = "figures" if heading else "figures first"
-    return f'<section>{above}<div class="{kind}">{items}</div></section>'
