@@ -86,19 +86,14 @@ def _pair(
     return [{x: root, y: cross / root}, {y: (b - cross.square() / a).clamp(min=0.0).sqrt()}]
 
 
-def _normal(base: Any, parameters: dict[str, Tensor]) -> Roots:
-    precision = base.scale.detach().square().reciprocal()
-    return _diagonal({"loc": precision, "scale": 2.0 * precision}, parameters)
+def _location_scale(of_loc: float, of_scale: float) -> Callable[..., Roots]:
+    """The information of a symmetric location-scale family, in units of 1 / scale^2."""
 
+    def roots(base: Any, parameters: dict[str, Tensor]) -> Roots:
+        precision = base.scale.detach().square().reciprocal()
+        return _diagonal({"loc": of_loc * precision, "scale": of_scale * precision}, parameters)
 
-def _laplace(base: Any, parameters: dict[str, Tensor]) -> Roots:
-    precision = base.scale.detach().square().reciprocal()
-    return _diagonal({"loc": precision, "scale": precision}, parameters)
-
-
-def _cauchy(base: Any, parameters: dict[str, Tensor]) -> Roots:
-    half = 0.5 * base.scale.detach().square().reciprocal()
-    return _diagonal({"loc": half, "scale": half}, parameters)
+    return roots
 
 
 def _gumbel(base: Any, parameters: dict[str, Tensor]) -> Roots:
@@ -151,12 +146,9 @@ def _poisson(base: Any, parameters: dict[str, Tensor]) -> Roots:
     return _diagonal({"rate": rate.clamp(min=tiny).reciprocal()}, parameters)
 
 
-def _bernoulli(base: Any, parameters: dict[str, Tensor]) -> Roots:
-    return _of_probability(base, parameters, 1.0)
-
-
 def _binomial(base: Any, parameters: dict[str, Tensor]) -> Roots:
-    return _of_probability(base, parameters, base.total_count.detach())
+    count = 1.0 if type(base).__name__ == "Bernoulli" else base.total_count.detach()
+    return _of_probability(base, parameters, count)
 
 
 def _negative_binomial(base: Any, parameters: dict[str, Tensor]) -> Roots:
@@ -270,10 +262,10 @@ def _transformed(base: Any, parameters: dict[str, Tensor], num_draws: int) -> Ro
 
 # For each class its closed form, and the parameters that it covers.
 _CLOSED_FORMS: dict[str, tuple[Callable[..., Roots | None], frozenset[str]]] = {
-    "Normal": (_normal, frozenset({"loc", "scale"})),
-    "LogNormal": (_normal, frozenset({"loc", "scale"})),
-    "Laplace": (_laplace, frozenset({"loc", "scale"})),
-    "Cauchy": (_cauchy, frozenset({"loc", "scale"})),
+    "Normal": (_location_scale(1.0, 2.0), frozenset({"loc", "scale"})),
+    "LogNormal": (_location_scale(1.0, 2.0), frozenset({"loc", "scale"})),
+    "Laplace": (_location_scale(1.0, 1.0), frozenset({"loc", "scale"})),
+    "Cauchy": (_location_scale(0.5, 0.5), frozenset({"loc", "scale"})),
     "Gumbel": (_gumbel, frozenset({"loc", "scale"})),
     "StudentT": (_student_t, frozenset({"df", "loc", "scale"})),
     "Gamma": (_gamma, frozenset({"concentration", "rate"})),
@@ -281,7 +273,7 @@ _CLOSED_FORMS: dict[str, tuple[Callable[..., Roots | None], frozenset[str]]] = {
     "Exponential": (_exponential, frozenset({"rate"})),
     "HalfNormal": (_half_normal, frozenset({"scale"})),
     "Poisson": (_poisson, frozenset({"rate"})),
-    "Bernoulli": (_bernoulli, frozenset({"probs", "logits"})),
+    "Bernoulli": (_binomial, frozenset({"probs", "logits"})),
     "Binomial": (_binomial, frozenset({"probs", "logits"})),
     "NegativeBinomial": (_negative_binomial, frozenset({"probs", "logits"})),
     "Categorical": (_categorical, frozenset({"probs", "logits"})),

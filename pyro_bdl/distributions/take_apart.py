@@ -16,51 +16,23 @@ from torch.distributions import (
 )
 from torch.distributions import transforms as T
 
-# The constructor's arguments. Each has the batch shape, followed by the argument's event
-# dimensions.
-_ARGUMENTS = {
-    "Normal": ("loc", "scale"),
-    "LogNormal": ("loc", "scale"),
-    "Laplace": ("loc", "scale"),
-    "Cauchy": ("loc", "scale"),
-    "Gumbel": ("loc", "scale"),
-    "Logistic": ("loc", "scale"),
-    "SoftLaplace": ("loc", "scale"),
-    "AsymmetricLaplace": ("loc", "scale", "asymmetry"),
-    "SoftAsymmetricLaplace": ("loc", "scale", "asymmetry", "softness"),
-    "StudentT": ("df", "loc", "scale"),
-    "VonMises": ("loc", "concentration"),
-    "Gamma": ("concentration", "rate"),
-    "InverseGamma": ("concentration", "rate"),
-    "Beta": ("concentration1", "concentration0"),
-    "Kumaraswamy": ("concentration1", "concentration0"),
-    "Dirichlet": ("concentration",),
-    "Exponential": ("rate",),
-    "HalfNormal": ("scale",),
-    "HalfCauchy": ("scale",),
-    "Weibull": ("scale", "concentration"),
-    "Pareto": ("scale", "alpha"),
-    "Poisson": ("rate",),
-    "GammaPoisson": ("concentration", "rate"),
-    "NegativeBinomial": ("total_count", "logits"),
-    "Binomial": ("total_count", "logits"),
-    "BetaBinomial": ("concentration1", "concentration0", "total_count"),
-    "DirichletMultinomial": ("concentration", "total_count"),
-    "OrderedLogistic": ("predictor", "cutpoints"),
+# Classes that are made of the tensors that ``arg_constraints`` names, each with the batch shape
+# followed by its event dimensions. Of probabilities and logits the constructor takes one.
+_KNOWN = {
+    "Normal", "LogNormal", "Laplace", "Cauchy", "Gumbel", "Logistic", "SoftLaplace",
+    "AsymmetricLaplace", "SoftAsymmetricLaplace", "StudentT", "VonMises", "Gamma",
+    "InverseGamma", "Beta", "Kumaraswamy", "Dirichlet", "Exponential", "HalfNormal",
+    "HalfCauchy", "Weibull", "Pareto", "Poisson", "GammaPoisson", "Bernoulli", "Categorical",
+    "OneHotCategorical", "Geometric", "ContinuousBernoulli", "Multinomial", "NegativeBinomial",
+    "Binomial", "BetaBinomial", "DirichletMultinomial", "OrderedLogistic", "MultivariateNormal",
+    "LowRankMultivariateNormal", "MultivariateStudentT", "MixtureSameFamily",
+    "TransformedDistribution", "ZeroInflatedDistribution",
+}  # fmt: skip
+_CHOSEN = {
     "MultivariateNormal": ("loc", "scale_tril"),
-    "LowRankMultivariateNormal": ("loc", "cov_factor", "cov_diag"),
-    "MultivariateStudentT": ("df", "loc", "scale_tril"),
     "MixtureSameFamily": (),
     "TransformedDistribution": (),
 }
-_PROBS_OR_LOGITS = (
-    "Bernoulli",
-    "Categorical",
-    "OneHotCategorical",
-    "Geometric",
-    "ContinuousBernoulli",
-    "Multinomial",
-)
 # Arguments that are distributions; below, arguments that are not tensors.
 _PARTS = {
     "MixtureSameFamily": ("mixture_distribution", "component_distribution"),
@@ -68,6 +40,7 @@ _PARTS = {
     "ZeroInflatedDistribution": ("base_dist",),
 }
 _CONSTANTS = {"Multinomial": ("total_count",), "DirichletMultinomial": ("is_sparse",)}
+_EITHER = ("probs", "logits")
 _WITHOUT_TENSORS = (T.ExpTransform, T.SigmoidTransform, T.TanhTransform, T.SoftplusTransform)
 _DRAWS_FOR_MOMENTS = 256
 
@@ -259,13 +232,17 @@ def _kind(base: Distribution) -> str:
 
 
 def _argument_names(base: Distribution) -> tuple[str, ...] | None:
+    """The names of the tensors that a distribution is made of; None for an unknown class."""
     kind = _kind(base)
-    if kind in _PROBS_OR_LOGITS:
-        # only the argument that was given is in vars; the other one is derived from it
-        return ("logits",) if "logits" in vars(base) else ("probs",)
+    if kind not in _KNOWN:
+        return None
     if kind == "ZeroInflatedDistribution":
         return ("gate_logits",) if "gate_logits" in vars(base) else ("gate",)
-    return _ARGUMENTS.get(kind)
+    if kind in _CHOSEN:
+        return _CHOSEN[kind]
+    # the one that was given came first; the other one is derived from it
+    given = next((name for name in vars(base) if name in _EITHER), "probs")
+    return tuple(n for n in base.arg_constraints if n not in _EITHER or n == given)
 
 
 def _structure(distribution: Distribution) -> Structure | None:
@@ -366,10 +343,6 @@ def _drawn_moments(base: Distribution) -> tuple[Tensor, Tensor]:
 def parameters_of_any(base: Any) -> dict[str, Tensor]:
     """``parameters_of``, also for distributions that are made by a transform of another one."""
     values = parameters_of(base)
-    both = [name for name in vars(base) if name in ("probs", "logits")]
-    if len(both) == 2 and values.keys() & set(both):  # the second was derived later
-        values = {**values, both[0]: getattr(base, both[0])}
-        values.pop(both[1], None)
     if not values:  # the distribution is made by a transform of another one
         names = [name for name in base.arg_constraints if hasattr(base, name)]
         names = [name for name in names if name != "logits" or "probs" not in names]

@@ -27,7 +27,7 @@ from pyro_bdl.distributions.take_apart import (
 from pyro_bdl.program.trace import Run, Site
 
 SEVERAL_CLASSES = ("Categorical", "OneHotCategorical")
-_BINARY = ("Bernoulli", "Geometric", "ContinuousBernoulli")
+_BINARY = ("Bernoulli", "Geometric", "ContinuousBernoulli", "Binomial", "NegativeBinomial")
 
 
 def unconstrained_parameters(
