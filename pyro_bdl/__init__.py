@@ -28,7 +28,6 @@ from pyro_bdl.comparison import Costs, KFold, PredictiveDraws, k_fold
 from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.result import Comparison
 from pyro_bdl.guides.load import load_posterior
-from pyro_bdl.memory_estimate import MemoryEstimate, estimate_memory
 from pyro_bdl.nn import BayesianModule, bayesianize
 from pyro_bdl.predictive.linearized import LinearizedPredictive
 from pyro_bdl.predictive.sampled import Predictive
@@ -50,7 +49,6 @@ __all__ = [
     "Costs",
     "KFold",
     "LinearizedPredictive",
-    "MemoryEstimate",
     "Predictive",
     "PredictiveDraws",
     "Program",
@@ -64,7 +62,6 @@ __all__ = [
     "diagnostics",
     "distributed",
     "elbo",
-    "estimate_memory",
     "evidence",
     "guides",
     "handlers",

@@ -10,7 +10,7 @@ These bounds refuse a second thread; Pyro's bounds do not notice it.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -244,14 +244,11 @@ class TemperedTrace_ELBO(Trace_ELBO):
             return self.particle(model, guide, draw["u"], args, kwargs, estimator)
 
         with without_autocast():
-            if self.num_particles == 1:
-                vectors, values = guide.draw_by_site()
-            else:
-                vectors = guide.sample_vectors(self.num_particles)
+            vectors = guide.sample_vectors(self.num_particles)
         if estimator is not None:
             guide.last_noise = None  # the estimator uses other noise
         if self.num_particles == 1:
-            return self.particle(model, guide, vectors, args, kwargs, estimator, values=values)
+            return self.particle(model, guide, vectors[0], args, kwargs, estimator)
         likelihood, kl, q_entropy = (t.mean() for t in self._map(particle, {"u": vectors}))
         return likelihood, kl, q_entropy
 
@@ -263,15 +260,10 @@ class TemperedTrace_ELBO(Trace_ELBO):
         args: tuple,
         kwargs: dict,
         estimator: PerDatum | None = None,
-        *,
-        values: Mapping[str, Tensor] | None = None,
     ) -> tuple[Any, Tensor, Tensor]:
-        """log p(y | w), the KL and (in cold mode) H(q) in nats at a draw u (P,).
-
-        :param values: u as unconstrained values by site, if they are at hand.
-        """
+        """log p(y | w), the KL and (in cold mode) H(q) in nats at a draw u (P,)."""
         with without_autocast():
-            latents, log_det = guide.require_layout().constrain(vector, values)
+            latents, log_det = guide.require_layout().constrain(vector)
             distributions = {} if estimator is None else estimator.distributions(guide)
         if estimator is None:
             p = record(model, latents, args, kwargs, draw=sum_out_discrete)

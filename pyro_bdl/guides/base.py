@@ -369,11 +369,6 @@ class Guide(OwnParameters, AutoGuide):
         possible."""
         raise NotImplementedError
 
-    def draw_by_site(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """One draw of ``sample_vectors``, (P,), and the same as unconstrained values by site."""
-        vector = self.sample_vectors(1)[0]
-        return vector, self.require_layout().unflatten(vector)
-
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """log q(w), a scalar, at w = T(u).
 

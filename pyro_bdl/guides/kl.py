@@ -1,8 +1,7 @@
 """KL divergences between the sites of a guide and of a program."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import torch
 from pyro.distributions import Delta
@@ -20,11 +19,8 @@ from torch.distributions import (
 from torch.nn.functional import mse_loss
 
 from pyro_bdl.distributions.take_apart import base_distribution
-from pyro_bdl.guides.large_draw import LargeDraw
 from pyro_bdl.program.layout import Layout, marginal
 from pyro_bdl.program.trace import Site
-
-LARGE = 2**16  # numbers
 
 
 def sampled_kl(q: Mapping[str, Site], p: Mapping[str, Site]) -> Tensor:
@@ -55,62 +51,31 @@ def diagonal_normal_kl(
     scale: Tensor,
     values: Mapping[str, Tensor],
     p: Mapping[str, Site],
-    *,
-    large: int = LARGE,
-    draw: LargeDraw | None = None,
 ) -> Tensor:
     """KL of q(u) = Normal(loc, scale^2), u in R^P, from the program's prior, a scalar.
 
     Sites over the reals with a Normal prior share one closed form, sum_i log(t_i / s_i) + (s_i^2 +
-    (m_i - n_i)^2) / (2 t_i^2) - 1/2 for a prior Normal(n, t^2). Of a large site whose numbers have
-    the same prior it is evaluated alone, without n and t for each number. Other sites are evaluated
-    one by one at ``values``, the constrained draw.
-
-    :param large: the numbers above which a site is large.
-    :param draw: a draw of q that takes the gradients of large sites together with its own.
+    (m_i - n_i)^2) / (2 t_i^2) - 1/2 for a prior Normal(n, t^2). Other sites are evaluated one by
+    one at ``values``, the constrained draw.
     """
     terms, names, priors = [], [], []
-    normals = {name: _normal(p[name]) for name in layout.latents}
-    take, vectors = _taking(layout, normals, (loc, scale), large)
-    if draw is not None:
-        take, vectors = _parts_together, (draw.locs, draw.scales)
     for name, latent in layout.latents.items():
-        prior, normal = p[name], normals[name]
-        if normal is not None and _is_large_with_one_prior(normal, large):
-            n, t = _first(normal.loc), _first(normal.scale)
-            if draw is not None:
-                terms.append(draw.kl(name, n, t))
-                continue
-            m, s = (take(vector, [name]) for vector in vectors)
-            terms.append(_scale_terms(s / t) + 0.5 * _sum_of_squares(m, n) / t.square())
-        elif normal is not None:
+        prior, normal = p[name], _normal(p[name])
+        if normal is not None:
             names.append(name)
             priors.append(normal)
         else:
             shape = latent.unconstrained_shape
-            q = marginal(latent, *(take(vector, [name]).view(shape) for vector in vectors))
+            own = (layout.take(vector, [name]).view(shape) for vector in (loc, scale))
+            q = marginal(latent, *own)
             q = q.to_event(latent.event_dim - q.event_dim)
             terms.append(_site_kl(Site(q, values[name], 1.0, None), prior))
     if names:
         prior_loc, prior_scale = _side_by_side(layout, priors)
-        m, s = (take(vector, names) for vector in vectors)
+        m, s = layout.take(loc, names), layout.take(scale, names)
         distance = (m - prior_loc) / prior_scale
         terms.append(_scale_terms(s / prior_scale) + 0.5 * torch.dot(distance, distance))
     return _sum(terms)
-
-
-def _taking(
-    layout: Layout, normals: Mapping[str, Normal | None], vectors: Sequence[Tensor], large: int
-) -> tuple[Callable[[Any, Sequence[str]], Tensor], Sequence[Any]]:
-    """A function that takes named sites from a vector, and the vectors as it wants them.
-
-    With large sites they are split once: the gradient of a slice is as long as the vector.
-    """
-    if not any(_is_large_with_one_prior(normal, large) for normal in normals.values()):
-        return layout.take, vectors
-    sizes = [latent.size for latent in layout.latents.values()]
-    parts = [dict(zip(layout.latents, each.split(sizes), strict=True)) for each in vectors]
-    return _parts_together, parts
 
 
 def _scale_terms(ratio: Tensor) -> Tensor:
@@ -119,30 +84,8 @@ def _scale_terms(ratio: Tensor) -> Tensor:
     As e + e^2 / 2 - log r with e = r - 1: no large sums that cancel where q is the prior.
     """
     one = ratio.new_ones(())
-    return 0.5 * _sum_of_squares(ratio, one) + (ratio - one - ratio.log()).sum()
-
-
-def _sum_of_squares(x: Tensor, center: Tensor) -> Tensor:
-    """sum_i (x_i - center)^2; nothing but x is kept for the gradient."""
-    return mse_loss(x, center.expand_as(x), reduction="sum")
-
-
-def _parts_together(parts: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
-    """The parts of the named sites as one vector."""
-    found = [parts[name] for name in names]
-    return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _is_large_with_one_prior(normal: Normal | None, large: int) -> bool:
-    """Return whether a Normal has many numbers, all of the same location and scale."""
-    if normal is None or normal.loc.numel() <= large:
-        return False
-    return not any(normal.loc.stride()) and not any(normal.scale.stride())
-
-
-def _first(expanded: Tensor) -> Tensor:
-    """The one number of an expanded tensor, a scalar."""
-    return expanded[(0,) * expanded.dim()]
+    squares = mse_loss(ratio, one.expand_as(ratio), reduction="sum")
+    return 0.5 * squares + (ratio - one - ratio.log()).sum()
 
 
 def expected_log_prior(
@@ -152,36 +95,27 @@ def expected_log_prior(
     p: Mapping[str, Site],
     *,
     at_draw: Collection[str] = (),
-    large: int = LARGE,
 ) -> Tensor:
     """E_q[log p(w)], a scalar, for a q over w in R^P with means ``loc`` and marginal variances
     ``variance`` (P,).
 
     Sites over the reals with a Normal prior(n, t^2) in closed form, -sum_i log t_i + (v_i + (m_i -
-    n_i)^2) / (2 t_i^2) + log(2 pi) / 2; other sites are evaluated at the draw that ``p`` holds. A
-    large site whose numbers have the same prior is taken alone, without n and t for each number.
+    n_i)^2) / (2 t_i^2) + log(2 pi) / 2; other sites are evaluated at the draw that ``p`` holds.
 
     :param at_draw: further sites to evaluate at the draw, because their prior depends on a latent
         that is not independent of them under q.
-    :param large: the numbers above which a site is large.
     """
     terms, names, priors = [], [], []
-    normals = {name: None if name in at_draw else _normal(p[name]) for name in layout.latents}
-    take, vectors = _taking(layout, normals, (loc, variance), large)
-    for name, normal in normals.items():
+    for name in layout.latents:
+        normal = None if name in at_draw else _normal(p[name])
         if normal is None:
             terms.append(p[name].log_prob().sum())
-        elif _is_large_with_one_prior(normal, large):
-            n, t = _first(normal.loc), _first(normal.scale)
-            m, v = (take(vector, [name]) for vector in vectors)
-            quadratic = (v.sum() + _sum_of_squares(m, n)) / t.square()
-            terms.append(-0.5 * quadratic - len(m) * (t.log() + 0.5 * math.log(2 * math.pi)))
         else:
             names.append(name)
             priors.append(normal)
     if names:
         prior_loc, prior_scale = _side_by_side(layout, priors)
-        m, v = (take(vector, names) for vector in vectors)
+        m, v = layout.take(loc, names), layout.take(variance, names)
         square = v + (m - prior_loc).square()
         quadratic = (square / prior_scale.square()).sum() + len(square) * math.log(2 * math.pi)
         terms.append(-0.5 * quadratic - prior_scale.log().sum())

@@ -11,8 +11,7 @@ from pyro.nn import PyroParam
 from torch import Tensor, nn
 
 from pyro_bdl.guides.base import Guide, sample_site
-from pyro_bdl.guides.kl import LARGE, diagonal_normal_kl
-from pyro_bdl.guides.large_draw import LargeDraw, standard_normal
+from pyro_bdl.guides.kl import diagonal_normal_kl
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior
 from pyro_bdl.program.layout import Layout, marginal
@@ -143,42 +142,12 @@ class AutoMeanField(Guide):
             self.last_noise = noise.mean(0)
         return torch.addcmul(loc, scale, noise)
 
-    def draw_by_site(self) -> tuple[Tensor, dict[str, Tensor]]:
-        if not self._is_large():
-            return super().draw_by_site()
-        self._parameter("scale")  # the statement that optimizers see
-        noise = standard_normal(self.loc)
-        draw = LargeDraw(self.require_layout(), self.loc, self.scale_unconstrained, noise)
-        if self.keeps_noise:
-            self.last_noise = noise
-        if self._values is not None:
-            self._values["draw"] = draw
-        return draw.vector, draw.values
-
-    def _is_large(self) -> bool:
-        """Return whether a draw takes its gradients in pieces: for large sites on the CPU with a
-        scale for each weight, not inside ``vmap`` or with other parameters than the guide's own."""
-        loc = self._parameter("loc")
-        sizes = [latent.size for latent in self.require_layout().latents.values()]
-        return (
-            max(sizes) > LARGE
-            and loc is self.loc
-            and loc.device.type == "cpu"
-            and self.sharing == "per-weight"
-            and self.max_scale is None
-            and type(self).sample_vectors is AutoMeanField.sample_vectors
-            and not torch._C._are_functorch_transforms_active()
-        )
-
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         return dist.Normal(*self.loc_and_scale()).log_prob(vector).sum(-1) - log_det
 
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
         values = {name: site.value for name, site in run.latents.items()}
-        draw = None if self._values is None else self._values.pop("draw", None)
-        return diagonal_normal_kl(
-            self.require_layout(), *self.loc_and_scale(), values, run.latents, draw=draw
-        )
+        return diagonal_normal_kl(self.require_layout(), *self.loc_and_scale(), values, run.latents)
 
     def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
         return dist.Normal(*self.loc_and_scale()).entropy().sum() + log_det

@@ -176,14 +176,9 @@ class Layout:
             return vector[..., parts[0].start : parts[-1].stop]
         return torch.cat([vector[..., part] for part in parts], -1)
 
-    def constrain(
-        self, vector: Tensor, values: Mapping[str, Tensor] | None = None
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """A vector u (..., P) as constrained latents T(u), and log |det dT/du| of shape (...).
-
-        :param values: u as a dict of ``unflatten``, if it is at hand.
-        """
-        values = self.unflatten(vector) if values is None else dict(values)
+    def constrain(self, vector: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """A vector u (..., P) as constrained latents T(u), and log |det dT/du| of shape (...)."""
+        values = self.unflatten(vector)
         log_det = vector.new_zeros(vector.shape[:-1])
         for name, latent in self.latents.items():
             if latent.transform is not None:

@@ -223,6 +223,5 @@ def _check_memory(parameters: list[Tensor]) -> None:
         numbers = sum(p.numel() for p in parameters)
         raise MemoryError(
             f"gradients and Adam's state of {numbers:,} parameters need {needed / 2**30:.2f} GiB, "
-            f"{free / 2**30:.2f} GiB are free: take AutoMAP, fewer weights or another device; "
-            "estimate_memory says what fits"
+            f"{free / 2**30:.2f} GiB are free: take AutoMAP, fewer weights or another device"
         )

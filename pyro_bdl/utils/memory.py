@@ -1,9 +1,6 @@
 """Memory: a limit for work in pieces, reuse of freed blocks, what is available, allocations."""
 
-import contextlib
 import functools
-import mmap
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # The largest block that still raises glibc's threshold, with room for its header and padding.
-LARGEST_KEPT = 32 * 2**20 - 2**14
-
+_LARGEST_KEPT = 32 * 2**20 - 2**14
 
 _limit: ContextVar[int | None] = ContextVar("pyro_bdl_working_memory", default=None)
 
@@ -59,23 +55,7 @@ def keep_freed_blocks() -> None:
     ``M_MMAP_THRESHOLD``), so this function allocates one block and frees it. Its pages are never
     touched. There is no effect with other C libraries.
     """
-    torch.empty(LARGEST_KEPT, dtype=torch.uint8, device="cpu")
-
-
-def empty_on_large_pages(like: Tensor) -> Tensor:
-    """A contiguous tensor of any values, with the shape and dtype of a tensor on the CPU.
-
-    The C library returns blocks of more than 32 MB to the operating system and gets each new one
-    page by page, which takes as long as several passes over it. Large pages, where the system has
-    them, take an eighth of that.
-    """
-    size = like.numel() * like.element_size()
-    if size < LARGEST_KEPT or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
-    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without large pages
-        block.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(block, dtype=like.dtype).view(like.shape)
+    torch.empty(_LARGEST_KEPT, dtype=torch.uint8, device="cpu")
 
 
 def available_memory(device: torch.device) -> int | None:
@@ -118,37 +98,6 @@ class Allocations(TorchDispatchMode):
             elif address not in inputs:
                 self.bytes += leaf.untyped_storage().nbytes()
         return result
-
-
-class LiveMemory(TorchDispatchMode):
-    """Peak of the bytes of all tensors that operators allocate and that live at the same time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        inputs = {_address(leaf) for leaf in tree_leaves((args, kwargs))}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and _address(leaf) not in inputs:
-                self._add(leaf.untyped_storage())
-        return result
-
-    def _add(self, storage: Any) -> None:
-        key = storage._cdata
-        if key in self._sizes or not storage.nbytes():
-            return
-        self._sizes[key] = storage.nbytes()
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._remove, key)
-
-    def _remove(self, key: int) -> None:
-        self.now -= self._sizes.pop(key, 0)
 
 
 def _address(leaf: Any) -> int | None:

@@ -13,7 +13,6 @@ from pyro_bdl import Program
 from pyro_bdl.guides.kl import (
     diagonal_normal_kl,
     entropy,
-    expected_log_prior,
     mean_field_kl,
     sampled_kl,
 )
@@ -147,31 +146,6 @@ def test_the_flat_closed_form_is_the_one_by_site():
     program, loc, scale, values, run, q = _everything()
     flat = diagonal_normal_kl(program.layout, loc, scale, values, run.latents)
     torch.testing.assert_close(flat, mean_field_kl(q, run.latents), rtol=1e-10, atol=1e-10)
-
-
-def test_a_large_site_with_one_prior_is_taken_alone():
-    """At the same value as beside others, and without a vector of its prior's numbers."""
-    program, loc, scale, values, run, q = _everything()
-    leaves = [loc.requires_grad_(), scale.requires_grad_()]
-    arguments = program.layout, loc, scale, values, run.latents
-    flat = diagonal_normal_kl(*arguments, large=2)  # 'c', with four numbers
-    torch.testing.assert_close(flat, mean_field_kl(q, run.latents), rtol=1e-10, atol=1e-10)
-    gradients = torch.autograd.grad(flat, leaves)
-    (_, _, (locs, _)) = program.layout.kept
-    assert locs.numel() == 3  # of 'a' and 'b'
-    together = diagonal_normal_kl(*arguments)
-    torch.testing.assert_close(gradients, torch.autograd.grad(together, leaves))
-
-
-def test_the_expected_log_prior_of_a_large_site_too():
-    program, loc, scale, _values, run, _q = _everything()
-    leaves = [loc.requires_grad_(), scale.requires_grad_()]
-    found = [
-        expected_log_prior(program.layout, loc, scale.square(), run.latents, large=large)
-        for large in (2, 10)
-    ]
-    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=0)
-    torch.testing.assert_close(*(torch.autograd.grad(value, leaves) for value in found))
 
 
 @pytest.mark.parametrize("one_prior", [False, True])
