@@ -51,18 +51,20 @@ class LinearizedBatch:
             total = total + log_likelihood_of(outputs, values)
         return total
 
-    def gradient(self, offset: Tensor) -> Tensor:
-        result = self.slope.double()
+    def value_and_gradient(self, offset: Tensor) -> Tensor:
+        """The log likelihood and, after it, its gradient, (1 + p,)."""
+        value = self.factors + self.slope.double() @ offset.double()
+        gradient = self.slope.double()
         for outputs, values in zip(self.outputs, self.values(offset), strict=True):
             leaves = {key: values[key].detach().requires_grad_() for key in outputs.moving}
-            if not leaves:
-                continue
             with torch.enable_grad():
                 total = log_likelihood_of(outputs, values | leaves)
+            value = value + total.detach()
+            if leaves:
                 found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
-            cotangents = dict(zip(leaves, found, strict=True))
-            result = result + outputs.transposed_times(cotangents).double()
-        return result
+                cotangents = dict(zip(leaves, found, strict=True))
+                gradient = gradient + outputs.transposed_times(cotangents).double()
+        return torch.cat([value[None], gradient])
 
     def times(self, offset: Tensor, vectors: Tensor) -> Tensor:
         """J' F J vectors (p,) or (S, p), F the Fisher information of the outputs at the offset."""

@@ -21,10 +21,11 @@ from pyro_bdl.curvature.hyperparameters import (
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.evidence.linearized import LinearizedPoint
-from pyro_bdl.evidence.marginal import Terms, noise_factor
+from pyro_bdl.evidence.marginal import Terms, effective_parameters, noise_factor
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.utils.autograd import with_gradients
 
+SMALLEST = 1e-8  # of gamma and of squared weights
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
@@ -174,6 +175,37 @@ class EvidenceFormula:
         diagonal = torch.cat([pieces[site] for site in subset.parts]).to(guide.prior_diagonal)
         prior = PriorPrecision(diagonal, uniform=uniform, quadratic=True)
         return guide.curvature.with_prior(prior, factor).logdet()
+
+    @torch.no_grad()
+    def fixed_point(
+        self, values: Mapping[str, Tensor], point: LinearizedPoint | None
+    ) -> dict[str, Tensor] | None:
+        """One step of the fixed point of ``maximize``, from these values to the result's; None
+        where it has none."""
+        guide, parts = self.guide, self.guide.subset.parts
+        if any(weights.power != 1.0 for weights in self.weights):
+            return None
+        variances = guide.precision.variances().double()
+        gamma, fit = dict.fromkeys(values, 0.0), dict.fromkeys(values, 0.0)
+        for weights, squares in zip(self.weights, self._squares_at(point), strict=True):
+            name = weights.owner
+            if name is not None:
+                precision = weights.scale(values).square().reciprocal().double()
+                own = torch.cat([variances[parts[site]] for site in weights.locs])
+                gamma[name] += len(own) - float((precision * own).sum())
+                fit[name] += float((precision * squares).sum())
+        if self.noise is not None:
+            name, root = self.noise
+            here: Any = guide if point is None else point
+            factor = (root / values[name]).square()
+            gamma[name] = float(guide.cells) - float(effective_parameters(guide))
+            fit[name] = float(factor * here.squares)
+            if gamma[name] <= 0:
+                return None
+        return {
+            name: value * math.sqrt(max(fit[name], SMALLEST) / max(gamma[name], SMALLEST))
+            for name, value in values.items()
+        }
 
     @torch.no_grad()
     def follow(self, values: Mapping[str, Tensor]) -> None:

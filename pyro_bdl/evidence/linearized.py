@@ -8,30 +8,43 @@ also a better point to evaluate the evidence than a u* from unfinished training 
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_bdl.curvature.chunking import linearizations
 from pyro_bdl.curvature.factor_statements import FactorStatements
+from pyro_bdl.curvature.hyperparameters import few_rows
 from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.curvature.linear_outputs import observed_outputs
+from pyro_bdl.curvature.linear_outputs import LinearOutputs, observed_outputs
 from pyro_bdl.curvature.linearized_data import (
     LinearizedBatch,
     LinearizedData,
     first_order_factors,
     log_likelihood_of,
 )
+from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.laplace import LaplaceGuide
+from pyro_bdl.program.batches import joined
 from pyro_bdl.program.trace import leave_open, record
+from pyro_bdl.utils.memory import available_memory
 from pyro_bdl.utils.module_state import evaluation_mode
 
 _STEPS = 20
 _PRODUCTS = 200
 _TOLERANCE = 1e-6
 _HALVINGS = 30
+_DENSE_UP_TO = 2048  # latents, whose matrix preconditions
+_COLUMNS = 256  # of the matrix at once
+_FEW = 10  # products in a step, after which it is computed anew
+_SHARE_OF_MEMORY = 0.125  # for the rows of all data
+_ALIGNED = 17  # rows
+_SAME = 1e-4  # log likelihoods, where only the batches differ
 
 _RESIDUAL = 1e-2  # of conjugate gradients, where that of the start is 1
 _NEGLIGIBLE = 1e-4  # the gain of one of their steps, in units of the tolerance
@@ -86,12 +99,81 @@ class LinearizedPoint:
             )
 
 
+class RowOutputs(LinearOutputs):
+    """Outputs that keep their Jacobian as rows (n K, p): products with it are those of a matrix."""
+
+    @cached_property
+    def rows(self) -> Tensor:
+        return self.jacobian.rows().transpose(0, 1).flatten(0, 1)
+
+    def times(self, vectors: Tensor) -> dict[str, Tensor]:
+        found = vectors.to(self.rows) @ self.rows.mT
+        return self.split(found.unflatten(-1, (self.num_data, -1)))
+
+    def transposed_times(self, cotangents: dict[str, Tensor], *, many: bool = False) -> Tensor:
+        batch = next(iter(cotangents.values())).shape[:1] if many else ()
+        parts = [cotangents[key].reshape(*batch, self.num_data, -1) for key in self.moving]
+        return torch.cat(parts, -1).flatten(-2).to(self.rows) @ self.rows
+
+
+class RowData:
+    """All data with the rows of their Jacobian, from one pass, as ``LinearizedData`` has them.
+
+    :param parts: of each pass, with the factor of its sums.
+    """
+
+    keeps_all = True
+
+    def __init__(self, parts: list[tuple[LinearizedBatch, float]]) -> None:
+        self.parts = parts
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, guide: LaplaceGuide) -> "RowData | None":
+        """The rows of a guide's data; None where they take more than an eighth of the free memory,
+        or where the data depend on each other, so that batches cannot be joined."""
+        model, subset, vector, parts = guide.program_model, guide.subset, guide.loc, []
+        left = _SHARE_OF_MEMORY * (available_memory(vector.device) or 8 * 2**30)
+        row = subset.size * vector.element_size()
+        for batches, factor in guide.passes:
+            if batches.ranks is not None or guide.num_data * row > left:
+                return None
+            statements = FactorStatements()
+            known: dict[Any, Any] = {}  # alignments, found on a few rows
+            few = few_rows(model, subset.layout, vector, batches.first(), number=_ALIGNED)
+            for at in linearizations(model, subset, vector, [few], None, known=known):
+                for outputs in observed_outputs(at).values():
+                    outputs.pullback().identity()
+            for at in linearizations(
+                model, subset, vector, joined(batches), None, known=known, as_rows=True
+            ):
+                part = LinearizedBatch(at, statements)
+                part.outputs = [
+                    RowOutputs.of_site(at, name, site) for name, site in at.run.observed.items()
+                ]
+                left -= row * sum(outputs.mean.numel() for outputs in part.outputs)
+                if left < 0:
+                    return None
+                part.held = True
+                parts.append((part, factor))
+        result = cls(parts)
+        noise = guide.noise_factor
+        expected = guide.log_likelihood - 0.5 * (noise - 1.0) * guide.squares
+        expected = expected + 0.5 * guide.cells * noise.log()
+        here = result.sum(lambda part: part.log_likelihood(torch.zeros_like(subset.take(vector))))
+        return result if torch.allclose(here, expected.to(here), rtol=_SAME) else None
+
+    def sum(self, of_part: Callable[[LinearizedBatch], Tensor]) -> Tensor:
+        """Return a sum over all data, given the share of one batch."""
+        return torch.stack([factor * of_part(part) for part, factor in self.parts]).sum(0)
+
+
 class LinearizedModel:
     """log p(y, u* + d) of a guide's program with its outputs linear in d, as a function of d (p,).
 
     The prior is as it is. Where the noise of a Normal observation changes, the model follows the
-    guide. The graphs of the data are kept where they fit in an eighth of the free memory; else
-    every product runs the program again.
+    guide. The data's Jacobian is kept where it fits in an eighth of the free memory; else their
+    graphs, where these fit; else every product runs the program again.
 
     :raises NotImplementedError: for observations that are not made of tensors.
     """
@@ -99,8 +181,11 @@ class LinearizedModel:
     def __init__(self, guide: LaplaceGuide) -> None:
         self.guide = guide
         self.loc, self._built = guide.loc, guide.noise_factor
-        self._data = LinearizedData(guide.program_model, guide.subset, guide.loc, guide.passes)
+        self._data = RowData.of(guide) or LinearizedData(
+            guide.program_model, guide.subset, guide.loc, guide.passes
+        )
         self._start: Tensor | None = None
+        self._matrix: Tensor | None = None
 
     @property
     def stale(self) -> bool:
@@ -135,17 +220,27 @@ class LinearizedModel:
     def _value_and_gradient(self, offset: Tensor) -> tuple[float, Tensor]:
         """The log joint density, up to what does not depend on the offset, and its gradient."""
         prior, of_prior = _log_prior(self.guide, offset)
-
-        def both(part: LinearizedBatch) -> Tensor:
-            return torch.cat([part.log_likelihood(offset)[None], part.gradient(offset)])
-
-        found = self._data.sum(both) * self._factor
+        found = self._data.sum(lambda part: part.value_and_gradient(offset)) * self._factor
         return float(found[0] + prior), found[1:] + of_prior
 
     def _times(self, offset: Tensor, vector: Tensor) -> Tensor:
         """J' F J vector, at the noise at which the outputs were read."""
         rounded = vector.to(self.guide.loc)
         return self._data.sum(lambda part: part.times(offset, rounded)).double()
+
+    def _preconditioner(self, offset: Tensor) -> Callable[[Tensor], Tensor]:
+        """About H^-1 x for x (p,): H of the first offset where it is small, else the guide's
+        precision."""
+        guide = self.guide
+        if not isinstance(self._data, RowData) or guide.subset.size > _DENSE_UP_TO:
+            precision = guide.precision
+            return lambda x: precision.precondition(x.to(guide.prior_diagonal)).double()
+        if self._matrix is None:
+            columns = torch.eye(guide.subset.size, device=guide.loc.device).split(_COLUMNS)
+            self._matrix = torch.cat([self._times(offset, part) for part in columns])
+        matrix = (self._factor * self._matrix).to(guide.prior_diagonal)
+        full = FullPrecision(guide.prior.added_to(matrix))
+        return lambda x: full.solve(x.to(matrix)).double()
 
     @torch.no_grad()
     def optimum(
@@ -191,18 +286,17 @@ class LinearizedModel:
         self, offset: Tensor, gradient: Tensor, negligible: float, products: int
     ) -> tuple[Tensor, float]:
         """H^-1 gradient by conjugate gradients with H = J' F J + prior precision, the guide's
-        precision as preconditioner; and half the product of both, what the step gains."""
-        guide, factor = self.guide, self._factor
-        prior, precision = guide.prior, guide.precision
-
-        def solved(x: Tensor) -> Tensor:
-            return precision.precondition(x.to(guide.prior_diagonal)).double()
-
+        matrix at an earlier offset as preconditioner; and half the product of both, what the step
+        gains."""
+        factor, prior = self._factor, self.guide.prior
+        solved = self._preconditioner(offset)
         step, residual = torch.zeros_like(gradient), gradient
         direction = conditioned = solved(residual)
         first = length = float(residual @ conditioned)
         gap = 0.0
-        for _ in range(products):
+        for number in range(products):
+            if number == _FEW:
+                self._matrix = None  # it has become a bad one
             curved = factor * self._times(offset, direction) + prior.times(direction)
             bend = float(direction @ curved)
             if not bend > 0:  # the prior of a hierarchy may be indefinite

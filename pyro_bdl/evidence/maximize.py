@@ -20,7 +20,7 @@ from pyro_bdl.curvature.hyperparameters import (
 )
 from pyro_bdl.curvature.prior import hyperpriors
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.evidence.formula import EvidenceFormula
+from pyro_bdl.evidence.formula import SMALLEST, EvidenceFormula
 from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint, either_spelling
 from pyro_bdl.evidence.marginal import effective_parameters, read_guide, terms
 from pyro_bdl.evidence.shared_scales import warn_of_shared_scales
@@ -33,7 +33,6 @@ CURVATURES_AT = ("weights", "optimum")
 
 _ROUNDING = 1e-4  # of the log evidence
 _NEWTON_STEPS = 5  # to the linearized model's optimum, after each change of hyperparameters
-_SMALLEST = 1e-8  # of gamma and of squared weights
 
 
 @dataclass
@@ -247,70 +246,83 @@ class _Search:
         :param reading: of the guide's program, where one is at hand.
         """
         guide, reading = self.guide, reading or read_guide(self.guide)
+        formula = EvidenceFormula.of(guide, reading)
         history: list[float] = []
         left = self.steps
         if self.method == "mackay" or optimum:
             guide.follow(reading)
         if self.method == "mackay":
-            history, left = self._fixed_point(optimum)
-            reading = read_guide(guide)
-        formula = None
+            history, left = self._fixed_point(reading, optimum, formula)
         if left:
-            formula = EvidenceFormula.of(guide, reading)
             history += self._ascend(reading, left, optimum, formula)
-        if formula is not None:
-            formula.follow({name: p.now() for name, p in followed(reading).items()})
-        else:
-            reading, at = read_guide(guide), guide.loc
-            guide.follow(reading)
-            if guide.loc is not at:  # a last layer moves along
-                reading = read_guide(guide)
+        self._follow(reading, formula)
         point = optimum.found(last=True) if optimum else None
+        value = self._value(reading, point, formula)
         found = {name: p.now().detach() for name, p in followed(reading).items()}
-        if formula is not None:
-            value = formula.terms(found, point).total().item()
-        else:
-            with torch.enable_grad():
-                value = terms(guide, reading, point=point).total().item()
         return Evidence(value, float(effective_parameters(guide)), found, history)
 
     def _counted(self, steps: int) -> Iterable[int]:
         return shown(range(steps), "evidence, at most", self.progress)
 
-    def _value(self, point: LinearizedPoint | None) -> float:
-        with torch.enable_grad():
-            return terms(self.guide, read_guide(self.guide), point=point).total().item()
+    def _follow(self, reading: ParameterReading, formula: EvidenceFormula | None) -> None:
+        """Adapt the guide to the present values of the hyperparameters."""
+        if formula is None:
+            self.guide.refresh()
+        else:
+            formula.follow({name: p.now() for name, p in followed(reading).items()})
 
-    def _fixed_point(self, optimum: _Optimum | None) -> tuple[list[float], int]:
+    @torch.enable_grad()
+    def _value(
+        self,
+        reading: ParameterReading,
+        point: LinearizedPoint | None,
+        formula: EvidenceFormula | None,
+    ) -> float:
+        """The log evidence at the present values of the hyperparameters."""
+        if formula is None:
+            return terms(self.guide, read_guide(self.guide), point=point).total().item()
+        now = {name: p.now() for name, p in followed(reading).items()}
+        return formula.terms(now, point).total().item()
+
+    def _fixed_point(
+        self,
+        reading: ParameterReading,
+        optimum: _Optimum | None,
+        formula: EvidenceFormula | None,
+    ) -> tuple[list[float], int]:
         """The history, and how many steps are left to gradient ascent where it fails."""
-        guide = self.guide
+        guide, start = self.guide, reading
         history: list[float] = []
         best: tuple[float, dict[str, Tensor]] | None = None
         for step in self._counted(self.steps):
-            reading = read_guide(guide)
             point = optimum.found() if optimum else None
-            changes = mackay_update(guide, reading, point)
+            now = {name: p.now().detach() for name, p in followed(start).items()}
+            if best is None:
+                best = self._value(start, point, formula), now
+            found = None if formula is None else formula.fixed_point(now, point)
+            if found is not None:
+                changes = [(p, found[name]) for name, p in followed(start).items()]
+            else:
+                reading = read_guide(guide) if step else start
+                changes = mackay_update(guide, reading, point)
             if not changes:
                 raise ValueError(
                     "no hyperparameter of the program is the scale of Normal priors or of a Normal "
                     'observation: use method="gradient"'
                 )
-            noise = noise_owner(reading, guide.subset)
+            noise = None if found else noise_owner(reading, guide.subset)
             if noise is not None and not any(noise[0].name == p.name for p, _ in changes):
                 return history, self.steps - step  # mackay_update has said so
-            if best is None:
-                best = self._value(point), hyperparameters(guide)
             largest = 0.0
             for parameter, value in changes:
-                before = parameter.value.detach()
-                largest = max(largest, float((value / before).log().abs().max()))
+                largest = max(largest, float((value / now[parameter.name]).log().abs().max()))
                 parameter.set(value)
-            guide.refresh()
+            self._follow(start, formula)
             if point is not None or step % 10 == 0 or largest < self.tolerance:
-                history.append(self._value(point))
+                history.append(self._value(start, point, formula))
             if largest < self.tolerance:
                 break
-        reached = self._value(optimum.found() if optimum else None)
+        reached = self._value(start, optimum.found() if optimum else None, formula)
         if best is None or reached >= best[0] - _ROUNDING * max(1.0, abs(best[0])):
             return history, 0
         warnings.warn(
@@ -384,7 +396,7 @@ def mackay_update(
             precision = scale.detach().square().reciprocal()
             gamma += group_sum(scale, 1.0 - variances[part] * precision, parameter)
             squares += group_sum(scale, weights.square() * precision, parameter)
-        ratio = squares.clamp(min=_SMALLEST) / gamma.clamp(min=_SMALLEST)
+        ratio = squares.clamp(min=SMALLEST) / gamma.clamp(min=SMALLEST)
         changes.append((parameter, parameter.value.detach() * ratio.detach().sqrt()))
     noise = noise_owner(reading, subset)
     if noise is not None:
@@ -401,6 +413,6 @@ def mackay_update(
         else:
             squares = (guide if point is None else point).squares
             factor = guide.noise_factor
-            ratio = (squares * factor / free).clamp(min=_SMALLEST).sqrt()
+            ratio = (squares * factor / free).clamp(min=SMALLEST).sqrt()
             changes.append((parameter, (parameter.value * ratio.to(parameter.value)).detach()))
     return changes

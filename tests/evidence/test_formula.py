@@ -12,7 +12,7 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.evidence.formula import EvidenceFormula, log_determinant, sum_of_logs
 from pyro_bdl.evidence.linearized import LinearizedModel
 from pyro_bdl.evidence.marginal import terms
-from pyro_bdl.evidence.maximize import hyperparameters
+from pyro_bdl.evidence.maximize import hyperparameters, mackay_update
 from pyro_bdl.guides import AutoLaplaceGGN
 
 
@@ -26,6 +26,22 @@ def guide_of(model, y, **options):
 
 def net():
     return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize("structure", ["kron", "full"])
+def test_its_fixed_point_is_that_of_a_run(structure, learn):
+    torch.manual_seed(0)
+    rules = {"0.*": priors.FanIn(learn(0.8)), "2.*": priors.Normal(learn(0.7))}
+    model = models.Regression(bayesianize(net(), priors.ByName(rules)), noise=learn(0.4))
+    guide = guide_of(model, torch.randn(12, 2), structure=structure)
+    reading = guide._read()
+    now = {name: p.value.detach() for name, p in followed(reading).items()}
+    for point in (None, LinearizedModel(guide).optimum()):
+        expected = mackay_update(guide, reading, point)
+        found = EvidenceFormula.of(guide, reading).fixed_point(now, point)
+        assert len(expected) == len(found) == 3
+        for parameter, value in expected:
+            torch.testing.assert_close(found[parameter.name], value)
 
 
 @pytest.mark.parametrize("subset", [None, "0.*"])

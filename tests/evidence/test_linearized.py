@@ -10,6 +10,7 @@ from torch import nn
 
 from pyro_bdl import bayesianize, evidence, handlers, models, priors, working_memory
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.evidence import linearized as module
 from pyro_bdl.evidence import linearized_log_likelihood, linearized_optimum
 from pyro_bdl.evidence.linearized import LinearizedModel
 from pyro_bdl.guides import AutoLaplaceGGN
@@ -208,7 +209,8 @@ def test_every_structure_reaches_the_same_optimum(two_classes):
     assert values[0] > objective(guide, torch.zeros_like(at)) + 1.0
 
 
-def test_a_gap_that_is_left_is_named(two_classes):
+def test_a_gap_that_is_left_is_named(two_classes, monkeypatch):
+    monkeypatch.setattr(module, "_DENSE_UP_TO", 0)  # the guide's precision preconditions
     guide = approximation(*two_classes, "diag")
     best = objective(guide, linearized_optimum(guide))
     with pytest.warns(BdlWarning, match="was not reached in 1 Newton steps") as caught:
@@ -218,16 +220,84 @@ def test_a_gap_that_is_left_is_named(two_classes):
     assert missed > 0.1 and said == pytest.approx(missed, rel=0.9)
 
 
-def test_products_are_those_of_the_gauss_newton_matrix():
-    """The optimum is the same whether or not the graphs of both batches fit in memory."""
+def test_products_are_those_of_the_gauss_newton_matrix(monkeypatch):
+    """They are the same from rows of the Jacobian, from graphs, and from runs of the program."""
     guide, _, _ = network("numbers", "full", "two")
     vector, zero = torch.randn(len(guide.loc)), torch.zeros(len(guide.loc))
+    found = LinearizedModel(guide)._times(zero, vector)
+    torch.testing.assert_close(found, guide.curvature.matrix @ vector)
+    monkeypatch.setattr(module, "_SHARE_OF_MEMORY", 0.0)
     for limit in (2**30, 1):
         model = LinearizedModel(guide)
         with working_memory(limit):
             found = model._times(zero, vector)
         assert model._data.keeps_all == (limit > 1)
         torch.testing.assert_close(found, guide.curvature.matrix @ vector)
+
+
+class Counted:
+    """A loader that counts the rows that are read of it."""
+
+    def __init__(self, x, y, size):
+        self.batches, self.rows = list(zip(x.split(size), y.split(size), strict=True)), 0
+
+    def __iter__(self):
+        for x, y in self.batches:
+            self.rows += len(x)
+            yield x, y
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_a_loader_is_read_once_and_gives_the_evidence_of_a_tensor(structure):
+    torch.manual_seed(2)
+    x = torch.randn(120, 4)
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    loader, found = Counted(x, y, 10), []
+    for data in (loader, (x, y)):
+        prior = priors.learnable(priors.Normal(1.0))
+        model = models.Classification(bayesianize(net, prior), num_data=120)
+        guide = AutoLaplaceGGN(model, structure=structure)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BdlWarning)
+            posterior = guide.laplace_approximation(data)
+        loader.rows = 0
+        found.append(evidence.maximize(posterior))
+        if data is loader:
+            assert loader.rows == 120 + 10 + 10  # one pass, and its first batch for a few rows
+    assert found[0].log_evidence == pytest.approx(found[1].log_evidence, rel=1e-6)
+    assert found[0].at_weights.log_evidence == pytest.approx(
+        found[1].at_weights.log_evidence, rel=1e-6
+    )
+    assert found[0].gamma == pytest.approx(found[1].gamma, rel=1e-5)
+
+
+def test_batches_whose_rows_depend_on_each_other_are_not_joined():
+    """A Gaussian process for every batch of ten rows."""
+    torch.manual_seed(1)
+    x = torch.randn(20)
+
+    def model(x, y=None):
+        loc = pyro.sample("loc", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        covariance = torch.exp(-0.5 * (x[:, None] - x).square()) + torch.eye(len(x))
+        with pyro.plate("batches", 1):
+            mean = loc.expand(1, len(x))
+            pyro.sample("y", dist.MultivariateNormal(mean, covariance), obs=y)
+
+    y = torch.randn(1, 20)
+    batches = [(x[:10], y[:, :10]), (x[10:], y[:, 10:])]
+    guide = AutoLaplaceGGN(model, structure="full").prototype(*batches[0])
+    guide.loc.data.fill_(0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)
+        posterior = guide.laplace_approximation(batches)
+    found = LinearizedModel(posterior).optimum().offset
+    blocks = [torch.exp(-0.5 * (b[:, None] - b).square()) + torch.eye(10) for b, _ in batches]
+    ones = torch.ones(10)
+    weights = [torch.linalg.solve(block, ones) for block in blocks]
+    precision = 1.0 + sum(w.sum() for w in weights)
+    mean = sum(w @ values[0] for w, (_, values) in zip(weights, batches, strict=True)) / precision
+    torch.testing.assert_close(posterior.loc + found, mean[None])
 
 
 @pytest.mark.parametrize("kind", ["classes", "counts"])
