@@ -91,7 +91,7 @@ def k_fold(
             model, posterior = fit(*known.given())
             found = _log_density(model, posterior, held, num_samples)
         pointwise[(fold == k).to(device)] = found.to(pointwise)
-    return KFold(float(pointwise.sum()), standard_error(pointwise, ddof=1), pointwise, fold)
+    return KFold(float(pointwise.sum()), standard_error(pointwise), pointwise, fold)
 
 
 def _as_one(

@@ -239,7 +239,7 @@ def difference(ours: LeftOut, theirs: LeftOut) -> tuple[float, float]:
         near = ours.approximation - theirs.approximation.to(ours.approximation)
         total, subsampling, over_data = diagnostics.difference_estimate(gap, near, ours.rows)
         return total, math.hypot(subsampling, over_data)
-    return gap.sum().item(), standard_error(gap, ddof=1)
+    return gap.sum().item(), standard_error(gap)
 
 
 def relative_efficiency(log_likelihood: Tensor) -> float:

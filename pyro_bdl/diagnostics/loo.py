@@ -132,12 +132,10 @@ def log_mean_exp(x: Tensor) -> Tensor:
     return x.logsumexp(-1) - math.log(x.shape[-1])
 
 
-def standard_error(pointwise: Tensor, *, ddof: int) -> float:
+def standard_error(pointwise: Tensor) -> float:
     """sqrt(N var(pointwise)), the standard error of the sum of N values; NaN for a single one."""
     n = pointwise.numel()
-    if n < 2:
-        return math.nan
-    return math.sqrt(n * pointwise.var(correction=ddof).item())
+    return math.sqrt(n * pointwise.var().item()) if n > 1 else math.nan
 
 
 def _leave_out(ll: Tensor, log_ratios: Tensor, r_eff: float) -> Tensor:
@@ -152,7 +150,7 @@ def _total(found: Tensor, log_likelihood: Tensor) -> LOO:
     num_draws = log_likelihood.shape[0] * log_likelihood.shape[1]
     result = LOO(
         elpd=left_out.sum().item(),
-        se=standard_error(left_out, ddof=1),
+        se=standard_error(left_out),
         p_loo=(with_all - left_out).sum().item(),
         pointwise=left_out,
         pareto_k=k,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison import CAPTIONS, PredictiveDraws
+from pyro_bdl.comparison import CAPTIONS, PredictiveDraws, figures
 
 
 def plane(x, y=None):
@@ -133,3 +133,28 @@ def test_figures_leave_the_generator_alone(compared):
     assert torch.equal(state, torch.get_rng_state())
     first, second = (figure.axes[1].lines[0].get_xydata() for figure in twice)
     np.testing.assert_array_equal(first, second)
+
+
+def test_the_figure_of_classes_has_the_order_of_the_ranking():
+    """A point at the reference's mean probability has total variation 0, and is farther than a
+    posterior of nearly the same spread: the figure and its words go by the ranking's distance."""
+
+    def coin(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=w.expand(len(x))), obs=y)
+
+    torch.manual_seed(0)
+    w = torch.randn(4, 250)
+    mean = w.sigmoid().mean().logit()
+    draws = {"point": mean.expand(4, 250), "near": w[:, torch.randperm(250)] + 0.1, "nuts": w}
+    posteriors = {name: bdl.Samples({"w": value.clone()}) for name, value in draws.items()}
+    costs = {name: bdl.Costs(seconds=1.0 + i) for i, name in enumerate(draws)}
+    found = bdl.compare(coin, posteriors, torch.zeros(5, 1), torch.ones(5), costs=costs)
+    rows = found.to_dict()
+    assert rows["point"]["total_variation"] < rows["near"]["total_variation"]
+    assert found.ranking.names() == ["near", "point"]
+    words = figures.alternative("cost", found)
+    assert words.index("near") < words.index("point")
+    heights = {line.get_label(): line.get_ydata() for line in found.figures()["cost"].axes[0].lines}
+    assert heights["near"] == [pytest.approx(rows["near"]["wasserstein"])]
