@@ -123,42 +123,21 @@ DISTANCES = (
     Metric(
         "sd_error",
         "sd",
-        "Difference of the function's sds, root mean square over the test points, in units "
-        "of the target, with its Monte Carlo error.",
+        "Difference of the function's sds over the posterior, root mean square over the test "
+        "points, in units of the target or of a probability, with its Monte Carlo error.",
         metrics.sd_error,
         of="function",
-        task="regression",
-        error=True,
-    ),
-    Metric(
-        "sd_error",
-        "sd",
-        "Difference of the class probabilities' sds over the posterior, root mean square, "
-        "with its Monte Carlo error.",
-        metrics.sd_error,
-        of="function",
-        task="classification",
         error=True,
     ),
     Metric(
         "wasserstein",
         "W1",
-        "Wasserstein-1 distance of the function's distributions, averaged over the test "
-        "points, in units of the target, with its Monte Carlo error. The last row compares two "
-        "halves of the reference's draws: a smaller distance cannot be told from zero.",
+        "Wasserstein-1 distance of the function's distributions over the posterior, averaged over "
+        "the test points (and classes), in units of the target or of a probability, with its Monte "
+        "Carlo error. The last row compares two halves of the reference's draws: a smaller "
+        "distance is no larger than sampling makes it.",
         metrics.wasserstein1,
         of="function",
-        task="regression",
-        error=True,
-    ),
-    Metric(
-        "wasserstein",
-        "W1",
-        "Wasserstein-1 distance of the class probabilities' distributions over the "
-        "posterior, averaged over test points and classes, with its Monte Carlo error.",
-        metrics.wasserstein1,
-        of="function",
-        task="classification",
         error=True,
     ),
     Metric(
