@@ -62,6 +62,16 @@ def test_scaling_prints_exponents_and_draws_them(tmp_path):
     assert sum("exponent" in key for key in result) == 20 and figure.stat().st_size > 0
 
 
+@pytest.mark.bench
+def test_verdicts_prints_rates():
+    command = [sys.executable, str(FOLDER / "verdicts.py"), "--json", "--repetitions", "1"]
+    command += ["--references", "4 x 25"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=True)
+    rates = json.loads(done.stdout)["conjugate"]["4 x 25"]
+    assert all(sum(groups.values()) == 1 for groups in rates["groups"].values())
+    assert rates["reference"].keys() == {"not converged", "doubtful"}
+
+
 SUBNETWORK = {
     "gap": [
         *("--steps", "5", "--initializations", "1", "--random", "1"),

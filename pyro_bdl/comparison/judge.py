@@ -301,6 +301,7 @@ def _spread(row: Row) -> Reason | None:
     key = f"sd_ratio_{region}" if region else "sd_ratio"
     ratio, error, near = row[key], _number(row, f"{key}_se"), _number(row, "sd_ratio_near")
     whose = f"the function's sd {_REGIONS[region]} is {_digits(ratio)} times the reference's"
+    ratio = max(ratio, SD_NONE)
     deviation = abs(math.log(ratio))
     if not _is_clear(deviation, error / ratio, SD):
         unknown = "by an unknown error" if math.isnan(error) else f"± {error:.2f} by sampling"
@@ -322,8 +323,9 @@ def _worst_region(row: Row) -> str:
     found = {}
     for region in ("between", "beyond"):
         ratio, error = _number(row, f"sd_ratio_{region}"), _number(row, f"sd_ratio_{region}_se")
-        if not ratio > 0:
+        if math.isnan(ratio):
             continue
+        ratio = max(ratio, SD_NONE)
         off = math.log(ratio)
         more = math.copysign(1, off) * (off - near) > SD_APART
         if more and abs(off) > SD and _is_clear(abs(off), error / ratio, SD):

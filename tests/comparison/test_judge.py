@@ -373,6 +373,11 @@ REGIONS = {f"sd_ratio_{name}_se": 0.02 for name in ("near", "between", "beyond")
             "the function's sd beyond the training data is 0.10 times the reference's",
         ),
         (
+            {"sd_ratio_near": 1.0, "sd_ratio_between": 0.0, "sd_ratio_between_se": 0.0}
+            | {"sd_ratio": 0.6},
+            "the function's sd between the training data is 0.00 times the reference's",
+        ),
+        (
             {"sd_ratio_near": 1.0, "sd_ratio_between": 0.5, "sd_ratio_between_se": 0.2}
             | {"sd_ratio": 0.9},
             "the function's sd on average is 0.90 times the reference's: much alike",
