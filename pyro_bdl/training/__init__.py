@@ -4,16 +4,13 @@ from pyro_bdl.training.checkpoint import Checkpoint
 from pyro_bdl.training.collapse import Collapse, collapse
 from pyro_bdl.training.descent import Training
 from pyro_bdl.training.minibatches import Minibatches
-from pyro_bdl.training.safeguard import Failure, Safeguard
 from pyro_bdl.training.svi import estimate_elbo, train
 from pyro_bdl.training.swag import collect_swag
 
 __all__ = [
     "Checkpoint",
     "Collapse",
-    "Failure",
     "Minibatches",
-    "Safeguard",
     "Training",
     "collapse",
     "collect_swag",

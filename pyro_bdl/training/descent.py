@@ -13,7 +13,6 @@ from pyro_bdl.program.argument_errors import TENSORS_NEEDED, by_entry, kind_of
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.training.checkpoint import Losses
 from pyro_bdl.training.minibatches import Minibatches
-from pyro_bdl.training.safeguard import Failure
 from pyro_bdl.utils.progress import hidden
 from pyro_bdl.utils.validation import whole_number
 
@@ -34,7 +33,7 @@ class Training:
         member of a guide that is no ensemble. None without ``held_out``.
     :param best_steps: the step whose parameters each member has now, (members,).
     :param learning_rate: the one that ``collect_swag`` found or was given.
-    :param failures: the steps that went wrong, whose losses are left out.
+    :param skipped: the numbers of the steps whose loss or gradient was not finite, from 0.
     """
 
     losses: Tensor
@@ -43,7 +42,7 @@ class Training:
     held_out: Tensor | None = None
     best_steps: Tensor | None = None
     learning_rate: float | None = None
-    failures: tuple[Failure, ...] = ()
+    skipped: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         """The run in a line: its steps, the first and the last loss, and how it ended."""
@@ -53,8 +52,8 @@ class Training:
         if self.best_steps is not None:
             steps = ", ".join(map(str, self.best_steps.tolist()))
             said.append(f"parameters of step {steps}")
-        if self.failures:
-            said.append(f"{len(self.failures)} failures")
+        if self.skipped:
+            said.append(f"{len(self.skipped)} skipped")
         if self.interrupted:
             said.append("interrupted")
         return f"Training({', '.join(said)})"
@@ -63,7 +62,7 @@ class Training:
 class Descent:
     """Gradient steps over minibatches.
 
-    :param step: ``step(x, y, batch=rows)`` takes a step with these rows and returns its loss, or
+    :param step: ``step(x, y, rows=rows)`` takes a step with these rows and returns its loss, or
         None if there is none to keep.
     :param size: rows in each step.
     :param after: called with the number of steps after each step.
@@ -104,7 +103,7 @@ class Descent:
                     rows = self.batches.next()
                     x, y = self.x, self.y
                     batch = (x, y) if rows is None else (taken(x, rows), taken(y, rows))
-                    loss = self.step(*batch, batch=rows)
+                    loss = self.step(*batch, rows=rows)
                     if loss is not None:
                         losses.append(loss)
                     self.after(number + 1)

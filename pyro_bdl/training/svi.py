@@ -21,8 +21,8 @@ from pyro_bdl.training.checkpoint import Checkpoint
 from pyro_bdl.training.collapse import warn_of_collapse
 from pyro_bdl.training.descent import Descent, Training, num_rows, rows_per_step
 from pyro_bdl.training.fingerprint import log_density_of_data, settings_of
+from pyro_bdl.training.finite_steps import FiniteSteps
 from pyro_bdl.training.held_out import HeldOut, split
-from pyro_bdl.training.safeguard import Safeguard
 from pyro_bdl.utils.memory import available_memory
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.validation import whole_number
@@ -51,7 +51,7 @@ def train(
     check_every: int | None = None,
     checkpoint: str | Path | None = None,
     every: int | None = None,
-    on_failure: str = "stop",
+    on_nonfinite: str = "raise",
     progress: str | None = None,
 ) -> Training:
     """Maximize the tempered ELBO by Adam with a cosine schedule.
@@ -90,14 +90,13 @@ def train(
         another program, other data or other settings is refused. See :class:`Checkpoint`.
     :param every: write the checkpoint after every so many steps; by default once a minute. It is
         written after the last step too.
-    :param on_failure: what follows a step that goes wrong (a loss or gradient that is not finite,
-        out of memory, a loss that diverges): "stop" with an error, "skip" the batch, or "restore"
-        the last good state and halve the learning rate. The guide keeps no trace of such a step,
-        and the error or warning names it and the rows of its batch. See :class:`Safeguard`.
+    :param on_nonfinite: what follows a loss or gradient that is not finite: "raise" an error with
+        the step, the rows and the parameters of before, or "skip" the step with a warning. Ten in
+        a row are an error.
     :param progress: description of the progress bar, which terminals and notebooks show; None for
         no bar.
     :raises MemoryError: if the gradients and Adam's state alone do not fit in memory.
-    :raises FailedStepError: if ``on_failure`` says stop.
+    :raises FailedStepError: for a loss or gradient that is not finite, unless it is skipped.
     :raises ValueError: for data that are not finite, targets outside their support, fewer than one
         step, or a minibatch for a program whose ``num_data`` is not N, which would give its log
         likelihood too little weight.
@@ -136,8 +135,8 @@ def train(
         if held is not None and check_every is not None and step % check_every == 0:
             held.check(step)
 
-    safeguard = Safeguard(objective, optimizer, on_failure=on_failure, schedule=schedule)
-    descent = Descent(safeguard.step, x, y, size, after=after)
+    steps_taken = FiniteSteps(objective, optimizer, on_nonfinite)
+    descent = Descent(steps_taken.step, x, y, size, after=after)
     numbers: Iterable[int] = range(steps)
     if checkpoint is not None:
         parts: dict[str, Any] = {"program": model} if isinstance(model, nn.Module) else {}
@@ -169,11 +168,11 @@ def train(
         )
     elif bayesian:
         warn_of_collapse(model, guide, elbo.kl, x, y)
-    failures = tuple(safeguard.failures)
+    skipped = tuple(steps_taken.skipped)
     if held is None or not held.scores:
-        return Training(losses, size, interrupted, failures=failures)
+        return Training(losses, size, interrupted, skipped=skipped)
     held.restore()
-    return Training(losses, size, interrupted, held.table, held.best_steps(), failures=failures)
+    return Training(losses, size, interrupted, held.table, held.best_steps(), skipped=skipped)
 
 
 @torch.no_grad()

@@ -127,7 +127,7 @@ def collect_swag(
                     raise _TooHigh(f"left the maximum within {step} steps")
             at_step(step)
 
-        def take(*args: Any, batch: Any = None) -> Tensor:
+        def take(*args: Any, rows: Any = None) -> Tensor:
             loss = objective(*args)
             optimizer.zero_grad()
             loss.backward()
