@@ -17,7 +17,6 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.draws import as_posterior, log_densities_of, samples_of_program, to_samples
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
-from pyro_bdl.program.marginals import one_step_ahead
 from pyro_bdl.program.observed_arguments import Targets
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import record
@@ -272,7 +271,7 @@ def _predicted(
     drawn = predictive(*args, **kwargs)
     density = predictive.log_likelihood(*program.args, **program.kwargs)
     with torch.no_grad():
-        coupled = one_step_ahead(program.run(program.initial))
+        coupled = program.run(program.initial).one_step_ahead()
     if coupled is not None:
         message = f"{coupled}; arviz.loo on log_likelihood is no estimate for new data"
         warnings.warn(message, BdlWarning, stacklevel=3)

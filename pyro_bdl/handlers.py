@@ -10,8 +10,8 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import nn
 
+from pyro_bdl.contrib.gaussian_locals import WithoutLocals
 from pyro_bdl.estimators import flipout, local_reparameterization, per_example_dropout
-from pyro_bdl.program.gaussian_locals import WithoutLocals
 from pyro_bdl.program.gaussian_prior import GaussianPrior, as_gaussian_prior
 from pyro_bdl.program.trace import is_deterministic
 from pyro_bdl.program.wrappers import Handled, Wrapped

@@ -14,6 +14,14 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from pyro_bdl.adapters import lora, merged
+from pyro_bdl.contrib.network_plates import (
+    NO_PLATES,
+    Each,
+    Plates,
+    each,
+    over_networks,
+    plates_around,
+)
 from pyro_bdl.distributions.copies import moved_like, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.priors import (
@@ -28,14 +36,6 @@ from pyro_bdl.priors import (
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.checkpointing import kept_for_recomputation
 from pyro_bdl.program.gaussian_prior import TaskPrior
-from pyro_bdl.program.network_plates import (
-    NO_PLATES,
-    Each,
-    Plates,
-    each,
-    over_networks,
-    plates_around,
-)
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.sharded import refuse_sharded

@@ -19,7 +19,6 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import log_densities_of
 from pyro_bdl.predictive.sampled import Predictive
-from pyro_bdl.program.marginals import one_step_ahead
 from pyro_bdl.program.program import Program
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -108,7 +107,7 @@ def leave_one_out(
     if not isinstance(predictive, Together):  # whose densities are those of whole data
         program = Program(model, *parts[0].given())
         with torch.no_grad():
-            coupled = one_step_ahead(program.run(program.initial))
+            coupled = program.run(program.initial).one_step_ahead()
         if coupled is not None:
             warnings.warn(f"{coupled}, and elpd_loo is left out", BdlWarning, stacklevel=2)
             return None

@@ -20,7 +20,6 @@ from pyro_bdl.comparison.held_out import Observation, Test
 from pyro_bdl.distributions.take_apart import observation_kind, observation_mean
 from pyro_bdl.predictive.sampled import PredictiveMoments
 from pyro_bdl.program.batches import has_rows, leading_size
-from pyro_bdl.program.marginals import coupled_data, one_step_ahead
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.program.unconstrained_parameters import are_known
 
@@ -54,7 +53,7 @@ class SeveralSites:
         sites = run.observed
         kinds = {name: observation_kind(site.distribution) for name, site in sites.items()}
         plates = _common_plates(sites)
-        is_tied = one_step_ahead(run) is not None or coupled_data(run) is not None
+        is_tied = run.one_step_ahead() is not None or run.coupled_data() is not None
         classes = {_number_of_classes(kinds[name], site) for name, site in sites.items()}
         alike = len(classes) == 1 and None not in classes
         observation = Observation(

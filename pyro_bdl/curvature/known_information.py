@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.program.marginals import coupled_data
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -35,7 +34,7 @@ def with_known_information(
     values = subset.layout.constrain(vector)[0]
     with torch.no_grad(), evaluation_mode(model):
         run = record(model, values, *data, draw=leave_open)
-    name = coupled_data(run)
+    name = run.coupled_data()
     if name is None:
         return config
     warnings.warn(

@@ -13,7 +13,6 @@ from pyro_bdl.curvature.prior import hyperpriors
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batches
-from pyro_bdl.program.marginals import coupled_data
 from pyro_bdl.program.supports import check_support
 from pyro_bdl.program.trace import Site
 from pyro_bdl.program.validation import check_finite_batches
@@ -49,7 +48,7 @@ class LikelihoodSums:
                 "the program has no observed site: pass the targets, so that a sample statement "
                 "gets obs=..."
             )
-        name = coupled_data(run)
+        name = run.coupled_data()
         if name is not None and self.num_data:
             raise UnsupportedProgramError(
                 f"the data of site '{name}' depend on each other through discrete sites, so that "

@@ -34,7 +34,6 @@ from pyro_bdl.guides.kl import entropy, mean_field_kl, sampled_kl
 from pyro_bdl.guides.training_step import one_step
 from pyro_bdl.program.argument_errors import explained
 from pyro_bdl.program.batches import leading_size
-from pyro_bdl.program.marginals import bias_of_minibatches
 from pyro_bdl.program.supports import check_support, nan_outside_support
 from pyro_bdl.program.trace import Run, record, sum_out_discrete
 from pyro_bdl.program.validation import check_finite
@@ -397,7 +396,7 @@ def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
         q, p = _draw(model, guide, args, kwargs)
         _check_sites(q, p, isinstance(guide, Guide))
         check_support(p)
-        bias = bias_of_minibatches(p)
+        bias = p.bias_of_minibatches()
         if bias is not None:
             warnings.warn(bias, BdlWarning, stacklevel=3)
         hidden = [] if p.discrete is None else list(p.discrete.names)

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pyro.distributions.util import scale_and_mask
@@ -25,11 +25,13 @@ from pyro_bdl.evidence.closed_form_m_steps import (
 )
 from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.program import Program
-from pyro_bdl.program.summed_out import SummedOut
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 from pyro_bdl.utils.progress import hidden
+
+if TYPE_CHECKING:
+    from pyro_bdl.contrib.discrete import SummedOut
 
 
 @dataclass
@@ -343,7 +345,7 @@ class _Maximization:
         return {name: w.detach() for name, w in self.program.constrain(self.vector)[0].items()}
 
 
-def _summed_out(run: Run) -> SummedOut:
+def _summed_out(run: Run) -> "SummedOut":
     assert run.discrete is not None
     return run.discrete
 

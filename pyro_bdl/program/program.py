@@ -20,7 +20,6 @@ from torch import Tensor
 from pyro_bdl.distributions.copies import is_improper, without_masks
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.argument_errors import explain
-from pyro_bdl.program.enumeration import why_not_enumerable
 from pyro_bdl.program.layout import Latent, Layout, transform_of
 from pyro_bdl.program.supports import check_fixed_supports, check_support, feasible_value
 from pyro_bdl.program.trace import (
@@ -34,6 +33,7 @@ from pyro_bdl.program.trace import (
     record,
     sample_open,
     sum_out_discrete,
+    why_not_summed_out,
 )
 from pyro_bdl.utils.module_state import preserved_buffers
 
@@ -50,7 +50,7 @@ class Program:
     program in its modules' current mode (training or evaluation).
 
     Finite discrete latent sites are no latents here: ``discrete`` names them, and all functions sum
-    them out exactly (``program/summed_out.py``).
+    them out exactly (``contrib/discrete``).
 
     :param model: any Pyro program.
     :param args: the arguments of one run, including the targets.
@@ -358,7 +358,7 @@ def _device(trace: Any) -> torch.device:
 
 
 def _read_discrete(name: str, node: Any) -> str:
-    reason = why_not_enumerable(node)
+    reason = why_not_summed_out(node)
     if reason is not None:
         raise UnsupportedProgramError(
             f"the discrete latent site '{name}' ({type(node['fn']).__name__}) cannot be summed "

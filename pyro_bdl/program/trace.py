@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyro
 import torch
@@ -30,11 +30,12 @@ from pyro_bdl.distributions.copies import (
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.argument_errors import explain
 from pyro_bdl.program.checkpointing import kept_for_recomputation
-from pyro_bdl.program.enumeration import Enumeration, is_enumerable
 from pyro_bdl.program.layout import NEW_ROWS
 from pyro_bdl.program.network_sites import OWNER_KEY
-from pyro_bdl.program.summed_out import SummedOut, sum_out
 from pyro_bdl.utils.autocast import uncast
+
+if TYPE_CHECKING:
+    from pyro_bdl.contrib.discrete import Enumeration, SummedOut
 
 RENAME = "give each its own name (two networks in one program: bayesianize(net, prior, name=...))"
 _THREADS = (
@@ -93,7 +94,7 @@ class Run:
     subsamples: dict[str, Tensor] = field(default_factory=dict)
     open: bool = False
     followed: bool = False
-    discrete: SummedOut | None = None
+    discrete: "SummedOut | None" = None
     result: Any = None
 
     def log_prior(self) -> Tensor | float:
@@ -115,6 +116,22 @@ class Run:
             if site.value is not None and name not in names
         }
         return terms if total is None else {next(n for n in sites if n in names): total, **terms}
+
+    def one_step_ahead(self) -> str | None:
+        """Return why the terms of the log likelihood are not log p(y_n | w) of each datum, as
+        leave-one-out takes them; None where they are."""
+        return None if self.discrete is None else self.discrete.one_step_ahead()
+
+    def bias_of_minibatches(self) -> str | None:
+        """Return why a minibatch's estimate of the log likelihood is biased; None where it is
+        not."""
+        return None if self.discrete is None else self.discrete.bias_of_minibatches()
+
+    def coupled_data(self) -> str | None:
+        """The first observed site that is not a product of mixtures, one for each datum, since
+        discrete sites outside of its plates are summed out; None where there is none."""
+        sites = self.observed.items()
+        return next((n for n, s in sites if getattr(s.distribution, "couples_data", False)), None)
 
 
 def _total(sites: Iterable[Site]) -> Tensor | float:
@@ -155,7 +172,7 @@ class _Recorder(Messenger):
         self.values = values
         self.draw = draw
         self.run = Run()
-        self.enumeration = None if draw is None else Enumeration()
+        self.enumeration: Enumeration | None = None  # from the first discrete site on
         # torch.compile, which runs one thread, cannot follow get_ident
         self.thread = None if torch.compiler.is_compiling() else threading.get_ident()
 
@@ -185,6 +202,8 @@ class _Recorder(Messenger):
                 msg["done"] = True
             elif self.draw is not None:
                 self.draw(msg)
+                if self.enumeration is None and msg["infer"].get("_sum_out"):
+                    self.enumeration = _discrete().Enumeration()
         if self.enumeration is not None:
             self.enumeration.before(msg)
 
@@ -202,8 +221,6 @@ class _Recorder(Messenger):
             return
         if name in run.latents or name in run.observed or name in run.factors:
             raise UnsupportedProgramError(f"two sample statements are named '{name}': {RENAME}")
-        if self.enumeration is not None and msg["infer"].get("_placeholder"):
-            msg["value"] = self.enumeration.without_enumerated_dims(msg)
         value = None if msg["infer"].get("_placeholder") else msg["value"]
         frames = msg["cond_indep_stack"]
         subsampling = math.prod((f.full_size or f.size) / f.size for f in frames)
@@ -302,14 +319,28 @@ def record(
         except (TypeError, AttributeError, RuntimeError) as error:
             explain(error, function, args, kwargs or {})
             raise
-        if recorder.enumeration is not None and recorder.enumeration.variables:
-            sum_out(recorder.run, recorder.enumeration)
+        if recorder.enumeration is not None:
+            _discrete().sum_out(recorder.run, recorder.enumeration)
     return recorder.run
+
+
+def why_not_summed_out(msg: Any) -> str | None:
+    """Return why a site without a value cannot be summed out; None where it can be."""
+    if not getattr(msg["fn"], "has_enumerate_support", False):
+        return "its support cannot be enumerated"
+    return _discrete().why_not_enumerable(msg)
+
+
+def _discrete() -> Any:
+    """The package that sums discrete sites out, imported at the first such site."""
+    from pyro_bdl.contrib import discrete
+
+    return discrete
 
 
 def sum_out_discrete(msg: Any) -> None:
     """Sum out a site without a value if it is discrete; else sample it."""
-    if is_enumerable(msg):
+    if why_not_summed_out(msg) is None:
         msg["infer"]["_sum_out"] = True
 
 
@@ -319,7 +350,7 @@ def leave_open(msg: Any) -> None:
     A discrete site that other statements depend on is summed out of them instead.
     """
     _refuse_weights(msg)
-    if is_enumerable(msg):
+    if why_not_summed_out(msg) is None:
         msg["infer"].update(_sum_out=True, _open_leaf=True)
         return
     leave_any_open(msg)

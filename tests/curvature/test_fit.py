@@ -11,12 +11,12 @@ from helpers.observations import KINDS, net, observations
 from torch import nn
 
 from pyro_bdl import bayesianize, handlers, models, working_memory
+from pyro_bdl.contrib.network_plates import NO_PLATES
 from pyro_bdl.curvature import chunking
 from pyro_bdl.curvature.structures.kernel import KernelCurvature
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.nn import _substituted
 from pyro_bdl.program import Program, record
-from pyro_bdl.program.network_plates import NO_PLATES
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pyro_bdl.curvature.fisher import check_scales, num_data
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batch, Batches, has_rows, leading_size
-from pyro_bdl.program.marginals import bias_of_minibatches
 from pyro_bdl.program.program import Program
 from pyro_bdl.utils.random_state import Generators, everywhere, permutation
 
@@ -122,7 +121,7 @@ class MinibatchSource:
                     "all of them, (x, y) with batch_size= or an iterable of batches"
                 )
             return
-        bias = bias_of_minibatches(run)
+        bias = run.bias_of_minibatches()
         if bias is not None:
             raise UnsupportedProgramError(bias)
         for name, latent in program.latents.items():

@@ -16,13 +16,13 @@ from pyro.infer.autoguide import AutoDelta, init_to_value
 from pyro.ops.indexing import Vindex
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from pyro_bdl.contrib.discrete.marginals import JointMarginal, Marginal
 from pyro_bdl.distributions.take_apart import rebuild, take_apart
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.handlers import cold as cold_posterior
 from pyro_bdl.handlers import temper
 from pyro_bdl.mcmc.jax.translate import to_jax
 from pyro_bdl.program import Program, leave_open, record
-from pyro_bdl.program.marginals import JointMarginal, Marginal
 from pyro_bdl.program.trace import sum_out_discrete
 
 Y = torch.tensor([0.3, -1.2, 2.0, 0.1], dtype=torch.float64)

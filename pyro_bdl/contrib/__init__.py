@@ -1,0 +1,1 @@
+"""Programs that few need, imported where they are used only."""

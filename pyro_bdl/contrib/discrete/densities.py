@@ -1,0 +1,66 @@
+"""The log densities of the statements of one run, like statements by one operation."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.contrib.discrete.enumeration import Statement
+from pyro_bdl.distributions.take_apart import rebuild, take_apart
+
+
+def log_densities(statements: Iterable[Statement]) -> dict[str, Tensor]:
+    """log p of each statement at its value, not scaled and not masked.
+
+    Statements of one family and shape, as the steps of a hidden Markov chain, are computed
+    together.
+    """
+    result: dict[str, Tensor] = {}
+    alike: dict[Any, list[Statement]] = {}
+    for statement in statements:
+        alike.setdefault(_form(statement), []).append(statement)
+    for form, group in alike.items():
+        if form is None or len(group) == 1:
+            result |= {s.name: s.site.distribution.log_prob(s.site.value) for s in group}
+        else:
+            result |= zip([s.name for s in group], _together(group), strict=True)
+    return result
+
+
+def _form(statement: Statement) -> Any:
+    """Equal for statements whose densities one operation can compute; None where that would cost
+    more memory than the densities one by one."""
+    site = statement.site
+    fn: Any = site.distribution
+    if statement.kind not in ("observed", "latents") or not isinstance(site.value, Tensor):
+        return None
+    taken = take_apart(fn)
+    if taken is None or taken[0].parts or taken[0].constants:
+        return None
+    structure, tensors = taken
+    numbers = fn.batch_shape.numel() * fn.event_shape.numel()
+    for tensor in tensors.values():
+        if tensor.shape[: len(fn.batch_shape)] != fn.batch_shape or tensor.numel() > numbers:
+            return None
+    values = {**tensors, "value": site.value}
+    shapes = tuple((name, t.shape, t.dtype, t.device) for name, t in values.items())
+    return structure.kind, structure.event_dims, fn.batch_shape, shapes
+
+
+def _together(statements: Sequence[Statement]) -> Sequence[Tensor]:
+    """log p of statements of one form at their values, of parameters and values stacked."""
+    first: Any = statements[0].site.distribution
+    taken: Any = [take_apart(statement.site.distribution) for statement in statements]
+    values = [statement.site.value for statement in statements]
+    batch, of_values = len(first.batch_shape), values[0].dim() - first.event_dim
+
+    def stacked(tensors: Sequence[Tensor], rank: int) -> Tensor:
+        together = torch.stack(list(tensors))
+        ones = (1,) * (max(batch, of_values) - rank)
+        return together.reshape(together.shape[:1] + ones + together.shape[1:])
+
+    parameters = {
+        name: stacked([tensors[name] for _, tensors in taken], batch) for name in taken[0][1]
+    }
+    return rebuild(taken[0][0], parameters).log_prob(stacked(values, of_values)).unbind()
