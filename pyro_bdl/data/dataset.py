@@ -16,14 +16,7 @@ from pyro_bdl.data.csv import listed, plain, quoted, read_csv, read_features, ta
 from pyro_bdl.errors import BdlWarning
 
 TASKS = ("regression", "classification", "count")
-_IMPUTERS = {
-    "mean": "their mean",
-    "median": "their median",
-    "most_frequent": "their most frequent value",
-    "knn": "the mean of the five nearest rows",
-    "iterative": "regression on the other features",
-}
-IMPUTERS = tuple(_IMPUTERS)
+IMPUTERS = ("mean", "median", "most_frequent")
 _MAX_INTEGER_CLASSES = 10
 _MIN_ROWS, _MIN_TRAINING_ROWS = 10, 5
 
@@ -260,10 +253,9 @@ def prepare(
     :param target_name: name of the target, used in messages.
     :param task: ``"regression"``, ``"classification"``, ``"count"`` (whole numbers that are not
         standardized), or None to find it from ``y``.
-    :param impute: how missing numbers (NaN) are filled in, from the training part, by
-        scikit-learn: ``"mean"``, ``"median"``, ``"most_frequent"``, ``"knn"`` (five nearest
-        neighbors) or ``"iterative"`` (regression on the other features), and missing text by the
-        most frequent one; None refuses them.
+    :param impute: what missing numbers (NaN) are filled in with, of the training part:
+        ``"mean"``, ``"median"`` or ``"most_frequent"``; missing text is filled in with the most
+        frequent one. None refuses them.
     :param test_fraction: share of the rows in the test part, between 0 and 1.
     :param seed: seed of the split.
     :param fold: ``(i, k)``: the test part is the i-th of k folds, 0 <= i < k, in place of a random
@@ -277,7 +269,7 @@ def prepare(
     y, dtype = np.asarray(y), torch.get_default_dtype()
     _check_arguments(x, y, feature_names, task, impute, test_fraction)
     frame = x if isinstance(x, pd.DataFrame) else pd.DataFrame(np.asarray(x, dtype=float))
-    _check_finite(frame, y, feature_names, target_name, impute is not None)
+    _check_values(frame, y, feature_names, target_name, impute is not None)
     notes = []
     if task is None:
         task, note = _found_task(y, target_name)
@@ -291,7 +283,6 @@ def prepare(
         y, class_names = labels, tuple(plain(value) for value in class_values)
     else:
         y = _numbers(y, target_name, task)
-        _check_size(y[:, None], [target_name], torch.finfo(dtype).max)  # scored in its own units
     if fold is None:
         test = _random_rows(len(y), labels, test_fraction, seed, target_name)
     else:
@@ -308,7 +299,12 @@ def prepare(
         y = (y - y_mean) / y_sd
     features, names, filled = _encoded(frame, ~test, impute, feature_names)
     features, x_mean, x_sd = _standardized(features, ~test, names)
-    _check_size(np.column_stack([features, y]), [*names, target_name], torch.finfo(dtype).max)
+    far = _too_large(np.column_stack([features, y]), torch.finfo(dtype).max)
+    if far.any():
+        raise ValueError(
+            f"data: numbers too far from those of the training part to compute with, in "
+            f"{_places(far, [*names, target_name])}; correct them or remove the rows"
+        )
 
     share = (
         f"{test_fraction:.3g} of the rows" if fold is None else f"fold {fold[0] + 1} of {fold[1]}"
@@ -417,16 +413,15 @@ def _encoded(
     from sklearn.compose import ColumnTransformer
     from sklearn.impute import SimpleImputer
     from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import FunctionTransformer, OneHotEncoder
+    from sklearn.preprocessing import OneHotEncoder
 
     is_text = _is_text(frame)
     texts, numbers = np.flatnonzero(is_text).tolist(), np.flatnonzero(~is_text).tolist()
     encoder = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
-    copied = FunctionTransformer(np.array)  # imputers write to it, which pandas may not allow
-    filled = "passthrough" if impute is None else _imputer(impute)
+    filled = SimpleImputer(strategy=impute, keep_empty_features=True) if impute else "passthrough"
     transformer = ColumnTransformer(
         [
-            ("numbers", make_pipeline(copied, filled), numbers),
+            ("numbers", filled, numbers),
             ("texts", make_pipeline(SimpleImputer(strategy="most_frequent"), encoder), texts),
         ]
     )
@@ -443,25 +438,14 @@ def _encoded(
         return values, shown, []
     columns = [f"{name} {count}" for name, count in zip(names, missing, strict=True) if count]
     note = (
-        f"{missing.sum()} missing values filled in from the training rows by {_IMPUTERS[impute]} "
-        f"({listed(columns)})."
+        f"{missing.sum()} missing values filled in with the {impute.replace('_', ' ')} of the "
+        f"training rows ({listed(columns)})."
     )
     return values, shown, [note]
 
 
 def _is_text(frame: pd.DataFrame) -> np.ndarray:
     return np.array([not pd.api.types.is_numeric_dtype(kind) for kind in frame.dtypes])
-
-
-def _imputer(how: str) -> Any:
-    from sklearn.experimental import enable_iterative_imputer  # noqa: F401
-    from sklearn.impute import IterativeImputer, KNNImputer, SimpleImputer
-
-    if how == "knn":
-        return KNNImputer(keep_empty_features=True)
-    if how == "iterative":
-        return IterativeImputer(random_state=0, keep_empty_features=True)
-    return SimpleImputer(strategy=how, keep_empty_features=True)
 
 
 def _standardized(
@@ -511,36 +495,33 @@ def _check_arguments(
         raise ValueError(f"data: there are {rows}; at least {_MIN_ROWS} are needed")
 
 
-def _check_finite(
+def _check_values(
     frame: pd.DataFrame,
     y: np.ndarray,
     feature_names: Sequence[str],
     target_name: str,
     imputed: bool,
 ) -> None:
-    infinite, missing = frame.isin([np.inf, -np.inf]).to_numpy(), frame.isna().to_numpy()
-    bad_y = pd.isna(y) | pd.Series(y).isin([np.inf, -np.inf]).to_numpy()
-    names = [*feature_names, target_name]
-    bad = np.column_stack([infinite if imputed else infinite | missing, bad_y])
+    """Check that no value is missing, and that squares of all numbers can be computed."""
+    missing = frame.isna().to_numpy()
+    numbers = np.where(_is_text(frame), 0.0, frame.mask(missing, 0.0)).astype(float)
+    bad_x = _too_large(numbers, np.finfo(float).max)
+    largest = torch.finfo(torch.get_default_dtype()).max  # targets are scored in their own units
+    bad_y = pd.isna(y) | (y.dtype.kind == "f" and _too_large(y, largest))
+    bad = np.column_stack([bad_x if imputed else bad_x | missing, bad_y])
     if bad.any():
-        only_missing = not (bad_y.any() or infinite.any())
+        only_missing = not (bad_y.any() or bad_x.any())
         remedy = ", or have them filled in with impute='median' (--impute median)"
         raise ValueError(
-            f"data: missing, NaN or infinite values in {_places(bad, names)}; fill them in or "
-            f"remove the rows or columns{remedy if only_missing else ''}"
+            f"data: missing values, infinity or numbers too large in "
+            f"{_places(bad, [*feature_names, target_name])}; fill them in, or remove the rows or "
+            f"columns{remedy if only_missing else ''}"
         )
-    numbers = np.where(_is_text(frame), 0.0, frame.mask(missing, 0.0)).astype(float)
-    _check_size(numbers, feature_names, np.finfo(float).max)
 
 
-def _check_size(values: np.ndarray, names: Sequence[str], largest: float) -> None:
-    """Check that squares do not overflow, even of numbers a thousand times larger."""
-    bad = ~(abs(values) < largest**0.5 / 1000)
-    if bad.any():
-        raise ValueError(
-            f"data: numbers too large, or too far from those of the training part, to compute "
-            f"with, in {_places(bad, names)}; correct them or remove the rows"
-        )
+def _too_large(values: np.ndarray, largest: float) -> np.ndarray:
+    """Where squares overflow, even of numbers a thousand times larger."""
+    return abs(values) >= largest**0.5 / 1000
 
 
 def _places(bad: np.ndarray, names: Sequence[str]) -> str:

@@ -457,7 +457,7 @@ def test_filling_in_is_offered_where_it_helps(write, a, y, can_impute):
     assert ("--impute" in str(told.value)) == can_impute
 
 
-@pytest.mark.parametrize("how", ["mean", "median", "most_frequent", "knn", "iterative"])
+@pytest.mark.parametrize("how", ["mean", "median", "most_frequent"])
 def test_missing_values_are_filled_in_from_the_training_rows(how):
     random = np.random.default_rng(0)
     x = random.normal(size=(40, 3))

@@ -19,7 +19,7 @@ def test_rows_are_quantiles_of_each_site():
             np.testing.assert_allclose(reach.get_xdata(), [low, high])
             np.testing.assert_allclose(half.get_xdata(), [lower, upper])
             np.testing.assert_allclose(middle.get_xdata(), [median])
-    assert left.lines[-1].get_xdata() == [1.01, 1.01]
+    assert left.lines[-1].get_xdata() == [summary.rhat_limit] * 2
     assert right.lines[-1].get_xdata() == [150, 150]
 
 
