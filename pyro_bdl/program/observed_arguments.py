@@ -1,11 +1,14 @@
 """The targets among a program's arguments, and their replacement by other values."""
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from pyro_bdl.program.argument_errors import named_arguments
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.trace import Site, leave_open, record
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -16,49 +19,41 @@ Arguments = tuple[tuple, dict[str, Any]]
 class Targets:
     """The arguments of a program's run that are values of its observed sites.
 
-    An argument that is the value of a site itself is its target. If a site's value is not an
-    argument, but for example a reshaped copy, arguments with the same numbers are its targets. Of a
-    dict, entries by the name of an observed site may be targets.
+    An argument, or an entry of a dict, is the target of a site if the program observes its numbers,
+    in their order: the argument itself, a view of it (``y.reshape(-1)``), or under its name, as
+    for ``y`` of the site ``y``, a copy (``y.float()``).
 
     :param program: a program that was run with its targets.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        observed = program.run(program.initial).observed
+        self._leaves, self._structure = tree_flatten((program.args, program.kwargs))
+        copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        with_copies = copy.copy(program)  # of which no two share memory
+        with_copies.args, with_copies.kwargs = tree_unflatten(copies, self._structure)
+        observed = with_copies.run(program.initial).observed
         self.observed = {name: site for name, site in observed.items() if site.value is not None}
-        given = {id(value) for value in self._candidates()}
-        self._copied = [n for n, site in self.observed.items() if id(site.value) not in given]
+        numbers = tree_unflatten(range(len(copies)), self._structure)
+        places = named_arguments(program.model, *numbers)
+        self._sites: dict[int, str] = {}
+        for name, site in self.observed.items():
+            named = {n for place, n in places.items() if place == name or f"[{name!r}]" in place}
+            for number, leaf in enumerate(copies):
+                if _same(site, leaf) and (number in named or _share_memory(site.value, leaf)):
+                    self._sites[number] = name
 
     def site_of(self, value: Any) -> str | None:
-        """The observed site with an argument as its value, up to the shape; None if it is not a
-        target."""
-        if not isinstance(value, Tensor):
-            return None
-        for name, site in self.observed.items():
-            if site.value is value:
-                return name
-        return next((n for n in self._copied if _same(self.observed[n], value)), None)
+        """The observed site of which an argument is the target; None if it is not one."""
+        found = (self._sites[n] for n in self._sites if self._leaves[n] is value)
+        return next(found, None)
 
     def replaced(self, by: Callable[[str, Tensor], Any]) -> Arguments:
         """The arguments with every target replaced by ``by(site, target)``."""
-
-        def put(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: put(v) if key in self.observed else v for key, v in value.items()}
-            site = self.site_of(value)
-            return value if site is None else by(site, value)
-
-        program = self.program
-        return tuple(map(put, program.args)), {key: put(v) for key, v in program.kwargs.items()}
-
-    def _candidates(self) -> Iterator[Any]:
-        """The arguments, and the entries of dicts by names of observed sites."""
-        for value in (*self.program.args, *self.program.kwargs.values()):
-            if isinstance(value, dict):
-                yield from (value[key] for key in self.observed if key in value)
-            else:
-                yield value
+        leaves = list(self._leaves)
+        for number, site in self._sites.items():
+            leaves[number] = by(site, leaves[number])
+        return tree_unflatten(leaves, self._structure)
 
     def removed(self) -> Arguments:
         """The arguments with the targets replaced by None.
@@ -83,8 +78,7 @@ class Targets:
 
         :raises ValueError: if an observed site's data are not an argument of the program.
         """
-        found = {self.site_of(value) for value in self._candidates()}
-        missing = [name for name in self.observed if name not in found]
+        missing = [name for name in self.observed if name not in self._sites.values()]
         if missing:
             raise ValueError(
                 f"the data of the observed site '{missing[0]}' are not an argument of the program "
@@ -92,8 +86,14 @@ class Targets:
             )
 
 
-def _same(site: Site, value: Tensor) -> bool:
+def _same(site: Site, value: Any) -> bool:
     held = site.value
-    if not isinstance(held, Tensor) or held.numel() != value.numel():
+    if not isinstance(held, Tensor) or not isinstance(value, Tensor):
+        return False
+    if held.numel() != value.numel() or value.layout is not torch.strided:
         return False
     return torch.equal(held.reshape(-1), value.reshape(-1).to(held))
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -5,6 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
+import pyro_bdl as bdl
 from pyro_bdl.program import Program
 from pyro_bdl.program.observed_arguments import Targets
 
@@ -32,6 +33,33 @@ def test_arguments_of_the_same_numbers_are_told_apart():
     assert inputs is x
     assert first.tolist() == [2.0] * 4 and named["right"].tolist() == [3.0] * 4
     targets.require_arguments()
+
+
+def test_an_input_with_the_numbers_of_a_reshaped_target_stays():
+    """An autoencoder that observes its input, passed a second time."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            f = dist.Normal(w * x.flatten(1), 1.0).to_event(1)
+            pyro.sample("seen", f, obs=None if y is None else y.flatten(1))
+
+    x = torch.randn(3, 2, 2)
+    for y in (x, x.clone(), x.flatten(1)):  # the same object, equal numbers, a view
+        targets = Targets(Program(model, x, y))
+        (inputs, replaced), _ = targets.with_values({"seen": torch.zeros(3, 4)})
+        assert torch.equal(inputs, x) and replaced.shape == y.shape and not replaced.any()
+        assert targets.removed()[0][1] is None
+
+
+@pytest.mark.parametrize("model", [bdl.models.BinaryClassification, bdl.models.PoissonRegression])
+def test_a_target_that_is_cast_is_found_by_its_name(model):
+    model = model(bdl.bayesianize(torch.nn.Linear(1, 1)))
+    x = torch.tensor([[0.0], [1.0], [1.0]])
+    targets = Targets(Program(model, x, x[:, 0].long()))
+    assert targets.removed()[0][1] is None and targets.removed()[0][0] is x
+    with pytest.raises(ValueError, match="'y' are not an argument"):
+        Targets(Program(lambda x, t: model(x, t), x, x[:, 0].long())).require_arguments()
 
 
 def test_a_reshaped_target_is_found_by_its_numbers():
