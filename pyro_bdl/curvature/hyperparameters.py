@@ -11,6 +11,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import transform_to
+from torch.utils._pytree import tree_map_only
 
 from pyro_bdl.curvature.prior import hyperpriors, independent_normal, run_at
 from pyro_bdl.distributions.take_apart import base_distribution
@@ -141,12 +142,12 @@ def read(
 def few_rows(
     model: Callable, layout: Any, vector: Tensor, batch: Batch, *, number: int = 2
 ) -> Batch:
-    """The first rows of a batch, if the program runs on so few; else the batch itself."""
+    """A copy of a batch's first rows, if the program runs on so few; else the batch itself."""
     count = leading_size(batch)
     if count <= number or not has_rows(batch, count):
         return batch
     try:
-        few = rows(batch, 0, number, count)
+        few = tree_map_only(Tensor, torch.clone, rows(batch, 0, number, count))
         with torch.no_grad(), evaluation_mode(model):
             record(model, layout.constrain(vector)[0], *few, draw=leave_open)
     except Exception:  # it needs all of its data, or they have no rows to take, as sparse tensors

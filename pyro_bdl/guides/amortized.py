@@ -11,6 +11,7 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
 
 from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.guides.base import without_arguments
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.parameter_namespace import OwnParameters
@@ -91,6 +92,7 @@ class AutoAmortized(OwnParameters, AutoGuide):
             for _, node in trace.iter_stochastic_nodes()
             for frame in node["cond_indep_stack"]
         }
+        without_arguments(trace)
         self.prototype_trace = trace
         others = [name for name in latents if name not in self._encoders]
         if others:

@@ -26,8 +26,8 @@ from pyro_bdl.program.layout import Latent, Layout, differences, origin
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.sharded import refuse_sharded
-from pyro_bdl.program.trace import Run, distribution_of_targets
-from pyro_bdl.utils.module_state import modules_of, outside_inference_mode
+from pyro_bdl.program.trace import Run, distribution_of_targets, leave_open, record
+from pyro_bdl.utils.module_state import evaluation_mode, modules_of, outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.tensor_file import save_tree
 
@@ -79,6 +79,8 @@ class Guide(OwnParameters, AutoGuide):
         self.subsampled: set[str] = set()
         self.told: set[str] = set()  # warnings about the program that are given once
         self._loaded: dict[str, Tensor] | None = None
+        # A few rows of the first data, with which a program that reads a file is run.
+        self._few: Batch = (), {}
 
     @property
     def program_model(self) -> Callable:
@@ -139,7 +141,10 @@ class Guide(OwnParameters, AutoGuide):
             if latent.transform is None:  # of the values only the shapes are needed from here on
                 node = trace.nodes[name]
                 node["value"] = node["value"].new_zeros(()).expand(node["value"].shape)
+        without_arguments(trace)
         self.prototype_trace = trace
+        with own_randomness():
+            self._few = few_rows(self.program_model, self.layout, start, (args, kwargs))
 
     def _create_parameters(self, start: Tensor) -> None:
         """Create the parameters.
@@ -156,12 +161,7 @@ class Guide(OwnParameters, AutoGuide):
         self.told = source.told
         self.prototype_trace = source.prototype_trace
         self._prototype_frames = source._prototype_frames
-
-    def _prototype_arguments(self) -> tuple[tuple, dict[str, Any]]:
-        """The program's arguments in the run that made the parameters."""
-        trace: Any = self.prototype_trace
-        given = trace.nodes["_INPUT"]
-        return given["args"], given["kwargs"]
+        self._few = source._few
 
     def __repr__(self) -> str:
         """A line; the program inside would fill pages."""
@@ -288,16 +288,33 @@ class Guide(OwnParameters, AutoGuide):
 
         ``bdl.load_posterior(path, model)`` reads it, also in another process. The file holds the
         guide, the program's own parameters and buffers, such as a learned noise, and the first two
-        rows of the data, with which the program is run when it is read.
+        rows of the data (all of them for a program that needs all), with which the program is run
+        when it is read. The log densities at these rows tell another program, such as one with
+        another prior or noise.
 
         :raises RuntimeError: before the first run.
         :raises TypeError: for options or arguments that are no tensors, numbers or strings.
         """
-        layout, model = self.require_layout(), self.program_model
-        batch = few_rows(model, layout, self.location().detach(), self._prototype_arguments())
+        model = self.program_model
         program = dict(model.state_dict()) if isinstance(model, nn.Module) else None
-        tree = {"guide": self.saved(), "program": program, "batch": batch}
-        return save_tree(path, tree, kind=SAVED_KIND)
+        tree = {"guide": self.saved(), "program": program, "batch": self._few}
+        return save_tree(path, {**tree, "densities": self.log_densities()}, kind=SAVED_KIND)
+
+    @torch.no_grad()
+    def log_densities(self) -> dict[str, float]:
+        """The log density of each site of the program in nats, at the guide's center and a few rows
+        of the first data; none for latents in subsampled plates, of which no run holds all."""
+        if self.subsampled:
+            return {}
+        values = self.require_layout().constrain(self.location())[0]
+        with evaluation_mode(self.program_model), own_randomness():
+            run = record(self.program_model, values, *self._few, draw=leave_open)
+        sites = run.latents | run.observed | run.factors
+        return {
+            name: float(site.log_prob().sum())
+            for name, site in sites.items()
+            if site.value is not None
+        }
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -603,9 +620,10 @@ def sample_site(latent: Latent, distribution: Any) -> Tensor:
 def _is_increasing(transform: Any) -> bool:
     """Return whether a transform maps numbers one by one, in their order."""
     try:
-        return transform is None or bool((torch.as_tensor(transform.sign) > 0).all())
+        sign = 1 if transform is None else transform.sign
     except NotImplementedError:
         return False
+    return bool((sign > 0).all()) if isinstance(sign, Tensor) else sign > 0
 
 
 def empirical_quantiles(
@@ -619,6 +637,12 @@ def empirical_quantiles(
     return torch.cat([torch.quantile(part, levels, dim=0) for part in draws.split(columns, 1)], 1)
 
 
+def without_arguments(trace: Any) -> None:
+    """Remove the arguments of a run and what it returned from its trace, which is kept."""
+    for name in {"_INPUT", "_RETURN"} & trace.nodes.keys():
+        trace.remove_node(name)
+
+
 def class_path(kind: type) -> str:
     """The module and name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"
@@ -629,14 +653,40 @@ def restored(model: Callable, saved: Mapping[str, Any], batch: Batch) -> Guide:
 
     :raises ValueError: for a class of guides that is not imported.
     """
-    kinds, waiting = {}, [Guide]
+    return known_class(saved["class"], Guide).restored(model, saved, batch)
+
+
+def known_class(path: str, *bases: type) -> Any:
+    """The class with the path of ``class_path``, among some classes and their subclasses.
+
+    :raises ValueError: for a class that is not imported.
+    """
+    waiting = list(bases)
     while waiting:
         kind = waiting.pop()
-        kinds[class_path(kind)] = kind
+        if class_path(kind) == path:
+            return kind
         waiting += kind.__subclasses__()
-    if saved["class"] not in kinds:
-        raise ValueError(
-            f"the file holds a guide of the class {saved['class']}, which is not known here: "
-            "import its module first"
-        )
-    return kinds[saved["class"]].restored(model, saved, batch)
+    raise ValueError(
+        f"the file holds a {bases[0].__name__} of the class {path}, which is not known here: "
+        "import its module first"
+    )
+
+
+def described(value: Any, *bases: type) -> Any:
+    """An object of some classes as a tree of its class and attributes; any other as it is."""
+    if not isinstance(value, bases):
+        return value
+    parts = {name: described(part, *bases) for name, part in vars(value).items()}
+    return {"class": class_path(type(value)), **parts}
+
+
+def from_description(saved: Any, *bases: type) -> Any:
+    """The object of a tree of ``described``."""
+    if not isinstance(saved, Mapping) or "class" not in saved:
+        return saved
+    kind = known_class(saved["class"], *bases)
+    result = kind.__new__(kind)
+    parts = {name: part for name, part in saved.items() if name != "class"}
+    vars(result).update({name: from_description(part, *bases) for name, part in parts.items()})
+    return result

@@ -12,6 +12,7 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide, at_full_size, empirical_quantiles
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.guides.mixture import MixtureGuide
+from pyro_bdl.guides.pathfinder import AutoPathfinder
 from pyro_bdl.guides.point import emit_point
 from pyro_bdl.init import init_afresh, start_at
 from pyro_bdl.program.batch_norm import layers_called
@@ -128,8 +129,14 @@ class AutoEnsemble(Guide):
         :param kind: the class of these guides, which must start from a vector: ``AutoLaplaceGGN``,
             ``AutoSubnetwork``, ``AutoSWAG``, ``AutoMeanField``, ...
         :param options: arguments of the class.
-        :raises TypeError: for a class that has several members itself.
+        :raises TypeError: for a class that has several members itself, or fits itself in its
+            first run.
         """
+        if issubclass(kind, AutoPathfinder):
+            raise TypeError(
+                "AutoPathfinder finds its own way from where it starts: give several ways by "
+                "AutoPathfinder(model, num_paths=K), or a kind such as AutoLaplaceGGN"
+            )
         if issubclass(kind, AutoEnsemble):
             raise TypeError(
                 f"{kind.__name__} starts from several vectors, and a member is one: give a kind "

@@ -449,6 +449,10 @@ class LaplaceGuide(JointGuide):
     def _shared_on_copy(self) -> tuple[str, ...]:
         return (*super()._shared_on_copy(), "few", "_passes", "prior_quadratic")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the data, as in a file."""
+        return super().__getstate__() | {"_passes": None}
+
     def _check_maximum(self, gradient: Tensor) -> None:
         """Warn, once for a program, if a Newton step would still gain a lot under this prior and
         under any other scale of it: weight decay is such a scale."""

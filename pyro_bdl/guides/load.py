@@ -1,6 +1,7 @@
 """Posteriors from files."""
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from torch.utils._pytree import tree_map_only
 from pyro_bdl.guides.base import SAVED_KIND, Guide, restored
 from pyro_bdl.samples import SUFFIXES, Samples
 from pyro_bdl.utils.tensor_file import kind_of_file, load_tree
+
+_SLACK = 1e-2  # of log densities, which differ by rounding between devices
 
 
 def load_posterior(path: str | Path, model: Callable) -> Guide | Samples:
@@ -25,7 +28,8 @@ def load_posterior(path: str | Path, model: Callable) -> Guide | Samples:
     :param model: the program that the posterior belongs to, made as when it was saved.
     :raises FileNotFoundError: if there is no such file.
     :raises ValueError: for a file that holds no posterior, or is damaged.
-    :raises RuntimeError: for a posterior of another program, which stays as it was.
+    :raises RuntimeError: for a posterior of another program, such as one with another prior or
+        noise, which stays as it was.
     """
     path = Path(path)
     if path.suffix in SUFFIXES and path.is_file() and kind_of_file(path) is None:
@@ -40,8 +44,21 @@ def load_posterior(path: str | Path, model: Callable) -> Guide | Samples:
     try:
         if tree["program"] is not None and isinstance(model, nn.Module):
             model.load_state_dict(tree["program"])
-        return restored(model, tree["guide"], batch)
+        guide = restored(model, tree["guide"], batch)
+        _check_same(tree["densities"], guide.log_densities())
+        return guide
     except Exception:
         if isinstance(model, nn.Module):
             model.load_state_dict(before)
         raise
+
+
+def _check_same(saved: dict[str, float], now: dict[str, float]) -> None:
+    for site, value in saved.items():
+        here = now.get(site, math.nan)
+        if not math.isclose(value, here, rel_tol=_SLACK, abs_tol=_SLACK) and value == value:
+            raise RuntimeError(
+                f"the posterior is of another program: at the same weights and data the log "
+                f"density of the site '{site}' was {value:.6g} and is {here:.6g} here: load it "
+                "with the prior, the noise and the num_data of the program that it was saved from"
+            )

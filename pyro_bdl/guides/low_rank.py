@@ -80,7 +80,7 @@ class AutoLowRank(AutoJoint):
         if self.subsampled:
             return frozenset()
         model, layout = self.program_model, self.require_layout()
-        run, leaves = run_at(model, Subset(layout), vector, *self._prototype_arguments())
+        run, leaves = run_at(model, Subset(layout), vector, *self._few)
         return frozenset(
             name
             for name, site in run.latents.items()

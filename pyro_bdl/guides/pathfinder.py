@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.joint import AutoJoint
 from pyro_bdl.init import init_to_network
+from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -121,6 +122,22 @@ class AutoPathfinder(AutoJoint):
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.num_paths, self.history = num_paths, history
         self.num_draws, self.most_steps = num_draws, most_steps
+
+    def options(self) -> dict[str, Any]:
+        names = ("num_paths", "history", "num_draws", "most_steps")
+        return {name: getattr(self, name) for name in names}
+
+    def saved(self) -> dict[str, Any]:
+        self.require_layout()
+        return {**super().saved(), "elbos": self.elbos}
+
+    @classmethod
+    def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> "AutoPathfinder":
+        guide = cls(model, **saved["options"])
+        guide.elbos = saved["elbos"]  # so that the first run fits nothing
+        args, kwargs = batch
+        guide.prototype(*args, **kwargs).load_state_dict(saved["state"])
+        return guide
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pyro_bdl.curvature.config import check_memory
 from pyro_bdl.curvature.structures.full import FullPrecision
+from pyro_bdl.guides.base import Guide, described, from_description
 from pyro_bdl.guides.joint import JointGuide, restored_source
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
 from pyro_bdl.guides.selectors import (
@@ -72,7 +73,14 @@ class AutoSubnetwork(AutoLaplaceGGN):
 
     def options(self) -> dict[str, Any]:
         config = self.config
-        return {"size": self.size, "curvature": config.curvature, "num_draws": config.num_draws}
+        found = {"size": self.size, "curvature": config.curvature, "num_draws": config.num_draws}
+        return {**found, "select": described(self.select, Selector)}
+
+    @classmethod
+    def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> Guide:
+        select = from_description(saved["options"]["select"], Selector)
+        options = {**saved["options"], "select": select}
+        return super().restored(model, {**saved, "options": options}, batch)
 
     def choose(self, data: Any, *, select: Selector | None = None, size: Size = None) -> Tensor:
         """The chosen positions in the flat vector, sorted.

@@ -1,7 +1,10 @@
 """The contract of every guide, whatever its family; ``conftest.py`` has the registry."""
 
+import gc
 import math
+import pickle
 import warnings
+import weakref
 
 import pyro
 import pyro.distributions as dist
@@ -179,6 +182,22 @@ def test_the_density_is_that_of_the_sample_statements(kind):
     vector = guide.layout.unconstrain({name: trace.nodes[name]["value"] for name in SHAPES})
     log_det = guide.layout.constrain(vector)[1]
     torch.testing.assert_close(guide.log_density(vector, log_det), total, rtol=1e-4, atol=1e-3)
+
+
+# Data
+
+
+def test_it_keeps_few_rows_of_the_data(kind):
+    """Neither the guide nor a pickle of it holds the first data."""
+    x, y = torch.randn(40, 2), torch.randn(40)
+    guide, held = kind(model := regression(num_data=40)), [weakref.ref(x), weakref.ref(y)]
+    SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TemperedTrace_ELBO()).step(x, y)
+    stored = pickle.dumps(guide)
+    assert x.numpy().tobytes()[64:] not in stored and y.numpy().tobytes()[64:] not in stored
+    assert [len(rows) for rows in guide._few[0]] == [2, 2]
+    del x, y
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
 
 
 # Summaries

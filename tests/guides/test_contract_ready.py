@@ -71,6 +71,11 @@ def test_ready_guides_have_the_moments_of_their_draws(guide):
     torch.testing.assert_close(draws.var(0), variances, rtol=0.15, atol=1e-9)
 
 
+def test_ready_guides_hold_no_arguments(guide):
+    assert not {"_INPUT", "_RETURN"} & guide.prototype_trace.nodes.keys()
+    assert getattr(pickle.loads(pickle.dumps(guide)), "_passes", None) is None
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "state"])
 def test_ready_guides_are_copied(guide, how):
     clone = copy.deepcopy(guide) if how != "pickle" else pickle.loads(pickle.dumps(guide))

@@ -108,6 +108,8 @@ def test_members_do_not_become_ensembles():
     ensemble = bdl.guides.AutoEnsemble(model, size=2).prototype(x, y)
     with pytest.raises(TypeError, match="AutoMultiSWAG starts from several vectors"):
         ensemble.as_guides(bdl.guides.AutoMultiSWAG)
+    with pytest.raises(TypeError, match="AutoPathfinder finds its own way"):  # which needs data
+        ensemble.as_guides(bdl.guides.AutoPathfinder)
 
 
 def test_saved_and_loaded():

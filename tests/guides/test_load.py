@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 import pyro_bdl as bdl
-from pyro_bdl.guides import AutoLaplaceGGN, AutoMCDropout, AutoMeanField
+from pyro_bdl.distributions.dropout_noise import Annealed, BernoulliNoise, GaussianNoise
+from pyro_bdl.guides import (
+    AutoLaplaceGGN,
+    AutoMCDropout,
+    AutoMeanField,
+    AutoPathfinder,
+    AutoSubnetwork,
+)
 from pyro_bdl.utils.tensor_file import load_tree
 
 
@@ -108,6 +115,65 @@ def test_another_program_is_refused_and_stays_as_it_was(tmp_path):
 
     with pytest.raises(RuntimeError, match="another program"):
         bdl.load_posterior(path, plain)
+
+
+def _regression(prior=1.0, noise=0.5, num_data=24):
+    torch.manual_seed(0)
+    net = bdl.bayesianize(nn.Linear(1, 1).double(), bdl.priors.Normal(prior))
+    return bdl.models.Regression(net, noise=noise, num_data=num_data)
+
+
+@pytest.mark.parametrize(
+    "change, site",
+    [({"prior": 0.1}, "weight"), ({"noise": 5.0}, "y"), ({"num_data": 240}, "y"), ({}, None)],
+    ids=["prior", "noise", "num_data", "none"],
+)
+def test_a_program_with_another_density_is_refused(tmp_path, change, site):
+    """Its evidence would be of the one's curvature and the other's prior."""
+    guide = AutoLaplaceGGN(_regression(), structure="full").prototype(_X, _X[:, 0])
+    path = guide.laplace_approximation((_X, _X[:, 0])).save(tmp_path / "posterior")
+    other = _regression(**change)
+    if site is None:
+        found = bdl.load_posterior(path, other)
+        again = AutoLaplaceGGN(other, structure="full").prototype(_X, _X[:, 0])
+        exact = again.laplace_approximation((_X, _X[:, 0]))
+        evidence = bdl.evidence.log_marginal_likelihood
+        assert evidence(found).item() == pytest.approx(evidence(exact).item())
+        return
+    with pytest.raises(RuntimeError, match=rf"another program.*of the site '{site}' was"):
+        bdl.load_posterior(path, other)
+
+
+class Doubled(GaussianNoise):
+    """A noise of a user's."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [BernoulliNoise(0.3), BernoulliNoise(Annealed(2.0, 0.5, 10)), GaussianNoise(), Doubled(2.0)],
+)
+def test_the_noise_of_dropout_comes_back(tmp_path, noise):
+    guide = AutoMCDropout(_network(), noise=noise, learn_p=True).prototype(_X, _X)
+    found = bdl.load_posterior(guide.save(tmp_path / "posterior"), _network())
+    assert type(found.noise) is type(noise) and vars(found.noise) == vars(noise)
+    assert found.learn_p and found.rates() == guide.rates()
+
+
+def test_a_selector_and_the_options_of_a_path_come_back(tmp_path):
+    selector = bdl.selectors.Random(3)
+    guide = AutoSubnetwork(_network(), select=selector, size=4).prototype(_X, _X)
+    found = bdl.load_posterior(guide.save(tmp_path / "subnetwork"), _network())
+    assert found.select.seed == 3 and found.size == 4
+    assert torch.equal(found.choose((_X, _X)), guide.choose((_X, _X)))
+    by_layer = AutoSubnetwork(model := _network(), select=bdl.selectors.ByModule(model.network))
+    with pytest.raises(TypeError, match=r"\['select'\]\['modules'\].*without code"):
+        by_layer.prototype(_X, _X).save(tmp_path / "by layer")
+    path = AutoPathfinder(_network(), history=2, num_paths=2).prototype(_X, _X)
+    found = bdl.load_posterior(path.save(tmp_path / "path"), _network())
+    assert found.history == 2 and torch.equal(found.elbos, path.elbos)
 
 
 def test_what_is_no_posterior_is_refused(tmp_path):

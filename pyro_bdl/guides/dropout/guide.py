@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from pyro_bdl.distributions.dropout_noise import (
+    Annealed,
     BernoulliNoise,
     GaussianNoise,
     Noise,
@@ -27,7 +28,7 @@ from pyro_bdl.distributions.dropout_noise import (
 from pyro_bdl.distributions.log_uniform import ImproperLogUniform
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides.base import Guide, sample_site
+from pyro_bdl.guides.base import Guide, described, from_description, sample_site
 from pyro_bdl.guides.dropout.layers import DropoutLayers
 from pyro_bdl.guides.dropout.weights import Weight, reading_run, source_of, total_num_data
 from pyro_bdl.guides.kl import expected_log_prior
@@ -160,15 +161,14 @@ class AutoMCDropout(Guide):
         return {
             "p": None if from_layers else rates or 0.1,
             "learn_p": self.learn_p,
-            "noise": type(self.noise).__name__,
+            "noise": described(self.noise, Noise, Annealed),
             "mask": self.mask,
         }
 
     @classmethod
     def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> "AutoMCDropout":
         options = dict(saved["options"])
-        kinds = {kind.__name__: kind for kind in (BernoulliNoise, GaussianNoise)}
-        noise, learn_p = kinds[options["noise"]](), options["learn_p"]
+        noise, learn_p = from_description(options["noise"], Noise, Annealed), options["learn_p"]
         if options["p"] is None:
             guide = cls.from_dropout_layers(model, noise=noise, learn_p=learn_p)
         else:
@@ -190,7 +190,7 @@ class AutoMCDropout(Guide):
     def _create_parameters(self, start: Tensor) -> None:
         model, layout = self.program_model, self.require_layout()
         # a guide around another guide's point starts from that guide's run
-        args, kwargs = self._arguments or self._prototype_arguments()
+        args, kwargs = self._arguments or self._few
         reader, run = reading_run(
             self._source.reader, model, layout, start, args, kwargs, partial=self.subsampled
         )
