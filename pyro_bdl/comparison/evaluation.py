@@ -96,7 +96,7 @@ class Evaluation:
     def halves(self) -> tuple["Evaluation", "Evaluation"]:
         """Two halves: half of the chains and the other half, or both ends of a single chain."""
         names = ("function", "expected", "noise")
-        parts = {
+        parts: dict[str, Any] = {
             name: metrics.halves(value, chains=self.chains)
             for name in names
             if (value := getattr(self, name)) is not None

@@ -126,7 +126,7 @@ def leave_one_out(
                 draws, (log_p + total)[None], log_q[None], progress=progress
             )
         else:
-            efficiency = relative_efficiency(draws) if kind == EXACT else 1.0
+            efficiency = None if kind == EXACT else 1.0
             found = diagnostics.loo(draws, r_eff=efficiency, progress=progress)
     if len(rows) == len(approximation):
         return found, kind
@@ -239,26 +239,6 @@ def difference(ours: LeftOut, theirs: LeftOut) -> tuple[float, float]:
         total, subsampling, over_data = diagnostics.difference_estimate(gap, near, ours.rows)
         return total, math.hypot(subsampling, over_data)
     return gap.sum().item(), standard_error(gap)
-
-
-def relative_efficiency(log_likelihood: Tensor) -> float:
-    """ESS of the likelihood p(y_n | draw) over the number of draws, averaged over the data.
-
-    The weights of a network are not identified, and their ESS says little about the tails of a
-    likelihood.
-
-    :param log_likelihood: ``(chains, draws, N)``.
-    :returns: 1 for chains of fewer than 4 draws.
-
-    Source: Vehtari, Gelman, Gabry (2017), section 2.1; ``relative_eff(exp(log_lik))`` of R's loo.
-    """
-    chains, draws = log_likelihood.shape[:2]
-    if draws < 4:
-        return 1.0
-    likelihood = (log_likelihood - log_likelihood.amax((0, 1))).double().exp()
-    sizes = diagnostics.ess(likelihood, kind="mean", progress=False)
-    mean = sizes.nanmean().item() / (chains * draws)
-    return mean if mean > 0 else 1.0
 
 
 @torch.no_grad()

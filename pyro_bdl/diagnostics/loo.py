@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_bdl.diagnostics.blocks import check_draws, map_blocks
-from pyro_bdl.diagnostics.psis import check_efficiency, good_k, smooth
+from pyro_bdl.diagnostics.blocks import check_draws, map_blocks, split_chains
+from pyro_bdl.diagnostics.ess import ess_of_chains
+from pyro_bdl.diagnostics.psis import check_efficiency, good_k, smooth, tail_size
 from pyro_bdl.errors import BdlWarning
 
 
@@ -46,7 +47,7 @@ class LOO:
         )
 
 
-def loo(log_likelihood: Tensor, *, r_eff: float = 1.0, progress: bool | None = None) -> LOO:
+def loo(log_likelihood: Tensor, *, r_eff: float | None = 1.0, progress: bool | None = None) -> LOO:
     """PSIS-LOO: predictive density of each observation given the others, without refitting.
 
     With draws w_s from the posterior, the ratios 1 / p(y_n | w_s) smoothed to weights v_ns::
@@ -56,7 +57,8 @@ def loo(log_likelihood: Tensor, *, r_eff: float = 1.0, progress: bool | None = N
     :param log_likelihood: log p(y_n | w_s), ``(chains, draws, ...)``, in nats and unscaled, as
         ``Predictive.log_likelihood`` gives it: ``.reshape(chains, draws, -1)``.
     :param r_eff: effective sample size of the draws over their number, which determines the length
-        of the tails: of chains the mean over the data of ``ess(likelihood, kind="mean") / S``.
+        of the tails; None for that of each observation's likelihood along the chains,
+        ``ess(log_likelihood.exp(), kind="mean") / S``, as ``relative_eff`` of R's loo.
     :param progress: show a bar if it takes more than a few seconds; by default in terminals and
         notebooks.
     :returns: ``LOO``. If an observation's log likelihood is constant, its value is that constant,
@@ -70,11 +72,21 @@ def loo(log_likelihood: Tensor, *, r_eff: float = 1.0, progress: bool | None = N
     cross-validation and WAIC; Vehtari et al. (2024), Pareto smoothed importance sampling. Equal to
     ``arviz.loo`` of 1.x.
     """
-    check_efficiency(r_eff)
+    if r_eff is not None:
+        check_efficiency(r_eff)
 
     def statistic(x: Tensor) -> Tensor:
         ll = x.flatten(1)
-        return _leave_out(ll, -ll, r_eff)
+        if r_eff is not None:
+            return _leave_out(ll, -ll, r_eff)
+        found = ll.new_empty(3, len(ll))
+        likelihood = (x - x.amax((1, 2), keepdim=True)).exp()
+        ratios = ess_of_chains(split_chains(likelihood)).nan_to_num(ll.shape[1]) / ll.shape[1]
+        sizes = [tail_size(ll.shape[1], ratio) for ratio in ratios.tolist()]
+        for size in set(sizes):  # observations with tails of one length together
+            rows = [place for place, other in enumerate(sizes) if other == size]
+            found[:, rows] = _leave_out(ll[rows], -ll[rows], float(ratios[rows[0]]))
+        return found
 
     return _total(map_blocks(statistic, log_likelihood, progress=progress), log_likelihood)
 

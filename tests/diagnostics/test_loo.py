@@ -2,6 +2,7 @@
 
 import math
 
+import arviz
 import pytest
 import torch
 from torch.distributions import Normal
@@ -98,6 +99,24 @@ def test_results_print_in_a_line():
 def test_a_single_observation_has_no_standard_error():
     ll = 0.1 * torch.randn(2, 100, dtype=torch.float64)
     assert math.isnan(loo(ll).se) and loo(ll).pointwise.shape == ()
+
+
+def test_the_efficiency_of_each_observation_is_that_of_its_likelihood():
+    """Observation by observation it is the value with r_eff = ess(exp(log likelihood)) / S, as by
+    ``relative_eff`` of R's loo; here from 0.1 to 1."""
+    torch.manual_seed(0)
+    independent, held = torch.randn(4, 400, 2), torch.randn(4, 40, 3).repeat_interleave(10, 1)
+    ll = torch.cat([independent, held, torch.full((4, 400, 1), -1.0)], -1).double()
+    found = loo(ll, r_eff=None, progress=False)
+    for n in range(5):
+        r_eff = float(arviz.ess(ll[..., n].exp().numpy(), method="mean")) / 1600
+        one = loo(ll[..., n], r_eff=r_eff, progress=False)
+        assert float(found.pointwise[n]) == pytest.approx(float(one.pointwise), rel=1e-12)
+        assert float(found.pareto_k[n]) == pytest.approx(float(one.pareto_k), rel=1e-10)
+        assert (r_eff < 0.2) == (n > 1)
+    assert float(found.pointwise[5]) == pytest.approx(-1.0)
+    whole = loo(ll, progress=False)
+    assert not torch.allclose(whole.pareto_k[2:5], found.pareto_k[2:5])
 
 
 def test_bad_input():
