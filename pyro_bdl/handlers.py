@@ -3,19 +3,21 @@ estimate the expected log likelihood with separate noise for every datum."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyro.distributions import Unit
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import nn
 
-from pyro_bdl.contrib.gaussian_locals import WithoutLocals
 from pyro_bdl.estimators import flipout, local_reparameterization, per_example_dropout
 from pyro_bdl.program.gaussian_prior import GaussianPrior, as_gaussian_prior
 from pyro_bdl.program.trace import is_deterministic
 from pyro_bdl.program.wrappers import Handled, Wrapped
 from pyro_bdl.utils.validation import check_temperature
+
+if TYPE_CHECKING:
+    from pyro_bdl.contrib.gaussian_locals import WithoutLocals
 
 __all__ = [
     "cold",
@@ -67,7 +69,7 @@ def with_prior(model: Callable, posterior: Any) -> nn.Module:
     return UnderPrior(model, as_gaussian_prior(posterior))
 
 
-def integrate(model: Callable, *sites: str) -> WithoutLocals:
+def integrate(model: Callable, *sites: str) -> "WithoutLocals":
     """The program without local latents z_n, integrated in closed form where all is Gaussian.
 
     For z_n ~ N(m_n, S_n) in a plate and observations y_n ~ N(A_n z_n + b_n, R_n) in it, where all
@@ -90,6 +92,8 @@ def integrate(model: Callable, *sites: str) -> WithoutLocals:
     """
     if not sites:
         raise ValueError("integrate needs the names of the local latents, as in integrate(m, 'z')")
+    from pyro_bdl.contrib.gaussian_locals import WithoutLocals
+
     return WithoutLocals(model, sites)
 
 

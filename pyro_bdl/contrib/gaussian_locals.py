@@ -1,7 +1,7 @@
 """Gaussian local latents, integrated out of a program in closed form."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pyro.distributions as dist
@@ -10,8 +10,6 @@ from pyro.distributions import Unit
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor, nn
-from torch.distributions import Distribution
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
@@ -29,7 +27,7 @@ class Gaussian:
 
     def seen_through(self, matrix: Tensor, offset: Tensor, noise: Tensor) -> "Gaussian":
         """The distribution of matrix z + offset + e with e of the covariance ``noise``."""
-        mean = (matrix @ self.mean[..., None])[..., 0] + offset
+        mean = _applied(matrix, self.mean) + offset
         return Gaussian(mean, matrix @ self.covariance @ matrix.mT + noise)
 
     def given(
@@ -43,24 +41,16 @@ class Gaussian:
             gain = torch.linalg.solve(seen.covariance, cross).mT
         if mask is not None:
             gain = gain * mask[:, None, None]
-        mean = self.mean + (gain @ (value - seen.mean)[..., None])[..., 0]
+        mean = self.mean + _applied(gain, value - seen.mean)
         return Gaussian(mean, self.covariance - gain @ cross)
-
-
-@dataclass
-class _LocalStatements:
-    """The statements about the local plate of one run: local sites' priors, the distributions that
-    may depend on them, and everything else's values."""
-
-    priors: dict[str, Distribution] = field(default_factory=dict)
-    outputs: dict[str, Distribution] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-    plate: Any = None
 
 
 class _Reading(Messenger):
     """One run with the local sites at given values, by default their means, and no statement about
-    the outputs.
+    the outputs outside.
+
+    ``priors`` and ``outputs`` are the distributions of the local sites and of what may depend on
+    them, ``values`` those of all other statements.
 
     :param sites: the local sites.
     :param known: values of all other statements, which then stay unseen outside; in the first run
@@ -68,69 +58,66 @@ class _Reading(Messenger):
     """
 
     def __init__(
-        self,
-        sites: Sequence[str],
-        local: Mapping[str, Tensor] | None = None,
-        known: Mapping[str, Any] | None = None,
+        self, sites: Sequence[str], local: Mapping[str, Tensor], known: Mapping[str, Any]
     ) -> None:
         super().__init__()
-        self.sites, self.local, self.known = sites, local or {}, known
-        self.found = _LocalStatements()
+        self.sites, self.local, self.known = sites, local, known
+        self.priors: dict[str, Any] = {}
+        self.outputs: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
+        self.plate = ""
 
     def _process_message(self, msg: Any) -> None:
         if msg["type"] != "sample":
             return
-        name = msg["name"]
-        if self.known is not None and name in self.known:
-            msg.update(value=self.known[name], stop=True, done=True)
+        name, fn = msg["name"], msg["fn"]
+        if name in self.known:
+            value = self.known[name]
         elif name in self.sites:
-            self._take_local(msg)
-        elif not isinstance(msg["fn"], _Subsample) and self._is_output(msg):
-            self._take_output(msg)
+            self._check_local(msg)
+            self.priors[name] = fn
+            value = self.local.get(name, fn.mean)
+        elif self._is_output(msg):
+            self._check_output(msg)
+            self.outputs[name] = fn
+            value = msg["value"] if msg["is_observed"] else fn.mean
+        else:
+            return
+        msg.update(value=value, stop=True, done=True)
 
-    def _take_local(self, msg: Any) -> None:
-        name, frames = msg["name"], msg["cond_indep_stack"]
-        plate = self.found.plate
+    def _postprocess_message(self, msg: Any) -> None:
+        name = msg["name"]
+        if msg["type"] == "sample" and name not in self.priors and name not in self.outputs:
+            self.values[name] = msg["value"]
+
+    def _check_local(self, msg: Any) -> None:
+        name, plates = msg["name"], [frame.name for frame in msg["cond_indep_stack"]]
         if msg["is_observed"]:
             raise UnsupportedProgramError(
                 f"the site '{name}' is observed, so that there is nothing to integrate"
             )
-        if len(frames) != 1 or (plate is not None and plate.name != frames[0].name):
+        if len(plates) != 1 or self.plate not in ("", plates[0]):
             raise UnsupportedProgramError(
                 f"the local latents to integrate stand in one plate, the same for all, and '{name}'"
-                f" stands in {', '.join(repr(f.name) for f in frames) or 'none'}: {_INSTEAD}"
+                f" stands in {', '.join(map(repr, plates)) or 'none'}: {_INSTEAD}"
             )
-        self.found.plate = frames[0]
-        self.found.priors[name] = msg["fn"]
-        value = self.local.get(name)
-        msg.update(value=msg["fn"].mean if value is None else value, stop=True, done=True)
+        self.plate = plates[0]
 
     def _is_output(self, msg: Any) -> bool:
-        plate = self.found.plate
-        names = {frame.name for frame in msg["cond_indep_stack"]}
-        return plate is not None and plate.name in names and not is_deterministic(msg)
+        is_inside = any(frame.name == self.plate for frame in msg["cond_indep_stack"])
+        return is_inside and not isinstance(msg["fn"], _Subsample) and not is_deterministic(msg)
 
-    def _take_output(self, msg: Any) -> None:
-        name = msg["name"]
+    def _check_output(self, msg: Any) -> None:
         if isinstance(msg["fn"], Unit):
             raise UnsupportedProgramError(
-                f"the factor '{name}' stands in the plate of local latents, which are integrated "
-                f"out of Normal observations only: {_INSTEAD}"
+                f"the factor '{msg['name']}' stands in the plate of local latents, which are "
+                f"integrated out of Normal observations only: {_INSTEAD}"
             )
         if len(msg["cond_indep_stack"]) != 1:
             raise UnsupportedProgramError(
-                f"the site '{name}' stands in several plates, whose data share a local latent: "
-                f"declare all but the outermost by .to_event(...), or {_INSTEAD}"
+                f"the site '{msg['name']}' stands in several plates, whose data share a local "
+                f"latent: declare all but the outermost by .to_event(...), or {_INSTEAD}"
             )
-        self.found.outputs[name] = msg["fn"]
-        value = msg["value"] if msg["is_observed"] else msg["fn"].mean
-        msg.update(value=value, stop=True, done=True)
-
-    def _postprocess_message(self, msg: Any) -> None:
-        if self.known is None and msg["type"] == "sample":
-            name = msg["name"]
-            if name not in self.found.priors and name not in self.found.outputs:
-                self.found.values[name] = msg["value"]
 
 
 class _Marginals(Messenger):
@@ -185,9 +172,7 @@ class WithoutLocals(nn.Module):
         :param latents: w, site -> value, of one draw.
         :param args: the program's arguments, targets included.
         """
-        found: list[Any] = []
-        record(lambda: found.append(self._run(args, kwargs)), latents)
-        (_, local, sizes) = found[0]
+        _, local, sizes = record(lambda: self._run(args, kwargs), latents).result
         result, start = {}, 0
         for name, size in sizes.items():
             part = slice(start, start + size)
@@ -197,70 +182,56 @@ class WithoutLocals(nn.Module):
         return result
 
     def _run(self, args: tuple, kwargs: dict) -> tuple[Any, Gaussian, dict[str, int]]:
-        def read(local: Mapping[str, Tensor] | None, known: Any) -> _LocalStatements:
+        def read(local: Mapping[str, Tensor], known: Mapping[str, Any]) -> _Reading:
             with _Reading(self.sites, local, known) as reading:
                 self.model(*args, **kwargs)
-            return reading.found
+            return reading
 
-        first = read(None, None)
+        first = read({}, {})
         missing = [name for name in self.sites if name not in first.priors]
         if missing:
             raise ValueError(f"the program has no latent site '{missing[0]}' to integrate")
-        priors = {name: _read(name, fn) for name, fn in first.priors.items()}
+        priors, outputs = _read_all(first.priors), _read_all(first.outputs)
         sizes = {name: prior.mean.shape[-1] for name, prior in priors.items()}
-        outputs = {name: _read(name, fn) for name, fn in first.outputs.items()}
-
-        def at(point: Tensor) -> _LocalStatements:
-            parts = point.split(list(sizes.values()), -1)
-            local = {
-                name: part.reshape(first.priors[name].shape())  # type: ignore[attr-defined]
-                for name, part in zip(sizes, parts, strict=True)
-            }
-            return read(local, first.values)
-
         mean = torch.cat([prior.mean for prior in priors.values()], -1)
-        local = Gaussian(mean, _block_diagonal([prior.covariance for prior in priors.values()]))
-        columns: dict[str, list[Tensor]] = {name: [] for name in outputs}
-        for number in range(mean.shape[-1]):
-            moved = at(
-                mean + torch.eye(mean.shape[-1], device=mean.device, dtype=mean.dtype)[number]
-            )
-            for name, fn in moved.outputs.items():
-                columns[name].append(_read(name, fn).mean - outputs[name].mean)
+        eye = torch.eye(mean.shape[-1], device=mean.device, dtype=mean.dtype)
+        places = eye.split(list(sizes.values()))
+        blocks = zip(places, priors.values(), strict=True)
+        covariance = sum(place.mT @ prior.covariance @ place for place, prior in blocks)
+        local = Gaussian(mean, torch.as_tensor(covariance))
+
+        def values(point: Tensor) -> dict[str, Tensor]:
+            parts = zip(sizes, point.split(list(sizes.values()), -1), strict=True)
+            return {name: part.reshape(first.priors[name].shape()) for name, part in parts}
+
+        moved = [_read_all(read(values(mean + unit), first.values).outputs) for unit in eye]
         seen = {}
         for name, output in outputs.items():
-            matrix = torch.stack(columns[name], -1)
-            offset = output.mean - (matrix @ mean[..., None])[..., 0]
-            seen[name] = matrix, offset, output.covariance
-        if not self._checked and not _is_traced():
-            self._check(at, local, priors, seen)
-        fixed = first.values | {
-            name: value.reshape(first.priors[name].shape())  # type: ignore[attr-defined]
-            for name, value in zip(sizes, mean.split(list(sizes.values()), -1), strict=True)
-        }
-        with _Marginals(fixed, local, seen) as marginals:
+            matrix = torch.stack([each[name].mean - output.mean for each in moved], -1)
+            seen[name] = matrix, output.mean - _applied(matrix, mean), output.covariance
+        if not self._checked:
+            with torch.no_grad():
+                sd = covariance.diagonal(dim1=-2, dim2=-1).sqrt()
+                signs = torch.arange(sd.numel(), device=sd.device).reshape(sd.shape) % 2 * 2 - 1
+                point = mean + 2.3 * signs * sd
+                self._check(read(values(point), first.values), point, priors, seen)
+        with _Marginals(first.values | values(mean), local, seen) as marginals:
             result = self.model(*args, **kwargs)
         return result, marginals.local, sizes
 
-    @torch.no_grad()
-    def _check(self, at: Any, local: Gaussian, priors: Any, seen: Any) -> None:
+    def _check(self, elsewhere: _Reading, point: Tensor, priors: Any, seen: Any) -> None:
         """Check that the program is linear and Gaussian in the local latents, at another point.
 
         :raises UnsupportedProgramError: where it is not.
         """
-        sd = local.covariance.diagonal(dim1=-2, dim2=-1).sqrt()
-        signs = torch.arange(sd.numel(), device=sd.device).reshape(sd.shape) % 2 * 2 - 1
-        point = local.mean + 2.3 * signs * sd
-        elsewhere = at(point)
-        for name, fn in elsewhere.priors.items():
-            if not _close(_read(name, fn), priors[name]):
+        for name, prior in _read_all(elsewhere.priors).items():
+            if not _close(prior, priors[name]):
                 raise UnsupportedProgramError(
                     f"the prior of '{name}' depends on another local latent: {_INSTEAD}"
                 )
-        for name, fn in elsewhere.outputs.items():
+        for name, output in _read_all(elsewhere.outputs).items():
             matrix, offset, noise = seen[name]
-            expected = Gaussian((matrix @ point[..., None])[..., 0] + offset, noise)
-            if not _close(_read(name, fn), expected):
+            if not _close(output, Gaussian(_applied(matrix, point) + offset, noise)):
                 raise UnsupportedProgramError(
                     f"the observation '{name}' is not linear in the local latents "
                     f"{', '.join(map(repr, self.sites))}, or its noise depends on them, so that "
@@ -269,8 +240,9 @@ class WithoutLocals(nn.Module):
         self._checked = True
 
 
-def _is_traced() -> bool:
-    return torch._C._are_functorch_transforms_active() or get_proxy_mode() is not None
+def _applied(matrix: Tensor, vector: Tensor) -> Tensor:
+    """A matrix (..., m, k) times a vector (..., k) of each row."""
+    return (matrix @ vector[..., None])[..., 0]
 
 
 def _close(a: Gaussian, b: Gaussian) -> bool:
@@ -279,16 +251,8 @@ def _close(a: Gaussian, b: Gaussian) -> bool:
     return all(torch.allclose(x, y, rtol=slack, atol=slack) for x, y in pairs)
 
 
-def _block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
-    size, start = sum(block.shape[-1] for block in blocks), 0
-    if len(blocks) == 1:
-        return blocks[0]
-    rows = []
-    for block in blocks:
-        width = block.shape[-1]
-        rows.append(nn.functional.pad(block, (start, size - start - width)))
-        start += width
-    return torch.cat(rows, -2)
+def _read_all(distributions: Mapping[str, Any]) -> dict[str, Gaussian]:
+    return {name: _read(name, fn) for name, fn in distributions.items()}
 
 
 def _read(name: str, fn: Any) -> Gaussian:
