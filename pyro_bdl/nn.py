@@ -10,18 +10,11 @@ import pyro
 import torch
 from pyro.nn import PyroParam
 from pyro.poutine.plate_messenger import block_plate
+from pyro.poutine.runtime import get_plates
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from pyro_bdl.adapters import lora, merged
-from pyro_bdl.contrib.network_plates import (
-    NO_PLATES,
-    Each,
-    Plates,
-    each,
-    over_networks,
-    plates_around,
-)
 from pyro_bdl.distributions.copies import moved_like, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.priors import (
@@ -36,7 +29,7 @@ from pyro_bdl.priors import (
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.checkpointing import kept_for_recomputation
 from pyro_bdl.program.gaussian_prior import TaskPrior
-from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork
+from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, Each, SampledNetwork, each
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.sharded import refuse_sharded
 from pyro_bdl.program.vmap import DrawMap
@@ -132,14 +125,17 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plates = NO_PLATES
-        if self.sites:
-            plates = plates_around(self.plates, self.site_prefix + self.sites[0])
+        frames = get_plates()
         self._check_structure()
-        with self._under_task_prior():
-            values = self._sample(plates)
-        if not self.plates:
+        if not self.sites or not (frames or self.plates):
+            with self._under_task_prior():
+                values = self._sample()
             return self._forward(values, *args, **kwargs)
+        from pyro_bdl.contrib.network_plates import over_networks, plates_of
+
+        plates = plates_of(frames, self.plates, self.site_prefix + self.sites[0])
+        with self._under_task_prior():
+            values = self._sample(plates.batch)
         self._refuse_running_statistics()
         weights = {}
         for name in self.sites:
@@ -197,16 +193,16 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
                 )
         self._structure = _structure(network)
 
-    def _sample(self, plates: Plates) -> dict[str, Tensor]:
+    def _sample(self, batch: torch.Size = _NO_BATCH) -> dict[str, Tensor]:
         values = {}
         with hyperparameter_scope(_Scope(self)):
             for name in self.sites:
                 owner, key = self._places[name][0]
                 start = getattr(owner, key)
-                whole = start.expand(plates.batch + start.shape) if plates.batch else start
+                whole = start.expand(batch + start.shape) if batch else start
                 values[name] = pyro.sample(
                     self.site_prefix + name,
-                    self._distribution(name, start, plates.batch),
+                    self._distribution(name, start, batch),
                     infer=cast(Any, {INIT_KEY: whole, OWNER_KEY: (owner, key)}),
                 )
         for name in self.learnable:

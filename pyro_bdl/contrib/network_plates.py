@@ -1,42 +1,19 @@
 """Plates of networks: the plates around a network's call, and all of their networks at once."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from pyro.poutine.indep_messenger import IndepMessenger
-from pyro.poutine.runtime import _PYRO_STACK, get_plates
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.linear_ops.tracker import are_followed
+from pyro_bdl.program.network_sites import Each
 from pyro_bdl.program.vmap import DrawMap, looped
 
 _PLATES_OF_DRAWS = ("num_particles_vectorized", "_num_predictive_samples")
-
-
-@dataclass(frozen=True)
-class Each:
-    """An argument that differs by network, see :func:`each`."""
-
-    value: Any
-    dim: int = 0
-
-
-def each(value: Any, dim: int = 0) -> Each:
-    """An argument of a plate of networks of which each network gets its own part.
-
-    Network g gets ``value[g]``; all networks get the same of any other argument.
-
-    :param value: a tensor with an entry for every network along ``dim``, or a dict, list or tuple
-        of such. In a subsampled plate these are the networks of its indices: ``each(x[indices])``.
-    :param dim: for several plates the first of their dimensions, which follow each other in the
-        order of the plates' dims from left to right.
-    """
-    return Each(value, dim)
 
 
 class Plates:
@@ -67,20 +44,15 @@ class Plates:
         )
 
 
-NO_PLATES = Plates({})
-
-
-def plates_around(names: Sequence[str], weights: str) -> Plates:
+def plates_of(frames: Sequence[Any], names: Sequence[str], weights: str) -> Plates:
     """The plates in which a network's call stands.
 
+    :param frames: those around the call, of ``get_plates()``.
     :param names: the plates whose elements have a network each.
     :param weights: a site of the network, for messages.
     :raises UnsupportedProgramError: where the call stands in others, or not in all of these.
     """
-    found = [frame for frame in _PYRO_STACK if isinstance(frame, IndepMessenger)]
-    if not found and not names:
-        return NO_PLATES
-    for frame in found:
+    for frame in frames:
         if frame.name in _PLATES_OF_DRAWS:
             raise UnsupportedProgramError(
                 "networks do not take Pyro's plates of draws (vectorize_particles=True, "
@@ -99,7 +71,7 @@ def plates_around(names: Sequence[str], weights: str) -> Plates:
                 f"the plate '{frame.name}' of networks is a loop: use it as a context manager "
                 f"(with pyro.plate('{frame.name}', size): ...), which computes all at once"
             )
-    inside = {frame.name for frame in found}
+    inside = {frame.name for frame in frames}
     for name in names:
         if name not in inside:
             raise UnsupportedProgramError(
@@ -107,7 +79,7 @@ def plates_around(names: Sequence[str], weights: str) -> Plates:
                 f"'{name}', and it is called outside of it: call it inside "
                 f"'with pyro.plate('{name}', size)'"
             )
-    return Plates({frame.dim: frame.size for frame in get_plates() if frame.dim is not None})
+    return Plates({frame.dim: frame.size for frame in frames})
 
 
 def over_networks(

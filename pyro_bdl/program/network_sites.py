@@ -1,4 +1,7 @@
-"""The sites of a network's weights, and the keys that mark them."""
+"""The sites of a network's weights, their marks, and arguments of plates of networks."""
+
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -15,3 +18,24 @@ class SampledNetwork:
 
     network: nn.Module
     site_prefix: str
+
+
+@dataclass(frozen=True)
+class Each:
+    """An argument that differs by network, see :func:`each`."""
+
+    value: Any
+    dim: int = 0
+
+
+def each(value: Any, dim: int = 0) -> Each:
+    """An argument of a plate of networks of which each network gets its own part.
+
+    Network g gets ``value[g]``; all networks get the same of any other argument.
+
+    :param value: a tensor with an entry for every network along ``dim``, or a dict, list or tuple
+        of such. In a subsampled plate these are the networks of its indices: ``each(x[indices])``.
+    :param dim: for several plates the first of their dimensions, which follow each other in the
+        order of the plates' dims from left to right.
+    """
+    return Each(value, dim)

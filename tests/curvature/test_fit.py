@@ -11,7 +11,6 @@ from helpers.observations import KINDS, net, observations
 from torch import nn
 
 from pyro_bdl import bayesianize, handlers, models, working_memory
-from pyro_bdl.contrib.network_plates import NO_PLATES
 from pyro_bdl.curvature import chunking
 from pyro_bdl.curvature.structures.kernel import KernelCurvature
 from pyro_bdl.errors import BdlWarning
@@ -210,7 +209,7 @@ def test_two_sites_with_different_numbers_of_data(oracle, structures):
 
 def once(bnn, inputs):
     """The network at several inputs, its weights sampled once."""
-    values = bnn._sample(NO_PLATES)
+    values = bnn._sample()
     with _substituted(bnn._places, values):
         return [bnn.network(x) for x in inputs]
 
