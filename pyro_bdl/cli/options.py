@@ -106,7 +106,9 @@ class Options:
         Path | None, _data("A CSV file with a header; every other column is a feature.", "FILE")
     ] = None
     target: Annotated[str | None, _data("The column to predict.", "COLUMN")] = None
-    separator: Annotated[str, _data("Between columns; default: a comma.", "MARK")] = ","
+    separator: Annotated[str, _data(r"Between columns, \t for tabs; default: a comma.", "MARK")] = (
+        ","
+    )
     decimal: Annotated[str, _data("Before decimals; default: a point.", "MARK")] = "."
     thousands: Annotated[
         str | None, _data("Between groups of three digits; default: none.", "MARK")
@@ -278,10 +280,11 @@ class Options:
                     )
             example = EXAMPLES[self.example or "in-between"]
             return example.load(self.test_fraction, self.seed + repeat, fold)
+        separator = self.separator.replace(r"\t", "\t")
         if self.example is not None:
             raise ValueError("--data and --example name two problems; choose one")
         if self.target is None:
-            columns = quoted(read_csv(self.data, self.separator).columns)
+            columns = quoted(read_csv(self.data, separator).columns)
             raise ValueError(
                 f"--data needs --target, the column to predict: {self.data} has {columns}"
             )
@@ -289,7 +292,7 @@ class Options:
             self.data,
             self.target,
             self.task,
-            separator=self.separator,
+            separator=separator,
             decimal=self.decimal,
             thousands=self.thousands,
             dates=self.dates or (),

@@ -37,8 +37,16 @@ from pyro_bdl.utils.random_state import process_seeded
 from pyro_bdl.utils.tables import to_text
 
 FAILED, INTERRUPTED = 1, 130
+_NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 # Errors that say what is wrong with program, data or options; others show their traceback.
-_EXPLAINED = (ValueError, ArgumentError, MissingOperatorError, FailedStepError)
+_EXPLAINED = (
+    ValueError,
+    ArgumentError,
+    MissingOperatorError,
+    FailedStepError,
+    torch.linalg.LinAlgError,
+    *_NO_MEMORY,
+)
 _REFERENCE, _SHIPPED = "nuts", "reference"
 _FILES = ("table.csv", "report.html", "report.json", *(f"{name}.png" for name in CAPTIONS))
 _SCORES = ("rmse", "accuracy", "nlpd", "crps", "coverage")
@@ -200,9 +208,9 @@ class Fitter:
                 show.add(name, self._scores(fit), note)
             except KeyboardInterrupt:
                 fit = None if fit is None else replace(fit, interrupted=True)
-            except (MemoryError, *_EXPLAINED) as error:
+            except _EXPLAINED as error:
                 failures[name] = f"left out: {error}"
-                failed |= not isinstance(error, MemoryError)  # too large for this machine
+                failed |= not isinstance(error, _NO_MEMORY)  # too large for this machine
                 logger.warning("%s is %s", name, failures[name])
                 show.add(name, {}, failures[name])
                 continue
@@ -333,7 +341,7 @@ def _fit_folds(names: Sequence[str], fitters: Sequence[Fitter]) -> dict[str, lis
             fits[name] = posteriors.fit_together(
                 name, problems, fitters[0].options.settings(), progress=not hidden(None)
             )
-        except (MemoryError, *_EXPLAINED) as error:
+        except _EXPLAINED as error:
             logger.warning("%s is left out of the splits: %s", name, error)
             continue
         if any(fit.interrupted for fit in fits[name]):

@@ -123,6 +123,22 @@ def test_counts_and_noise_that_varies(arguments, run, monkeypatch):
     assert ("count: count" in out) == ("counts" in arguments) and "NLPD" in out
 
 
+def test_a_file_is_read_as_it_is_said_to_be_written(tmp_path, run):
+    path = tmp_path / "table.tsv"
+    rows = [f"2024-01-{i:02d}\t1.{100 + i}\t{i * 37 % 11},5" for i in range(1, 21)]
+    path.write_text("\n".join(["day\tsize\tprice", *rows]) + "\n")
+    given = ["--data", path, "--target", "price", "--guides", "map", "--quiet", *TINY]
+    code, _, err = run(*given, "--separator", r"\t")
+    assert code == 2 and "'day' ('2024-01-01' in row 1)" in err and "--dates" in err
+    written = ["--separator", r"\t", "--decimal", ",", "--thousands", ".", "--dates", "day"]
+    assert run(*given, *written)[0] == 0
+    made = json.loads((tmp_path / "out" / "report.json").read_text())
+    for point in made["points"]:
+        assert point["inputs"]["size"] == pytest.approx(1100 + point["row"], abs=0.01)
+        assert point["target"] == pytest.approx(point["row"] * 37 % 11 + 0.5, abs=0.01)
+    assert made["settings"]["Data"]["features"].startswith("3: day.day, day.day_of_week, size")
+
+
 def test_classes_of_text_without_the_reference(table, run, tmp_path):
     given = ["--data", table, "--target", "kind", "--one-hot", "--guides", "mean-field, map"]
     code, out, _ = run(*TINY, *given)
