@@ -67,6 +67,7 @@ class Linearization:
         self.model, self.subset, self.vector = model, subset, vector.detach()
         self.args, self.kwargs, self.training = args, kwargs, training
         self.known = {} if known is None else known
+        self.alignments: dict[Any, Alignment] = {}  # of this batch
         layout = subset.layout
         self.leaves = layout.unflatten(vector if training else self.vector)
         if not training:
@@ -119,12 +120,15 @@ class Pullback:
         self.at, self.read, self.num_data = linearization, outputs, num_data
         self.outputs = list(outputs(linearization.run))
         kinds = tuple((use.site, use.kind, len(use.output_shape)) for use in linearization.uses)
-        known = linearization.known.get((label, kinds)) if label is not None else None
-        if known is None or not self._holds(known):
-            known = self._align()
-        self.alignment = known
-        if label is not None and num_data > 1:
-            linearization.known[label, kinds] = self.alignment
+        key = label, kinds
+        if label is None or key not in linearization.alignments:
+            known = linearization.known.get(key)
+            if known is None or not self._holds(known):
+                known = self._align()
+            linearization.alignments[key] = known
+            if label is not None and num_data > 1:
+                linearization.known[key] = known
+        self.alignment = linearization.alignments[key]
 
     def gradients(
         self, cotangents: Sequence[Tensor], inputs: Sequence[Any]
