@@ -13,7 +13,7 @@ from pyro_bdl import metrics
 from pyro_bdl.comparison.determined import reading
 from pyro_bdl.comparison.evaluation import Evaluation
 from pyro_bdl.metrics.distances import wasserstein1_by_chance
-from pyro_bdl.utils.tables import Column, listed
+from pyro_bdl.utils.tables import Column, listed, with_error
 
 Row = Mapping[str, Any]
 
@@ -287,7 +287,8 @@ def _predictions(row: Row, score: str) -> Reason | None:
     gap, error = _number(row, f"{score}_diff"), _number(row, f"{score}_diff_se")
     if not gap > ERRORS * error:
         return None
-    return Reason(f"it predicts worse, by {gap:.2g} ± {error:.1g} nats per datum", "predicts worse")
+    words = f"it predicts worse, by {with_error(gap, error)} nats per datum"
+    return Reason(words, "predicts worse")
 
 
 def _spread(row: Row) -> Reason | None:

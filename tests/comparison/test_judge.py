@@ -411,7 +411,7 @@ def test_center(shift, error, words):
 @pytest.mark.parametrize(
     "row, words",
     [
-        ({"nlpd_diff": 0.2, "nlpd_diff_se": 0.05}, "it predicts worse, by 0.2 ± 0.05 nats per"),
+        ({"nlpd_diff": 0.2, "nlpd_diff_se": 0.05}, "it predicts worse, by 0.20 ± 0.05 nats per"),
         ({"nlpd_diff": 0.2, "nlpd_diff_se": 0.15}, ""),
         ({"nlpd_diff": 0.2, "nlpd_diff_se": math.nan}, ""),
         ({"nlpd_diff": -0.2, "nlpd_diff_se": 0.05}, ""),
