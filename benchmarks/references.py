@@ -24,8 +24,8 @@ from sklearn import datasets
 
 import pyro_bdl as bdl
 from pyro_bdl.data import Dataset, load_default, prepare, two_clusters
+from pyro_bdl.data.programs import program
 from pyro_bdl.references import Reference
-from pyro_bdl.references.reference import program
 
 RHAT = 1.005
 KEPT = 2000  # draws in the file
@@ -105,7 +105,7 @@ def sampled(name: str, data: Dataset, architecture: dict, plan: Plan, work: Path
     if path.is_file():
         return bdl.Samples.load(path)
     torch.manual_seed(0)
-    model = program(data, architecture).double()
+    model = program(data, **architecture)[0].double()
     samples = bdl.mcmc.sample(
         model, data.x_train, data.y_train, num_warmup=plan.warmup, num_samples=plan.draws,
         num_chains=plan.chains, target_accept=plan.accept, max_tree_depth=plan.depth, seed=0,
@@ -120,7 +120,7 @@ def made(name: str, folder: str, work: Path) -> Reference:
     plan, data = PLANS[name], in_double(dataset(name, folder))
     architecture = {"hidden": [plan.hidden], "activation": "tanh", "gain": 1.0}
     samples = sampled(name, data, architecture, plan, work)
-    model = program(data, architecture).double()
+    model = program(data, **architecture)[0].double()
     drawn = bdl.Predictive(model, samples)(data.x_test)["f"]
     noise = samples.flat().get("noise")
     function = drawn.softmax(-1) if data.task == "classification" else drawn

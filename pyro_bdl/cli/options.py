@@ -7,16 +7,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import nn
 
 from pyro_bdl import posteriors, references
-from pyro_bdl.cli.programs import NOISES
 from pyro_bdl.data.csv import quoted, read_csv
 from pyro_bdl.data.dataset import IMPUTERS, TASKS, Dataset, load_csv
 from pyro_bdl.data.examples import EXAMPLES
+from pyro_bdl.data.programs import ACTIVATIONS, NOISES
 from pyro_bdl.references import Reference
 
-ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _USUAL = {"steps": None, "chains": 4, "warmup": 500, "draws": 500}
 _QUICK = {"steps": 500, "chains": 2, "warmup": 100, "draws": 100}
 _OF_FILES = ("target", "task", "thousands", "dates", "one_hot", "impute")

@@ -16,8 +16,7 @@ from matplotlib.figure import Figure
 from pyro_bdl import posteriors
 from pyro_bdl.cli import cross_validation
 from pyro_bdl.cli.finished import Finished, identity
-from pyro_bdl.cli.options import ACTIVATIONS, Options
-from pyro_bdl.cli.programs import check_memory, program
+from pyro_bdl.cli.options import Options
 from pyro_bdl.cli.provenance import provenance
 from pyro_bdl.comparison import costs
 from pyro_bdl.comparison.captions import CAPTIONS
@@ -28,6 +27,7 @@ from pyro_bdl.comparison.page import write_page
 from pyro_bdl.comparison.result import Comparison
 from pyro_bdl.comparison.scores import TEST_DATA
 from pyro_bdl.data.dataset import Dataset
+from pyro_bdl.data.programs import check_memory, program
 from pyro_bdl.errors import ArgumentError, FailedStepError, MissingOperatorError
 from pyro_bdl.posteriors import Fit, Problem
 from pyro_bdl.report import Further
@@ -169,8 +169,8 @@ class Fitter:
         self.options, self.data = options, data
         model, self.words = program(
             data,
-            list(options.hidden),
-            ACTIVATIONS[options.activation],
+            options.hidden,
+            options.activation,
             noise=options.noise,
             gain=options.gain(),
         )

@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pyro_bdl import models
 from pyro_bdl.comparison.held_out import PredictiveDraws
 from pyro_bdl.data import Dataset
-from pyro_bdl.nn import bayesianize
-from pyro_bdl.priors import FanIn
+from pyro_bdl.data.programs import program
 from pyro_bdl.utils.files import atomic_write
 
 _VERSION = "1"
 _SUFFIX = ".safetensors"
-_ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 _PARTS = ("x_train", "y_train", "x_test", "y_test")
 
 
@@ -66,7 +62,7 @@ class Reference:
 
         Its network has a fresh initialization, drawn from torch's random state.
         """
-        return program(self.dataset, self.architecture)
+        return program(self.dataset, **self.architecture)[0]
 
     def draws(self, *, seed: int = 0) -> PredictiveDraws:
         """The draws as a posterior of ``compare``.
@@ -143,24 +139,6 @@ class Reference:
             chains=json.loads(header["chains"]),
             info=json.loads(header["info"]),
         )
-
-
-def program(dataset: Dataset, architecture: Mapping[str, Any]) -> nn.Module:
-    """A ready-made program: a network of ``hidden`` layers with the prior ``FanIn(gain)``.
-
-    A regression has Normal noise, whose sd has the prior HalfNormal(1) in units of the standardized
-    target; classes are Categorical.
-    """
-    outputs = len(dataset.class_names) if dataset.task == "classification" else 1
-    sizes = [dataset.x_train.shape[1], *architecture["hidden"]]
-    activation = _ACTIVATIONS[architecture["activation"]]
-    layers: list[nn.Module] = []
-    for before, after in pairwise(sizes):
-        layers += [nn.Linear(before, after), activation()]
-    network = nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
-    bnn = bayesianize(network, FanIn(architecture["gain"]))
-    kind: Any = models.Classification if dataset.task == "classification" else models.Regression
-    return kind(bnn, num_data=len(dataset.x_train))
 
 
 def names() -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""The program that the command fits: a network, its prior, and the likelihood of the task."""
+"""The program of a data set: a network, its prior, and the likelihood of the task."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -11,12 +11,13 @@ from pyro_bdl.nn import bayesianize
 from pyro_bdl.priors import FanIn
 from pyro_bdl.utils.memory import available_memory
 
+ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 NOISES = ("normal", "heteroscedastic", "robust")
 _PRIOR = "HalfNormal(1), in sds of the target"
 _COPIES = 10  # of the weights during a fit: parameters, gradients, moments of Adam, draws
 
 
-def check_memory(data: Dataset, hidden: list[int]) -> None:
+def check_memory(data: Dataset, hidden: Sequence[int]) -> None:
     """Check that a fit's copies of the weights, and the units of all training rows, fit in memory.
 
     :raises ValueError: if the machine has less.
@@ -35,16 +36,16 @@ def check_memory(data: Dataset, hidden: list[int]) -> None:
 
 def program(
     data: Dataset,
-    hidden: list[int],
-    activation: Callable[[], nn.Module],
+    hidden: Sequence[int],
+    activation: str,
     *,
-    noise: str,
-    gain: float,
+    noise: str = "normal",
+    gain: float = 1.0,
 ) -> tuple[nn.Module, dict[str, str]]:
     """The program, and its parts in words.
 
     :param hidden: units of each hidden layer.
-    :param activation: makes the layer after each hidden one.
+    :param activation: a name in ``ACTIVATIONS``.
     :param noise: one of ``NOISES``, for a regression: a common sd, a sd for each input from the
         network, or Student-t noise with 4 degrees of freedom.
     :param gain: of the prior ``FanIn``.
@@ -71,7 +72,7 @@ def program(
     sizes = [data.x_train.shape[1], *hidden]
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(sizes):
-        layers += [nn.Linear(before, after), activation()]
+        layers += [nn.Linear(before, after), ACTIVATIONS[activation]()]
     layers.append(nn.Linear(sizes[-1], outputs))
     network = nn.Sequential(*layers)
     parts["network"] = ", ".join(
