@@ -5,14 +5,11 @@ from pyro_bdl.curvature.config import CURVATURES, STRUCTURES, CurvatureConfig
 from pyro_bdl.curvature.fit import Fitted, fit_curvature
 from pyro_bdl.program.subset import Subset, select
 
-Recipe = CurvatureConfig  # its earlier name
-
 __all__ = [
     "CURVATURES",
     "STRUCTURES",
     "CurvatureConfig",
     "Fitted",
-    "Recipe",
     "Subset",
     "fit_curvature",
     "select",

@@ -9,10 +9,6 @@ from pyro_bdl.evidence.maximize import Evidence, hyperparameters, maximize
 from pyro_bdl.evidence.online import MarginalLikelihoodTraining
 from pyro_bdl.evidence.variational_em import variational_em
 
-# former names with British spelling
-linearised_log_likelihood = linearized_log_likelihood
-linearised_optimum = linearized_optimum
-
 __all__ = [
     "Evidence",
     "ExpectationMaximization",
@@ -21,8 +17,6 @@ __all__ = [
     "effective_parameters",
     "em",
     "hyperparameters",
-    "linearised_log_likelihood",
-    "linearised_optimum",
     "linearized_log_likelihood",
     "linearized_optimum",
     "log_marginal_likelihood",

@@ -363,11 +363,3 @@ def _log_prior(guide: LaplaceGuide, offset: Tensor) -> tuple[Tensor, Tensor]:
         value: Any = run.log_prior() + log_det
         (gradient,) = torch.autograd.grad(value, moved)
     return value.detach().double(), gradient.double()
-
-
-def either_spelling(linearized: bool | None, linearised: bool | None) -> bool | None:
-    """The value of the keyword ``linearized``, also under its former spelling ``linearised``."""
-    if linearised is None:
-        return linearized
-    warnings.warn("the keyword is now linearized=", DeprecationWarning, stacklevel=3)
-    return linearised

@@ -21,7 +21,7 @@ from pyro_bdl.curvature.hyperparameters import (
 from pyro_bdl.curvature.prior import hyperpriors
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.evidence.formula import SMALLEST, EvidenceFormula
-from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint, either_spelling
+from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint
 from pyro_bdl.evidence.marginal import effective_parameters, read_guide, terms
 from pyro_bdl.evidence.shared_scales import warn_of_shared_scales
 from pyro_bdl.guides.laplace import LaplaceGuide
@@ -105,7 +105,6 @@ def maximize(
     tolerance: float = 1e-4,
     linearized: bool | None = None,
     curvature_at: str = "weights",
-    linearised: bool | None = None,
     progress: bool | None = None,
 ) -> Evidence:
     """Set the program's hyperparameters to the maximum of the evidence, with the MAP fixed.
@@ -147,13 +146,11 @@ def maximize(
         be linearized; the result then holds both maxima.
     :param curvature_at: "optimum" computes the curvature anew, at every step, from the outputs at
         the optimum: the linearized model's own Hessian; for Normal observations nothing changes.
-    :param linearised: the former name of ``linearized``.
     :param progress: show a bar over the steps; by default in terminals and notebooks.
     :raises ValueError: for an unknown method, or a program without hyperparameters.
     :raises NotImplementedError: with ``linearized=True``, for observations that are not made of
         tensors.
     """
-    linearized = either_spelling(linearized, linearised)
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r} (there are {', '.join(METHODS)})")
     if curvature_at not in CURVATURES_AT:

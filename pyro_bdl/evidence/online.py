@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.hyperparameters import read_at_center
-from pyro_bdl.evidence.linearized import either_spelling
 from pyro_bdl.evidence.maximize import Evidence, maximize
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
 from pyro_bdl.program.batches import Batches
@@ -54,7 +53,6 @@ class MarginalLikelihoodTraining:
         never does, so that ``finish()`` leaves the hyperparameters of the best update. By default
         updates evaluate at the present weights, and ``finish()`` sets the hyperparameters at the
         linearized model's optimum. See ``maximize``.
-    :param linearised: the former name of ``linearized``.
     :param changes: options of the Laplace approximations, such as ``structure``.
     :raises ValueError: for counts that are not positive.
     """
@@ -70,7 +68,6 @@ class MarginalLikelihoodTraining:
         steps: int = 10,
         patience: int | None = 10,
         linearized: bool | None = None,
-        linearised: bool | None = None,
         **changes: Any,
     ) -> None:
         for name, value in (("every", every), ("steps", steps), ("patience", patience)):
@@ -81,7 +78,7 @@ class MarginalLikelihoodTraining:
         self.guide, self.batches = guide, Batches(data)
         self.every, self.burn_in, self.patience = every, burn_in, patience
         self.method, self.steps = method, steps
-        self.linearized = either_spelling(linearized, linearised)
+        self.linearized = linearized
         self.subset = changes.pop("subset", guide.subset)
         self.config = replace(guide.config, **changes)
         self.epoch = 0

@@ -46,7 +46,7 @@ def as_posterior(
     """
     posterior = samples_of_mcmc(posterior)
     if isinstance(posterior, Mapping) and model is not None:
-        return _samples_of_dict(posterior, site_shapes(model, args, dict(kwargs or {})).sites)
+        return _samples_of_dict(posterior, site_shapes(model, args, dict(kwargs or {})))
     if not isinstance(posterior, Samples) and not callable(posterior):
         raise TypeError(
             f"a posterior is a guide or Samples, got {type(posterior).__name__}: give one of "

@@ -9,11 +9,10 @@ evidence uses too. It uses the unconstrained parameters of ``program/unconstrain
 """
 
 from pyro_bdl.predictive.covariances import PredictiveCovariance
-from pyro_bdl.predictive.linearized import LinearizedMixture, LinearizedPredictive
+from pyro_bdl.predictive.linearized import LinearizedPredictive
 from pyro_bdl.predictive.sampled import Predictive, PredictiveMoments
 
 __all__ = [
-    "LinearizedMixture",
     "LinearizedPredictive",
     "Predictive",
     "PredictiveCovariance",

@@ -410,9 +410,6 @@ class LinearizedPredictive:
         return result
 
 
-LinearizedMixture = LinearizedPredictive  # the former name for mixtures
-
-
 def _mean(site: Site) -> Tensor:
     return observation_mean(site.distribution)
 

@@ -1,7 +1,6 @@
 """Posterior predictive draws, vectorized over the draws of the posterior."""
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from pyro_bdl.distributions.take_apart import (
     rebuild,
     take_apart,
 )
-from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import (
     DEFAULT_DRAWS,
@@ -28,11 +27,8 @@ from pyro_bdl.guides.draws import (
 from pyro_bdl.predictive.covariances import PredictiveCovariance, total_covariance
 from pyro_bdl.program.batch_norm import computing_with, statistics_of_draws
 from pyro_bdl.program.batches import Batches
-from pyro_bdl.program.site_shapes import site_shapes
 from pyro_bdl.program.subsampling import on_whole_data
 from pyro_bdl.program.trace import (
-    Run,
-    Site,
     leave_any_open,
     leave_open,
     record,
@@ -46,7 +42,6 @@ from pyro_bdl.utils.validation import whole_number
 
 DRAWS_AT_ONCE = 2**25  # numbers in draws of the weights that are made at a time
 MEMORY = 32 * 2**20  # larger freed blocks are returned to the system (utils/memory.py)
-_RETURN = "_RETURN"  # Pyro's name for what a program returns
 _ROWS = "_num_predictive_samples"  # no site of any program
 
 
@@ -76,23 +71,12 @@ class Predictive:
     site, ``{"y": (S, N, ...), "f": (S, N, ...)}``, with the same keys and shapes for every
     posterior. It runs without gradients in evaluation mode, and restores the mode.
 
-    Written as Pyro's class, ``Predictive(model, posterior_samples=...)``, ``(model, guide=...)`` or
-    ``(model, num_samples=...)`` for draws of the prior, it gives the sites, the shapes and the
-    meaning of ``pyro.infer.Predictive``: without ``return_sites`` those that ``posterior_samples``
-    do not hold, or all with a guide; sites without a draw come from the prior; dimensions of size
-    one stand for the plates that a site is not in; observed sites whose data are given have these
-    as values; plates with a ``subsample_size`` pick rows of their own in each draw. So does a dict
-    of draws in the place of ``posterior``.
-
     :param model: the Pyro program; call the result with its arguments, without the targets.
     :param posterior: a guide of this package or of Pyro, ``Samples``, an ``MCMC`` of Pyro or
-        NumPyro after its run, or a dict of draws as ``mcmc.get_samples()`` gives it.
+        NumPyro after its run, or a dict of draws as ``mcmc.get_samples()`` gives it. Latents that a
+        dict lacks, discrete ones too, are drawn from their prior and are among the results; by
+        default all are.
     :param num_samples: S; by default all draws of ``Samples``, or 100 of a guide.
-    :param posterior_samples: as in Pyro: site -> (S, ...) or (chains, draws, ...).
-    :param guide: as in Pyro.
-    :param return_sites: names of the sites to return, also latent ones, and "_RETURN" for what the
-        program returns; None for all sites; by default the observed and the deterministic ones.
-    :param parallel: as in Pyro, of no effect: draws are always taken at once where they can be.
     :param memory: bytes for intermediate results; the draws are evaluated in chunks of this size.
     :param batch_norm_data: the training data, ``(x, y)`` or an iterable of batches, for networks
         with BatchNorm: each draw of the weights gets its own running statistics, from a pass over
@@ -111,27 +95,16 @@ class Predictive:
         posterior: Any = None,
         num_samples: int | None = None,
         *,
-        posterior_samples: Mapping[str, Any] | None = None,
-        guide: Callable | None = None,
-        return_sites: Iterable[str] | None = (),
-        parallel: bool = False,
         memory: int = MEMORY,
         batch_norm_data: Any = None,
         progress: bool | None = None,
     ) -> None:
         if memory < 1:
             raise ValueError(f"memory must be at least 1 byte, got {memory}")
-        given = [p for p in (posterior, posterior_samples, guide) if p is not None]
-        if len(given) > 1:
-            raise ValueError("give one of posterior, posterior_samples and guide")
-        if not given and num_samples is None:
+        if posterior is None and num_samples is None:
             raise ValueError("give a posterior, or num_samples for draws of the prior")
-        posterior = given[0] if given else {}
-        self._as_pyro = guide is not None or isinstance(posterior, Mapping)
-        self._return_sites = None if return_sites is None else tuple(return_sites)
-        if guide is not None and not self._return_sites:
-            self._return_sites = None
-        self._given = frozenset(posterior) if isinstance(posterior, Mapping) else frozenset()
+        posterior = {} if posterior is None else posterior
+        self._is_partial = isinstance(posterior, Mapping)
         self.model, self.posterior = model, posterior
         self.num_samples, self.memory = num_samples, memory
         self.batch_norm_data = None if batch_norm_data is None else Batches(batch_norm_data)
@@ -150,25 +123,10 @@ class Predictive:
         p(z | w_s), and y given them. In a hidden Markov chain y_t is drawn from
         p(y_t | y_1, ..., y_{t-1}, w_s).
         """
-        program = self.model if self._as_pyro else on_whole_data(self.model)
-        leave, sample = (
-            (leave_any_open, sample_any_open) if self._as_pyro else (leave_open, sample_open)
-        )
-
-        def drawn_again(run: Run) -> dict[str, Site]:
-            """The observed sites of which draws are wanted; of Pyro's those without data."""
-            return {
-                name: site
-                for name, site in run.observed.items()
-                if self._is_wanted(name) and not (self._as_pyro and site.value is not None)
-            }
-
-        def known(run: Run) -> dict[str, Any]:
-            sites = run.latents | run.factors if self._has_all else {}
-            sites = sites | run.observed if self._as_pyro else sites
-            values = {name: site.value for name, site in sites.items() if site.value is not None}
-            values |= run.deterministic
-            return {name: value for name, value in values.items() if self._is_wanted(name)}
+        program = on_whole_data(self.model)
+        leave, sample = leave_open, sample_open
+        if self._is_partial:
+            leave, sample = leave_any_open, sample_any_open
 
         def ancestral(draw: Draws) -> dict[str, Any]:
             drawn: set[str] = set()
@@ -179,55 +137,35 @@ class Predictive:
 
             discrete: dict[str, Tensor] = {}
             given = None
-            if not self._as_pyro:
+            if not self._is_partial:
                 given = record(program, draw, args, kwargs, draw=leave)
                 discrete = {} if given.discrete is None else given.discrete.sample()
             run = record(program, draw | discrete, args, kwargs, draw=sample_and_note)
             marginals = run.observed if given is None else given.observed
             observed = {
                 name: site.value if name in drawn else marginals[name].distribution.sample()
-                for name, site in drawn_again(run).items()
+                for name, site in run.observed.items()
             }
-            returned = {_RETURN: run.result} if self._is_wanted(_RETURN) else {}
-            observed |= {name: run.observed[name].value for name in drawn if self._is_wanted(name)}
-            observed |= {name: value for name, value in discrete.items() if self._is_wanted(name)}
-            return known(run) | observed | returned
+            observed |= {name: run.observed[name].value for name in drawn}
+            return run.deterministic | observed | discrete
 
         def choose(draw: Draws) -> tuple[Callable, Callable | None]:
-            run = record(program, draw, args, kwargs, draw=sample if self._as_pyro else leave)
-            wanted = [site for name, site in run.observed.items() if self._is_wanted(name)]
-            whole = run.followed or run.discrete is not None or self._is_wanted(_RETURN)
-            if whole or not all(take_apart(site.distribution) for site in wanted):
+            run = record(program, draw, args, kwargs, draw=sample if self._is_partial else leave)
+            whole = run.followed or run.discrete is not None
+            if whole or not all(take_apart(site.distribution) for site in run.observed.values()):
                 return ancestral, None
             return _outside_vmap(
-                program, args, kwargs, lambda d: d.sample(), drawn_again, known, leave
+                program, args, kwargs, lambda d: d.sample(), leave=leave, deterministic=True
             )
 
-        found = self._map(choose, args, kwargs, partial=self._as_pyro)
-        missing = [name for name in self._return_sites or () if name not in found]
-        if missing:
-            raise ValueError(f"return_sites has {missing[0]!r}, which is no site of the program")
+        found = self._map(choose, args, kwargs, partial=self._is_partial)
         if not found:
             raise UnsupportedProgramError(
                 "the program samples nothing without its targets, and has no deterministic site: "
                 "pass targets too (of the right shape; predictions do not depend on them), or "
                 "write pyro.sample(..., obs=y) so that it also runs with y=None"
             )
-        if self._as_pyro:
-            shapes = site_shapes(self.model, args, kwargs)
-            for name in found.keys() & shapes.sites.keys():
-                found[name] = found[name].reshape(shapes.padded(name, len(found[name])))
         return found
-
-    @property
-    def _has_all(self) -> bool:
-        """Latent sites and factors are among the results."""
-        return self._as_pyro or self._return_sites != ()
-
-    def _is_wanted(self, name: str) -> bool:
-        if self._return_sites:
-            return name in self._return_sites
-        return name != _RETURN and (self._return_sites is None or name not in self._given)
 
     def mean(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """E[y | w_s, x] for each observed site, (S, N, ...); for classes the probabilities
@@ -329,16 +267,6 @@ class Predictive:
             return
         self.posterior = as_posterior(self.posterior, self.model, args, kwargs)
         guide, total = self.posterior, self.num_samples
-        if self._given and isinstance(guide, Samples):
-            there = guide.num_chains * guide.num_draws
-            if total not in (None, there):
-                warnings.warn(
-                    f"num_samples={total} has no effect: posterior_samples hold {there} "
-                    "draws, and all are taken",
-                    BdlWarning,
-                    stacklevel=4,
-                )
-            self.num_samples = total = None
         if not isinstance(guide, Guide):
             draws = latent_draws(guide, total, *args, **kwargs)
             yield number_of_draws(draws), draws
@@ -392,37 +320,30 @@ class Predictive:
             return joined(found, total)
 
 
-def _observed(run: Run) -> dict[str, Site]:
-    return run.observed
-
-
-def _nothing(run: Run) -> dict[str, Any]:
-    return {}
-
-
 def _outside_vmap(
     program: Callable,
     args: tuple,
     kwargs: dict,
     read: Callable[[Any], Any],
-    sites: Callable[[Run], dict[str, Site]] = _observed,
-    known: Callable[[Run], dict[str, Any]] = _nothing,
+    *,
     leave: Callable[[dict], None] = leave_open,
+    deterministic: bool = False,
 ) -> tuple[Callable[[Draws], tuple], Callable[[tuple], dict[str, Any]]]:
     """Split an evaluation into a function for ``vmap`` and one for its stacked results.
 
-    The first returns the parameters of some sites' distributions at one draw. The second rebuilds
-    the distributions of many draws and applies ``read``. Both have the ``known`` values of a run.
+    The first returns the parameters of the observed sites' distributions at one draw. The second
+    rebuilds the distributions of many draws and applies ``read``. With ``deterministic`` both have
+    the deterministic sites too.
     """
     structures: dict[str, Structure] = {}
 
     def parameters(draw: Draws) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
         run = record(program, draw, args, kwargs, draw=leave)
         parts = {}
-        for name, site in sites(run).items():
+        for name, site in run.observed.items():
             taken: Any = take_apart(site.distribution)
             structures[name], parts[name] = taken
-        return parts, known(run)
+        return parts, run.deterministic if deterministic else {}
 
     def finish(result: tuple) -> dict[str, Any]:
         parts, values = result

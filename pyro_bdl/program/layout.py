@@ -100,8 +100,8 @@ def differences(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Si
 
 NEW_ROWS = (
     "local latents belong to the rows that they were inferred from; those of new rows come from an "
-    "encoder (guides.AutoAmortized) or from their prior, by Predictive(model, "
-    "posterior_samples=draws) with the draws of the other sites alone"
+    "encoder (guides.AutoAmortized) or from their prior, by Predictive(model, draws) with a "
+    "dict of draws of the other sites alone"
 )
 
 

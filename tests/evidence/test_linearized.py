@@ -153,18 +153,6 @@ def test_a_recurrent_network_is_linear_too():
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
 
 
-def test_the_former_spelling_is_understood(line):
-    assert evidence.linearised_optimum is linearized_optimum
-    assert evidence.linearised_log_likelihood is linearized_log_likelihood
-    guide = line.laplace()
-    with pytest.warns(DeprecationWarning, match="linearized="):
-        found = evidence.maximize(guide, steps=1, linearised=True)
-    assert found.history
-    with pytest.warns(DeprecationWarning, match="linearized="):
-        training = evidence.MarginalLikelihoodTraining(guide, line.data, linearised=True)
-    assert training.linearized
-
-
 # One optimum, whatever the curvature's structure
 
 

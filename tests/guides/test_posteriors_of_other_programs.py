@@ -224,7 +224,7 @@ def test_local_latents_of_other_rows_are_named_with_the_ways_to_predict_new_ones
     with pytest.raises(ValueError, match=r"another number of rows .*: local latents .* prior"):
         bdl.Predictive(_local, samples, 3)(X[:3])
     own = {"w": guide.sample_latents(5)["w"]}
-    drawn = bdl.Predictive(_local, posterior_samples=own)(X[:3])
+    drawn = bdl.Predictive(_local, own)(X[:3])
     assert drawn["y"].shape == (5, 3) and drawn["z"].unique().numel() == 15
 
 
