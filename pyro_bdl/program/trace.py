@@ -120,12 +120,12 @@ class Run:
     def one_step_ahead(self) -> str | None:
         """Return why the terms of the log likelihood are not log p(y_n | w) of each datum, as
         leave-one-out takes them; None where they are."""
-        return None if self.discrete is None else self.discrete.one_step_ahead()
+        return None if self.discrete is None else self.discrete.one_step_ahead
 
     def bias_of_minibatches(self) -> str | None:
         """Return why a minibatch's estimate of the log likelihood is biased; None where it is
         not."""
-        return None if self.discrete is None else self.discrete.bias_of_minibatches()
+        return None if self.discrete is None else self.discrete.bias_of_minibatches
 
     def coupled_data(self) -> str | None:
         """The first observed site that is not a product of mixtures, one for each datum, since

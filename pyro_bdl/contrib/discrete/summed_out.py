@@ -57,6 +57,9 @@ class SummedOut:
 
     ``names`` are those of the sites; ``sites`` the statements with a value that depend on them,
     with a dimension for each. All results are given the latents and the data of the run.
+    ``one_step_ahead`` says why terms of the log likelihood are not log p(y_n | w) of each datum, as
+    leave-one-out takes them, and ``bias_of_minibatches`` why minibatches estimate it with a bias;
+    None where it is not so.
     """
 
     def __init__(self, enumeration: Enumeration) -> None:
@@ -67,33 +70,10 @@ class SummedOut:
         self._densities = log_densities(self._given)
         self._factors = {s.name: self._factor(s, self._densities[s.name]) for s in self._given}
         self._ends: list[list[Factor]] = []  # the last factors of variables that are connected
-        self._conditional: str | None = None  # an observed site with terms of several data
-        self._biased: tuple[str, str] | None = None  # a site of minibatches, a discrete one outside
+        self.one_step_ahead: str | None = None
+        self.bias_of_minibatches: str | None = None
         self.names = tuple(variable.name for variable in self._variables.values())
         self.sites = {s.name: s.site for s in self._given}
-
-    def one_step_ahead(self) -> str | None:
-        """Return why the terms of the log likelihood are not log p(y_n | w) of each datum, as
-        leave-one-out takes them; None where they are."""
-        if self._conditional is None:
-            return None
-        return (
-            f"the data of the site '{self._conditional}' depend on other data through discrete "
-            "sites that are summed out, so that its terms are joint or one-step-ahead densities: "
-            "leaving one term out does not leave one datum out"
-        )
-
-    def bias_of_minibatches(self) -> str | None:
-        """Return why a minibatch's estimate of the log likelihood is biased; None where it is
-        not."""
-        if self._biased is None:
-            return None
-        site, discrete = self._biased
-        return (
-            f"the discrete site '{discrete}' stands outside of a subsampled plate of '{site}', so "
-            "that minibatches give a biased estimate of the log of its sum, with N/B inside of the "
-            "log: pass all data at once"
-        )
 
     # Results for all data
 
@@ -106,7 +86,7 @@ class SummedOut:
         if len(scales) != 1 or None in scales or any(s.kind == "latents" for s in sites):
             return None
         total = functools.reduce(torch.add, [self._algebra.total(end).sum() for end in self._ends])
-        (scale,) = scales
+        scale: Any = scales.pop()
         names = frozenset(statement.name for statement in sites)
         return total if scale == 1.0 else total * scale, names
 
@@ -270,12 +250,20 @@ class SummedOut:
         )
         inner = math.prod(plates[name].scale for name in statement.plates - kept)
         has_inner = len(shape.event) > fn.event_dim or not shape.is_plain
-        if self._biased is None and inner != 1.0:
+        if self.bias_of_minibatches is None and inner != 1.0:
             outside = next(v.name for v in variables if not v.plates >= statement.plates)
-            self._biased = statement.name, outside
+            self.bias_of_minibatches = (
+                f"the discrete site '{outside}' stands outside of a subsampled plate of "
+                f"'{statement.name}', so that minibatches give a biased estimate of the log of its "
+                "sum, with N/B inside of the log: pass all data at once"
+            )
         after_data = any(factor.evidence for factor in near) or (has_inner and not kept)
-        if self._conditional is None and after_data and statement.kind == "observed":
-            self._conditional = statement.name
+        if self.one_step_ahead is None and after_data and statement.kind == "observed":
+            self.one_step_ahead = (
+                f"the data of the site '{statement.name}' depend on other data through discrete "
+                "sites that are summed out, so that its terms are joint or one-step-ahead "
+                "densities: leaving one term out does not leave one datum out"
+            )
 
         def density(value: Tensor) -> Tensor:
             own = self._factors.get(statement.name)
@@ -292,21 +280,15 @@ class SummedOut:
             table = at_values(table, found, drawn, fn.event_dim)
             return table.reshape(shape.batch + shape.event if shape.is_plain else fn.shape())
 
-        distribution: Any
-        mask = site.mask
+        mask, is_mixture = site.mask, shape.is_plain and inner == 1.0
         if isinstance(mask, Tensor) and (has_inner or mask.dim() > ROOM):
             mask = None  # inside of the density
-            distribution = JointMarginal(density, draw, fn.support, shape)
-        elif (
-            shape.is_plain
-            and inner == 1.0
-            and all(variable.plates == kept for variable in variables)
-            and take_apart(fn) is not None
-        ):
+            is_mixture = False
+        is_mixture = is_mixture and all(variable.plates == kept for variable in variables)
+        distribution: Any = JointMarginal(density, draw, fn.support, shape)
+        if is_mixture and take_apart(fn) is not None:
             mixture = functools.partial(self._mixture, statement, near, kept, shape)
             distribution = Marginal(mixture, fn.support, shape, has_inner and not kept)
-        else:
-            distribution = JointMarginal(density, draw, fn.support, shape)
         if statement.kind == "factors":
             total = density(site.value)
             distribution = Unit(total, validate_args=False)
@@ -320,11 +302,7 @@ class SummedOut:
         )
 
     def _mixture(
-        self,
-        statement: Statement,
-        near: Sequence[Factor],
-        kept: frozenset[str],
-        shape: MarginalShape,
+        self, statement: Statement, near: list[Factor], kept: frozenset[str], shape: MarginalShape
     ) -> MixtureSameFamily:
         """p(y | w) with its components, one for each value of the statement's discrete sites, in
         the last dimension of a batch."""
@@ -332,7 +310,8 @@ class SummedOut:
         own = set(statement.symbols.values())
         left = connected(own, self._algebra.eliminate(near, symbols_of(near) - own)[0])
         weights = self._algebra.product([self._algebra.reduced(f, kept) for f in left])
-        structure, tensors = take_apart(fn)
+        taken: Any = take_apart(fn)
+        structure, tensors = taken
         inner = shape.event[: len(shape.event) - fn.event_dim]
         count = len(weights.symbols)
 
