@@ -444,6 +444,22 @@ def test_a_joint_marginal_is_drawn_from():
     assert abs(high[:, 0].double().mean() - 0.7) < 4 * math.sqrt(0.21 / 400)
 
 
+def test_draws_of_data_that_share_the_switch_of_their_column():
+    def columns():
+        means = pyro.sample("means", _normal(2.0, (2,)))
+        with pyro.plate("columns", 3, dim=-1):
+            z = pyro.sample("z", dist.Categorical(_t(0.3, 0.7)))
+            with pyro.plate("rows", 2, dim=-2):
+                pyro.sample("y", dist.Normal(means[z], 0.5), obs=Y[:2, None].expand(2, 3))
+
+    torch.manual_seed(0)
+    marginal = Program(columns).run({"means": _t(-30.0, 50.0)}).observed["y"].distribution
+    high = marginal.sample((400,)) > 10
+    assert high.shape == (400, 2, 3)
+    assert (high[:, 0] == high[:, 1]).all()
+    assert (high[:, 0].double().mean(0) - 0.7).abs().max() < 4 * math.sqrt(0.21 / 400)
+
+
 def test_a_site_without_its_data_has_its_marginal():
     program = Program(mixture)
     latents = _latents(program)

@@ -16,11 +16,12 @@ class MarginalShape(NamedTuple):
     """Batch and event shapes of a marginal, and the dimensions of a table that its batch is.
 
     ``first`` and ``last`` bound these dimensions, from the right; ``is_plain`` tells that all of
-    the batch lie to the left of the event.
+    the batch lie to the left of the event, so that ``value``, the shape of a draw, is both.
     """
 
     batch: torch.Size
     event: torch.Size
+    value: torch.Size
     first: int
     last: int
     is_plain: bool
@@ -34,14 +35,15 @@ class MarginalShape(NamedTuple):
         """
         sizes = ((1,) * ROOM + tuple(fn.batch_shape))[-ROOM:]
         used = [dim for dim in range(-ROOM, 0) if sizes[dim] > 1 or dim in dims]
+        value = torch.Size((*sizes[ROOM + min(used, default=0) :], *fn.event_shape))
         last = min((dim for dim in used if dim not in cells), default=0)
         if all(dim < last for dim in cells):
             first = min([last, *used])
-            event = torch.Size((*sizes[ROOM + last :], *fn.event_shape))
-            return cls(torch.Size(sizes[ROOM + first : ROOM + last]), event, first, last, True)
+            batch, event = value[: last - first], value[last - first :]
+            return cls(batch, event, value, first, last, True)
         first = min(cells)
         batch = torch.Size(sizes[dim] if dim in cells else 1 for dim in range(first, 0))
-        return cls(batch, torch.Size(), first, 0, False)
+        return cls(batch, torch.Size(), value, first, 0, False)
 
     def laid_out(self, table: Tensor) -> Tensor:
         """A table (*any, *ROOM dims) with the batch in place of its last dimensions, (*any,

@@ -277,8 +277,7 @@ class SummedOut:
         def draw() -> Tensor:
             drawn = self._draw(near)
             table, found = by_symbols(fn.sample(), statement.symbols, fn.event_dim)
-            table = at_values(table, found, drawn, fn.event_dim)
-            return table.reshape(shape.batch + shape.event if shape.is_plain else fn.shape())
+            return at_values(table, found, drawn, fn.event_dim).reshape(shape.value)
 
         mask, is_mixture = site.mask, shape.is_plain and inner == 1.0
         if isinstance(mask, Tensor) and (has_inner or mask.dim() > ROOM):
