@@ -235,7 +235,7 @@ def methods(
     def swag() -> Method:
         model = program(network, data, options)
         guide = bdl.guides.AutoSWAG(model).prototype(*data.train.tensors)
-        collect_swag(model, guide, *data.train.tensors, snapshots=20)
+        collect_swag(model, guide, *data.train.tensors, snapshots=20, learning_rate=0.01)
         return drawn(model, guide.swag_approximation(), options)
 
     def ensemble() -> Method:

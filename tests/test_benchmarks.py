@@ -313,6 +313,17 @@ def test_laplace_of_image_classifiers(name, tmp_path):
 
 
 @pytest.mark.bench
+def test_posteriors_of_trained_networks():
+    command = [sys.executable, str(FOLDER / "trained_network.py"), "--json", "--quick"]
+    command += ["--epochs", "1", "--draws", "2", "--networks", "MLP"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=True)
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    (rows,) = result["networks"].values()
+    assert len(rows) == 10 and result["harmed"] == []
+    assert all("NLL" in row or "skipped" in row for row in rows.values())
+
+
+@pytest.mark.bench
 def test_priors_on_uci_against_nuts(line):
     rows = line / "rows.jsonl"
     command = [sys.executable, str(FOLDER / "uci_priors.py"), "--json", "--data", str(line)]

@@ -2,8 +2,8 @@
 
 from pyro_bdl.evidence.alternating_training import train_by_evidence
 from pyro_bdl.evidence.expectation_maximization import ExpectationMaximization, em
-from pyro_bdl.evidence.last_layer import LastLayerEvidence, maximize_last_layer
-from pyro_bdl.evidence.linearized import linearized_log_likelihood, linearized_optimum
+from pyro_bdl.evidence.last_layer import LastLayerEvidence
+from pyro_bdl.evidence.linearized import linearized_optimum
 from pyro_bdl.evidence.marginal import effective_parameters, log_marginal_likelihood
 from pyro_bdl.evidence.maximize import Evidence, hyperparameters, maximize
 from pyro_bdl.evidence.online import MarginalLikelihoodTraining
@@ -17,11 +17,9 @@ __all__ = [
     "effective_parameters",
     "em",
     "hyperparameters",
-    "linearized_log_likelihood",
     "linearized_optimum",
     "log_marginal_likelihood",
     "maximize",
-    "maximize_last_layer",
     "train_by_evidence",
     "variational_em",
 ]

@@ -34,8 +34,9 @@ class HeldOut:
     """What held-out rows say of the posteriors N(u*, t C), linearized at u*; print it.
 
     The gain is the mean of log p_t(y | x) - log p_0(y | x) at the best factor t, where p_0 is the
-    network itself. The posterior has this factor if the gain is above its standard error. If not,
-    it has the largest factor by which the densities of the rows change by 1e-4 nats on average.
+    network itself. The posterior has this factor if the gain is above two standard errors: the
+    best of many factors gains a little by chance. If not, it has the largest factor by which the
+    densities of the rows change by 1e-4 nats on average.
 
     :param rows: the number of rows.
     :param factor: t, of the posterior's covariance.
@@ -50,16 +51,16 @@ class HeldOut:
 
     @property
     def helps(self) -> bool:
-        """True if the gain is above its standard error, and above 1e-4 nats."""
-        return self.gain > max(self.error, _UNCHANGED)
+        """True if the gain is above two standard errors, and above 1e-4 nats."""
+        return self.gain > max(2.0 * self.error, _UNCHANGED)
 
     def __str__(self) -> str:
         gain = f"{self.gain:.4f} ± {self.error:.4f} nats"
         if self.helps:
             return f"on {self.rows} held-out rows the posterior gains {gain}"
         return (
-            f"on {self.rows} held-out rows the posterior adds nothing ({gain} at its best): the "
-            "network is kept, the posterior is for inputs unlike these"
+            f"on {self.rows} held-out rows the posterior adds nothing sure ({gain} at its best): "
+            "the network is kept, the posterior is for inputs unlike these"
         )
 
 

@@ -111,8 +111,7 @@ class AutoLastLayer(AutoLaplaceGGN):
     ) -> "LastLayerGuide":
         """Set the program's ``PyroParam``s to the maximum of the last layer's evidence.
 
-        See ``evidence.maximize_last_layer``. Only the last layer counts, even for a scale that
-        other layers share.
+        Only the last layer counts, even for a scale that other layers share.
 
         :param data: as in ``laplace_approximation``.
         :param rounds: the largest number of rounds.
@@ -120,10 +119,10 @@ class AutoLastLayer(AutoLaplaceGGN):
         :returns: the posterior at the hyperparameters found.
         :raises ValueError: if the program has no such parameters.
         """
-        from pyro_bdl import evidence
+        from pyro_bdl.evidence.last_layer import maximize_last_layer
 
         guide = self.laplace_approximation(data, progress=progress)
-        evidence.maximize_last_layer(guide, rounds=rounds, tolerance=tolerance)
+        maximize_last_layer(guide, rounds=rounds, tolerance=tolerance)
         return guide
 
     def layer(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,8 +11,11 @@ from torch import nn
 from pyro_bdl import bayesianize, evidence, handlers, models, priors, working_memory
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.evidence import linearized as module
-from pyro_bdl.evidence import linearized_log_likelihood, linearized_optimum
-from pyro_bdl.evidence.linearized import LinearizedModel
+from pyro_bdl.evidence.linearized import (
+    LinearizedModel,
+    linearized_log_likelihood,
+    linearized_optimum,
+)
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program import Program
 
