@@ -87,7 +87,7 @@ def run(options: Options, line: str) -> int:
         fitter = Fitter(options, data, fresh=options.fresh)
         fits, failures, failed = fitter.fit_all()
         if not fits:
-            return FAILED if failed else INTERRUPTED
+            return FAILED if failures else INTERRUPTED
         try:
             shipped = None if reference is None else reference.draws()
             comparison = _compared(fitter, fits, failures, shipped)
@@ -100,8 +100,7 @@ def run(options: Options, line: str) -> int:
         except _EXPLAINED as error:
             logger.warning("the splits could not be scored: %s", error)
             validated, failed = None, True
-        figures = _figures(comparison, fits, data)
-        written = _write(comparison, figures, options.out, data, about, made, validated)
+        written, complete = _write(comparison, fits, options.out, data, about, made, validated)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
     if options.quiet:
         print(textwrap.fill(comparison.summary, width, break_on_hyphens=False))
@@ -109,8 +108,7 @@ def run(options: Options, line: str) -> int:
         print(f"\n{comparison.to_text(width, details=options.details)}\n")
         print(textwrap.fill(f"{_units(data)} {_LEGEND}", width))
     print(f"Written to {options.out}: {', '.join(written)}")
-    failed |= len(written) < 3 + len(figures)
-    return FAILED if failed else 0
+    return 0 if complete and not failed else FAILED
 
 
 def _about(data: Dataset, options: Options) -> str:
@@ -369,25 +367,28 @@ def _figures(comparison: Comparison, fits: Sequence[Fit], data: Dataset) -> dict
 
 def _write(
     comparison: Comparison,
-    figures: Mapping[str, Figure],
+    fits: Sequence[Fit],
     folder: Path,
     data: Dataset,
     about: str,
     settings: dict[str, dict[str, object]],
     validated: Further | None,
-) -> list[str]:
-    """Write table, figures, report and its numbers; return the names of the written files.
+) -> tuple[list[str], bool]:
+    """Write table, figures, report and its numbers; return the written files, and if these are all.
 
     A file that the disk does not take is said and loses no other one. Files of an earlier run that
     this one has not written are removed.
     """
     written: list[str] = []
+    complete = True
 
     def write(name: str, writer: Callable[[Path], object]) -> None:
+        nonlocal complete
         try:
             writer(folder / name)
             written.append(name)
         except OSError as error:
+            complete = False
             logger.warning("%s could not be written: %s", folder / name, error)
 
     def draw(figure: Figure) -> Callable[[Path], None]:
@@ -409,6 +410,7 @@ def _write(
             part.write_text(json.dumps(numbers, indent=1, default=str), encoding="utf-8")
 
     write("table.csv", comparison.to_csv)
+    figures = _figures(comparison, fits, data)
     for name, figure in figures.items():
         write(f"{name}.png", draw(figure))
     write(
@@ -428,7 +430,7 @@ def _write(
     write("report.json", save)
     for name in set(_FILES) - set(written):
         (folder / name).unlink(missing_ok=True)
-    return written
+    return written, complete
 
 
 def _point_name(point: dict[str, Any], place: int) -> str:

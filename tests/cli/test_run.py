@@ -261,6 +261,7 @@ def test_a_posterior_that_does_not_fit_in_memory_is_left_out(run, tmp_path, monk
     rows = rows_of(tmp_path / "out")
     assert set(rows) == {"map", "laplace-full"} and "RMSE" in out
     assert rows["laplace-full"]["verdict"].startswith('left out: structure="full" over')
+    assert run(*TINY, "--example", "diabetes", "--guides", "laplace-full")[0] == 1
 
 
 def test_laplace_says_its_evidence_and_its_scale(table, run, tmp_path):
