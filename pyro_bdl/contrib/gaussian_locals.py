@@ -176,9 +176,10 @@ class WithoutLocals(nn.Module):
         result, start = {}, 0
         for name, size in sizes.items():
             part = slice(start, start + size)
-            covariance = local.covariance[:, part, part]
-            result[name] = dist.MultivariateNormal(local.mean[:, part], covariance)
-            start += size
+            start = part.stop
+            result[name] = dist.MultivariateNormal(
+                local.mean[:, part], local.covariance[:, part, part]
+            )
         return result
 
     def _run(self, args: tuple, kwargs: dict) -> tuple[Any, Gaussian, dict[str, int]]:

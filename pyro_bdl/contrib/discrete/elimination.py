@@ -153,8 +153,6 @@ def by_symbols(
     order += [dim for dim in range(left) if dim not in order]
     if order != list(range(left)):
         table = table.permute(*order, *range(left, table.dim()))
-    if left == len(found) and rank >= ROOM:
-        return table, found
     ones = (1,) * max(0, ROOM - rank)
     return table.reshape(table.shape[: len(found)] + ones + table.shape[left:]), found
 
@@ -166,12 +164,10 @@ def at_values(
     for place in reversed(range(len(symbols))):
         if symbols[place] not in drawn:
             continue
-        index = drawn[symbols[place]]
-        index = index.reshape((*index.shape, *(1,) * event_dim))
-        table = table.movedim(place, 0)
-        shape = torch.broadcast_shapes(table.shape[1:], index.shape)
-        table = table.expand(table.shape[:1] + shape)
-        table = table.gather(0, index.expand(shape)[None])[0]
+        index, table = drawn[symbols[place]], table.movedim(place, 0)
+        ones = (1,) * (table.dim() - ROOM - event_dim)
+        index = index.reshape(ones + index.shape + (1,) * event_dim)
+        table = torch.take_along_dim(table, index, 0)[0]
     return table
 
 

@@ -62,6 +62,7 @@ class JointMarginal(TorchDistribution):
 
     couples_data = True
     arg_constraints: ClassVar[dict[str, Any]] = {}
+    support: Any = None
 
     def __init__(
         self,
@@ -70,12 +71,8 @@ class JointMarginal(TorchDistribution):
         support: Any,
         shape: MarginalShape,
     ) -> None:
-        self._density, self._draw, self._support = density, draw, support
+        self._density, self._draw, self.support = density, draw, support
         super().__init__(shape.batch, shape.event, validate_args=False)
-
-    @constraints.dependent_property
-    def support(self) -> Any:
-        return self._support
 
     def log_prob(self, value: Tensor) -> Tensor:
         return self._density(value)
@@ -83,8 +80,6 @@ class JointMarginal(TorchDistribution):
     @torch.no_grad()
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         shape = torch.Size(sample_shape)
-        if not shape:
-            return self._draw()
         draws = torch.stack([self._draw() for _ in range(shape.numel())])
         return draws.reshape(shape + draws.shape[1:])
 

@@ -107,19 +107,19 @@ class SummedOut:
 
         They are the derivatives of log p(y | w) in log p(z_n = k).
         """
-        factors = list(self._factors.values())
+        factors, result = list(self._factors.values()), {}
 
         def total(tilts: dict[int, Tensor]) -> Tensor:
             tilted = [Factor(t, (s,), self._variables[s].plates) for s, t in tilts.items()]
             return self._algebra.total([*factors, *tilted]).sum()
 
-        sizes = {
-            symbol: (len(variable.values), *self._algebra.sizes(variable.plates))
+        zeros = {
+            symbol: factors[0].table.new_zeros(
+                (len(variable.values), *self._algebra.sizes(variable.plates))
+            )
             for symbol, variable in self._variables.items()
         }
-        like = factors[0].table
-        found = torch.func.grad(total)({s: like.new_zeros(size) for s, size in sizes.items()})
-        result = {}
+        found = torch.func.grad(total)(zeros)
         for symbol, variable in self._variables.items():
             p = found[symbol] / found[symbol].sum(0)
             result[variable.name] = p.reshape(len(p), *self._cells(variable)).movedim(0, -1)
@@ -227,13 +227,12 @@ class SummedOut:
         own = _tempering(statement.site)
         for name in names:
             scale = _tempering(self.sites[name])
-            if own is None or scale is None or math.isclose(scale, 1.0):
+            if own is None or scale is None or math.isclose(scale, 1.0) or math.isclose(scale, own):
                 continue
-            if not math.isclose(scale, own):
-                raise UnsupportedProgramError(
-                    f"the discrete site '{name}' has the scale {scale:g}, and "
-                    f"'{statement.name}', which depends on it, {own:g}: give both one scale"
-                )
+            raise UnsupportedProgramError(
+                f"the discrete site '{name}' has the scale {scale:g}, and '{statement.name}', "
+                f"which depends on it, {own:g}: give both one scale"
+            )
 
     def _marginal(self, statement: Statement, near: list[Factor]) -> Any:
         """The site of a statement with its marginal.
