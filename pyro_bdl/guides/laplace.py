@@ -71,7 +71,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
     :param rank: the number of eigenpairs of "low_rank".
     :param reduce: how "kron" and "ekfac" treat weight sharing, see ``KroneckerCurvature``.
     :param num_samples: the number of samples of "samples".
-    :param tolerance: of the solves of "samples": the relative residual at which they end.
+    :param tolerance: of the solves of "samples": their error, in posterior standard deviations.
     :param init_loc_fn: where u starts; by default the network's own values.
     :param create_plates: as in Pyro's autoguides.
     :raises ValueError: for an unknown structure or curvature.
@@ -88,7 +88,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         rank: int = 50,
         reduce: bool = False,
         num_samples: int = 32,
-        tolerance: float = 1e-4,
+        tolerance: float = 1e-3,
         init_loc_fn: Callable = init_to_network,
         create_plates: Callable | None = None,
     ) -> None:

@@ -13,45 +13,56 @@ class Solution(NamedTuple):
     :param x: (S, p).
     :param sizes: the steps' sizes alpha, (steps, S), zero once a side has ended.
     :param ratios: beta, the ratios of successive squared residuals, (steps, S).
-    :param residuals: relative residuals at the end, (S,).
+    :param converged: whether every side ended before the last step.
     """
 
     x: Tensor
     sizes: Tensor
     ratios: Tensor
-    residuals: Tensor
+    converged: bool
 
 
 def conjugate_gradients(
     times: Callable[[Tensor], Tensor],
     right: Tensor,
+    precondition: Callable[[Tensor], Tensor],
     diagonal: Tensor,
     *,
     start: Tensor | None = None,
-    tolerance: float,
+    limit: float | Tensor,
     steps: int,
 ) -> Solution:
     """Solve H x = b for a positive definite H.
 
-    A side ends where its residual, in the norm of the preconditioner's inverse, is this fraction of
-    the right-hand side's.
+    A side ends where the norm (r' D^-1 r)^1/2 of its residual r is below the limit, with D the
+    preconditioner; where H - D is positive semi-definite, this bounds the error e of x in
+    (e' H e)^1/2. It ends as well where r is 10 times the rounding of the first residual, each entry
+    in units of the root of H's diagonal, since products are not known beyond.
 
     :param times: a function of vectors (m, p) that returns H times each.
     :param right: b, (S, p).
-    :param diagonal: the preconditioner, a positive diagonal (p,).
+    :param precondition: a function of vectors (m, p) that returns D^-1 times each.
+    :param diagonal: H's diagonal, about, (p,).
     :param start: where x starts, (S, p); zero by default.
+    :param limit: of the residuals' norms, a number or (S,).
     :param steps: at most so many steps.
+    :raises FloatingPointError: if a product is not finite.
     """
-    norms = _dots(right, right / diagonal)
     if start is None:
         x, residual = torch.zeros_like(right), right.clone()
     else:
         x, residual = start.clone(), right - times(start)
-    conditioned = residual / diagonal
+    conditioned = precondition(residual)
     direction, length = conditioned.clone(), _dots(residual, conditioned)
+    limits = torch.as_tensor(limit, dtype=length.dtype, device=length.device).square()
+    rounding = (10 * torch.finfo(right.dtype).eps) ** 2 * _dots(residual, residual / diagonal)
+    going = torch.arange(len(right), device=right.device)
     sizes, ratios = [], []
     for _ in range(steps):
-        (going,) = (length > tolerance**2 * norms).nonzero(as_tuple=True)
+        if not torch.isfinite(length).all():
+            raise FloatingPointError("a product with the matrix is not finite")
+        known = _dots(residual, residual / diagonal) > rounding
+        (going,) = ((length > limits) & known).nonzero(as_tuple=True)
         if not len(going):
             break
         along = direction[going]
@@ -60,7 +71,7 @@ def conjugate_gradients(
         step = size.to(x)[:, None]
         x[going] += step * along
         residual[going] -= step * curved
-        conditioned = residual[going] / diagonal
+        conditioned = precondition(residual[going])
         after = _dots(residual[going], conditioned)
         ratio = after / length[going]
         direction[going] = conditioned + ratio.to(x)[:, None] * along
@@ -72,7 +83,7 @@ def conjugate_gradients(
         x,
         torch.stack(sizes) if sizes else none,
         torch.stack(ratios) if ratios else none,
-        (length / norms.clamp(min=torch.finfo(norms.dtype).tiny)).sqrt(),
+        not len(going),
     )
 
 

@@ -36,7 +36,7 @@ class StructureOptions:
     rank: int = 50
     reduce: bool = False
     num_samples: int = 32
-    tolerance: float = 1e-4
+    tolerance: float = 1e-3
 
 
 class Products(Protocol):

@@ -54,6 +54,12 @@ def both(name, **options):
     return approximate(name, "full")[1].precision, approximate(name, "samples", **options)[1]
 
 
+def right_sides(precision, count):
+    """J' F^1/2 e + Lambda w_0, whose solutions the samples are."""
+    prior = precision._times_prior(precision._prior_draws(range(count)))
+    return precision.factor.sqrt() * precision.curvature.targets + prior
+
+
 def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
@@ -63,7 +69,7 @@ def test_solves_are_those_of_the_dense_matrix(name):
     """Solves of any vectors, and of the perturbed objectives whose solutions the samples are."""
     full, guide = both(name)
     ours = guide.precision
-    close(ours.samples, full.solve(ours._targets(range(8))))
+    close(ours.samples, full.solve(right_sides(ours, 8)))
     vectors = torch.randn(2, 3, full.size)
     close(ours.solve(vectors), full.solve(vectors))
     close(ours.quadratic(vectors), full.quadratic(vectors))
@@ -132,7 +138,7 @@ def test_the_log_determinant_and_its_gradient():
     model, exact, _ = approximate("normal", "full")
     other, guide, _ = approximate("normal", "samples", num_samples=COUNT)
     full, ours = exact.precision, guide.precision
-    root = ours.diagonal.sqrt()
+    root = exact.prior_diagonal.sqrt()
     matrix = exact.curvature.matrix + exact.prior_diagonal.diag()
     values, vectors = torch.linalg.eigh(matrix / root / root[:, None])
     logs = (vectors * values.log()) @ vectors.mT
@@ -166,7 +172,7 @@ def test_batches_and_updates_add_up():
     _, guide, _ = approximate("classes", "samples", halves[:1], num_samples=2, tolerance=1e-12)
     guide.update((x[3:], y[3:]))
     close(guide.precision.quadratic(vectors), full.quadratic(vectors))
-    close(guide.precision.samples, full.solve(guide.precision._targets(range(2))))
+    close(guide.precision.samples, full.solve(right_sides(guide.precision, 2)))
 
 
 def test_another_noise_and_prior():
@@ -177,7 +183,7 @@ def test_another_noise_and_prior():
     for program, posterior in ((model, guide), (other, exact)):
         program.noise = torch.tensor(0.2)
         posterior.refresh()
-    close(guide.precision.samples, exact.precision.solve(guide.precision._targets(range(3))))
+    close(guide.precision.samples, exact.precision.solve(right_sides(guide.precision, 3)))
     assert not torch.allclose(guide.precision.samples, before)
 
 
@@ -251,7 +257,7 @@ def test_under_a_g_prior_the_posterior_is_that_of_the_dense_matrix(name):
     ours = posterior.precision
     vectors = torch.randn(3, len(matrix))
     close(ours.solve(vectors), torch.linalg.solve(precision, vectors.mT).mT)
-    close(ours.samples, torch.linalg.solve(precision, ours._targets(range(8)).mT).mT)
+    close(ours.samples, torch.linalg.solve(precision, right_sides(ours, 8).mT).mT)
     posterior = guide.laplace_approximation((x, y), structure="full")
     evidence.maximize(posterior, linearized=False, tolerance=1e-10, steps=1000)
     found = evidence.hyperparameters(posterior)
@@ -260,3 +266,63 @@ def test_under_a_g_prior_the_posterior_is_that_of_the_dense_matrix(name):
     prior = matrix.diagonal() / theta**2
     gamma = len(matrix) - (torch.linalg.inv(precision + prior.diag()).diagonal() * prior).sum()
     close(theta**2, (exact.loc.square() * matrix.diagonal()).sum() / gamma)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_directions_that_data_do_not_determine(dtype):
+    """One-hot columns and an intercept under a prior sd of 1000: curvature of 1e8 times the prior's
+    precision in four directions, none in the fifth. Within five standard errors of 200 samples."""
+    torch.manual_seed(0)
+    x = torch.cat([torch.eye(4).repeat(10, 1), torch.ones(40, 1)], 1)
+    covariance = torch.linalg.inv(x.mT @ x / 0.25 + torch.eye(5) / 1e6)
+    model = models.Regression(
+        bayesianize(nn.Linear(5, 1, bias=False), priors.Normal(1e3)), noise=0.5
+    )
+    x, y = x.to(dtype), torch.randn(40, dtype=dtype)
+    guide = AutoLaplaceGGN(model.to(dtype), structure="samples", num_samples=200).prototype(x, y)
+    posterior = guide.laplace_approximation((x, y))
+    found, exact = posterior.precision.variances().double(), covariance.diagonal()
+    assert ((found - exact).abs() <= 5 * exact * (2 / 200) ** 0.5).all()
+    outputs = posterior.precision.samples.double() @ x[:4].mT.double()
+    assert ((outputs.square().mean(0) - 0.025).abs() <= 5 * 0.025 * (2 / 200) ** 0.5).all()
+
+
+def test_weakly_determined_directions():
+    """Curvature from 1e-4 to 1e6 times the prior's precision: every sample is solved for to a
+    hundredth of a standard deviation."""
+    torch.manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(12, 12))[0]
+    x = torch.logspace(-2, 3, 12).diag() @ basis
+    model = models.Regression(bayesianize(nn.Linear(12, 1, bias=False)), noise=1.0)
+    y = torch.randn(12)
+    full = AutoLaplaceGGN(model, structure="full").prototype(x, y).laplace_approximation((x, y))
+    guide = AutoLaplaceGGN(model, structure="samples", num_samples=8).prototype(x, y)
+    ours = guide.laplace_approximation((x, y)).precision
+    error = ours.samples - full.precision.solve(right_sides(ours, 8))
+    assert (full.precision.quadratic(error) <= 12 * 1e-4).all()
+
+
+class Hidden(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layers, self.function = nn.Sequential(nn.Linear(3, 4), nn.ReLU()), function
+
+    def forward(self, x):
+        return self.function(self.layers(x)).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "match"),
+    [
+        (lambda hidden: torch.xlogy(hidden, hidden), "they are not finite here"),
+        (lambda hidden: torch.cdist(hidden, torch.eye(4).to(hidden)), "not implemented"),
+    ],
+)
+def test_networks_without_second_derivatives(function, match):
+    """The derivative of x log x where a rectifier is zero; one that torch lacks."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3), torch.randn(8, 1)
+    model = models.Regression(bayesianize(Hidden(function)), noise=0.5)
+    guide = AutoLaplaceGGN(model, structure="samples").prototype(x, y)
+    with pytest.raises(UnsupportedProgramError, match=match):
+        guide.laplace_approximation((x, y)).variances()
