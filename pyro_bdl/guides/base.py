@@ -18,6 +18,7 @@ from pyro.poutine.runtime import get_plates
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.hyperparameters import few_rows
+from pyro_bdl.guides.saved import SAVED_KIND, class_path, known_class, log_densities
 from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.argument_errors import explained
 from pyro_bdl.program.batches import Batch
@@ -26,12 +27,11 @@ from pyro_bdl.program.layout import Latent, Layout, differences, origin
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.sharded import refuse_sharded
-from pyro_bdl.program.trace import Run, distribution_of_targets, leave_open, record
-from pyro_bdl.utils.module_state import evaluation_mode, modules_of, outside_inference_mode
+from pyro_bdl.program.trace import Run, distribution_of_targets
+from pyro_bdl.utils.module_state import modules_of, outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.tensor_file import save_tree
 
-SAVED_KIND = "posterior"
 _DRAWS = 4096  # for quantiles without a closed form
 _NUMBERS = 2**24  # in draws that are held at a time
 
@@ -80,7 +80,7 @@ class Guide(OwnParameters, AutoGuide):
         self.told: set[str] = set()  # warnings about the program that are given once
         self._loaded: dict[str, Tensor] | None = None
         # A few rows of the first data, with which a program that reads a file is run.
-        self._few: Batch = (), {}
+        self.few_rows: Batch = (), {}
 
     @property
     def program_model(self) -> Callable:
@@ -144,7 +144,7 @@ class Guide(OwnParameters, AutoGuide):
         without_arguments(trace)
         self.prototype_trace = trace
         with own_randomness():
-            self._few = few_rows(self.program_model, self.layout, start, (args, kwargs))
+            self.few_rows = few_rows(self.program_model, self.layout, start, (args, kwargs))
 
     def _create_parameters(self, start: Tensor) -> None:
         """Create the parameters.
@@ -161,7 +161,7 @@ class Guide(OwnParameters, AutoGuide):
         self.told = source.told
         self.prototype_trace = source.prototype_trace
         self._prototype_frames = source._prototype_frames
-        self._few = source._few
+        self.few_rows = source.few_rows
 
     def __repr__(self) -> str:
         """A line; the program inside would fill pages."""
@@ -297,24 +297,8 @@ class Guide(OwnParameters, AutoGuide):
         """
         model = self.program_model
         program = dict(model.state_dict()) if isinstance(model, nn.Module) else None
-        tree = {"guide": self.saved(), "program": program, "batch": self._few}
-        return save_tree(path, {**tree, "densities": self.log_densities()}, kind=SAVED_KIND)
-
-    @torch.no_grad()
-    def log_densities(self) -> dict[str, float]:
-        """The log density of each site of the program in nats, at the guide's center and a few rows
-        of the first data; none for latents in subsampled plates, of which no run holds all."""
-        if self.subsampled:
-            return {}
-        values = self.require_layout().constrain(self.location())[0]
-        with evaluation_mode(self.program_model), own_randomness():
-            run = record(self.program_model, values, *self._few, draw=leave_open)
-        sites = run.latents | run.observed | run.factors
-        return {
-            name: float(site.log_prob().sum())
-            for name, site in sites.items()
-            if site.value is not None
-        }
+        tree = {"guide": self.saved(), "program": program, "batch": self.few_rows}
+        return save_tree(path, {**tree, "densities": log_densities(self)}, kind=SAVED_KIND)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -643,50 +627,9 @@ def without_arguments(trace: Any) -> None:
         trace.remove_node(name)
 
 
-def class_path(kind: type) -> str:
-    """The module and name of a class."""
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 def restored(model: Callable, saved: Mapping[str, Any], batch: Batch) -> Guide:
     """Make a guide from a tree of ``Guide.saved``.
 
     :raises ValueError: for a class of guides that is not imported.
     """
     return known_class(saved["class"], Guide).restored(model, saved, batch)
-
-
-def known_class(path: str, *bases: type) -> Any:
-    """The class with the path of ``class_path``, among some classes and their subclasses.
-
-    :raises ValueError: for a class that is not imported.
-    """
-    waiting = list(bases)
-    while waiting:
-        kind = waiting.pop()
-        if class_path(kind) == path:
-            return kind
-        waiting += kind.__subclasses__()
-    raise ValueError(
-        f"the file holds a {bases[0].__name__} of the class {path}, which is not known here: "
-        "import its module first"
-    )
-
-
-def described(value: Any, *bases: type) -> Any:
-    """An object of some classes as a tree of its class and attributes; any other as it is."""
-    if not isinstance(value, bases):
-        return value
-    parts = {name: described(part, *bases) for name, part in vars(value).items()}
-    return {"class": class_path(type(value)), **parts}
-
-
-def from_description(saved: Any, *bases: type) -> Any:
-    """The object of a tree of ``described``."""
-    if not isinstance(saved, Mapping) or "class" not in saved:
-        return saved
-    kind = known_class(saved["class"], *bases)
-    result = kind.__new__(kind)
-    parts = {name: part for name, part in saved.items() if name != "class"}
-    vars(result).update({name: from_description(part, *bases) for name, part in parts.items()})
-    return result

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from pyro_bdl.guides.base import SAVED_KIND, Guide, restored
+from pyro_bdl.guides.base import Guide, restored
+from pyro_bdl.guides.saved import SAVED_KIND, log_densities
 from pyro_bdl.samples import SUFFIXES, Samples
 from pyro_bdl.utils.tensor_file import kind_of_file, load_tree
 
@@ -45,7 +46,7 @@ def load_posterior(path: str | Path, model: Callable) -> Guide | Samples:
         if tree["program"] is not None and isinstance(model, nn.Module):
             model.load_state_dict(tree["program"])
         guide = restored(model, tree["guide"], batch)
-        _check_same(tree["densities"], guide.log_densities())
+        _check_same(tree["densities"], log_densities(guide))
         return guide
     except Exception:
         if isinstance(model, nn.Module):

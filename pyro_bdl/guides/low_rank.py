@@ -80,7 +80,7 @@ class AutoLowRank(AutoJoint):
         if self.subsampled:
             return frozenset()
         model, layout = self.program_model, self.require_layout()
-        run, leaves = run_at(model, Subset(layout), vector, *self._few)
+        run, leaves = run_at(model, Subset(layout), vector, *self.few_rows)
         return frozenset(
             name
             for name, site in run.latents.items()

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from pyro_bdl.curvature.config import check_memory
 from pyro_bdl.curvature.structures.full import FullPrecision
-from pyro_bdl.guides.base import Guide, described, from_description
+from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.joint import JointGuide, restored_source
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
+from pyro_bdl.guides.saved import described, from_description
 from pyro_bdl.guides.selectors import (
     LargestPredictiveVariance,
     Selector,

@@ -28,10 +28,11 @@ from pyro_bdl.distributions.dropout_noise import (
 from pyro_bdl.distributions.log_uniform import ImproperLogUniform
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides.base import Guide, described, from_description, sample_site
+from pyro_bdl.guides.base import Guide, sample_site
 from pyro_bdl.guides.dropout.layers import DropoutLayers
 from pyro_bdl.guides.dropout.weights import Weight, reading_run, source_of, total_num_data
 from pyro_bdl.guides.kl import expected_log_prior
+from pyro_bdl.guides.saved import described, from_description
 from pyro_bdl.guides.training_step import present_step
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program.batches import Batch
@@ -190,7 +191,7 @@ class AutoMCDropout(Guide):
     def _create_parameters(self, start: Tensor) -> None:
         model, layout = self.program_model, self.require_layout()
         # a guide around another guide's point starts from that guide's run
-        args, kwargs = self._arguments or self._few
+        args, kwargs = self._arguments or self.few_rows
         reader, run = reading_run(
             self._source.reader, model, layout, start, args, kwargs, partial=self.subsampled
         )
