@@ -140,8 +140,9 @@ def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
     except UnsupportedProgramError:  # not a linear regression
         features = "MAP"
     if features == "evidence":
-        settings = {"steps": steps, "batch_size": len(x), "elbo": objective}
-        run = train(model, guide, x, y, progress=label, **settings)
+        run = train(
+            model, guide, x, y, steps=steps, batch_size=len(x), elbo=objective, progress=label
+        )
         posterior: LaplaceGuide = guide.laplace_approximation((x, y))
         interrupted = run.interrupted
     else:
