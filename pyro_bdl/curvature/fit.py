@@ -23,6 +23,12 @@ from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.progress import hidden
 
+SCALED_UP = (
+    "the program states more data than it was given, so that each part is scaled up to all of them "
+    "and parts do not add up: pass all data to laplace_approximation as an iterable of batches, or "
+    "leave num_data out of the program"
+)
+
 
 @dataclass
 class Fitted:
@@ -93,6 +99,8 @@ def fit_curvature(
             model, subset, vector, batches, config, like, before, offset, progress
         )
     factor = seen.factor()
+    if before is not None and factor != 1.0:
+        raise ValueError(SCALED_UP)
     curvature.scale(factor)
     if curvature.takes_products:
         passes = [(batches, factor)]

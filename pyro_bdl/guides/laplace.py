@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from pyro_bdl.curvature.automatic_structure import with_chosen_structure
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.factor_statements import check_factors
-from pyro_bdl.curvature.fit import fit_curvature
+from pyro_bdl.curvature.fit import SCALED_UP, fit_curvature
 from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, learned_noise, read
 from pyro_bdl.curvature.known_information import with_known_information
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
@@ -207,6 +208,7 @@ class LaplaceGuide(JointGuide):
     _precision: Precision | None = None  # until it is asked for
     prior_quadratic: bool = False
     prior_slope: Tensor  # the gradient of the log prior at u*, (p,)
+    _in_likelihood: Mapping[str, Tensor] = MappingProxyType({})  # parameters at the fit
     _passes: list[tuple[Batches, float]] | None = None  # None for a posterior from a file
 
     def saved(self) -> dict[str, Any]:
@@ -266,8 +268,13 @@ class LaplaceGuide(JointGuide):
         self._passes = None if earlier is None else [*earlier, (batches, fitted.factor)]
         if before is None:
             warn_of_randomness(model, self.subset, self.loc, *self.few)
+            self._in_likelihood = {}
         reading = self._read()
         if before is None:
+            self._in_likelihood = {
+                name: reading.parameters[name].value.detach().clone()
+                for name in reading.in_likelihood
+            }
             if is_new:  # Newton steps fit again
                 check_factors(reading.run, reading.leaves, self.config)
             self.register_buffer("noise_factor", torch.ones_like(self.squares))
@@ -278,8 +285,11 @@ class LaplaceGuide(JointGuide):
         """Add the curvature of more data at the same point; return the guide.
 
         :param data: as in ``laplace_approximation``.
-        :raises ValueError: if the noise of a Normal observation has changed since the fit.
+        :raises ValueError: if the noise of a Normal observation has changed since the fit, or the
+            program scales parts of the data up to a number that it states.
         """
+        if any(factor != 1.0 for _, factor in self._passes or ()):
+            raise ValueError(SCALED_UP)
         before, noise = self.reference_noise, self._noise()
         if before is not None and noise is not None and not torch.allclose(noise, before):
             raise ValueError(
@@ -331,8 +341,16 @@ class LaplaceGuide(JointGuide):
         self._forget()
 
     def _read(self) -> ParameterReading:
-        model = self.program_model
-        return read(model, self.subset, self.loc, *self.few)
+        reading = read(self.program_model, self.subset, self.loc, *self.few)
+        for name, before in self._in_likelihood.items():
+            if not torch.allclose(reading.parameters[name].value, before):
+                raise ValueError(
+                    f"the parameter '{name}' of the likelihood has changed since the curvature was "
+                    "computed, and the curvature cannot follow it (it follows the priors' "
+                    "parameters, and one number that scales a Normal's noise): call "
+                    "laplace_approximation(data) again"
+                )
+        return reading
 
     def _noise(self) -> Tensor | None:
         """The noise of the program's only observed site, if it is a parameter."""

@@ -91,7 +91,7 @@ class NaturalGradient(torch.optim.Optimizer):
             state.update(step=0, momentum=torch.zeros_like(loc), peak=0.0)
         beta1, beta2 = group["betas"]
         number = state["step"] + 1
-        if not torch.isfinite(loc.grad.sum() + free.grad.sum()):
+        if not all(torch.isfinite(gradient).all() for gradient in (loc.grad, free.grad)):
             raise RuntimeError(
                 f"the gradient at step {number} is not finite, and the guide stays as it was: "
                 "lower lr, or check the data"

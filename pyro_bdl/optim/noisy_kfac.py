@@ -174,7 +174,7 @@ class NoisyKFAC(torch.optim.Optimizer):
             state.update(step=0, momentum=torch.zeros_like(loc), peak=0.0)
         beta1, beta2 = group["betas"]
         number = state["step"] + 1
-        if not all(torch.isfinite(p.grad.sum()) for p in group["params"]):
+        if not all(torch.isfinite(p.grad).all() for p in group["params"]):
             raise RuntimeError(
                 f"the gradient at step {number} is not finite, and the guide stays as it was: "
                 "lower lr, or check the data"

@@ -11,6 +11,8 @@ import copy
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from itertools import count
 from typing import Any, Self
 
 import pyro.distributions as dist
@@ -127,6 +129,23 @@ class JointBlock(nn.Module):
         self.precision = _moved(self.precision, function)
         return super()._apply(function, recurse)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        numbers = count()
+
+        def keep(tensor: Tensor) -> Tensor:
+            destination[f"{prefix}precision.{next(numbers)}"] = tensor.detach()
+            return tensor
+
+        _moved(self.precision, keep)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        names = [name for name in state if name.startswith(f"{prefix}precision.")]
+        saved = iter([state.pop(name) for name in sorted(names, key=_last_number)])
+        if names:
+            self.precision = _moved(self.precision, lambda tensor: next(saved).to(tensor))
+        super()._load_from_state_dict(state, prefix, *rest)
+
 
 def _moved(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Apply a function to a precision's tensors, as ``nn.Module._apply`` does for modules."""
@@ -141,9 +160,16 @@ def _moved(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if type(value).__module__.startswith("pyro_bdl."):
         result = copy.copy(value)
         for key, part in vars(value).items():
-            object.__setattr__(result, key, _moved(part, function))
+            if isinstance(getattr(type(value), key, None), cached_property):
+                vars(result).pop(key)  # follows from the others
+            else:
+                object.__setattr__(result, key, _moved(part, function))
         return result
     return value
+
+
+def _last_number(name: str) -> int:
+    return int(name.rsplit(".", 1)[1])
 
 
 class JointSite(TorchDistribution):

@@ -595,6 +595,21 @@ def test_a_state_with_a_prior_does_not_fit_a_program_without(tasks):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("structure", ["full", "kron", "low_rank", "kernel"])
+def test_the_state_holds_the_whole_density(structure):
+    """Two posteriors at one point, from other data; the state of one gives its density."""
+    parts = {"0.weight": (3, 2), "0.bias": (3,), "2.weight": (1, 3), "2.bias": (1,)}
+    values = {name: torch.ones(shape, dtype=D) for name, shape in parts.items()}
+    x, y = network(noise=0.5)[1:]
+    one, other = (network(noise=0.5)[0] for _ in range(2))
+    one.update_prior(laplace_anywhere(one, x, y, structure))
+    other.update_prior(laplace_anywhere(other, 3 * x, y, structure))
+    before, expected = (Program(model, x, y).log_prior(values) for model in (one, other))
+    one.load_state_dict(other.state_dict())
+    assert not torch.allclose(before, expected)
+    torch.testing.assert_close(Program(one, x, y).log_prior(values), expected)
+
+
 # What is refused
 
 

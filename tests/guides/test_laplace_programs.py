@@ -10,10 +10,11 @@ import torch
 from helpers.conjugate_laplace import D, data
 from pyro import poutine
 from pyro.infer.reparam import LocScaleReparam
+from pyro.nn import PyroParam
 from torch import nn
 from torch.distributions import constraints
 
-from pyro_bdl import Predictive, bayesianize, compare, models
+from pyro_bdl import Predictive, bayesianize, compare, evidence, models
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.evidence import log_marginal_likelihood
 from pyro_bdl.guides import AutoLaplaceGGN
@@ -206,3 +207,32 @@ def test_dropout_that_is_always_on_is_told(always):
         guide.laplace_approximation((x, y))
     said = [w for w in caught if "the loc of site 'y' is random" in str(w.message)]
     assert len(said) == always
+
+
+def test_a_noise_for_each_target_that_has_changed():
+    """One factor of the curvature cannot follow it."""
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 3), torch.randn(12, 2)
+    noise = PyroParam(torch.tensor([0.5, 0.5]), constraint=constraints.positive)
+    model = models.Regression(bayesianize(nn.Linear(3, 2)), noise=noise)
+    guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    posterior = guide.laplace_approximation((x, y))
+    evidence.log_marginal_likelihood(posterior)
+    model.noise = torch.tensor([0.5, 5.0])
+    for use in (posterior.refresh, lambda: evidence.log_marginal_likelihood(posterior)):
+        with pytest.raises(ValueError, match=r"'.*noise' of the likelihood has changed"):
+            use()
+    guide.laplace_approximation((x, y)).refresh()
+
+
+@pytest.mark.filterwarnings("ignore:the program states")
+def test_parts_of_data_that_the_program_scales_up_do_not_add_up():
+    x, y = torch.randn(10, 3), torch.randn(10, 1)
+    for rows in (4, 10):
+        model = models.Regression(bayesianize(nn.Linear(3, 1)), noise=0.5, num_data=10)
+        guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
+        posterior = guide.laplace_approximation((x[:rows], y[:rows]))
+        matrix = posterior.curvature.matrix.clone()
+        with pytest.raises(ValueError, match="parts do not add up"):
+            posterior.update((x[4:], y[4:]))
+        assert torch.equal(posterior.curvature.matrix, matrix)

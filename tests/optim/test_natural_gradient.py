@@ -399,6 +399,16 @@ def test_pyros_svi_takes_them(pair):
     assert sum(losses[-10:]) < sum(losses[:10])
 
 
+def test_a_finite_gradient_whose_sum_overflows():
+    model, x, y = _linear(torch.float32)
+    guide = AutoMeanField(model).prototype(x, y)
+    optimizer, before = IVON(guide), guide.loc.detach().clone()
+    (TemperedTraceMeanField_ELBO()(model, guide)(x, y)).backward()
+    guide.loc.grad.fill_(3e38)
+    optimizer.step()
+    assert torch.isfinite(guide.loc).all() and (guide.loc < before).all()
+
+
 def test_svi_goes_on_after_a_step_that_failed():
     model, x, y = _linear()
     guide = AutoMeanField(model).prototype(x, y)
