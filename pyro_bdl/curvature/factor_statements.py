@@ -10,34 +10,48 @@ from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import reaches
+from pyro_bdl.utils.collectives import Ranks
 
 
 class FactorStatements:
-    """Record of factor statements, to separate factors of the data from factors of the latents
-    only.
+    """The factor statements of a pass over the data.
 
-    ``values`` are the factors of the last batch. A factor with the same value as in the batch
-    before depends on the latents only and counts once; ``new`` are the other factors, which count
-    for this batch.
+    A factor in a plate of its own data counts in every batch. One in no plate, or in a plate of the
+    latents, is about the latents: it counts once. ``values`` are the latter's, ``new`` the factors
+    that count for this batch.
+
+    :param ranks: processes with the other data, of which the first counts factors of the latents.
+    :param earlier: whether a pass over earlier data has counted them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks | None = None, *, earlier: bool = False) -> None:
         self.values: dict[str, Tensor] = {}
         self.new: list[Site] = []
+        self._counts = not earlier and (ranks is None or ranks.number == 0)
 
     def read(self, run: Run, apart: Iterable[str]) -> None:
         """Record the factors of a run.
 
         :param apart: the names of the hyperpriors, which are not part of the likelihood.
+        :raises ValueError: if a factor that counts once differs from batch to batch.
         """
-        before, apart = self.values, set(apart)
-        factors = {name: site for name, site in run.factors.items() if name not in apart}
-        self.values = {name: site.log_prob().detach() for name, site in factors.items()}
-        self.new = [
-            site
-            for name, site in factors.items()
-            if name not in before or not torch.equal(before[name], self.values[name])
-        ]
+        apart, of_latents, self.new = set(apart), set(), []
+        for latent in run.latents.values():
+            of_latents |= {plate for plate, _ in latent.plates}
+        for name, site in run.factors.items():
+            if name in apart:
+                continue
+            if any(plate not in of_latents for plate, _ in site.plates):
+                self.new.append(site)
+                continue
+            value = site.log_prob().detach()
+            if name not in self.values and self._counts:
+                self.new.append(site)
+            if not torch.allclose(self.values.setdefault(name, value), value, equal_nan=True):
+                raise ValueError(
+                    f"the factor '{name}' is in no plate of the data, so that it counts once, but "
+                    "its value differs from batch to batch: put it in the plate of the data"
+                )
 
 
 def check_factors(run: Run, leaves: Mapping[str, Tensor], config: CurvatureConfig) -> None:

@@ -90,7 +90,7 @@ def fit_curvature(
     check_memory(config, subset.size, like, num_rows=num_rows)
     if config.curvature == "hessian":
         curvature, seen = batches.together(
-            lambda: hessian(model, subset, vector, batches, config, like)
+            lambda: hessian(model, subset, vector, batches, config, like, before)
         )
         batches.add_up(*curvature.sums())
         seen.add_up(batches)
@@ -125,7 +125,7 @@ def _accumulated(
 ) -> tuple[Curvature, LikelihoodSums]:
     curvature = config.kind.empty(subset, like, config, before)
     known: dict[Any, Alignment] = {}
-    seen = LikelihoodSums(subset.take(vector), batches)
+    seen = LikelihoodSums(subset.take(vector), batches, earlier=before is not None)
     states = _random_states(vector.device)
 
     def one_pass(number: int) -> None:

@@ -20,10 +20,16 @@ def hessian(
     batches: Batches,
     config: CurvatureConfig,
     like: Tensor,
+    before: Curvature | None = None,
 ) -> tuple[Curvature, LikelihoodSums]:
-    """Minus the second derivatives of the log likelihood, factors included."""
+    """Minus the second derivatives of the log likelihood, factors included.
+
+    :param before: the curvature of earlier data, which holds the factors of the latents.
+    """
     matrix = like.new_zeros(subset.size, subset.size)
-    seen = LikelihoodSums(subset.take(vector), batches, second_derivatives=True)
+    seen = LikelihoodSums(
+        subset.take(vector), batches, second_derivatives=True, earlier=before is not None
+    )
     for linearization in linearizations(model, subset, vector, batches.part(), None):
         seen.add(linearization)
         total: Any = 0.0

@@ -23,11 +23,19 @@ class LikelihoodSums:
 
     :param like: a vector over the subset (p,), which gives the gradient's dtype and device.
     :param second_derivatives: whether a likelihood in a factor statement will do.
+    :param earlier: whether these are added to the sums over earlier data.
     """
 
-    def __init__(self, like: Tensor, batches: Batches, *, second_derivatives: bool = False) -> None:
+    def __init__(
+        self,
+        like: Tensor,
+        batches: Batches,
+        *,
+        second_derivatives: bool = False,
+        earlier: bool = False,
+    ) -> None:
         self.batches, self.second_derivatives = batches, second_derivatives
-        self.factors = FactorStatements()
+        self.factors = FactorStatements(batches.ranks, earlier=earlier)
         self.log_likelihood: Any = 0.0
         self.num_data = 0
         self.gradient = torch.zeros_like(like)

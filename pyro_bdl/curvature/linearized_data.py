@@ -137,7 +137,7 @@ class LinearizedData:
         if number in self._kept:
             yield from self._kept[number]
             return
-        statements = FactorStatements()
+        statements = FactorStatements(batches.ranks, earlier=number > 0)
         found = iter(linearizations(self.model, self.subset, self.vector, batches.part(), None))
         free = available_memory(self.vector.device) or 8 * 2**30
         left: float = bytes_at_once(int(free * _SHARE_OF_MEMORY))

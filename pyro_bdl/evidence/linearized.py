@@ -57,8 +57,8 @@ def linearized_log_likelihood(guide: LaplaceGuide, offset: Tensor) -> Tensor:
     count to first order: their value and slope at u*.
     """
     total = guide.loc.new_zeros((), dtype=torch.float64)
-    for batches, count in guide.passes:
-        statements = FactorStatements()
+    for number, (batches, count) in enumerate(guide.passes):
+        statements = FactorStatements(batches.ranks, earlier=number > 0)
         for args, kwargs in batches:
             at = Linearization(guide.program_model, guide.subset, guide.loc, args, kwargs)
             for outputs in observed_outputs(at, differentiable=True).values():
@@ -135,10 +135,10 @@ class RowData:
         model, subset, vector, parts = guide.program_model, guide.subset, guide.loc, []
         left = _SHARE_OF_MEMORY * (available_memory(vector.device) or 8 * 2**30)
         row = subset.size * vector.element_size()
-        for batches, factor in guide.passes:
+        for number, (batches, factor) in enumerate(guide.passes):
             if batches.ranks is not None or guide.num_data * row > left:
                 return None
-            statements = FactorStatements()
+            statements = FactorStatements(earlier=number > 0)
             known: dict[Any, Any] = {}  # alignments, found on a few rows
             few = few_rows(model, subset.layout, vector, batches.first(), number=_ALIGNED)
             for at in linearizations(model, subset, vector, [few], None, known=known):

@@ -165,6 +165,63 @@ def test_the_hessian_of_a_program_of_factors(conjugate, batches, covariance):
     )
 
 
+def test_a_factor_that_is_zero_at_the_point():
+    """It has the same value in both batches and is about the data: it counts in both."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 2), torch.randn(8)
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.factor("penalty", -0.5 * (x @ w).square())
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    guide = AutoLaplaceGGN(model, structure="full", curvature="hessian").prototype(x, y)
+    guide.loc.data.zero_()
+    whole, exact = guide.laplace_approximation((x, y)), 2 * x.mT @ x
+    parts = guide.laplace_approximation([(x[:4], y[:4]), (x[4:], y[4:])])
+    for found in (whole, parts):
+        torch.testing.assert_close(found.curvature.matrix, exact.to(found.curvature.matrix))
+
+
+@pytest.mark.parametrize("is_update", [False, True])
+def test_a_factor_of_the_latents_counts_once(is_update):
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 2), torch.randn(8)
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.factor("penalty", -(w.sum() ** 2))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    guide = AutoLaplaceGGN(model, structure="full", curvature="hessian").prototype(x, y)
+    with torch.no_grad():
+        guide.loc.fill_(0.3)
+    whole, halves = guide.laplace_approximation((x, y)), [(x[:4], y[:4]), (x[4:], y[4:])]
+    if is_update:
+        parts = guide.laplace_approximation(halves[0]).update(halves[1])
+    else:
+        parts = guide.laplace_approximation(halves)
+    torch.testing.assert_close(parts.curvature.matrix, whole.curvature.matrix)
+    torch.testing.assert_close(parts.log_likelihood, whole.log_likelihood)
+
+
+def test_a_factor_of_the_data_outside_their_plate():
+    x, y = torch.randn(8, 2), torch.randn(8)
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.factor("penalty", -(x @ w + 1).square().sum())
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    guide = AutoLaplaceGGN(model, structure="full", curvature="hessian").prototype(x, y)
+    guide.loc.data.fill_(0.5)
+    with pytest.raises(ValueError, match="'penalty' is in no plate of the data"):
+        guide.laplace_approximation([(x[:4], y[:4]), (x[4:], y[4:])])
+
+
 def test_a_reparameterized_program(conjugate, covariance):
     """Decentered, w = 2 v: the posterior of v is that of w, scaled."""
     x, y = data(conjugate)
