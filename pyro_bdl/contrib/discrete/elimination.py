@@ -153,6 +153,8 @@ def by_symbols(
     order += [dim for dim in range(left) if dim not in order]
     if order != list(range(left)):
         table = table.permute(*order, *range(left, table.dim()))
+    if rank >= ROOM and left == len(found):  # spares graphs an operation that changes nothing
+        return table, found
     ones = (1,) * max(0, ROOM - rank)
     return table.reshape(table.shape[: len(found)] + ones + table.shape[left:]), found
 
