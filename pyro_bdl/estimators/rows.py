@@ -83,7 +83,8 @@ class RowwiseLikelihood:
     ) -> None:
         self.name, self.model = name, model
         self._map = RowMap()
-        self._plates: dict[str, Tensor] = {}
+        self._of_data: set[str] = set()  # plates of the data
+        self._plates: dict[str, Tensor] = {}  # their indices in a run over one row
         if any(map(uses_its_batch, modules_of(model))):
             raise UnsupportedProgramError(
                 f"{name} needs data that do not depend on each other, and a BatchNorm layer in "
@@ -92,10 +93,13 @@ class RowwiseLikelihood:
         with torch.no_grad(), evaluation_mode(model):
             with own_randomness():
                 whole = self._run(values, args, kwargs)
+                count = leading_size((args, kwargs))
+                self._of_data = {p for p, rows in whole.subsamples.items() if len(rows) == count}
                 first = self._first_row(values, args, kwargs)
-            for plate, indices in whole.subsamples.items():
-                if len(indices) > len(first.subsamples[plate]) == 1:
-                    self._plates[plate] = torch.zeros_like(indices[:1])
+            alike = {p for p in self._of_data if len(first.subsamples[p]) == count > 1}
+            self._of_data -= alike  # another plate of this length
+            for plate in self._of_data:
+                self._plates[plate] = torch.zeros_like(first.subsamples[plate][:1])
             alone = self._map(lambda *a, **k: self._run(values, a, k).terms(), args, kwargs)
         sites, of_row = whole.observed | whole.factors, first.observed | first.factors
         if sites.keys() != of_row.keys():
@@ -139,7 +143,8 @@ class RowwiseLikelihood:
         return sum(self._weights[site] * value.sum() for site, value in terms.items()), found
 
     def _run(self, values: Mapping[str, Tensor], args: tuple, kwargs: Mapping[str, Any]) -> Run:
-        return record(self.model, {**values, **self._plates}, args, kwargs, draw=sum_out_discrete)
+        given = {name: value for name, value in values.items() if name not in self._of_data}
+        return record(self.model, {**given, **self._plates}, args, kwargs, draw=sum_out_discrete)
 
     def _first_row(self, values: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> Run:
         batch = tuple(map(as_dicts, args)), as_dicts(kwargs)

@@ -410,6 +410,8 @@ def test_scales_and_statements_without_a_row(estimator):
     def model(x, weights, y):
         w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([1, 3]).to_event(2))
         b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("as many as data", 6):
+            pyro.sample("others", dist.Normal(b, 0.1), obs=torch.linspace(0.0, 1.0, 6))
         pyro.sample("measured", dist.Normal(b, 0.1), obs=torch.ones(()))
         pyro.factor("penalty", -b.square())
         f = F.linear(x, w)[:, 0]
@@ -444,6 +446,21 @@ def test_rows_where_the_program_takes_its_own_are_refused(estimator):
     elbo = TemperedTraceMeanField_ELBO(estimator=estimator)
     with pytest.raises(UnsupportedProgramError, match="one row of its arguments"):
         elbo.loss(subsampling, guide, X, Y)
+
+
+@estimators
+def test_latents_with_a_value_for_every_datum_are_refused(estimator):
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([1, 3]).to_event(2))
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(F.linear(x, w)[:, 0] + z, 0.5), obs=y)
+
+    torch.set_default_dtype(D)
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbo = TemperedTraceMeanField_ELBO(estimator=estimator)
+    with pytest.raises(UnsupportedProgramError, match="'z' has values for 6 rows of the plate"):
+        elbo.loss(model, guide, X, Y)
 
 
 @estimators
