@@ -182,7 +182,7 @@ def posteriors(
         guide.prototype(*data)
         problem.trained(
             guide, model, "VOGN", options, elbo=GaussNewton_ELBO(temperature=eta),
-            optimizer=VOGN(guide, lr=0.01, temperature=eta),
+            optimizer=VOGN(guide, lr=0.01),
         )  # fmt: skip
         return drawn(model, guide, draws), {"draws": draws}
 

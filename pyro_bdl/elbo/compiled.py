@@ -256,5 +256,7 @@ class _Step(Evaluation):
         if self.keeps_noise:
             self.guide.last_noise = noise[0] if noise else None
         bound.temperature = self.temperature
+        if isinstance(self.guide, Guide):
+            self.guide.last_temperature = self.temperature
         bound.step += 1
         bound.batches.report()

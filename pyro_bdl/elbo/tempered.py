@@ -117,6 +117,8 @@ class TemperedTrace_ELBO(Trace_ELBO):
         with self.batches.step(model, guide):
             loss = self._loss(model, guide, args, kwargs)
         self.step += 1
+        if isinstance(guide, Guide):
+            guide.last_temperature = self.temperature
         return guarded(loss, partial(check_data, model, guide, args, kwargs))
 
     def _warn_of_few(self, guide: Callable) -> None:

@@ -61,6 +61,8 @@ class Guide(OwnParameters, AutoGuide):
     # The mean (P,) of the standard Normal noise of the last draws, for optimizers that need it.
     keeps_noise = False
     last_noise: Tensor | None = None
+    # That of the ELBO's last step, for the same optimizers.
+    last_temperature = 1.0
 
     def __init__(
         self,

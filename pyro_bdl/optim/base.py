@@ -27,12 +27,11 @@ class NaturalGradient(torch.optim.Optimizer):
         *,
         lr: float,
         betas: tuple[float, float],
-        temperature: float,
         clip: float,
     ) -> None:
         _check(guide)
         self.guide = guide
-        defaults = checked_options(lr=lr, betas=betas, temperature=temperature, clip=clip)
+        defaults = checked_options(lr=lr, betas=betas, clip=clip)
         super().__init__([guide.loc, guide.scale_unconstrained], defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,33 +99,32 @@ class NaturalGradient(torch.optim.Optimizer):
         scale_gradient = free.grad / torch.expm1(-scale).neg_()  # ds/du = 1 - exp(-s)
         correction = 1 / (1 - beta1 ** max(1, state["step"]))
         scale_gradient = self.steadied(scale_gradient, state["momentum"], correction)
-        change = relative_change(scale_gradient, scale, group["temperature"])
+        temperature = self.guide.last_temperature
+        change = relative_change(scale_gradient, scale, temperature)
         peak = max(state["peak"], group["lr"])
         share = math.sqrt(group["lr"] / peak) if peak > 0 else 0.0  # a warm-up may start at zero
         scale = scale * self.growth(change, (1 - beta2) * share).rsqrt()
         momentum = torch.lerp(state["momentum"], loc.grad, 1 - beta1)
         # The number of standard deviations that the location would move at lr = 1.
-        move = (momentum * scale).div_((1 - beta1**number) * group["temperature"])
+        move = (momentum * scale).div_((1 - beta1**number) * temperature)
         state.update(step=number, momentum=momentum, peak=peak)
         loc.addcmul_(move.clamp_(-group["clip"], group["clip"]), scale, value=-group["lr"])
         free.copy_(scale + torch.expm1(-scale).neg_().log_())  # the inverse of softplus
         return loss
 
 
-def checked_options(
-    *, lr: float, betas: tuple[float, float], temperature: float, clip: float
-) -> dict[str, Any]:
+def checked_options(*, lr: float, betas: tuple[float, float], clip: float) -> dict[str, Any]:
     """The options of a natural-gradient optimizer, as torch's ``defaults``.
 
     :raises ValueError: for a number out of range.
     """
-    for name, value in (("lr", lr), ("temperature", temperature), ("clip", clip)):
+    for name, value in (("lr", lr), ("clip", clip)):
         if not value > 0 or math.isnan(value):
             raise ValueError(f"{name} must be positive, got {value}")
     for place, beta in enumerate(betas):
         if not 0 <= beta < 1:
             raise ValueError(f"betas[{place}] must lie in [0, 1), got {beta}")
-    return {"lr": lr, "betas": betas, "temperature": temperature, "clip": clip}
+    return {"lr": lr, "betas": betas, "clip": clip}
 
 
 class InSVI(pyro.optim.PyroOptim):

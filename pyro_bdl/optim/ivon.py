@@ -30,6 +30,8 @@ class IVON(NaturalGradient):
     2 far from the optimum, which slows the location down. The term is left out if e is not known
     (local reparameterization, flipout, Pyro's own ELBOs).
 
+    The temperature eta is that of the ELBO (or T of its cold mode).
+
     Without this term, and with N data, S is N (h + delta) in algorithm 1 of Shen et al. (2024), and
     dL/dm is their N (g + delta m), so that lr has the same meaning. There are two differences: the
     momentum is taken of the whole gradient, and the initial scale replaces their initial Hessian.
@@ -38,7 +40,6 @@ class IVON(NaturalGradient):
     :param lr: the learning rate of the location; 1 is a Newton step. Torch's schedulers can change
         it.
     :param betas: b1 of the momentum and b2 of the precision.
-    :param temperature: eta of the ELBO (or T of its cold mode).
     :param clip: the location moves by at most lr * clip standard deviations in a step.
     :raises TypeError: for another class of guide.
     :raises ValueError: for shared or fixed scales, or a number out of range.
@@ -50,10 +51,9 @@ class IVON(NaturalGradient):
         *,
         lr: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.99),
-        temperature: float = 1.0,
         clip: float = 10.0,
     ) -> None:
-        super().__init__(guide, lr=lr, betas=betas, temperature=temperature, clip=clip)
+        super().__init__(guide, lr=lr, betas=betas, clip=clip)
         guide.keeps_noise = True
 
     def steadied(self, scale_gradient: Tensor, momentum: Tensor, correction: float) -> Tensor:

@@ -113,6 +113,7 @@ class NoisyKFAC(torch.optim.Optimizer):
         g <- b1 g + (1 - b1) dL/dM
         M <- M - lr A clip(A' g B / ((1 - b1^t) eta)) B',     rho = (1 - b2) sqrt(lr / l)
 
+    eta is the temperature of the ELBO (or T of its cold mode).
     The precision U^-1 thus moves by the fraction rho toward the one at which L is stationary,
     [tr(A V) G + prior] / (eta q), a moving average of K-FAC's factors; l is the largest lr so far.
     The prior enters by its exact expectation. Zhang et al. (2018) add it as factored damping
@@ -123,7 +124,6 @@ class NoisyKFAC(torch.optim.Optimizer):
     :param lr: the learning rate of the location; 1 is a Newton step. Torch's schedulers can change
         it.
     :param betas: b1 of the momentum and b2 of the precisions.
-    :param temperature: eta of the ELBO (or T of its cold mode).
     :param clip: the location moves by at most lr * clip standard deviations in a step, in each
         direction of the covariance's factors.
     :raises TypeError: for another class of guide.
@@ -136,7 +136,6 @@ class NoisyKFAC(torch.optim.Optimizer):
         *,
         lr: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.99),
-        temperature: float = 1.0,
         clip: float = 10.0,
     ) -> None:
         if not isinstance(guide, AutoMatrixNormal):
@@ -145,7 +144,7 @@ class NoisyKFAC(torch.optim.Optimizer):
             )
         guide.require_layout()
         self.guide = guide
-        defaults = checked_options(lr=lr, betas=betas, temperature=temperature, clip=clip)
+        defaults = checked_options(lr=lr, betas=betas, clip=clip)
         super().__init__(list(guide.parameters()), defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -181,7 +180,7 @@ class NoisyKFAC(torch.optim.Optimizer):
             )
         peak = max(state["peak"], group["lr"])
         share = math.sqrt(group["lr"] / peak) if peak > 0 else 0.0
-        rate, eta = (1 - beta2) * share, group["temperature"]
+        rate, eta = (1 - beta2) * share, self.guide.last_temperature
         layout, moved = self.guide.require_layout(), {}
         for k, name in enumerate(self.guide.matrices):
             sides = [len(factor) for factor in self.guide.factors(name)]

@@ -158,10 +158,9 @@ class VOGN(NaturalGradient):
         *,
         lr: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.99),
-        temperature: float = 1.0,
         clip: float = 10.0,
     ) -> None:
-        super().__init__(guide, lr=lr, betas=betas, temperature=temperature, clip=clip)
+        super().__init__(guide, lr=lr, betas=betas, clip=clip)
 
     def growth(self, change: Tensor, rate: float) -> Tensor:
         if (change < -1.0 - _ROUNDING).any():

@@ -133,7 +133,7 @@ def test_the_optimum_of_mean_field_is_reached(name, temperature):
     guide = AutoMeanField(model).prototype(x, y)
     torch.manual_seed(1)
     _run(
-        optimizer(guide, temperature=temperature, betas=(0.9, 0.99)),
+        optimizer(guide, betas=(0.9, 0.99)),
         elbo(temperature, num_particles=DRAWS[optimizer])(model, guide),
         guide, x, y, 600,
     )  # fmt: skip
@@ -173,7 +173,7 @@ def test_the_cold_posterior_is_reached(name):
     guide = AutoMeanField(model).prototype(x, y)
     torch.manual_seed(1)
     _run(
-        optimizer(guide, temperature=0.1),
+        optimizer(guide),
         elbo(cold_temperature=0.1, num_particles=DRAWS[optimizer])(model, guide),
         guide, x, y, 400,
     )  # fmt: skip
@@ -397,6 +397,16 @@ def test_pyros_svi_takes_them(pair):
     svi = SVI(model, guide, InSVI(optimizer(guide)), elbo(num_particles=2))
     losses = [svi.step(x, y) for _ in range(40)]
     assert sum(losses[-10:]) < sum(losses[:10])
+
+
+@pytest.mark.parametrize("elbo", [TemperedTraceMeanField_ELBO, bdl.elbo.CompiledELBO])
+def test_the_temperature_is_that_of_the_elbos_step(elbo):
+    model, x, y = _linear()
+    guide = AutoMeanField(model).prototype(x, y)
+    loss = elbo(lambda step: 0.5 / (step + 1))(model, guide)
+    for step in range(3):
+        loss(x, y).backward()
+        assert guide.last_temperature == 0.5 / (step + 1)
 
 
 def test_a_finite_gradient_whose_sum_overflows():

@@ -36,7 +36,7 @@ def program(outputs_first=True):
 def trained(model, x, y, temperature=1.0, steps=140, **options):
     torch.manual_seed(1)
     guide = AutoMatrixNormal(model).prototype(x, y)
-    optimizer = NoisyKFAC(guide, lr=0.2, betas=(0.9, 0.8), temperature=temperature)
+    optimizer = NoisyKFAC(guide, lr=0.2, betas=(0.9, 0.8))
     loss = KroneckerGaussNewton_ELBO(temperature, **options)(model, guide)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
