@@ -2,6 +2,7 @@
 
     python benchmarks/trained_network.py --quick
     python benchmarks/trained_network.py --data DATA
+    python benchmarks/trained_network.py --scales
 
 A perceptron, a convolutional network, a residual network with batch normalization and a transformer
 are trained by plain torch (AdamW) on eight of ten classes: of scikit-learn's digits, and with
@@ -14,6 +15,9 @@ NLL, its difference from that of the network itself, with the standard error of 
 rows, and ECE are of test rows; the AUROCs are of the predictive entropy and of the disagreement of
 draws (mutual information); seconds are those after the network's own training. laplace-torch is
 measured where it is installed (``pip install --no-deps laplace-torch``, and what it imports).
+
+``--scales`` shows why the evidence does not choose it: what the evidence, an ELBO and held-out rows
+say of each scale of the prior, for the full matrix, Kronecker factors and the last layer.
 """
 
 import argparse
@@ -21,6 +25,7 @@ import copy
 import functools
 import importlib
 import json
+import math
 import sys
 import time
 import warnings
@@ -31,6 +36,7 @@ from typing import Any, NamedTuple
 
 import harness
 import numpy as np
+import pyro
 import torch
 from images import entropy
 from torch import Tensor, nn
@@ -96,10 +102,10 @@ class Block(nn.Module):
         return (x + self.branch(x)).relu()
 
 
-def residual(size: int) -> nn.Module:
-    stem = nn.Conv2d(1, 16, 3, 1 if size < 10 else 2, 1, bias=False)
-    blocks = [stem, nn.BatchNorm2d(16), nn.ReLU(), Block(16), Block(16)]
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, CLASSES))
+def residual(size: int, width: int = 16) -> nn.Module:
+    stem = nn.Conv2d(1, width, 3, 1 if size < 10 else 2, 1, bias=False)
+    blocks = [stem, nn.BatchNorm2d(width), nn.ReLU(), Block(width), Block(width)]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES))
 
 
 def convolutional(size: int) -> nn.Module:
@@ -110,10 +116,10 @@ def convolutional(size: int) -> nn.Module:
     )  # fmt: skip
 
 
-def perceptron(size: int) -> nn.Module:
+def perceptron(size: int, width: int = 64) -> nn.Module:
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(size**2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(),
-        nn.Linear(64, CLASSES),
+        nn.Flatten(), nn.Linear(size**2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+        nn.Linear(width, CLASSES),
     )  # fmt: skip
 
 
@@ -139,7 +145,7 @@ class Transformer(nn.Module):
         return self.classes(self.norm3(x).mean(1))
 
 
-NETWORKS: dict[str, Callable[[int], nn.Module]] = {
+NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "MLP": perceptron,
     "CNN": convolutional,
     "ResNet": residual,
@@ -148,9 +154,11 @@ NETWORKS: dict[str, Callable[[int], nn.Module]] = {
 EPOCHS = {"transformer": 2}  # times those asked for
 
 
-def trained(name: str, seed: int, data: Data, options: argparse.Namespace) -> nn.Module:
+def trained(
+    name: str, seed: int, data: Data, options: argparse.Namespace, **sizes: int
+) -> nn.Module:
     torch.manual_seed(seed)
-    network = NETWORKS[name](data.size)
+    network = NETWORKS[name](data.size, **sizes)
     loader = DataLoader(data.train, batch_size=64, shuffle=True)
     epochs = EPOCHS.get(name, 1) * options.epochs
     optimizer = torch.optim.AdamW(network.parameters(), weight_decay=options.decay)
@@ -164,6 +172,77 @@ def trained(name: str, seed: int, data: Data, options: argparse.Namespace) -> nn
             optimizer.step()
             schedule.step()
     return network.eval()
+
+
+SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)
+NARROW = {"MLP": 16, "ResNet": 6}  # whose full matrix is small
+
+
+def by_scale(name: str, options: argparse.Namespace) -> Iterator[str]:
+    """Lines on what the evidence, a bound and held-out rows say of a prior's scale.
+
+    The bound is the ELBO of the linearized posterior around the trained weights, with the
+    likelihood of the training rows averaged over draws of their outputs.
+    """
+    data = digits()
+    network = trained(name, 0, data, options, width=NARROW[name])
+    (x, y), held_out, test = data.train.tensors, data.held_out.tensors, data.test.tensors
+    loss = float(losses(network(test[0]).softmax(-1), test[1]).mean())
+    p = network(x).softmax(-1)
+    sure = float((p * (1.0 - p)).amax(1).median())
+    yield f"{name}, digits, width {NARROW[name]}: NLL {loss:.4f}, median p (1 - p) {sure:.2g}"
+    for label, more in {
+        "full": {"structure": "full"}, "kron": {"structure": "kron"},
+        "last layer": {"structure": "full", "subset": "last-layer"},
+    }.items():  # fmt: skip
+        model = program(network, data, options, prior=priors.learnable(priors.Normal(1.0)))
+        posterior = bdl.guides.AutoLaplaceGGN(model, **more).laplace_approximation((x, y))
+        (key,) = bdl.evidence.hyperparameters(posterior)
+        size, weights = posterior.subset.size, posterior.subset.take(posterior.loc)
+        yield f"  {label}: {size} weights\n" + "".join(
+            f"{head:>11}"
+            for head in (
+                "prior sd",
+                "evidence",
+                "ELBO",
+                "sd of rows",
+                "held-out",
+                "NLL",
+                "probit",
+                "MC",
+            )
+        )
+        for scale in SCALES:
+            pyro.get_param_store()[key] = torch.tensor(scale)
+            posterior.refresh()
+            with torch.no_grad():
+                evidence = float(bdl.evidence.log_marginal_likelihood(posterior))
+                predictive = bdl.LinearizedPredictive(model, posterior, options.draws)
+                expected = float(predictive.log_likelihood(x, y)["y"].mean(0).sum())
+                trace = float(posterior.precision.variances().sum())
+                divergence = 0.5 * (
+                    (trace + float(weights @ weights)) / scale**2 - size
+                    + float(posterior.precision.logdet()) + 2.0 * size * math.log(scale)
+                )  # fmt: skip
+                spread = predictive.moments(x)["y"].variance["logits"].sqrt().median()
+                scores = [
+                    float(losses(predictive.probabilities(part[0], method=by)["y"], part[1]).mean())
+                    for part, by in (
+                        (held_out, "centered-probit"), (test, "centered-probit"),
+                        (test, "probit"), (test, "monte-carlo"),
+                    )
+                ]  # fmt: skip
+            yield (
+                f"{scale:11}{evidence:11.1f}{expected - divergence:11.1f}{spread:11.2f}"
+                + "".join(f"{score:11.4f}" for score in scores)
+            )
+        pyro.get_param_store()[key] = torch.tensor(0.3)
+        posterior.refresh()
+        found = bdl.evidence.maximize(posterior, progress=False)
+        chosen = [float(*each.hyperparameters.values()) for each in (found.at_weights, found)]
+        yield "    by the evidence at the weights {:.2g}, at the linear optimum {:.2g}".format(
+            *chosen
+        )
 
 
 Draws = Callable[[Tensor], Tensor]  # class probabilities (S, N, C)
@@ -360,6 +439,9 @@ def main() -> None:
     )
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
     parser.add_argument("--decay", type=float, default=1e-4, help="weight decay (1e-4)")
+    parser.add_argument(
+        "--scales", action="store_true", help="what chooses the prior's scale, on narrow networks"
+    )
     sizes = {
         "epochs": (50, 20, "passes over the data in training"),
         "train": (2000, 800, "images of clothes"),
@@ -367,6 +449,11 @@ def main() -> None:
     }
     options = harness.parse_sizes(parser, sizes)
     torch.set_num_threads(options.threads)
+    if options.scales:
+        for name in NARROW:
+            for line in by_scale(name, options):
+                print(line, flush=True)
+        return
     sets = {"digits": digits()}
     if options.data is not None:
         sets["clothes"] = clothes(options.data, options.train)
