@@ -365,7 +365,8 @@ def _concave(name: str, diagonal: Tensor, site: Site, shape: torch.Size) -> Tens
     if variance.shape != diagonal.shape or not usable[bad].all():
         raise ValueError(
             f"the prior of site '{name}' has no positive curvature at the MAP in {int(bad.sum())} "
-            "of its entries and no finite variance to replace it: use a Normal prior there"
+            "of its entries and no finite variance to replace it: use a Normal prior there, or "
+            "pyro.deterministic for a value that is fixed"
         )
     warnings.warn(
         f"the log prior of site '{name}' is not concave at the MAP in {int(bad.sum())} of "

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pyro_bdl.curvature.automatic_structure import with_chosen_structure
@@ -147,6 +147,12 @@ class AutoLaplaceGGN(UnconstrainedMAP):
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
         model = self.program_model
+        for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise UnsupportedProgramError(
+                    f"the embedding '{name}' has sparse gradients, which no curvature is made of: "
+                    "set its attribute sparse to False"
+                )
         check_finite(model, args, kwargs)
         self.prototype(*args, **kwargs)
         few = few_rows(model, self.require_layout(), self.location(), (args, kwargs))

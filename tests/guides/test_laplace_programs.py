@@ -222,6 +222,14 @@ def test_a_factor_of_the_data_outside_their_plate():
         guide.laplace_approximation([(x[:4], y[:4]), (x[4:], y[4:])])
 
 
+def test_an_embedding_with_sparse_gradients():
+    model = models.Regression(bayesianize(nn.Embedding(5, 2, sparse=True)), noise=0.5)
+    x, y = torch.randint(0, 5, (6,)), torch.randn(6, 2)
+    guide = AutoLaplaceGGN(model).prototype(x, y)
+    with pytest.raises(UnsupportedProgramError, match="has sparse gradients"):
+        guide.laplace_approximation((x, y))
+
+
 def test_a_reparameterized_program(conjugate, covariance):
     """Decentered, w = 2 v: the posterior of v is that of w, scaled."""
     x, y = data(conjugate)
