@@ -22,7 +22,6 @@ from pyro_bdl import (
     selectors,
     temperature,
 )
-from pyro_bdl._version import __version__
 from pyro_bdl.arviz_export import to_arviz
 from pyro_bdl.comparison import Costs, KFold, PredictiveDraws, k_fold
 from pyro_bdl.comparison.compare import compare
@@ -35,6 +34,7 @@ from pyro_bdl.program.program import Program
 from pyro_bdl.samples import Samples
 from pyro_bdl.training.checkpoint import Checkpoint
 from pyro_bdl.utils.memory import working_memory
+from pyro_bdl.version import __version__
 
 if TYPE_CHECKING:
     from pyro_bdl import data, plots, references

@@ -12,7 +12,6 @@ import torch
 from pyro.infer.autoguide.initialization import InitMessenger, init_to_value
 from torch import Tensor
 
-from pyro_bdl._version import __version__
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.draws import as_posterior, log_densities_of, samples_of_program, to_samples
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
@@ -24,6 +23,7 @@ from pyro_bdl.program.unconstrained_parameters import are_known
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.version import __version__
 
 if TYPE_CHECKING:
     import xarray

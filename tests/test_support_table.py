@@ -18,11 +18,11 @@ import pytest
 import torch
 from pyro import poutine
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 import pyro_bdl as bdl
 from pyro_bdl.elbo import CompiledELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import ArgumentError, BdlWarning, MissingOperatorError
+from pyro_bdl.utils.trees import tree_leaves
 
 FILE = Path(__file__).parent.parent / "tutorials" / "programs_and_methods.md"
 WRITES = os.environ.get("PYRO_BDL_WRITE_TABLE") == "1"

@@ -14,13 +14,13 @@ import typer
 from typer.exceptions import TyperException
 
 from pyro_bdl import posteriors
-from pyro_bdl._version import __version__
 from pyro_bdl.cli import run
 from pyro_bdl.cli.options import Options
 from pyro_bdl.data.examples import EXAMPLES
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.utils.files import LenientStream
 from pyro_bdl.utils.progress import logger, quiet
+from pyro_bdl.version import __version__
 
 BAD_INPUT = 2
 

@@ -12,13 +12,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from pyro_bdl import posteriors
-from pyro_bdl._version import __version__
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.guides.load import load_posterior
 from pyro_bdl.posteriors import Fit, Options, Problem
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.files import atomic_write
 from pyro_bdl.utils.progress import logger
+from pyro_bdl.version import __version__
 
 
 def identity(data: Dataset, program: Mapping[str, str], settings: Options) -> dict[str, Any]:

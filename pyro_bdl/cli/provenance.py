@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from pyro_bdl._version import __version__
 from pyro_bdl.cli.options import Options
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.posteriors import Fit
+from pyro_bdl.version import __version__
 
 _PACKAGES = ("torch", "pyro-ppl", "numpyro", "jax", "arviz", "numpy", "scikit-learn", "pandas")
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.comparison.captions import CAPTIONS
 from pyro_bdl.comparison.columns import check_keys, columns, details
@@ -32,6 +31,7 @@ from pyro_bdl.samples import Samples
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.tables import Column
+from pyro_bdl.utils.trees import tree_leaves
 from pyro_bdl.utils.validation import check_finite_tensor
 
 __all__ = ["CAPTIONS", "Comparison", "compare"]

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.guides.draws import samples_of_mcmc
 from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.tables import Column
+from pyro_bdl.utils.trees import tree_leaves
 
 _DRAWS = 100
 

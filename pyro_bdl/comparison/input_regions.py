@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pyro_bdl import metrics
 from pyro_bdl.comparison.distances import at_some_points, groups_of, sd_ratio
 from pyro_bdl.comparison.evaluation import Evaluation
 from pyro_bdl.utils.tables import Column
+from pyro_bdl.utils.trees import tree_leaves
 
 _MOST_TRAINING = 4096
 _FAR = 2.0  # times the spacing of the training inputs

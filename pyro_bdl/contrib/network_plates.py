@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.linear_ops.tracker import are_followed
 from pyro_bdl.program.network_sites import Each
 from pyro_bdl.program.vmap import DrawMap, looped
+from pyro_bdl.utils.trees import tree_flatten, tree_map, tree_unflatten
 
 _PLATES_OF_DRAWS = ("num_particles_vectorized", "_num_predictive_samples")
 

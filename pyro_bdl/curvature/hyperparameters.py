@@ -11,7 +11,6 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import transform_to
-from torch.utils._pytree import tree_map_only
 
 from pyro_bdl.curvature.prior import hyperpriors, independent_normal, run_at
 from pyro_bdl.distributions.take_apart import base_distribution
@@ -19,6 +18,7 @@ from pyro_bdl.program.batches import Batch, has_rows, leading_size, rows
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.trees import tree_map_only
 
 
 @dataclass

@@ -8,7 +8,6 @@ from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.curvature.fisher import check_scales, num_data
 from pyro_bdl.distributions.take_apart import base_distribution
@@ -19,6 +18,7 @@ from pyro_bdl.program.trace import Run, is_deterministic, record, sum_out_discre
 from pyro_bdl.program.wrappers import Handled
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.utils.trees import tree_leaves
 
 
 class BatchReading(NamedTuple):

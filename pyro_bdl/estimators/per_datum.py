@@ -12,7 +12,6 @@ from pyro.distributions import Delta
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Distribution
-from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.distributions.dropout_noise import NoisyWeight
 from pyro_bdl.distributions.take_apart import base_distribution
@@ -21,6 +20,7 @@ from pyro_bdl.estimators.product import DataProduct, Operand, data_product
 from pyro_bdl.program.linear_ops.recognize import recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
 from pyro_bdl.program.trace import is_deterministic
+from pyro_bdl.utils.trees import tree_leaves
 
 if TYPE_CHECKING:
     from pyro_bdl.guides.base import Guide

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.batch_norm import uses_its_batch
@@ -19,6 +18,7 @@ from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.utils.module_state import evaluation_mode, modules_of
 from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.utils.trees import tree_flatten, tree_unflatten
 
 _INSTEAD = "use plain sampling (estimator=None)"
 _SLACK = {torch.float64: 1e-6, torch.float32: 1e-3}  # of the sum of the terms' sizes

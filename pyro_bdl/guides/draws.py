@@ -168,7 +168,8 @@ def _runs_of_continuous(
     log_q = q.log_prob(vectors)
     latents = {f"_{guide._pyro_name}_latent": vectors}
     start = 0
-    for name, site in guide.prototype_trace.iter_stochastic_nodes():
+    trace: Any = guide.prototype_trace
+    for name, site in trace.iter_stochastic_nodes():
         transform = biject_to(site["fn"].support)
         shape = transform.inverse_shape(site["value"].shape)
         part = vectors[:, start : start + shape.numel()].reshape(count, *shape)

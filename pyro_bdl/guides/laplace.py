@@ -10,7 +10,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from pyro_bdl.curvature.automatic_structure import with_chosen_structure
 from pyro_bdl.curvature.config import CurvatureConfig
@@ -34,6 +33,7 @@ from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior, jo
 from pyro_bdl.program.hidden_sites import require_visible_latents
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.program.validation import check_finite
+from pyro_bdl.utils.trees import tree_map_only
 
 _SMALLEST = 1e-30  # of squares that are divided by
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from pyro_bdl.guides.base import Guide, restored
 from pyro_bdl.guides.saved import SAVED_KIND, log_densities
 from pyro_bdl.samples import SUFFIXES, Samples
 from pyro_bdl.utils.tensor_file import kind_of_file, load_tree
+from pyro_bdl.utils.trees import tree_map_only
 
 _SLACK = 1e-2  # of log densities, which differ by rounding between devices
 

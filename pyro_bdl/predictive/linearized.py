@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from pyro_bdl.curvature import closed_forms
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, LinearOutputs
@@ -36,6 +35,7 @@ from pyro_bdl.predictive.sampled import PredictiveMoments
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.trace import Site
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.trees import tree_map
 from pyro_bdl.utils.validation import whole_number
 
 METHODS = ("centered-probit", "probit", "laplace-bridge", "monte-carlo")

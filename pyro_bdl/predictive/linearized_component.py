@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_bdl.curvature import closed_forms
 from pyro_bdl.curvature.chunking import linearizations
@@ -35,6 +34,7 @@ from pyro_bdl.program.unconstrained_parameters import constrained_value
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.trees import tree_leaves, tree_map
 
 _DRAWS_AT_ONCE = 2**29  # bytes of latent draws
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pyro_bdl.utils.collectives import Ranks
+from pyro_bdl.utils.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Batch = tuple[tuple, dict[str, Any]]
 _FORMS = "pass one batch as a tuple (x, y), and several as a list [(x, y), ...]"

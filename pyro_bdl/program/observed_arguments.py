@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_bdl.program.argument_errors import named_arguments
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.trace import Site, leave_open, record
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.trees import tree_flatten, tree_unflatten
 
 Arguments = tuple[tuple, dict[str, Any]]
 

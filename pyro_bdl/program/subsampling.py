@@ -7,9 +7,9 @@ from typing import Any
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.utils.trees import tree_leaves
 
 
 class WholeData(Messenger):

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.program.batch_norm import (
@@ -18,6 +17,7 @@ from pyro_bdl.program.batch_norm import (
 )
 from pyro_bdl.utils.memory import Allocations, keep_freed_blocks
 from pyro_bdl.utils.module_state import modules_of, vmappable
+from pyro_bdl.utils.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Draws = dict[str, Tensor]
 

@@ -14,10 +14,10 @@ from jinja2 import Environment
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from pyro_bdl._version import __version__
 from pyro_bdl.report.svg import dark_colors, inline, marker
 from pyro_bdl.utils.files import atomic_write
 from pyro_bdl.utils.tables import Column, Row
+from pyro_bdl.version import __version__
 
 Groups = Sequence[tuple[str, Sequence[str]]]
 Looks = Mapping[str, Mapping[str, Any]]

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pyro_bdl.tracing.trace import NotTraceable
+from pyro_bdl.utils.trees import TreeSpec, tree_flatten, tree_unflatten
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 

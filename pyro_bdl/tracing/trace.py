@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 from pyro_bdl.tracing.graph import base, changed, is_random, name_of, reached, tagged
+from pyro_bdl.utils.trees import tree_map_only
 
 _FOLDERS = [Path(str(file)).parent for file in (__file__, torch.__file__, pyro.__file__)]
 _LIBRARIES = ("<string>", "<frozen", *(f"{folder}{os.sep}" for folder in _FOLDERS))

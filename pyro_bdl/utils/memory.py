@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from pyro_bdl.utils.trees import tree_leaves
 
 # The largest block that still raises glibc's threshold, with room for its header and padding.
 _LARGEST_KEPT = 32 * 2**20 - 2**14

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from pyro_bdl.utils.trees import tree_leaves
 
 # True while one of the modes below runs an operator with its generator; other modes then skip it.
 _is_drawing: ContextVar[bool] = ContextVar("pyro_bdl_is_drawing", default=False)

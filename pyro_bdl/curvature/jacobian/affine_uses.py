@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.curvature.jacobian.patches import patches
 from pyro_bdl.program.linear_ops.recognize import AffineOp, recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
+from pyro_bdl.utils.trees import tree_leaves
 
 
 @dataclass

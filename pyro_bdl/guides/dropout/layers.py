@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.distributions.dropout_noise import checked_rate
 from pyro_bdl.errors import BdlWarning
@@ -25,6 +24,7 @@ from pyro_bdl.program.linear_ops.recognize import decompose
 from pyro_bdl.program.linear_ops.tracker import CASTS, VIEWS, Tag
 from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.utils.module_state import hooked, modules_of
+from pyro_bdl.utils.trees import tree_leaves
 
 _ELEMENTS = {F.dropout, torch.dropout}
 _CHANNELS = {F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout}

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.distributions.dropout_noise import checked_rate
 from pyro_bdl.program.layout import Layout
@@ -17,6 +16,7 @@ from pyro_bdl.program.linear_ops.recognize import recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
 from pyro_bdl.program.trace import Run, record, sum_out_discrete
 from pyro_bdl.utils.module_state import evaluation_mode, vmappable
+from pyro_bdl.utils.trees import tree_leaves
 
 
 @dataclass(frozen=True)

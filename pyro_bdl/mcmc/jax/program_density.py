@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_bdl.mcmc.chains import Target
 from pyro_bdl.mcmc.jax.density import jax_density
@@ -17,6 +16,7 @@ from pyro_bdl.mcmc.jax.translate import to_jax
 from pyro_bdl.program.program import Program
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.trees import tree_flatten, tree_unflatten
 
 _DATA = "an array"  # stands for an argument that is data
 

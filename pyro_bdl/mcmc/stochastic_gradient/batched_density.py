@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.tracing.trace import trace
 from pyro_bdl.utils.module_state import vmappable
 from pyro_bdl.utils.random_state import everywhere, fixed_normal, own_randomness
+from pyro_bdl.utils.trees import tree_flatten, tree_unflatten
 
 _ASIDE = 0.1  # how far from the chains a graph is compared with the program a second time
 _TOLERANCE = 1e-3  # relative to the largest entry; float32 sums depend on their order

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_bdl.curvature.fisher import check_scales, num_data
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batch, Batches, has_rows, leading_size
 from pyro_bdl.program.program import Program
 from pyro_bdl.utils.random_state import Generators, everywhere, permutation
+from pyro_bdl.utils.trees import tree_leaves, tree_map
 
 
 class MinibatchSource:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
-from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.program.linear_ops.recognize import decompose
+from pyro_bdl.utils.trees import tree_leaves
 
 
 @dataclass
