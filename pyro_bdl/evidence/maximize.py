@@ -159,6 +159,12 @@ def maximize(
         )
     reading = read_guide(guide)
     if not followed(reading):
+        if reading.in_likelihood:
+            raise ValueError(
+                f"the evidence cannot tune '{reading.in_likelihood[0]}', which the likelihood "
+                "depends on otherwise than by one number of noise: give all targets one noise "
+                "parameter, or train it by SVI"
+            )
         raise ValueError(
             "the priors and the noise have no PyroParam to tune: make a prior's scale one, as in "
             "priors.Normal(PyroParam(torch.tensor(1.0), constraint=constraints.positive)), or, "

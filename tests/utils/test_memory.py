@@ -2,10 +2,8 @@ import platform
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 
 from pyro_bdl.utils import memory
 
@@ -28,24 +26,6 @@ def test_blocks_that_are_freed_are_not_faulted_in_again():
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     once = 2**25 // resource.getpagesize()
     assert int(run.stdout) < 4 * once  # all 20 rounds would be 20 times once
-
-
-@pytest.mark.skipif(platform.system() != "Linux", reason="pages of its own")
-def test_a_tensor_on_large_pages_is_like_others_and_leaves_nothing():
-    like = torch.empty(2**21 + 1, 2, dtype=torch.float64, device="cpu")  # just above 32 MB
-    result = memory.empty_on_large_pages(like)
-    assert (result.shape, result.dtype) == (like.shape, like.dtype)
-    assert result.is_contiguous()
-    assert result.fill_(3.0).sum() == 3 * like.numel()
-    before = mapped()
-    del result
-    assert before - mapped() >= 32 * 2**20
-    assert memory.empty_on_large_pages(like[:5]).shape == (5, 2)
-
-
-def mapped():
-    """The bytes of this process's address space."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def test_the_limit_of_a_piece_is_that_of_the_innermost_context():
