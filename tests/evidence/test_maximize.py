@@ -290,7 +290,7 @@ def test_bad_arguments(line, learn):
     each = models.Regression(bayesianize(nn.Linear(3, 2)), noise=learn(torch.ones(2)))
     x = torch.randn(8, 3)
     guide = AutoLaplaceGGN(each).prototype(x, x[:, :2])
-    with pytest.raises(ValueError, match="cannot tune '.*noise'.* one number of noise"):
+    with pytest.raises(ValueError, match=r"cannot tune '.*noise'.* one number of noise"):
         maximize(guide.laplace_approximation((x, x[:, :2])))
     heavy = models.Regression(bayesianize(nn.Linear(3, 1), priors.Laplace(learn(1.0))), noise=0.5)
     with warnings.catch_warnings():
