@@ -1,5 +1,6 @@
 """Gaussian local latents, integrated out of a program in closed form."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -198,8 +199,9 @@ class WithoutLocals(nn.Module):
         eye = torch.eye(mean.shape[-1], device=mean.device, dtype=mean.dtype)
         places = eye.split(list(sizes.values()))
         blocks = zip(places, priors.values(), strict=True)
-        covariance = sum(place.mT @ prior.covariance @ place for place, prior in blocks)
-        local = Gaussian(mean, torch.as_tensor(covariance))
+        parts = [place.mT @ prior.covariance @ place for place, prior in blocks]
+        covariance = functools.reduce(torch.add, parts)
+        local = Gaussian(mean, covariance)
 
         def values(point: Tensor) -> dict[str, Tensor]:
             parts = zip(sizes, point.split(list(sizes.values()), -1), strict=True)

@@ -99,7 +99,7 @@ def search(
 
 def _log_densities(sites: list[GaussianOutputs], factor: float) -> Tensor:
     """log p(y | x) of each row, (n,), where the outputs' covariances are multiplied by a factor."""
-    total: Tensor | float = 0.0
+    terms = []
     for gaussian in sites:
         outputs, site = gaussian.outputs, gaussian.outputs.site
         assert site is not None
@@ -112,8 +112,8 @@ def _log_densities(sites: list[GaussianOutputs], factor: float) -> Tensor:
             density = _over_draws(scaled)
         else:
             density = scale_and_mask(density, 1.0, site.mask)
-        total = total + density.double().reshape(outputs.num_data, -1).sum(1)
-    return torch.as_tensor(total)
+        terms.append(density.double().reshape(outputs.num_data, -1).sum(1))
+    return torch.stack(terms).sum(0)
 
 
 def _over_draws(gaussian: GaussianOutputs) -> Tensor:
@@ -122,7 +122,7 @@ def _over_draws(gaussian: GaussianOutputs) -> Tensor:
     values, vectors = torch.linalg.eigh(gaussian.covariance.double())
     roots = vectors * values.clamp(min=0.0).sqrt()[:, None]
     with seeded(0):
-        noise = torch.randn(_DRAWS, *gaussian.mean.shape).to(roots)
+        noise = torch.randn(_DRAWS, *gaussian.mean.shape, device="cpu").to(roots)
     drawn = gaussian.mean + torch.einsum("nij,snj->sni", roots, noise).to(gaussian.mean)
     constant = {key: value.expand(_DRAWS, *value.shape) for key, value in outputs.values.items()}
     site = outputs.observed(constant | outputs.split(drawn))

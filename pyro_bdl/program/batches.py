@@ -35,7 +35,7 @@ class Batches:
             self.source, self.ranks = data.source, data.ranks
         elif isinstance(data, Tensor | Mapping) or (isinstance(data, tuple) and data):
             self.source = [data]
-            if isinstance(data, tuple) and all(isinstance(part, tuple | list) for part in data):
+            if isinstance(data, tuple) and all(map(_holds_tensors, data)):
                 raise ValueError(f"data is a tuple of tuples: {_FORMS}")
         elif isinstance(data, Iterator):
             self.source = list(data)
@@ -93,6 +93,10 @@ class Batches:
         """Turn sums over this process's part of the data into sums over all data, in place."""
         if self.ranks is not None:
             self.ranks.add_up(tensors)
+
+
+def _holds_tensors(part: Any) -> bool:
+    return isinstance(part, tuple | list) and any(isinstance(value, Tensor) for value in part)
 
 
 def _package(value: Any) -> str:

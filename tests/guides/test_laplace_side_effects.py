@@ -96,10 +96,11 @@ def test_a_maximum_that_batch_statistics_may_have_moved():
     model, x, y = noisy_model()
     guide = AutoLaplaceGGN(model).prototype(x, y)
     check = unchanged(model)
-    with pytest.warns(BdlWarning, match=r"maximum.*after model\.eval\(\): a BatchNorm"):
+    with pytest.warns(BdlWarning, match=r"maximum.*BatchNorm.*after model\.eval\(\)"):
         guide.laplace_approximation((x, y))
     check()
     model.eval()
+    guide = AutoLaplaceGGN(model).prototype(x, y)
     with pytest.warns(BdlWarning, match="maximum") as caught:
         guide.laplace_approximation((x, y))
     assert "BatchNorm" not in str(caught[0].message)
@@ -110,6 +111,7 @@ def test_an_error_midway_leaves_no_trace(structure):
     model, x, y = noisy_model()
     guide = AutoLaplaceGGN(model, structure=structure).prototype(x, y)
     net = model.network.network
+    guide.laplace_approximation([(x, y)] * 2)  # which warns once
     net.calls = 0
     guide.laplace_approximation([(x, y)] * 2)
     needed = net.calls

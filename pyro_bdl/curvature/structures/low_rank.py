@@ -118,16 +118,16 @@ class LowRankPrecision(WhitenedPrecision):
         return self.matrix.sample_inverse(num_samples).to(self.dtype)
 
     def quadratic(self, x: Tensor) -> Tensor:
-        return self.matrix.quadratic(x.double()).to(self.dtype)
+        return self.matrix.quadratic(x.to(self.matrix.scale)).to(self.dtype)
 
     def solve(self, x: Tensor) -> Tensor:
-        return self.matrix.solve(x.double()).to(self.dtype)
+        return self.matrix.solve(x.to(self.matrix.scale)).to(self.dtype)
 
     def variances(self) -> Tensor:
         return self.matrix.inverse_diagonal().to(self.dtype)
 
     def _whitened(self, rows: Tensor) -> Tensor:
-        return self.matrix.inverse_root(rows.double())
+        return self.matrix.inverse_root(rows.to(self.matrix.scale))
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:
