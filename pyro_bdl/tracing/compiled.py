@@ -15,6 +15,7 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.tracing.step import Outcome, Step, agree, trace_step
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autograd import with_gradients
+from pyro_bdl.utils.memory import keep_freed_blocks
 from pyro_bdl.utils.module_state import as_written
 from pyro_bdl.utils.side_effects import without_side_effects
 
@@ -152,6 +153,7 @@ class CompiledLoss:
         self.num_traces += 1
         graph.num_traces += 1
         graph.step, graph.evaluations = None, 1
+        keep_freed_blocks()  # a graph frees all its memory at its end, and allocates it again
         modules = evaluation.modules()
         statements = poutine.trace(param_only=True)
         try:
