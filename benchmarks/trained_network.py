@@ -479,7 +479,7 @@ def main() -> None:
                 start = time.perf_counter()
                 try:
                     method = fit()
-                except ImportError as error:
+                except (ImportError, ValueError) as error:  # SGD that diverged
                     rows[label] = {"skipped": str(error)}
                 else:
                     seconds = time.perf_counter() - start

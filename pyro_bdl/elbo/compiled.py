@@ -8,6 +8,7 @@ from typing import Any
 import pyro
 import torch
 from pyro.infer import ELBO
+from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 
 from pyro_bdl.elbo.finite_loss import check_value, guarded, left_to_caller, require_gradients
@@ -186,8 +187,9 @@ class CompiledELBO(ELBO):
         if isinstance(outcome, Tensor):
             return outcome
         step.finish(outcome)
-        for name in self.graphs.graphs[step.owner, step.key].parameters:
-            pyro.param(name)  # tells SVI which parameters to optimize
+        if am_i_wrapped():  # tell SVI which parameters to optimize
+            for name in self.graphs.graphs[step.owner, step.key].parameters:
+                pyro.param(name)
         return outcome.differentiable()
 
     def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:

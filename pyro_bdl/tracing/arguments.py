@@ -20,7 +20,7 @@ class Arguments(NamedTuple):
 
     tensors: list[Tensor]
     constants: tuple[tuple[type, Any] | None, ...]
-    structure: TreeSpec
+    structure: TreeSpec | None  # None for positional tensors alone
 
     @property
     def key(self) -> Hashable:
@@ -30,6 +30,8 @@ class Arguments(NamedTuple):
 
     def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
         """``(args, kwargs)`` with other tensors."""
+        if self.structure is None:
+            return tuple(tensors), {}
         left = iter(tensors)
         leaves = [next(left) if c is None else c[1] for c in self.constants]
         return tree_unflatten(leaves, self.structure)
@@ -40,13 +42,13 @@ def split(args: tuple, kwargs: dict[str, Any]) -> Arguments:
 
     :raises NotTraceable: for arguments whose changes cannot be noticed, and for sparse tensors.
     """
+    if not kwargs and all(type(value) is Tensor for value in args):  # the usual case
+        return Arguments(_checked(args), (None,) * len(args), None)
     leaves, structure = tree_flatten((args, kwargs))
     tensors: list[Tensor] = []
     constants: list[tuple[type, Any] | None] = []
     for leaf in leaves:
         if type(leaf) in (Tensor, nn.Parameter):
-            if leaf.layout is not torch.strided:
-                raise NotTraceable("an argument is a sparse tensor")
             tensors.append(leaf)
             constants.append(None)
         elif isinstance(leaf, _CONSTANTS):
@@ -56,4 +58,10 @@ def split(args: tuple, kwargs: dict[str, Any]) -> Arguments:
                 f"an argument holds {type(leaf).__name__}, which may change from step to step: "
                 "pass tensors, numbers and words"
             )
-    return Arguments(tensors, tuple(constants), structure)
+    return Arguments(_checked(tensors), tuple(constants), structure)
+
+
+def _checked(tensors: Sequence[Tensor]) -> list[Tensor]:
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        raise NotTraceable("an argument is a sparse tensor")
+    return list(tensors)
