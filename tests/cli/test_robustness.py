@@ -126,6 +126,7 @@ def test_a_posterior_whose_draws_are_nan_is_left_out(run, out, with_draws):
     [
         ("--chains 1 --draws 1", "'--draws': Input should be greater than or equal to 2"),
         ("--test-fraction 0.999", "(--test-fraction) leaves 0 of the 20 rows"),
+        ("--hidden 1000000000000", "GiB are free; choose fewer units"),
     ],
 )
 def test_refused_before_anything_is_fitted(arguments, words, run, out, monkeypatch):

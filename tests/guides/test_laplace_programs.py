@@ -301,3 +301,15 @@ def test_parts_of_data_that_the_program_scales_up_do_not_add_up():
         with pytest.raises(ValueError, match="parts do not add up"):
             posterior.update((x[4:], y[4:]))
         assert torch.equal(posterior.curvature.matrix, matrix)
+
+
+def test_an_unobserved_point_mass_is_told_what_to_be():
+    def model(y):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        z = pyro.sample("z", dist.Delta(torch.tensor(0.5)))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(w + z, 1.0), obs=y)
+
+    y = torch.arange(6.0)
+    with pytest.raises(ValueError, match=r"'z' has no positive curvature.*pyro\.deterministic"):
+        AutoLaplaceGGN(model).prototype(y).laplace_approximation((y,))
