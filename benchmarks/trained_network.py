@@ -271,6 +271,10 @@ def drawn(model: Any, posterior: Any, options: argparse.Namespace) -> Method:
     return lambda x: predictive.mean(x)["y"].mean(0), lambda x: predictive.mean(x)["y"], ""
 
 
+class Diverged(Exception):
+    """SGD that diverged at the rate of SWAG."""
+
+
 def methods(
     name: str, network: nn.Module, data: Data, options: argparse.Namespace
 ) -> Iterator[tuple[str, Callable[[], Method]]]:
@@ -314,7 +318,10 @@ def methods(
     def swag() -> Method:
         model = program(network, data, options)
         guide = bdl.guides.AutoSWAG(model).prototype(*data.train.tensors)
-        collect_swag(model, guide, *data.train.tensors, snapshots=20, learning_rate=0.01)
+        try:
+            collect_swag(model, guide, *data.train.tensors, snapshots=20, learning_rate=0.01)
+        except ValueError as error:
+            raise Diverged(str(error)) from error
         return drawn(model, guide.swag_approximation(), options)
 
     def ensemble() -> Method:
@@ -479,7 +486,7 @@ def main() -> None:
                 start = time.perf_counter()
                 try:
                     method = fit()
-                except (ImportError, ValueError) as error:  # SGD that diverged
+                except (ImportError, Diverged) as error:
                     rows[label] = {"skipped": str(error)}
                 else:
                     seconds = time.perf_counter() - start

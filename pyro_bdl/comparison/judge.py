@@ -278,8 +278,8 @@ def verdict(found: Iterable[Reason]) -> str:
 
 
 def _is_clear(deviation: float, error: float, band: float) -> bool:
-    """Whether two errors are smaller than the deviation, or than the band of agreement if the
-    deviation lies in it; an unknown error is not."""
+    """Return whether two errors are smaller than the deviation, or than the band of agreement if
+    the deviation lies in it; an unknown error is not."""
     return ERRORS * error <= max(deviation, band)
 
 

@@ -54,14 +54,13 @@ class Evaluation(ABC):
 
 @dataclass
 class Graph:
-    """The graph of one kind of evaluations, or the reason why there is none.
+    """The graph of one kind of evaluations; ``step`` is None where the program runs uncompiled.
 
     :param parameters: those in Pyro's store that it reads, by name.
     :param evaluations: how often the loss was evaluated since it was traced, that time included.
     """
 
     step: Step | None = None
-    refused: str | None = None
     parameters: dict[str, Tensor] = field(default_factory=dict)
     evaluations: int = 0
     num_traces: int = 0
@@ -146,7 +145,7 @@ class CompiledLoss:
         return False
 
     def _refuse(self, graph: Graph, reason: str) -> None:
-        graph.step, graph.refused = None, reason
+        graph.step = None
         self.warn(f"runs the program uncompiled, since {reason}")
 
     def _trace(self, graph: Graph, evaluation: Evaluation) -> None:

@@ -137,7 +137,7 @@ class _Layer:
 
 
 def _is_product(block: Block) -> bool:
-    """Whether each datum has a single product of whole rows of a weight."""
+    """Return whether each datum has a single product of whole rows of a weight."""
     if isinstance(block, SoftmaxBlock):
         return True
     return (
