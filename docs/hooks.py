@@ -27,7 +27,7 @@ _TERMINAL_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 def on_files(files, config):
     """Add the pages and figures that are made from files outside the folder of pages."""
     for source, name in COPIES.items():
-        text = (ROOT / source).read_text(encoding="utf-8")
+        text = (ROOT / source).read_text(encoding="utf-8").replace("](../docs/pages/", "](")
         files.append(File.generated(config, name, content=text))
     for path in sorted((ROOT / "benchmarks" / "figures").glob("*.png")):
         files.append(File.generated(config, f"figures/{path.name}", content=path.read_bytes()))
