@@ -27,19 +27,21 @@ from pyro_bdl.priors import (
     learnable,
 )
 from pyro_bdl.program.batch_norm import keeps_statistics
-from pyro_bdl.program.checkpointing import kept_for_recomputation
+from pyro_bdl.program.checkpointing import checkpoint, refuse_reentrant, substituted
 from pyro_bdl.program.gaussian_prior import TaskPrior
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, Each, SampledNetwork, each
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.sharded import refuse_sharded
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.scales import Hyperprior, Scale, beside, hyperparameter_scope
+from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.names import Names, chooser
 
 __all__ = [
     "BayesianModule",
     "Each",
     "bayesianize",
+    "checkpoint",
     "each",
     "lora",
     "merged",
@@ -85,6 +87,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         self._cache: dict[str, tuple[Any, Distribution]] = {}
         self._places = _places(copied)
         self._structure = _structure(copied)
+        self._checked_modes: set[bool] = set()  # of training, without reentrant checkpoints
         self._hyperparameters: dict[str, str] = {}
         with hyperparameter_scope(_Declarations(self)):
             self._find_sites()
@@ -148,8 +151,13 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         return over_networks(one, weights, plates, args, kwargs, self._over_networks)
 
     def _forward(self, values: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        with _substituted(self._places, values):
-            return self.network(*args, **kwargs)
+        with substituted(partial(_in_place, self._places, values)):
+            result = self.network(*args, **kwargs)
+        mode = self.training
+        if mode not in self._checked_modes and torch.is_grad_enabled() and not is_transformed():
+            refuse_reentrant(result)
+            self._checked_modes.add(mode)
+        return result
 
     def _shape(self, name: str) -> torch.Size:
         owner, key = self._places[name][0]
@@ -270,9 +278,10 @@ def bayesianize(
 ) -> BayesianModule:
     """A copy of ``net`` as a PyroModule whose weights are sampled from ``prior``.
 
-    The network may checkpoint its activations (``torch.utils.checkpoint``). With one draw of the
-    weights at a time they are computed again in the backward pass, with the same draw. With several
-    draws at once, and in compiled ELBOs, they are stored instead.
+    The network may checkpoint its activations by ``nn.checkpoint``, in place of
+    ``torch.utils.checkpoint``. With one draw of the weights at a time they are computed again in
+    the backward pass, with the same draw. With several draws at once, and in compiled ELBOs, they
+    are stored instead.
 
     With ``plate="groups"`` it is a network for every element of that plate, in which it is called::
 
@@ -546,17 +555,8 @@ def _fitted(
 
 
 @contextmanager
-def _substituted(places: Places, values: dict[str, Tensor]) -> Iterator[None]:
-    """Run the network with ``values`` in place of its tensors, which are restored on exit.
-
-    Checkpointed activations are computed again with ``values`` in the backward pass.
-    """
-    with _in_place(places, values), kept_for_recomputation(partial(_in_place, places, values)):
-        yield
-
-
-@contextmanager
 def _in_place(places: Places, values: dict[str, Tensor]) -> Iterator[None]:
+    """Run the network with ``values`` in place of its tensors, which are restored on exit."""
     saved = []
     recurrent = set()
     try:

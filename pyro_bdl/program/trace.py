@@ -12,7 +12,6 @@ import pyro
 import torch
 from pyro.distributions import Unit
 from pyro.distributions.util import scale_and_mask
-from pyro.poutine.condition_messenger import ConditionMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.subsample_messenger import _Subsample
@@ -29,7 +28,6 @@ from pyro_bdl.distributions.copies import (
 )
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.argument_errors import explain
-from pyro_bdl.program.checkpointing import kept_for_recomputation
 from pyro_bdl.program.layout import NEW_ROWS
 from pyro_bdl.program.network_sites import OWNER_KEY
 from pyro_bdl.utils.autocast import uncast
@@ -207,11 +205,6 @@ class _Recorder(Messenger):
         if self.enumeration is not None:
             self.enumeration.before(msg)
 
-    def again(self) -> ConditionMessenger:
-        """A context in which repeated statements have the values of this run."""
-        latents = self.run.latents.items()
-        return ConditionMessenger({name: site.value for name, site in latents})
-
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] != "sample":
             return
@@ -313,7 +306,7 @@ def record(
     """
     _refuse_other_threads()
     recorder = _Recorder(values, draw)
-    with _unvalidated(), recorder, kept_for_recomputation(recorder.again):
+    with _unvalidated(), recorder:
         try:
             recorder.run.result = function(*args, **(kwargs or {}))
         except (TypeError, AttributeError, RuntimeError) as error:

@@ -25,8 +25,15 @@ def leaves_behind(value: Tensor, stop: Iterable[Tensor] = ()) -> list[Tensor]:
 
     :param stop: tensors at which the search ends.
     """
-    nodes = (node for node, _ in _edges(value, stop))
-    return [node.variable for node in nodes if hasattr(node, "variable")]
+    return [node.variable for node in nodes_behind(value, stop) if hasattr(node, "variable")]
+
+
+def nodes_behind(value: Tensor, stop: Iterable[Tensor] = ()) -> Iterator[Any]:
+    """The nodes of autograd's graph that computed a tensor, its own first.
+
+    :param stop: tensors at which the search ends.
+    """
+    return (node for node, _ in _edges(value, stop))
 
 
 def with_gradients(

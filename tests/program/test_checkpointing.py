@@ -1,7 +1,6 @@
 """Networks that checkpoint their activations have the posterior of those that do not."""
 
-import threading
-from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,38 +10,35 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
-from pyro.nn import PyroModule, PyroSample
 from pyro.optim import SGD
 from torch import nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import pyro_bdl as bdl
 from pyro_bdl.mcmc.jax.translate import to_jax
+from pyro_bdl.nn import checkpoint
 from pyro_bdl.program import Program
-from pyro_bdl.program.checkpointing import kept_for_recomputation
 
 
 class _Block(nn.Module):
-    def __init__(self, reentrant):
+    def __init__(self, way):
         super().__init__()
         self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 3)
-        self.reentrant, self.calls = reentrant, []
+        self.way, self.calls = way, []
 
     def _body(self, x):
         self.calls.append(torch.is_grad_enabled())
         return x + self.second(torch.tanh(self.first(x)))
 
     def forward(self, x):
-        if self.reentrant is None:
-            return self._body(x)
-        return checkpoint(self._body, x, use_reentrant=self.reentrant)
+        return self._body(x) if self.way is None else self.way(self._body, x)
 
 
 class _Net(nn.Module):
-    def __init__(self, reentrant):
+    def __init__(self, way):
         super().__init__()
         self.start = nn.Linear(2, 3)
-        self.blocks = nn.ModuleList([_Block(reentrant) for _ in range(2)])
+        self.blocks = nn.ModuleList([_Block(way) for _ in range(2)])
         self.end = nn.Linear(3, 1)
 
     def forward(self, x):
@@ -52,11 +48,9 @@ class _Net(nn.Module):
         return self.end(x)
 
 
-def _program(reentrant):
+def _program(way):
     torch.manual_seed(0)
-    return bdl.models.Regression(
-        bdl.bayesianize(_Net(reentrant)), noise=dist.HalfNormal(1.0), num_data=6
-    )
+    return bdl.models.Regression(bdl.bayesianize(_Net(way)), noise=dist.HalfNormal(1.0), num_data=6)
 
 
 @pytest.fixture
@@ -69,14 +63,10 @@ def _calls(model):
     return sum(len(m.calls) for m in model.modules() if isinstance(m, _Block))
 
 
-WAYS = [True, False]
-
-
 @pytest.mark.parametrize("particles", [1, 2])
-@pytest.mark.parametrize("reentrant", WAYS)
-def test_elbo_has_the_gradient_of_the_network_without_checkpoints(data, reentrant, particles):
+def test_elbo_has_the_gradient_of_the_network_without_checkpoints(data, particles):
     gradients, calls = [], []
-    for way in (None, reentrant):
+    for way in (None, checkpoint):
         pyro.clear_param_store()
         model = _program(way)
         guide = bdl.guides.AutoMeanField(model)
@@ -91,14 +81,13 @@ def test_elbo_has_the_gradient_of_the_network_without_checkpoints(data, reentran
     assert calls == [2 * particles, 4 * particles]  # computed again in the backward pass
 
 
-@pytest.mark.parametrize("reentrant", WAYS)
 @pytest.mark.parametrize(
     "elbo", [bdl.elbo.TemperedTraceMeanField_ELBO, bdl.elbo.CompiledELBO], ids=["plain", "compiled"]
 )
 @pytest.mark.parametrize("particles", [1, 2])
-def test_svi_steps_are_those_without_checkpoints(data, reentrant, elbo, particles):
+def test_svi_steps_are_those_without_checkpoints(data, elbo, particles):
     losses = []
-    for way in (None, reentrant):
+    for way in (None, checkpoint):
         pyro.clear_param_store()
         model = _program(way)
         guide = bdl.guides.AutoMeanField(model)
@@ -108,11 +97,10 @@ def test_svi_steps_are_those_without_checkpoints(data, reentrant, elbo, particle
     assert losses[1] == pytest.approx(losses[0])
 
 
-@pytest.mark.parametrize("reentrant", WAYS)
 @pytest.mark.parametrize("structure", ["full", "diag", "kron"])
-def test_laplace_is_that_without_checkpoints(data, reentrant, structure):
+def test_laplace_is_that_without_checkpoints(data, structure):
     found = []
-    for way in (None, reentrant):
+    for way in (None, checkpoint):
         pyro.clear_param_store()
         model = _program(way)
         guide = bdl.guides.AutoLaplaceGGN(model, structure=structure)
@@ -123,10 +111,9 @@ def test_laplace_is_that_without_checkpoints(data, reentrant, structure):
     torch.testing.assert_close(found[1], found[0])
 
 
-@pytest.mark.parametrize("reentrant", WAYS)
-def test_the_density_of_mcmc_has_its_gradient_in_torch_and_jax(data, reentrant):
+def test_the_density_of_mcmc_has_its_gradient_in_torch_and_jax(data):
     found = []
-    for way in (None, reentrant):
+    for way in (None, checkpoint):
         program = Program(_program(way), *data)
         point = program.unconstrain(program.initial).requires_grad_()
         found.append(torch.autograd.grad(program.log_density(point), point)[0])
@@ -137,58 +124,27 @@ def test_the_density_of_mcmc_has_its_gradient_in_torch_and_jax(data, reentrant):
     torch.testing.assert_close(torch.from_numpy(np.array(translated)), found[0])
 
 
-@pytest.mark.parametrize("reentrant", WAYS)
-def test_weights_sampled_in_a_checkpoint_keep_their_values(data, reentrant):
-    x, y = data
-
-    class Sampled(PyroModule):
-        def __init__(self, reentrant):
-            super().__init__()
-            self.layer = PyroModule[nn.Linear](2, 1, bias=False)
-            self.layer.weight = PyroSample(dist.Normal(0.0, 1.0).expand([1, 2]).to_event(2))
-            self.end = PyroSample(dist.Normal(0.0, 1.0))
-            self.reentrant = reentrant
-
-        def forward(self, x, y):
-            x = x.requires_grad_()
-            f = (
-                self.layer(x)
-                if reentrant is None
-                else checkpoint(self.layer, x, use_reentrant=reentrant)
-            )
-            mean = (f.tanh() * self.end)[:, 0]
-            with pyro.plate("data", len(x)):
-                pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
-
-    found = []
-    for way in (None, reentrant):
-        program = Program(Sampled(way), x, y[:, 0])
-        point = torch.tensor([0.3, -0.4, 0.5], requires_grad=True)
-        found.append(torch.autograd.grad(program.log_density(point), point)[0])
-    torch.testing.assert_close(found[1], found[0])
-
-
-def test_second_derivatives_and_segments(data):
+def test_second_derivatives(data):
     x, _ = data
     net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
     bnn = bdl.bayesianize(net)
 
     class Segments(nn.Module):
-        def __init__(self, net, reentrant):
+        def __init__(self, net, way):
             super().__init__()
-            self.net, self.reentrant = net, reentrant
+            self.net, self.way = net, way
 
         def forward(self, x):
-            if self.reentrant is None:
+            if self.way is None:
                 return self.net(x)
-            return checkpoint_sequential(self.net, 2, x, use_reentrant=self.reentrant)
+            return self.net[2:](self.way(self.net[:2], x))
 
     values = {
         f"net.{name}": torch.randn_like(bnn.get_buffer(f"network.{name}")) for name in bnn.sites
     }
     found = []
-    for reentrant in (None, True, False):
-        bnn = bdl.bayesianize(Segments(net, reentrant))
+    for way in (None, checkpoint):
+        bnn = bdl.bayesianize(Segments(net, way))
         leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
         with pyro.poutine.condition(data=leaves):
             total = bnn(x).square().sum()
@@ -198,69 +154,29 @@ def test_second_derivatives_and_segments(data):
             torch.cat([g.flatten() for g in torch.autograd.grad(scalar, list(leaves.values()))])
         )
     torch.testing.assert_close(found[1], found[0])
-    torch.testing.assert_close(found[2], found[0])
 
 
-def _torchs_own():
-    """The functions of torch's module, where no substitution holds."""
-    names = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
-    names += ("_checkpoint_without_reentrant_generator_impl",)
-    return [getattr(torch.utils.checkpoint, name, None) for name in names]
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_torchs_own_checkpoint_is_refused(data, reentrant):
+    x, _ = data
+    bnn = bdl.bayesianize(_Net(partial(torch_checkpoint, use_reentrant=reentrant)))
+    weights = {f"{name}": bnn.get_buffer(f"network.{name}") for name in bnn.sites}
+    leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
+    with (
+        pytest.raises((RuntimeError, ValueError), match=r"call pyro_bdl\.nn\.checkpoint"),
+        pyro.poutine.condition(data=leaves),
+    ):
+        bnn(x)
+    with torch.no_grad():
+        bnn(x)
 
 
-def test_torch_is_as_it_was_outside_of_runs(data):
-    before = _torchs_own()
-    assert {value.__module__ for value in before if value is not None} == {"torch.utils.checkpoint"}
-    model = _program(False)
-    program = Program(model, *data)
-    density = program.log_density(torch.zeros(program.size, requires_grad=True))
-    assert _torchs_own() == before
-    density.backward()
-    with pytest.raises(RuntimeError, match="shape"):
-        model(torch.randn(6, 5))
-    assert _torchs_own() == before
-
-
-def test_runs_of_two_threads_that_overlap_leave_torch_as_it_was(data):
-    """The one that began first ends first, and the other one still computes again."""
-    before, inside, done = _torchs_own(), threading.Event(), threading.Event()
-
-    def first():
-        with kept_for_recomputation(nullcontext):
-            inside.set()
-            done.wait()
-
-    thread = threading.Thread(target=first)
-    thread.start()
-    inside.wait()
-    used = []
-
-    @contextmanager
-    def marked():
-        used.append(True)
-        yield
-
+def test_other_networks_checkpoint_as_torch_does(data):
     x = data[0].clone().requires_grad_()
-    net = _Net(False)
-    with kept_for_recomputation(marked):
-        done.set()
-        thread.join()
-        total = net(x).sum()
-    assert _torchs_own() == before
-    total.backward()
-    assert used == [True, True]  # one for each block
-
-
-@pytest.mark.parametrize("reentrant", WAYS)
-def test_other_networks_checkpoint_as_ever(data, reentrant):
-    x = data[0].clone().requires_grad_()
-    net, plain = _Net(reentrant), _Net(None)
+    net, plain = _Net(checkpoint), _Net(None)
     plain.load_state_dict(net.state_dict())
     net(x).sum().backward()
     plain(x).sum().backward()
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
     assert _calls(net) == 4
-    if reentrant:
-        with pytest.raises(RuntimeError, match="use_reentrant=True"):
-            torch.autograd.grad(net(x).sum(), x)
