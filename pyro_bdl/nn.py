@@ -27,11 +27,11 @@ from pyro_bdl.priors import (
     learnable,
 )
 from pyro_bdl.program.batch_norm import keeps_statistics
+from pyro_bdl.program.check import refuse_sharded
 from pyro_bdl.program.checkpointing import checkpoint, refuse_reentrant, substituted
 from pyro_bdl.program.gaussian_prior import TaskPrior
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, Each, SampledNetwork, each
 from pyro_bdl.program.parameter_namespace import OwnParameters
-from pyro_bdl.program.sharded import refuse_sharded
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.scales import Hyperprior, Scale, beside, hyperparameter_scope
 from pyro_bdl.utils.autograd import is_transformed

@@ -25,8 +25,8 @@ from pyro_bdl.comparison.result import Comparison, is_known
 from pyro_bdl.comparison.scores import TEST_DATA, few_draws, few_draws_note
 from pyro_bdl.errors import UnusableDrawsError
 from pyro_bdl.guides.draws import as_posterior
-from pyro_bdl.program.argument_errors import by_entry
 from pyro_bdl.program.batches import as_dicts, leading_size, taken
+from pyro_bdl.program.check import by_entry
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded

@@ -13,9 +13,9 @@ from pyro_bdl.curvature.prior import hyperpriors
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.check import check_finite_batches
 from pyro_bdl.program.supports import check_support
 from pyro_bdl.program.trace import Site
-from pyro_bdl.program.validation import check_finite_batches
 
 
 class LikelihoodSums:

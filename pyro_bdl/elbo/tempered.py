@@ -32,11 +32,10 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import run_at_draw
 from pyro_bdl.guides.kl import entropy, mean_field_kl, sampled_kl
 from pyro_bdl.guides.training_step import one_step
-from pyro_bdl.program.argument_errors import explained
 from pyro_bdl.program.batches import leading_size
+from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.supports import check_support, nan_outside_support
 from pyro_bdl.program.trace import Run, record, sum_out_discrete
-from pyro_bdl.program.validation import check_finite
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.utils.autocast import without_autocast
 from pyro_bdl.utils.module_state import preserved_buffers
@@ -153,7 +152,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
             self._checked = model, guide
         temperature = check_temperature(self.schedule(self.step))
         try:
-            with explained(model, args, kwargs), pyro.validation_enabled(False):
+            with pyro.validation_enabled(False):
                 likelihood, kl, q_entropy = self.terms(model, guide, args, kwargs)
         except RuntimeError:
             with contextlib.suppress(RuntimeError):
@@ -376,8 +375,7 @@ def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> N
     """
     check_finite(model, args, kwargs)
     with (
-        explained(model, args, kwargs), poutine.block(), torch.no_grad(),
-        preserved_buffers(model, guide),
+        poutine.block(), torch.no_grad(), preserved_buffers(model, guide),
     ):  # fmt: skip
         q, p = _draw(model, guide, args, kwargs)
         _check_sites(q, p, isinstance(guide, Guide))
@@ -392,8 +390,7 @@ def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
     """
     check_finite(model, args, kwargs)
     with (
-        explained(model, args, kwargs), poutine.block(), torch.no_grad(),
-        preserved_buffers(model, guide), own_randomness(),
+        poutine.block(), torch.no_grad(), preserved_buffers(model, guide), own_randomness(),
     ):  # fmt: skip
         q, p = _draw(model, guide, args, kwargs)
         _check_sites(q, p, isinstance(guide, Guide))

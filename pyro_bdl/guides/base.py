@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from pyro_bdl.curvature.hyperparameters import few_rows
 from pyro_bdl.guides.saved import SAVED_KIND, class_path, known_class, log_densities
 from pyro_bdl.init import init_to_network, start_at
-from pyro_bdl.program.argument_errors import explained
 from pyro_bdl.program.batches import Batch
+from pyro_bdl.program.check import refuse_sharded
 from pyro_bdl.program.gaussian_prior import GaussianPrior
 from pyro_bdl.program.layout import Latent, Layout, differences, origin
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
-from pyro_bdl.program.sharded import refuse_sharded
 from pyro_bdl.program.trace import Run, distribution_of_targets
 from pyro_bdl.utils.module_state import modules_of, outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
@@ -113,8 +112,7 @@ class Guide(OwnParameters, AutoGuide):
     @outside_inference_mode()
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         refuse_sharded(modules_of(self.program_model))
-        with explained(self.program_model, args, kwargs):
-            trace = trace_once(poutine.block(self.model, self._prototype_hide_fn), args, kwargs)
+        trace = trace_once(poutine.block(self.model, self._prototype_hide_fn), args, kwargs)
         program = Program.from_trace(self.model, trace, args, kwargs)
         start, full = at_full_size(program, trace)
         if self.master is not None:

@@ -18,7 +18,6 @@ from pyro_bdl.curvature.fit import SCALED_UP, fit_curvature
 from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, learned_noise, read
 from pyro_bdl.curvature.known_information import with_known_information
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
-from pyro_bdl.curvature.randomness import warn_of_randomness
 from pyro_bdl.curvature.structures.base import Precision, log_prob
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
@@ -26,13 +25,13 @@ from pyro_bdl.guides.held_out import HeldOut, search
 from pyro_bdl.guides.joint import JointGuide, restored_source
 from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.init import init_to_network
-from pyro_bdl.program.argument_errors import explained
 from pyro_bdl.program.batch_norm import layers_called
 from pyro_bdl.program.batches import Batch, Batches
+from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior, joint_prior
-from pyro_bdl.program.hidden_sites import require_visible_latents
+from pyro_bdl.program.program import Program
 from pyro_bdl.program.subset import Subset, select
-from pyro_bdl.program.validation import check_finite
+from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.trees import tree_map_only
 
 _SMALLEST = 1e-30  # of squares that are divided by
@@ -156,7 +155,8 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         check_finite(model, args, kwargs)
         self.prototype(*args, **kwargs)
         few = few_rows(model, self.require_layout(), self.location(), (args, kwargs))
-        require_visible_latents(model, *few)
+        with own_randomness():
+            Program(model, *few[0], **few[1]).check()
 
 
 class LaplaceGuide(JointGuide):
@@ -197,8 +197,7 @@ class LaplaceGuide(JointGuide):
         if isinstance(selection, str) and selection == "last-layer":
             selection = last_layer(model, layout, self.loc, *self.few)
         self.subset = select(layout, selection, model=model)
-        with explained(model, *self.few):
-            gradient = self._fit(batches, None, progress)
+        gradient = self._fit(batches, None, progress)
         if check:
             self._check_maximum(gradient)
 
@@ -273,7 +272,6 @@ class LaplaceGuide(JointGuide):
         earlier = [] if before is None else self._passes
         self._passes = None if earlier is None else [*earlier, (batches, fitted.factor)]
         if before is None:
-            warn_of_randomness(model, self.subset, self.loc, *self.few)
             self._in_likelihood = {}
         reading = self._read()
         if before is None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.program.argument_errors import named_arguments
+from pyro_bdl.program.check import named_arguments
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.trace import Site, leave_open, record
 from pyro_bdl.utils.module_state import evaluation_mode

@@ -5,21 +5,19 @@ functions of the latents that survive ``torch.func.vmap``, ``grad``, ``jvp`` and
 ``make_fx`` and ``torch.compile``. Everything else in the package is built on these.
 """
 
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from pyro import poutine
 from pyro.distributions import Unit
-from pyro.nn import PyroModule
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
 from pyro_bdl.distributions.copies import is_improper, without_masks
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.program.argument_errors import explain
+from pyro_bdl.program.check import check_finite, check_one_density, explain, refuse_sparse
 from pyro_bdl.program.layout import Latent, Layout, transform_of
 from pyro_bdl.program.supports import check_fixed_supports, check_support, feasible_value
 from pyro_bdl.program.trace import (
@@ -217,6 +215,22 @@ class Program:
         found = self.run(latents, *args, **kwargs).discrete
         return {} if found is None else found.responsibilities()
 
+    def check(self) -> None:
+        """Check the contract of a program (``program/check.py``) on its arguments.
+
+        Its random numbers are the caller's, whose state is as before on exit; its modules are in
+        evaluation mode meanwhile.
+
+        :raises ValueError: for arguments that are not finite.
+        :raises ArgumentError: for sparse tensors.
+        :raises UnsupportedProgramError: if nothing is observed, or two runs at the same latents
+            differ, as with a latent that ``poutine.block`` hides.
+        """
+        refuse_sparse(self.model, self.args, self.kwargs)
+        check_finite(self.model, self.args, self.kwargs)
+        self.require_observed()
+        check_one_density(self)
+
     def require_observed(self) -> None:
         """Check that the program has observed data.
 
@@ -283,12 +297,12 @@ def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         explain(error, model, args, kwargs)
         if str(error).startswith("Multiple sample sites named"):
             raise UnsupportedProgramError(f"{str(error).splitlines()[0]}: {RENAME}") from error
-        inside = _sites_in_plates(tracer.trace)
-        weights = [name for name in _called_weights(error) if name in inside]
-        if weights:
-            raise UnsupportedProgramError(_inside(weights[0], inside[weights[0]])) from error
-        for name, plate in inside.items():
-            error.add_note(f"if '{name}' are weights: {_inside(name, plate)}")
+        for name, plate in _sites_in_plates(tracer.trace).items():
+            error.add_note(
+                f"if '{name}' are weights: they are sampled inside the plate '{plate}', which "
+                "gives every datum its own copy: call the network outside the plate and observe "
+                "inside it"
+            )
         raise
 
 
@@ -319,13 +333,6 @@ def _point_density_at(name: str, node: Any) -> Tensor:
     return result
 
 
-def _inside(site: str, plate: str) -> str:
-    return (
-        f"the weights '{site}' are sampled inside the plate '{plate}', which gives every datum its "
-        "own copy: call the network outside the plate and observe inside it"
-    )
-
-
 def _sites_in_plates(trace: Any) -> dict[str, str]:
     """The latent sites with event dimensions in a plate, with the plate's name."""
     return {
@@ -337,14 +344,6 @@ def _sites_in_plates(trace: Any) -> dict[str, str]:
         and node["fn"].event_dim >= 1
         and node["cond_indep_stack"]
     }
-
-
-def _called_weights(error: BaseException) -> Iterator[str]:
-    """The sample sites of the PyroModules in whose calls an error was raised."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        module = frame.f_locals.get("self")
-        if isinstance(module, PyroModule):
-            yield from map(module._pyro_get_fullname, module._pyro_samples)
 
 
 def _device(trace: Any) -> torch.device:

@@ -27,7 +27,7 @@ from pyro_bdl.distributions.copies import (
     without_validation,
 )
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.program.argument_errors import explain
+from pyro_bdl.program.check import explain
 from pyro_bdl.program.layout import NEW_ROWS
 from pyro_bdl.program.network_sites import OWNER_KEY
 from pyro_bdl.utils.autocast import uncast

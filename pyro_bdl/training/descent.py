@@ -9,8 +9,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_bdl.errors import ArgumentError
-from pyro_bdl.program.argument_errors import TENSORS_NEEDED, by_entry, kind_of
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
+from pyro_bdl.program.check import TENSORS_NEEDED, by_entry, kind_of
 from pyro_bdl.training.checkpoint import Losses
 from pyro_bdl.training.minibatches import Minibatches
 from pyro_bdl.utils.progress import hidden

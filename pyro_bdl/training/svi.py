@@ -16,7 +16,7 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.estimators import PerDatum
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
-from pyro_bdl.program.validation import check_finite
+from pyro_bdl.program.check import check_finite
 from pyro_bdl.training.checkpoint import Checkpoint
 from pyro_bdl.training.collapse import warn_of_collapse
 from pyro_bdl.training.descent import Descent, Training, num_rows, rows_per_step

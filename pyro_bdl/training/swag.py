@@ -12,7 +12,7 @@ from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
 from pyro_bdl.program.batches import leading_size, taken
-from pyro_bdl.program.validation import check_finite
+from pyro_bdl.program.check import check_finite
 from pyro_bdl.training.descent import BATCH, Descent, Training, num_rows, rows_per_step
 from pyro_bdl.utils.module_state import modules_of, preserved_buffers, saved_buffers
 from pyro_bdl.utils.random_state import own_randomness

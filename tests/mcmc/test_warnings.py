@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pyro_bdl import bayesianize, mcmc, models
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.mcmc.chains import Chains, warn_of_divergences, warn_of_stuck_chains
 from pyro_bdl.mcmc.jax import density
 from pyro_bdl.mcmc.starts import Restriction, starting_vectors
@@ -45,7 +45,7 @@ def _counted():
     "number", [random.random, np.random.rand, _counted], ids=["python", "numpy", "counter"]
 )
 def test_numbers_that_are_no_latents_are_said(number):
-    with pytest.warns(BdlWarning, match=r"log density is .* in one run and .* in another"):
+    with pytest.raises(UnsupportedProgramError, match=r"'y' is .* in one run and .* in another"):
         mcmc.sample(_program(number), torch.ones(3), backend="pyro", **FEW)
 
 

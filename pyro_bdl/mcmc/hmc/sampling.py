@@ -1,6 +1,5 @@
 """``sample``: Markov chains on a Pyro program with all its data."""
 
-import random
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -24,11 +23,9 @@ from pyro_bdl.mcmc.chains import (
     warn_of_stuck_chains,
 )
 from pyro_bdl.mcmc.starts import Restriction, starting_vectors
-from pyro_bdl.program.hidden_sites import require_visible_latents
+from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.program.supports import check_support
-from pyro_bdl.program.validation import check_finite
 from pyro_bdl.samples import NO_STATE, Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
@@ -41,7 +38,6 @@ _KERNELS = {
     "energy_variance": ("mclmc",),
     "thinning": ("mclmc",),
 }
-_SAME = 1e-4  # relative tolerance: sums in float32 depend on the number of threads
 
 
 def sample(
@@ -128,9 +124,9 @@ def sample(
     :returns: draws in the latents' supports, on the program's device, with statistics. Of "mclmc",
         ``energy_variance`` is the one reached, averaged over the steps of a draw, and
         ``momentum_length`` the length L.
-    :warns BdlWarning: if the program draws random numbers, if more than a tenth of the draws ended
-        in a divergence, if chains hardly moved from their start, or if the energy variance of
-        "mclmc" is more than ten times its target or less than a hundredth of it.
+    :warns BdlWarning: if more than a tenth of the draws ended in a divergence, if chains hardly
+        moved from their start, or if the energy variance of "mclmc" is more than ten times its
+        target or less than a hundredth of it.
     :raises TypeError: if the number of draws or chains is not a whole number.
     :raises UnsupportedProgramError: for a program without observed sites, with discrete latents
         that cannot be summed out, or with latents that ``poutine.block`` hides.
@@ -183,7 +179,6 @@ def sample(
         restriction = run.restriction()
         start = starting_vectors(restriction, init, num_chains)
         _check_metric(settings.inverse_mass, start.shape[-1])
-        _warn_if_random(restriction, start[0], backend)
     return run.samples(restriction, start, started)
 
 
@@ -252,11 +247,8 @@ class _Run:
         model, args, kwargs = self.model, self.args, self.kwargs
         check_finite(model, args, kwargs)
         program = Program(model, *args, **kwargs)
-        program.require_observed()
-        require_visible_latents(model, args, kwargs)
+        program.check()
         require_all_data(program)
-        with torch.no_grad():
-            check_support(program.run(program.initial))
         return Restriction(program, self.subset, self.at)
 
     def samples(
@@ -392,30 +384,6 @@ def _runner(kernel: str, backend: str) -> Callable[[Target, Tensor, Settings], C
     from pyro_bdl.mcmc.hmc import numpyro_backend
 
     return numpyro_backend.run
-
-
-@torch.no_grad()
-def _warn_if_random(restriction: Restriction, vector: Tensor, backend: str) -> None:
-    """Warn if two runs at the same latents differ.
-
-    The random states of numpy and Python are restored.
-    """
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        first, second = (float(restriction.log_density(vector)) for _ in range(2))
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-    if abs(first - second) <= _SAME * max(abs(first), abs(second)):
-        return
-    held = "keeps from a single run" if backend == "numpyro" else "treats as one density"
-    warnings.warn(
-        f"the program's log density is {first:.6g} in one run and {second:.6g} in another at the "
-        "same latents: it computes with random numbers of torch, numpy or Python or with a "
-        f"counter, which MCMC {held}; make them latents (pyro.sample) or arguments",
-        BdlWarning,
-        stacklevel=3,
-    )
 
 
 def require_all_data(program: Program) -> None:

@@ -16,7 +16,7 @@ from pyro_bdl.mcmc.stochastic_gradient.batched_density import Scores
 from pyro_bdl.mcmc.stochastic_gradient.methods import Method
 from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource, Stream
 from pyro_bdl.program.batches import Batch
-from pyro_bdl.program.validation import check_finite
+from pyro_bdl.program.check import check_finite
 from pyro_bdl.utils.progress import hidden
 from pyro_bdl.utils.random_state import Generators
 

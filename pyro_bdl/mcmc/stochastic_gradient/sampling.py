@@ -17,11 +17,9 @@ from pyro_bdl.mcmc.starts import Restriction, starting_vectors
 from pyro_bdl.mcmc.stochastic_gradient.chains import StepSize, Track, Walk, kept_steps
 from pyro_bdl.mcmc.stochastic_gradient.methods import METHODS, Method
 from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
-from pyro_bdl.program.hidden_sites import require_visible_latents
+from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.program.supports import check_support
-from pyro_bdl.program.validation import check_finite
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.memory import available_memory
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -229,10 +227,7 @@ def checked_restriction(
     whole, named = getattr(batches, "whole", batches.first)
     check_finite(model, whole, named)
     program = Program(model, *args, **kwargs)
-    program.require_observed()
-    require_visible_latents(model, args, kwargs)
-    with torch.no_grad():
-        check_support(program.run(program.initial))
+    program.check()
     batches.check_scale(program)
     return Restriction(program, subset, at)
 

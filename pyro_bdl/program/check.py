@@ -1,0 +1,222 @@
+"""The contract of a program, and errors that name the argument which breaks it.
+
+Data are finite tensors among the arguments, of the weights' dtype; parameters are whole; at given
+latents the program has one density, since all its random numbers come from sample statements that
+are seen. ``Program.check`` checks it where a sampler or an approximation first meets a program.
+"""
+
+import functools
+import inspect
+import random
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor, nn
+
+from pyro_bdl.errors import ArgumentError, UnsupportedProgramError
+from pyro_bdl.utils.module_state import evaluation_mode, modules_of
+from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.utils.validation import check_finite_tensor
+
+TENSORS_NEEDED = "the program computes with tensors: pass torch.as_tensor(...) of it"
+_SAME = 1e-4  # relative, of densities in two runs
+
+# ------------------------------------------------------------------------------------ arguments
+
+
+def named_arguments(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by the program's parameter names, or by "argument 0" etc. if it has no
+    names."""
+    program = _without_handlers(function)
+    called = program.forward if isinstance(program, nn.Module) else program
+    try:
+        signature = inspect.signature(called)
+        bound = signature.bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
+    named: dict[str, Any] = {}
+    for name, value in bound.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            start = len(args) - len(value)
+            named |= {f"argument {start + i}": part for i, part in enumerate(value)}
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            named |= value
+        else:
+            named[name] = value
+    return by_entry(named)
+
+
+def by_entry(named: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, a mapping of tensors entry by entry: ``x['ids']``."""
+    entries: dict[str, Any] = {}
+    for name, value in named.items():
+        if isinstance(value, Mapping):
+            entries |= by_entry({f"{name}[{key!r}]": part for key, part in value.items()})
+        else:
+            entries[name] = value
+    return entries
+
+
+def _without_handlers(function: Any) -> Any:
+    """The program without handlers of Pyro and of this package, which accept any arguments."""
+    if isinstance(function, functools.partial) and any(
+        isinstance(value, Messenger) for value in function.args[:1]
+    ):
+        return _without_handlers(function.args[-1])
+    if "__wrapped__" in getattr(function, "__dict__", {}):
+        return _without_handlers(function.__wrapped__)
+    if isinstance(function, nn.Module) and callable(getattr(function, "model", None)):
+        parameters = inspect.signature(function.forward).parameters.values()
+        kinds = [parameter.kind for parameter in parameters]
+        if kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
+            return _without_handlers(function.model)
+    return function
+
+
+def kind_of(value: Any) -> str:
+    """The type of an argument, for messages."""
+    if isinstance(value, list):
+        return "list of numbers"
+    return f"{type(value).__module__.partition('.')[0]} {type(value).__name__}"
+
+
+def explain(error: Exception, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Raise an error that names the argument a run cannot use; return if there is none.
+
+    :param error: the error that a run of the program raised.
+    :param function: the program, also under handlers.
+    :raises ArgumentError: if an argument is an array, a table or a list instead of a tensor, has
+        another floating dtype than the weights, or was made in inference mode.
+    """
+    if isinstance(error, ArgumentError):
+        return
+    for name, value in named_arguments(function, args, kwargs).items():
+        reason = _why_unusable(name, value, function, about_tensors=isinstance(error, RuntimeError))
+        if reason is not None:
+            text = (str(error).strip().splitlines() or [""])[0]
+            raise ArgumentError(f"{reason} ({type(error).__name__}: {text})") from error
+
+
+def _why_unusable(name: str, value: Any, function: Callable, *, about_tensors: bool) -> str | None:
+    """Return why a program may be unable to use an argument; None where nothing is unusual."""
+    if not isinstance(value, Tensor):
+        unusual = not about_tensors and _is_array(value)
+        return f"{name} is a {kind_of(value)}: {TENSORS_NEEDED}" if unusual else None
+    if not about_tensors:
+        return None
+    if value.is_inference() and torch.is_grad_enabled():
+        return (
+            f"{name} was made under torch.inference_mode() and takes no gradients: pass "
+            f"{name}.clone()"
+        )
+    tensors = chain.from_iterable(
+        (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        for module in modules_of(function)
+    )
+    weights = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), value.dtype)
+    if value.is_floating_point() and value.dtype != weights:
+        return (
+            f"{name} has dtype {value.dtype}, and the weights have {weights}: pass "
+            f"{name}.to({weights}), or give the network weights of {value.dtype}"
+        )
+    return None
+
+
+def _is_array(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(v, int | float) or _is_array(v) for v in value)
+    return not isinstance(value, Tensor | torch.Size) and hasattr(value, "__array__")
+
+
+def check_finite(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Check that arguments are finite; additive attention masks of zeros and -inf are accepted.
+
+    :raises ValueError: if a tensor is not finite; the error names argument, rows and columns.
+    """
+    for name, value in named_arguments(model, args, kwargs).items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            check_finite_tensor(name, value, masks=True)
+
+
+def refuse_sparse(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Refuse sparse tensors.
+
+    :raises ArgumentError: naming the argument.
+    """
+    for name, value in named_arguments(model, args, kwargs).items():
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            raise ArgumentError(
+                f"{name} is sparse, and densities of rows are of dense tensors: pass "
+                f"{name}.to_dense()"
+            )
+
+
+def check_finite_batches(
+    model: Callable, batches: Iterable[tuple[tuple, Mapping[str, Any]]]
+) -> None:
+    """Check that the arguments of all batches are finite.
+
+    :raises ValueError: as ``check_finite``; the error names the batch too.
+    """
+    for number, (args, kwargs) in enumerate(batches):
+        try:
+            check_finite(model, args, kwargs)
+        except ValueError as error:
+            raise ValueError(f"batch {number} (counted from 0, as rows are): {error}") from None
+
+
+# --------------------------------------------------------------------- parameters and randomness
+
+
+def refuse_sharded(modules: Iterable[nn.Module]) -> None:
+    """Refuse parameters of FSDP and other sharded tensors (``DTensor``).
+
+    :raises UnsupportedProgramError: naming the parameter.
+    """
+    for module in modules:
+        wrapped = type(module).__name__ == "FullyShardedDataParallel"
+        for name, parameter in module.named_parameters(recurse=False):
+            if wrapped or hasattr(parameter, "device_mesh"):  # a DTensor's
+                raise UnsupportedProgramError(
+                    f"the parameter '{name}' of {type(module).__name__} is sharded over processes "
+                    "(FSDP or DTensor), and a posterior needs whole weights: leave the network "
+                    "whole and train on several processes by "
+                    "pyro_bdl.distributed.DataParallel_ELBO, or if it does not fit, give a prior "
+                    "to few of its weights (bdl.nn.lora, AutoLastLayer)"
+                )
+
+
+def check_one_density(program: Any) -> None:
+    """Check that two runs of a ``Program`` at the same latents have the same density.
+
+    Random states are as before on exit.
+
+    :raises UnsupportedProgramError: naming the site that differs.
+    """
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.no_grad(), own_randomness(), evaluation_mode(program.model):
+            first, second = (_terms(program) for _ in range(2))
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+    for name, value in first.items():
+        if not torch.allclose(value, second[name], rtol=_SAME, equal_nan=True):
+            raise UnsupportedProgramError(
+                f"the density of the site '{name}' is {float(value):.6g} in one run and "
+                f"{float(second[name]):.6g} in another at the same latents: the program uses "
+                "random numbers or a counter besides the sample statements that are seen, such as "
+                "a latent under poutine.block, or dropout that is always on: condition the latent, "
+                "write F.dropout(x, p, self.training), or pass the number as an argument"
+            )
+
+
+def _terms(program: Any) -> dict[str, Tensor]:
+    run = program.run(program.initial)
+    prior = {name: site.log_prob().sum() for name, site in run.latents.items()}
+    return prior | run.terms()
