@@ -16,7 +16,7 @@ def network(width):
     return bdl.models.Regression(bdl.bayesianize(net), num_data=1280)
 
 
-def side(guide_of, count, particles, options, x, y):
+def side(guide_of, count, options, x, y):
     """Training from the start, ``count`` times over."""
 
     def run():
@@ -25,7 +25,7 @@ def side(guide_of, count, particles, options, x, y):
             model = network(options.width)
             train(
                 model, guide_of(model), x, y,
-                steps=options.steps, batch_size=128, num_particles=particles,
+                steps=options.steps, batch_size=128,
             )  # fmt: skip
 
     return run
@@ -53,9 +53,9 @@ def main() -> None:
         return bdl.guides.AutoEnsemble(model, size=size)
 
     sides = {
-        "one": side(one, 1, 1, options, x, y),
-        "ensemble": side(ensemble, 1, size, options, x, y),
-        "in turn": side(one, size, 1, options, x, y),
+        "one": side(one, 1, options, x, y),
+        "ensemble": side(ensemble, 1, options, x, y),
+        "in turn": side(one, size, options, x, y),
     }
     seconds = harness.in_turns(sides, options.repeats)
     ms = {name: 1e3 * value / options.steps for name, value in seconds.items()}

@@ -126,19 +126,20 @@ def posteriors(problem: Problem) -> Iterator[tuple[str, Band]]:
     model, data = problem.model, problem.data
     afresh = {"init_loc_fn": bdl.init.init_afresh}
     # these gradients are noisy: more steps than to a maximum, several draws in each
-    noisy: dict[str, Any] = {"steps": 2, "num_particles": 4}
+    elbo = bdl.elbo.TemperedTraceMeanField_ELBO
+    noisy: dict[str, Any] = {"steps": 2, "elbo": elbo(num_particles=4)}
     for name, guide, settings in (
         ("mean-field", guides.AutoMeanField(model, **afresh), {}),
         (
             "mean-field, local noise",
             guides.AutoMeanField(model, **afresh),
-            {"estimator": "local_reparameterization"},
+            {"elbo": elbo(num_particles=4, estimator="local_reparameterization")},
         ),
         ("low-rank", guides.AutoLowRank(model, rank=10, **afresh), {}),
         ("MC dropout", guides.AutoMCDropout(model, p=0.1, **afresh), {}),
         ("concrete dropout", guides.AutoMCDropout(model, learn_p=True, **afresh), {}),
     ):
-        yield name, problem.sampled(problem.trained(guide, **noisy, **settings))
+        yield name, problem.sampled(problem.trained(guide, **(noisy | settings)))
     maximum = problem.trained(guides.AutoLaplaceGGN(model, **afresh))
     for structure in ("full", "kron"):
         posterior = maximum.laplace_approximation(data, structure=structure)
@@ -146,7 +147,7 @@ def posteriors(problem: Problem) -> Iterator[tuple[str, Band]]:
     there = init_to_value(values=maximum.median())
     subnetwork = guides.AutoSubnetwork(model, size=0.1, init_loc_fn=there)
     yield "subnetwork, 10 %", problem.linearised(subnetwork.laplace_approximation(data))
-    ensemble = problem.trained(guides.AutoEnsemble(model, size=10), num_particles=10)
+    ensemble = problem.trained(guides.AutoEnsemble(model, size=10))
     yield "ensemble of 10", problem.sampled(ensemble)
 
 

@@ -152,7 +152,8 @@ def map_of_adapters(net: nn.Module, scale: float, digits: Digits, options: Any) 
 def mean_field(net: nn.Module, scale: float, digits: Digits, options: Any) -> Probabilities:
     model = adapters(net, scale, digits, options)
     guide = bdl.guides.AutoMeanField(model, init_scale=0.01)
-    fitted(guide, model, digits, options, estimator="flipout")
+    elbo = bdl.elbo.TemperedTraceMeanField_ELBO(estimator="flipout")
+    fitted(guide, model, digits, options, elbo=elbo)
     return drawn(model, guide, options.draws)
 
 

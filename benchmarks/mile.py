@@ -133,7 +133,8 @@ def main() -> None:
     guide = bdl.guides.AutoEnsemble(model, size=options.members)
     bdl.training.train(
         model, guide, x, y, steps=options.steps, batch_size=min(options.batch, len(x)),
-        learning_rate=options.rate, held_out=0.1, patience=50,  # never stops before the rate is 0
+        learning_rate=options.rate,
+        held_out=bdl.training.HeldOut(0.1, patience=50),  # never stops before the rate is 0
         elbo=bdl.elbo.CompiledELBO(num_particles=options.members),
     )  # fmt: skip
     trained = time.perf_counter() - started

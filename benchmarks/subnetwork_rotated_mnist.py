@@ -189,13 +189,14 @@ def posteriors(
     def dropout() -> tuple[Probabilities, dict[str, Any]]:
         own = problem.program()
         guide = bdl.guides.AutoMCDropout(own)
-        problem.trained(guide, own, "MC dropout", options, num_particles=4)
+        elbo = bdl.elbo.TemperedTraceMeanField_ELBO(num_particles=4)
+        problem.trained(guide, own, "MC dropout", options, elbo=elbo)
         return drawn(own, guide, draws), {"draws": draws}
 
     def ensemble() -> tuple[Probabilities, dict[str, Any]]:
         own, members = problem.program(), options.members
         guide = bdl.guides.AutoEnsemble(own, size=members)
-        problem.trained(guide, own, "ensemble", options, num_particles=members)
+        problem.trained(guide, own, "ensemble", options)
         return drawn(own, guide, members), {"members": members}
 
     yield MAP, lambda: (drawn(model, point, 1), {})

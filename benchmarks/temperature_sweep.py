@@ -95,7 +95,7 @@ def rows_of(
     for eta in sorted(etas):
         torch.manual_seed(0)
         chosen = guide(model)
-        bdl.training.train(model, chosen, *train, temperature=eta, **options)
+        bdl.training.train(model, chosen, *train, elbo=TemperedTraceMeanField_ELBO(eta), **options)
         likelihood, kl = _terms(model, chosen, *train, options["batch_size"])
         scores = bdl.compare(
             model, {"": chosen}, *test, reference=None, ood=ood, num_samples=num_samples

@@ -321,7 +321,7 @@ def priors(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         started = time.perf_counter()
         train(
             model, chosen, x, data.train.y, steps=options.steps, batch_size=options.batch,
-            learning_rate=0.02, temperature=eta,
+            learning_rate=0.02, elbo=TemperedTraceMeanField_ELBO(eta),
         )  # fmt: skip
         scores = bdl.compare(
             model, {name: chosen}, x_test, data.test.y, reference=None, num_samples=options.draws

@@ -203,8 +203,8 @@ class Reconstruction:
     def _train(self, guide: Any, steps: int, learning_rate: float = 0.01) -> None:
         guide.prototype(self.z, self.y)
         training.train(
-            self.program, guide, self.z, self.y, steps=steps, learning_rate=learning_rate,
-            parameters=guide.parameters(), batch_size=1,
+            self.program, guide, self.z, self.y, steps=steps, batch_size=1,
+            optimizer=torch.optim.Adam(guide.parameters(), lr=learning_rate),
         )  # fmt: skip
 
     def mean_of_map(self) -> Tensor:

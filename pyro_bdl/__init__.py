@@ -21,6 +21,7 @@ from pyro_bdl import (
     priors,
     selectors,
     temperature,
+    training,
 )
 from pyro_bdl.arviz_export import to_arviz
 from pyro_bdl.comparison import Costs, KFold, PredictiveDraws, k_fold
@@ -32,7 +33,7 @@ from pyro_bdl.predictive.linearized import LinearizedPredictive
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.program import Program
 from pyro_bdl.samples import Samples
-from pyro_bdl.training.checkpoint import Checkpoint
+from pyro_bdl.training import Checkpoint
 from pyro_bdl.utils.memory import working_memory
 from pyro_bdl.version import __version__
 
@@ -79,6 +80,7 @@ __all__ = [
     "selectors",
     "temperature",
     "to_arviz",
+    "training",
     "working_memory",
 ]
 

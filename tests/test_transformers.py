@@ -132,6 +132,10 @@ def _trained(guide, **options):
     return guide
 
 
+def _noise(estimator):
+    return bdl.elbo.TemperedTraceMeanField_ELBO(estimator=estimator)
+
+
 def _ivon(model):
     guide = bdl.guides.AutoMeanField(model, init_scale=0.05).prototype(_inputs(), _labels())
     return _trained(guide, optimizer=bdl.optim.IVON(guide))
@@ -153,9 +157,9 @@ def _swag(model):
 POSTERIORS = {
     "mean-field": lambda model: _trained(bdl.guides.AutoMeanField(model)),
     "local reparameterization": lambda model: _trained(
-        bdl.guides.AutoMeanField(model), estimator="local_reparameterization", batch_size=3
+        bdl.guides.AutoMeanField(model), elbo=_noise("local_reparameterization"), batch_size=3
     ),
-    "flipout": lambda model: _trained(bdl.guides.AutoMeanField(model), estimator="flipout"),
+    "flipout": lambda model: _trained(bdl.guides.AutoMeanField(model), elbo=_noise("flipout")),
     "ivon": _ivon,
     "low rank": lambda model: _trained(bdl.guides.AutoLowRank(model)),
     "kron": _laplace(bdl.guides.AutoLaplaceGGN, structure="kron"),
@@ -165,7 +169,7 @@ POSTERIORS = {
         bdl.guides.AutoSubnetwork, select=bdl.selectors.LargestMagnitude(), size=9
     ),
     "swag": _swag,
-    "ensemble": lambda model: _trained(bdl.guides.AutoEnsemble(model, size=2), num_particles=2),
+    "ensemble": lambda model: _trained(bdl.guides.AutoEnsemble(model, size=2)),
 }
 
 

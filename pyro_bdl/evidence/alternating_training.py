@@ -2,6 +2,7 @@
 
 import warnings
 
+import torch
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.config import check_memory
@@ -58,7 +59,8 @@ def train_by_evidence(
     bars = None if progress else False
     for number in range(rounds):
         taken = steps if number == 0 else max(1, steps // 2)
-        run = train(model, guide, x, y, steps=taken, parameters=trained, progress=progress)
+        optimizer = torch.optim.Adam(trained, lr=0.01)
+        run = train(model, guide, x, y, steps=taken, optimizer=optimizer, progress=progress)
         if run.interrupted or number == rounds - 1:
             break
         with warnings.catch_warnings():

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides.ensemble import AutoEnsemble
 from pyro_bdl.mcmc.chains import at_least
 from pyro_bdl.mcmc.hmc.sampling import sample
 from pyro_bdl.mcmc.stochastic_gradient.methods import METHODS
 from pyro_bdl.mcmc.stochastic_gradient.sampling import sgmcmc
 from pyro_bdl.samples import Samples
+from pyro_bdl.training.held_out import HeldOut
 from pyro_bdl.training.svi import train
 from pyro_bdl.utils.random_state import seeded
 
@@ -71,8 +71,8 @@ def ensemble_sample(
             guide = AutoEnsemble(model, size=members)
             found = train(
                 model, guide, x, y, steps=training_steps, learning_rate=learning_rate,
-                elbo=TemperedTraceMeanField_ELBO(num_particles=members), batch_size=batch_size,
-                held_out=held_out, patience=patience, progress="ensemble" if progress else None,
+                batch_size=batch_size, held_out=HeldOut(held_out, patience),
+                progress="ensemble" if progress else None,
             )  # fmt: skip
         if found.held_out is not None and found.best_steps is not None:
             record = {

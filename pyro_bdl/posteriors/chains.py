@@ -29,7 +29,7 @@ def _sghmc(problem: Problem, options: Options, progress: bool) -> Result:
     """
     data, rows, chains = (problem.x, problem.y), len(problem.x), options.chains
     members, label = AutoEnsemble(problem.model, size=chains), "sghmc" if progress else None
-    run = trained(members, problem, options, label, steps=500, num_particles=chains)
+    run = trained(members, problem, options, label, steps=500)
     if run.interrupted:
         raise KeyboardInterrupt
     batch, reach = None, _REACH

@@ -13,7 +13,7 @@ from pyro_bdl.training.swag import collect_swag
 )
 def _ensemble(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoEnsemble(problem.model, size=5), "ensemble" if progress else None
-    return trained(guide, problem, options, label, steps=2000, num_particles=5)
+    return trained(guide, problem, options, label, steps=2000)
 
 
 def _swag_of(
@@ -53,5 +53,5 @@ def _swag(problem: Problem, options: Options, progress: bool) -> Result:
 )
 def _multi_swag(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoMultiSWAG(problem.model, size=5), "multi-swag" if progress else None
-    made = trained(guide, problem, options, label, steps=2000, num_particles=5)
+    made = trained(guide, problem, options, label, steps=2000)
     return _swag_of(guide, made, problem, options, label)

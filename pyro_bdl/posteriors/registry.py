@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pyro_bdl import evidence
 from pyro_bdl.comparison.costs import Costs, peak_memory, wait_for
+from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.training.svi import estimate_elbo, train
@@ -248,17 +249,29 @@ def _elbo(problem: Problem, posterior: Any, progress: bool | None) -> float | No
 
 
 def trained(
-    guide: Guide, problem: Problem, options: Options, label: str | None, **settings: Any
+    guide: Guide,
+    problem: Problem,
+    options: Options,
+    label: str | None,
+    *,
+    steps: int,
+    elbo: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    **bound: Any,
 ) -> Result:
-    """Train a guide by SVI; the settings are those of ``training.train``.
+    """Train a guide by SVI.
 
     :param label: description of the progress bar; None for no bar.
+    :param steps: where the options have no number of steps.
+    :param elbo: as of ``training.train``; so is ``optimizer``.
+    :param bound: options of ``TemperedTraceMeanField_ELBO``, where there is no ``elbo``.
     """
-    settings["steps"] = options.steps or settings["steps"]
-    guide.prototype(problem.x, problem.y)
-    run = train(problem.model, guide, problem.x, problem.y, progress=label, **settings)
-    words = {
-        key: value if isinstance(value, int | float | str) else type(value).__name__
-        for key, value in settings.items()
-    }
-    return Result(guide, {**words, "batch_size": run.batch_size}, run.interrupted)
+    model, data, steps = problem.model, (problem.x, problem.y), options.steps or steps
+    guide.prototype(*data)
+    bound = {"num_particles": guide.num_members, **bound}
+    chosen = TemperedTraceMeanField_ELBO(**bound) if elbo is None else elbo
+    run = train(model, guide, *data, steps=steps, elbo=chosen, optimizer=optimizer, progress=label)
+    objects = {"elbo": elbo, "optimizer": optimizer}
+    words = {name: type(value).__name__ for name, value in objects.items() if value is not None}
+    settings = {"steps": steps, **(bound if elbo is None else {}), **words}
+    return Result(guide, {**settings, "batch_size": run.batch_size}, run.interrupted)

@@ -65,8 +65,9 @@ class Checkpoint:
     ) -> None:
         self.path = Path(path)
         self.settings = dict(settings or {})
-        self._parts = {name: adapter(name, part) for name, part in parts.items()}
-        self._modules = [part for part in parts.values() if isinstance(part, nn.Module)]
+        for name, part in parts.items():
+            _require_state(name, part)
+        self._parts = parts
 
     @property
     def previous(self) -> Path:
@@ -98,8 +99,8 @@ class Checkpoint:
         tree = {
             "step": step,
             "settings": self.settings,
-            "parts": {name: part.state() for name, part in self._parts.items()},
-            "store": _store_state(self._modules),
+            "parts": {name: _state(part) for name, part in self._parts.items()},
+            "store": _store_state([p for p in self._parts.values() if isinstance(p, nn.Module)]),
             "random": _random_state(),
         }
         new = save_tree(self.path.with_name(self.path.name + ".next"), tree, kind=_KIND)
@@ -121,14 +122,14 @@ class Checkpoint:
             return 0
         self._check(tree)
         _check_store(tree["store"])
-        before = {name: copy.deepcopy(part.state()) for name, part in self._parts.items()}
+        before = {name: copy.deepcopy(_state(part)) for name, part in self._parts.items()}
         try:
             for name, part in self._parts.items():
-                part.load(tree["parts"][name])
+                _load(part, tree["parts"][name])
             _load_store(tree["store"])
         except Exception:
             for name, part in self._parts.items():
-                part.load(before[name])
+                _load(part, before[name])
             raise
         _set_random_state(tree["random"])
         return tree["step"]
@@ -157,91 +158,58 @@ class Checkpoint:
         require_same(f"'{self.path}'", saved, self.settings)
 
 
-class _Stateful:
-    """A part with ``state_dict`` and ``load_state_dict``."""
+def _require_state(name: str, part: Any) -> None:
+    """Check that a part has a state.
 
-    def __init__(self, part: Any) -> None:
-        self.part = part
-
-    def state(self) -> Any:
-        return self.part.state_dict()
-
-    def load(self, state: Any) -> None:
-        self.part.load_state_dict(state)
-
-
-class _OfPyro(_Stateful):
-    """An optimizer of Pyro, which has one of torch for each parameter that it has seen."""
-
-    def state(self) -> Any:
-        waiting = self.part._state_waiting_to_be_consumed
-        return {**waiting, **self.part.get_state()}
-
-    def load(self, state: Any) -> None:
-        names = pyro.get_param_store().param_name
-        seen = {names(param): optimizer for param, optimizer in self.part.optim_objs.items()}
-        for name in seen.keys() - state.keys():
-            self.part.optim_objs = {
-                param: optimizer
-                for param, optimizer in self.part.optim_objs.items()
-                if names(param) != name
-            }
-        for name in seen.keys() & state.keys():
-            seen[name].load_state_dict(state[name])
-        self.part.set_state({name: state[name] for name in state.keys() - seen.keys()})
-
-
-class _Counter(_Stateful):
-    """An ELBO, whose ``step`` is the position in its temperature's schedule."""
-
-    def state(self) -> int:
-        return self.part.step
-
-    def load(self, state: int) -> None:
-        self.part.step = state
-
-
-def adapter(name: str, part: Any) -> _Stateful:
-    """A part with ``state()`` and ``load(state)``.
-
-    :param name: of the part, for messages.
-    :raises TypeError: for an object without a state.
+    :raises TypeError: for an object without one.
     """
+    stateful = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+    if not (
+        stateful or isinstance(part, PyroOptim) or isinstance(getattr(part, "step", None), int)
+    ):
+        raise TypeError(
+            f"{name} is a {type(part).__name__} without a state (state_dict and load_state_dict): "
+            "leave it out"
+        )
+
+
+def _state(part: Any) -> Any:
+    """The state of a part; of an ELBO its position in the temperature's schedule."""
     if isinstance(part, PyroOptim):
-        return _OfPyro(part)
-    if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
-        return _Stateful(part)
-    if isinstance(getattr(part, "step", None), int):
-        return _Counter(part)
-    raise TypeError(
-        f"{name} is a {type(part).__name__} without a state (state_dict and load_state_dict): "
-        "leave it out"
-    )
+        return part.get_state()
+    return part.state_dict() if hasattr(part, "state_dict") else part.step
+
+
+def _load(part: Any, state: Any) -> None:
+    if isinstance(part, PyroOptim):
+        part.optim_objs = {}  # one for each parameter, made anew from its state at the next step
+        part.set_state(state)
+    elif hasattr(part, "load_state_dict"):
+        part.load_state_dict(state)
+    else:
+        part.step = state
 
 
 # Pyro's parameters that belong to no module
 
 
 def _named_constraints() -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(constraints).items()
-        if isinstance(value, constraints.Constraint)
-    }
+    values = vars(constraints).items()
+    return {name: value for name, value in values if isinstance(value, constraints.Constraint)}
 
 
 def _store_state(modules: list[nn.Module]) -> dict[str, Any]:
     """Unconstrained values and names of constraints of ``pyro.param`` statements."""
     store = pyro.get_param_store()
-    owned = {id(p) for module in modules for p in module.parameters()}
-    result = {}
-    for name, value in store._params.items():
-        if id(value) in owned:
-            continue
-        constraint: Any = store._constraints[name]
-        known = (key for key, each in _named_constraints().items() if each is constraint)
-        result[name] = {"value": value.detach(), "constraint": next(known, None)}
-    return result
+    of_modules = {id(p) for module in modules for p in module.parameters()}
+    names = {id(constraint): name for name, constraint in _named_constraints().items()}
+    used = store.get_state()["constraints"]
+    values = {name: store[name].unconstrained() for name in store}
+    return {
+        name: {"value": value.detach(), "constraint": names.get(id(used[name]))}
+        for name, value in values.items()
+        if id(value) not in of_modules
+    }
 
 
 def _check_store(state: Mapping[str, Any]) -> None:
@@ -251,13 +219,14 @@ def _check_store(state: Mapping[str, Any]) -> None:
     """
     store = pyro.get_param_store()
     for name, entry in state.items():
-        if name not in store and entry["constraint"] is None:
+        theirs = ours = entry["value"].shape
+        if name in store:
+            ours = store[name].unconstrained().shape
+        elif entry["constraint"] is None:
             raise RuntimeError(
                 f"Pyro's parameter '{name}' does not exist yet, and its constraint has "
                 "arguments: run the program once (guide(*args)) before the checkpoint is loaded"
             )
-        theirs = entry["value"].shape
-        ours = store._params[name].shape if name in store else theirs
         if ours != theirs:
             raise RuntimeError(
                 f"Pyro's parameter '{name}' has shape {tuple(ours)}, in the checkpoint "
@@ -273,7 +242,7 @@ def _load_store(state: Mapping[str, Any]) -> None:
         if name not in store:
             constraint = _named_constraints()[entry["constraint"]]
             store.setdefault(name, transform_to(constraint)(value), constraint)
-        store._params[name].copy_(value)
+        store[name].unconstrained().copy_(value)
 
 
 # Random states
@@ -297,20 +266,3 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     version, numbers, spare = state["python"]
     random.setstate((version, tuple(numbers.tolist()), spare))
-
-
-class Losses:
-    """The losses of the steps so far, a part for ``Checkpoint``."""
-
-    def __init__(self) -> None:
-        self.values: list[Tensor] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": self.stacked()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.values[:] = list(state["values"])
-
-    def stacked(self) -> Tensor:
-        """(steps,), on the device of the losses."""
-        return torch.stack(self.values) if self.values else torch.empty(0, device="cpu")

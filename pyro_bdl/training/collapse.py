@@ -1,14 +1,15 @@
 """A check of mean-field guides that have collapsed to the prior."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_bdl.curvature.fisher import num_data
 from pyro_bdl.distributions.take_apart import base_distribution, observation_mean
-from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
+from pyro_bdl.elbo.tempered import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.mean_field import AutoMeanField
@@ -42,7 +43,7 @@ class Collapse(NamedTuple):
 
 
 @torch.no_grad()
-def collapse(model: nn.Module, guide: Guide, *args: Any, **kwargs: Any) -> Collapse:
+def collapse(model: Callable, guide: Guide, *args: Any, **kwargs: Any) -> Collapse:
     """Measure how far a guide has collapsed to the prior.
 
     A wide network's mean-field guide does so at temperature 1: the KL grows with the number of
@@ -52,7 +53,7 @@ def collapse(model: nn.Module, guide: Guide, *args: Any, **kwargs: Any) -> Colla
     """
     guide.prototype(*args, **kwargs)
     elbo = TemperedTraceMeanField_ELBO()
-    halves: list[dict[str, Tensor]] = [{}, {}]
+    halves: list[dict[str, Any]] = [{}, {}]  # sums over the draws of each half
     with preserved_buffers(model), own_randomness():
         elbo.loss(model, guide, *args, **kwargs)
         for number, vector in enumerate(guide.sample_vectors(_DRAWS)):
@@ -61,38 +62,38 @@ def collapse(model: nn.Module, guide: Guide, *args: Any, **kwargs: Any) -> Colla
             sites = {n: s for n, s in observed.items() if s.value is not None}
             sums = halves[number % 2]
             for name, site in sites.items():
-                sums[name] = sums.get(name, 0.0) + _centered(
-                    observation_mean(site.distribution)
-                ) * (2 / _DRAWS)
+                sums[name] = sums.get(name, 0.0) + _centered(observation_mean(site.distribution))
     rows = sum(num_data(site) * site.subsampling for site in sites.values())
     shares = []
     for name, site in sites.items():
-        explained = (halves[0][name] * halves[1][name]).mean().clamp_min(0.0)
+        products = halves[0][name] * halves[1][name] / (_DRAWS / 2) ** 2
+        explained = products.mean().clamp_min(0.0)
         shares.append((explained / _centered(_target(site)).square().mean()).sqrt())
     assert elbo.kl is not None
     return Collapse(float(elbo.kl / rows), float(max(shares, default=torch.nan)))
 
 
-def warn_of_collapse(model: nn.Module, guide: Guide, kl: Any, x: Any, y: Any) -> None:
+def warn_of_collapse(model: Callable, guide: Guide, elbo: Any, args: tuple) -> None:
     """Warn if a mean-field guide trained at temperature 1 has collapsed to the prior.
 
-    :param kl: its KL in nats at the last step; None if it is not known.
-    :param x: all inputs.
-    :param y: their targets.
+    :param elbo: the bound after its last step.
+    :param args: the program's arguments with all rows.
     """
-    rows = leading_size(x)
-    if not isinstance(guide, AutoMeanField) or kl is None or not float(kl) < _KL * rows:
+    bayesian = isinstance(elbo, TemperedTrace_ELBO) and elbo.temperature == 1.0
+    rows = leading_size(args)
+    if not bayesian or not isinstance(guide, AutoMeanField):
         return
-    some = torch.arange(min(rows, _ROWS), device=device_of_rows(x)) * rows // min(rows, _ROWS)
-    found = collapse(model, guide, taken(x, some), taken(y, some))
-    found = found._replace(kl=float(kl) / rows)
-    if found.complete:
+    if elbo.kl is None or not float(elbo.kl) < _KL * rows:
+        return
+    some = torch.arange(min(rows, _ROWS), device=device_of_rows(args)) * rows // min(rows, _ROWS)
+    kl = float(elbo.kl) / rows
+    measured = collapse(model, guide, *(taken(value, some) for value in args))._replace(kl=kl)
+    if measured.complete:
         warnings.warn(
-            f"the guide has collapsed to the prior: KL(q || p) is {found.kl:.2g} nats per "
-            f"datum, and its predictions vary over the inputs by {found.variation:.1%} of what the "
-            "targets do. Mean-field does so for wide networks at temperature 1: train with "
-            "temperature=pyro_bdl.temperature.overparameterized(tau, num_data, num_neurons), tau "
-            "about 0.01",
+            f"the guide has collapsed to the prior: KL(q || p) is {kl:.2g} nats per datum, and its "
+            f"predictions vary over the inputs by {measured.variation:.1%} of what the targets do. "
+            "Mean-field does so for wide networks at temperature 1: give the ELBO temperature="
+            "pyro_bdl.temperature.overparameterized(tau, num_data, num_neurons), tau about 0.01",
             BdlWarning,
             stacklevel=3,
         )

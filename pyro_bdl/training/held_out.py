@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,31 +14,55 @@ from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.vmap import map_draws
+from pyro_bdl.training.descent import Training
 from pyro_bdl.utils.module_state import evaluation_mode, modules_of
 from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.utils.validation import whole_number
 
 _DRAWS = 16  # of a guide, for its predictive density
+_CHECKS = 50
 
 
-def split(x: Any, y: Any, share: float) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Rows for training and rows held back, chosen at random; the same in every call.
-
-    :raises ValueError: for a share outside (0, 1), or one that leaves no row on a side.
-    """
-    count = leading_size(x)
-    size = round(share * count)
-    if not 0 < share < 1 or not 0 < size < count:
-        raise ValueError(
-            f"held_out must be a share between 0 and 1 that leaves rows on both sides, got {share} "
-            f"of {count} rows"
-        )
-    shuffled = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-    order = shuffled.to(device_of_rows(x))
-    kept, back = order[size:], order[:size]
-    return (taken(x, kept), taken(y, kept)), (taken(x, back), taken(y, back))
-
-
+@dataclass(frozen=True)
 class HeldOut:
+    """Rows that are held back from training, and when they end it.
+
+    :param share: of the rows, in (0, 1); they are chosen at random, the same in every run.
+    :param patience: checks without a better log likelihood after which the training stops.
+    :param check_every: steps between two checks, by default a fiftieth of all steps.
+    :raises ValueError: for a share outside (0, 1), or numbers below 1.
+    """
+
+    share: float
+    patience: int = 10
+    check_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise ValueError(f"held_out must be a share between 0 and 1, got {self.share}")
+        whole_number(self.patience, "patience")
+        whole_number(1 if self.check_every is None else self.check_every, "check_every")
+
+    def split(self, args: tuple) -> tuple[tuple, tuple]:
+        """The arguments with the rows for training, and with those held back.
+
+        :raises ValueError: for a share that leaves no row on a side.
+        """
+        count = leading_size(args)
+        size = round(self.share * count)
+        if not 0 < size < count:
+            raise ValueError(
+                f"held_out must leave rows on both sides, got the share {self.share} of {count} "
+                "rows"
+            )
+        generator = torch.Generator("cpu").manual_seed(0)
+        order = torch.randperm(count, generator=generator, device="cpu").to(device_of_rows(args))
+        parts = order[size:], order[:size]
+        kept, back = (tuple(taken(value, rows) for value in args) for rows in parts)
+        return kept, back
+
+
+class EarlyStopping:
     """The best state of a guide and its program so far, by the mean log likelihood of held-back
     rows in nats.
 
@@ -45,54 +70,48 @@ class HeldOut:
     each member has its own best step, if the program has neither parameters nor running statistics,
     which the members share. Of other guides the score is the log predictive density of 16 draws.
 
-    :param patience: the number of checks without a better value after which ``done`` is true.
+    :param back: the program's arguments with the rows held back.
+    :param steps: the number of all steps.
     """
 
-    def __init__(self, model: Any, guide: Guide, x: Any, y: Any, patience: int) -> None:
-        self.model, self.guide, self.patience = model, guide, patience
-        self.program = Program(model, x, y)
+    def __init__(self, model: Any, guide: Guide, back: tuple, options: HeldOut, steps: int) -> None:
+        self.model, self.guide, self.patience = model, guide, options.patience
+        self.check_every = options.check_every or max(1, steps // _CHECKS)
+        self.program = Program(model, *back)
         self.is_ensemble = isinstance(guide, AutoEnsemble)
-        self.modules = modules_of(model, guide)
-        shared = [p for m in modules_of(model) for p in m.parameters(recurse=False)]
-        statistics = any(map(keeps_statistics, self.modules))
-        self.apart = (
-            self.is_ensemble and not statistics and not any(p.requires_grad for p in shared)
-        )
+        modules = modules_of(model, guide)
+        tensors = list(guide.parameters())
+        trained = len(tensors)
+        for module in modules:
+            tensors += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        self.parts = list({id(tensor): tensor for tensor in tensors}.values())
+        shares = any(tensor.requires_grad for tensor in self.parts[trained:])
+        self.apart = self.is_ensemble and not shares and not any(map(keeps_statistics, modules))
         self.scores: list[Tensor] = []
         self.steps: list[int] = []
         self.best: list[Tensor] = []
 
-    def _state(self) -> list[Tensor]:
-        """The guide's parameters, then the program's parameters and all buffers."""
-        of_modules = [
-            value
-            for module in self.modules
-            for value in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        ]
-        return list({id(v): v for v in (*self.guide.parameters(), *of_modules)}.values())
-
     @torch.no_grad()
-    def check(self, step: int) -> None:
-        """Score the guide after a step, and copy the state where it is the best one."""
+    def after(self, step: int) -> None:
+        """Score the guide if a check is due after a step, and copy the state of the best one."""
+        if step % self.check_every:
+            return
         score = self._score()
-        before = (
-            torch.stack(self.scores).amax(0) if self.scores else score.new_full((1,), -torch.inf)
-        )
+        better = score > (self.table.amax(0) if self.scores else -torch.inf)
         self.scores.append(score)
         self.steps.append(step)
-        better = score > before
         if self.best and self.apart:
-            self.best[0][better] = next(self.guide.parameters()).detach()[better]
+            self.best[0][better] = self.parts[0].detach()[better]
         elif not self.best or bool(better):
-            self.best = [value.detach().clone() for value in self._state()]
+            self.best = [value.detach().clone() for value in self.parts]
 
     def _score(self) -> Tensor:
         guide: Any = self.guide
         with evaluation_mode(self.model, guide), own_randomness():
             draws = guide.sample_latents(guide.size if self.is_ensemble else _DRAWS)
-            found = map_draws(lambda draw: self.program.log_likelihood(draw), draws)
-        count = leading_size(self.program.args[0])
-        per_row = sum(value.reshape(len(value), count, -1).sum(-1) for value in found.values())
+            values = map_draws(lambda draw: self.program.log_likelihood(draw), draws)
+        count = leading_size(self.program.args)
+        per_row = sum(value.reshape(len(value), count, -1).sum(-1) for value in values.values())
         if self.is_ensemble:
             scores = per_row.mean(-1)
             return scores if self.apart else scores.mean()[None]
@@ -108,12 +127,18 @@ class HeldOut:
         """True if every member went ``patience`` checks without a better value."""
         if len(self.scores) <= self.patience:
             return False
-        last = self.table.flip(0).argmax(0)  # checks since the best one
-        return bool((last >= self.patience).all())
+        since_best = self.table.flip(0).argmax(0)
+        return bool((since_best >= self.patience).all())
 
-    def best_steps(self) -> Tensor:
-        """The step of the best score (members,)."""
-        return torch.tensor(self.steps, device="cpu")[self.table.argmax(0).cpu()]
+    @torch.no_grad()
+    def restored(self, run: Training) -> Training:
+        """Put the best state back into guide and program; the run with its scores."""
+        if not self.scores:
+            return run
+        for tensor, value in zip(self.parts, self.best, strict=True):
+            tensor.copy_(value)
+        best_steps = torch.tensor(self.steps, device="cpu")[self.table.argmax(0).cpu()]
+        return replace(run, held_out=self.table, best_steps=best_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """The scores and the best state so far, for a ``Checkpoint``."""
@@ -121,13 +146,7 @@ class HeldOut:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken."""
-        like = next(self.guide.parameters())
-        self.scores = [score.to(like.device) for score in state["scores"]]
-        self.best = [value.to(like.device) for value in state["best"]]
+        device = self.parts[0].device
+        self.scores = [score.to(device) for score in state["scores"]]
+        self.best = [value.to(device) for value in state["best"]]
         self.steps = list(state["steps"])
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put the best state back into the guide and the program."""
-        for tensor, value in zip(self._state(), self.best, strict=True):
-            tensor.copy_(value)

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_bdl.elbo.finite_loss import require_gradients
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import BdlWarning, FailedStepError
 from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
 from pyro_bdl.program.batches import leading_size, taken
 from pyro_bdl.program.check import check_finite
@@ -22,17 +22,14 @@ _RATES = tuple(first * 10.0**-power for power in range(8) for first in (1.0, 0.3
 
 
 def collect_swag(
-    model: nn.Module,
+    model: Callable,
     guide: AutoSWAG | AutoMultiSWAG,
-    x: Any,
-    y: Any,
-    *,
+    *args: Any,
     snapshots: int = 40,
     every: int | None = None,
     learning_rate: float | None = None,
     final_learning_rate: float | None = None,
     momentum: float = 0.9,
-    temperature: float = 1.0,
     batch_size: int | None = None,
     progress: str | None = None,
 ) -> Training:
@@ -54,15 +51,13 @@ def collect_swag(
 
     :param model: a program ``model(x, y)``; its ``num_data`` is N.
     :param guide: trained to a maximum; takes the snapshots.
-    :param x: ``(N, ...)``, all training inputs; or a dict of such tensors.
-    :param y: ``(N, ...)``, their targets.
+    :param args: all training data, ``x`` and ``y`` (N, ...): tensors, or dicts of tensors.
     :param snapshots: the number of new snapshots, at least 1.
     :param every: steps between snapshots; by default one pass over the data.
     :param learning_rate: SGD's learning rate a_1 at the start of each cycle; None to find it.
     :param final_learning_rate: the learning rate a_2 at the end of each cycle; None for a constant
         rate.
     :param momentum: SGD's momentum.
-    :param temperature: eta, see :mod:`pyro_bdl.elbo`.
     :param batch_size: rows in each step; by default a tenth of all rows, at most 256.
     :param progress: description of the progress bar, which terminals and notebooks show; None for
         no bar.
@@ -79,81 +74,67 @@ def collect_swag(
         raise ValueError("learning rates must be positive")
     if learning_rate is None and final_learning_rate is not None:
         raise ValueError("final_learning_rate needs learning_rate, the rate that it falls from")
-    count = num_rows(x=x, y=y)
-    check_finite(model, (x, y), {})
+    count = num_rows(model, args)
+    check_finite(model, args, {})
     tenth = min(BATCH, max(1, count // 10))
-    size = rows_per_step(model, count, tenth if batch_size is None else batch_size)
+    size = rows_per_step(model, count, tenth if batch_size is None else batch_size, count)
     every = max(1, count // size) if every is None else every
     steps = snapshots * every
-    guide.prototype(x, y)
-    members = guide.size if isinstance(guide, AutoMultiSWAG) else 1
-    elbo = TemperedTraceMeanField_ELBO(temperature=temperature, num_particles=members)
-    pair: Any = elbo(model, guide)
+    guide.prototype(*args)
+    pair: Any = TemperedTraceMeanField_ELBO(num_particles=guide.num_members)(model, guide)
+    per_member = guide.num_members / count
+
+    def objective(*batch: Any) -> Tensor:  # a sum over the members, which share no parameters
+        return pair(*batch) * per_member
+
     parameters = list(guide.parameters())
     before = [parameter.detach().clone() for parameter in parameters]
     restore_buffers = saved_buffers(modules_of(model, guide))  # those of the snapshots, too
+    start = _mean_loss(objective, args, size)
+    expected = 0.5 * guide.require_layout().size
 
-    def objective(*args: Any) -> Tensor:  # a sum over the members, which share no parameters
-        return pair(*args) * members / count
-
-    def begin_again() -> None:
-        with torch.no_grad():
-            for parameter, value in zip(parameters, before, strict=True):
-                parameter.copy_(value)
-        restore_buffers()
-
-    start = _mean_loss(objective, x, y, size)
-    expected = 0.5 * temperature * guide.require_layout().size
-
-    def run_at(rate: float) -> tuple[Tensor, bool]:
+    def run_at(rate: float) -> tuple[Descent, bool]:
         optimizer = torch.optim.SGD(parameters, lr=rate, momentum=momentum)
-        risen = 0.0  # the sum of the losses above the start, in nats per member
+        descent = Descent((model, guide), objective, optimizer, args, size)
 
-        def at_step(step: int) -> None:
+        def set_rate(step: int) -> None:
             if final_learning_rate is not None:
                 t = (1 + step % every) / every
                 optimizer.param_groups[0]["lr"] = (1 - t) * rate + t * final_learning_rate
 
         def after(step: int) -> None:
-            nonlocal risen
             if step % every == 0:
                 try:
                     guide.collect()
                 except ValueError as error:
                     raise _TooHigh(f"diverged within {step} steps") from error
-                recent = torch.stack(descent.losses.values[-every:]).double().sum().item()
-                risen += (recent - every * start) * count / members
-                if learning_rate is None and not risen <= steps * expected:
+                risen = torch.stack(descent.losses).double().sum().item() - step * start
+                if learning_rate is None and not risen / per_member <= steps * expected:
                     raise _TooHigh(f"left the maximum within {step} steps")
-            at_step(step)
+            set_rate(step)
 
-        def take(*args: Any, rows: Any = None) -> Tensor:
-            loss = objective(*args)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        descent = Descent(take, x, y, size, after=after)
-        at_step(0)
-        with warnings.catch_warnings():
-            if learning_rate is None:  # of a rate that is tried
-                warnings.filterwarnings("ignore", "Encountered NaN", UserWarning)
-            return descent.run(range(steps), steps, progress)
-
-    rates = list(_RATES if learning_rate is None else (learning_rate,))
-    while True:
-        rate = rates.pop(0)
+        set_rate(0)
         try:
-            losses, interrupted = run_at(rate)
+            return descent, descent.run(range(steps), steps, progress, after)
+        except FailedStepError as error:
+            raise _TooHigh(f"diverged within {error.step + 1} steps") from error
+
+    for rate in _RATES if learning_rate is None else (learning_rate,):
+        try:
+            descent, interrupted = run_at(rate)
             break
         except _TooHigh as error:
-            begin_again()
-            if not rates:
-                raise ValueError(
-                    f"SGD {error} at learning_rate={rate:g}: lower it; the guide is back where it "
-                    f"started, the {int(guide.snapshots.count)} snapshots from before are kept"
-                ) from error
+            reason = error
+            with torch.no_grad():
+                for parameter, value in zip(parameters, before, strict=True):
+                    parameter.copy_(value)
+            restore_buffers()
+    else:
+        raise ValueError(
+            f"SGD {reason} at learning_rate={rate:g}: lower it; the guide is back where it "
+            f"started, the {int(guide.snapshots.count)} snapshots from before are kept"
+        ) from reason
+    losses = descent.stacked_losses()
     if interrupted:
         warnings.warn(
             f"interrupted after {len(losses)} of {steps} steps: the guide keeps its "
@@ -162,7 +143,7 @@ def collect_swag(
             stacklevel=2,
         )
         return Training(losses, size, interrupted, learning_rate=rate)
-    rise = (losses[steps // 2 :].mean().item() - start) * count / members
+    rise = (losses[steps // 2 :].mean().item() - start) / per_member
     if learning_rate is not None and rise > 2.0 * expected:
         warnings.warn(
             f"the loss rose by {rise:.0f} nats while the snapshots were taken, where a Gaussian "
@@ -179,11 +160,11 @@ class _TooHigh(Exception):
 
 
 @torch.no_grad()
-def _mean_loss(objective: Callable[..., Tensor], x: Any, y: Any, size: int) -> float:
+def _mean_loss(objective: Callable[..., Tensor], args: tuple, size: int) -> float:
     """The mean loss over all rows, in batches of ``size`` rows, without side effects."""
-    count, total = leading_size(x), 0.0
+    count, total = leading_size(args), 0.0
     with preserved_buffers(objective), own_randomness():
         for start in range(0, count, size):
             rows = slice(start, min(start + size, count))
-            total += objective(taken(x, rows), taken(y, rows)).item() * (rows.stop - start)
+            total += objective(*(taken(value, rows) for value in args)).item() * (rows.stop - start)
     return total / count

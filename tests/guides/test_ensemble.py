@@ -134,7 +134,7 @@ def test_a_step_trains_all_members_by_default_and_fewer_are_said():
     bdl.training.train(model, guide, x, y, steps=1)
     assert ((guide.locs - start).abs().amax(1) > 0).all()
     with pytest.warns(BdlWarning, match="1 of the 3 members .* num_particles=3"):
-        bdl.training.train(model, guide, x, y, steps=1, num_particles=1)
+        bdl.training.train(model, guide, x, y, steps=1, elbo=bdl.elbo.TemperedTraceMeanField_ELBO())
 
 
 def test_a_loaded_state_without_parameters_and_a_printed_guide():

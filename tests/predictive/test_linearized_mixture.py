@@ -104,7 +104,7 @@ def classes():
     net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     model = bdl.models.Classification(bdl.bayesianize(net), num_data=30)
     guide = AutoEnsemble(model, size=3).prototype(x, y)
-    bdl.training.train(model, guide, x, y, steps=300, num_particles=3)
+    bdl.training.train(model, guide, x, y, steps=300)
     return model, guide.laplace_approximation((x, y), structure="kron"), x, y
 
 

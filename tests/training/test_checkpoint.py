@@ -20,7 +20,7 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.training import Checkpoint, Minibatches, train
+from pyro_bdl.training import Checkpoint, HeldOut, Minibatches, checkpoint, train
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
 
 _X = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64)[:, None]
@@ -181,11 +181,10 @@ def test_before_the_first_step(tmp_path):
 
 
 def _train(path, steps=_STEPS, **options):
+    """Write a checkpoint after each step."""
     model = _program()
     guide = bdl.guides.AutoMeanField(model)
-    made = train(
-        model, guide, _X, _Y, steps=steps, batch_size=8, checkpoint=path, every=2, **options
-    )
+    made = train(model, guide, _X, _Y, steps=steps, batch_size=8, checkpoint=path, **options)
     return made, _numbers(model, guide)
 
 
@@ -205,6 +204,7 @@ def _dies_after(steps, monkeypatch, call):
 
 
 def test_train_goes_on_bit_for_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_SECONDS", 0.0)
     torch.manual_seed(1)
     whole, expected = _train(tmp_path / "whole")
     torch.manual_seed(1)
@@ -215,7 +215,8 @@ def test_train_goes_on_bit_for_bit(tmp_path, monkeypatch):
 
 
 def test_early_stopping_goes_on_too(tmp_path, monkeypatch):
-    options = {"held_out": 0.25, "check_every": 2, "patience": 2}
+    monkeypatch.setattr(checkpoint, "_SECONDS", 0.0)
+    options = {"held_out": HeldOut(0.25, patience=2, check_every=2)}
     torch.manual_seed(1)
     whole, expected = _train(tmp_path / "whole", **options)
     torch.manual_seed(1)
@@ -255,9 +256,11 @@ def test_another_run_is_refused_and_changes_nothing(tmp_path):
 _OTHERS = {
     "data": {"y": -_Y},
     "prior": {"prior": 0.5},
-    "temperature": {"temperature": 10.0},
+    "temperature": {"elbo": bdl.elbo.TemperedTraceMeanField_ELBO(10.0)},
     "rate": {"learning_rate": 0.5},
-    "estimator": {"estimator": "local_reparameterization"},
+    "estimator": {
+        "elbo": bdl.elbo.TemperedTraceMeanField_ELBO(estimator="local_reparameterization")
+    },
     "optimizer": {"optimizer": torch.optim.SGD},
 }
 

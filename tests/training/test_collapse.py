@@ -66,9 +66,10 @@ def test_training_warns_at_temperature_1(eta):
     model = program(200)
     guide = bdl.guides.AutoMeanField(model, init_scale=0.99)
     guide.prototype(X, Y).loc.data.zero_()
+    elbo = bdl.elbo.TemperedTraceMeanField_ELBO(eta)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        training.train(model, guide, X, Y, steps=2, temperature=eta, learning_rate=1e-3)
+        training.train(model, guide, X, Y, steps=2, elbo=elbo, learning_rate=1e-3)
     told = [w for w in seen if "collapsed to the prior" in str(w.message)]
     assert len(told) == (1 if eta == 1.0 else 0)
     assert all(issubclass(w.category, BdlWarning) for w in told)

@@ -9,7 +9,7 @@ from torch import nn
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning, FailedStepError
 from pyro_bdl.training import train
-from pyro_bdl.training.finite_steps import FiniteSteps
+from pyro_bdl.training.descent import Descent
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -29,6 +29,12 @@ def numbers(*modules):
     return [v.clone() for m in modules for v in m.state_dict().values() if torch.is_tensor(v)]
 
 
+def minimized(loss, optimizer):
+    """The loss of a program without data."""
+    pair = (lambda rows: None), (lambda rows: None)
+    return Descent(pair, lambda rows: loss(), optimizer, (torch.zeros(1),), 1)
+
+
 @pytest.mark.parametrize(
     "loss, reason",
     [
@@ -37,23 +43,18 @@ def numbers(*modules):
     ],
 )
 def test_loss_and_gradient_are_both_read(loss, reason):
-    class Objective:
-        model = guide = staticmethod(lambda: None)
-
-        def __call__(self):
-            return loss(weight)
-
     weight = nn.Parameter(torch.ones(2))
-    steps = FiniteSteps(Objective(), torch.optim.SGD([weight], 0.1))
+    descent = minimized(lambda: loss(weight), torch.optim.SGD([weight], 0.1))
     with pytest.raises(FailedStepError, match=reason):
-        steps.step()
+        descent.step(0)
     assert weight.tolist() == [1.0, 1.0]
 
 
 def test_large_finite_gradients_are_taken():
     weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
-    steps = FiniteSteps(lambda: (6e4 * weight).max(), torch.optim.SGD([weight], 1e-5))
-    assert steps.step().isfinite()
+    descent = minimized(lambda: (6e4 * weight).max(), torch.optim.SGD([weight], 1e-5))
+    descent.step(0)
+    assert len(descent.losses) == 1 and descent.losses[0].isfinite()
     assert (weight < 1).any()
 
 
@@ -102,10 +103,11 @@ def test_the_data_at_fault_are_named_and_statistics_are_not_left_broken(policy):
     guide = bdl.guides.AutoMeanField(model).prototype(x, y)
     objective = bdl.elbo.TemperedTraceMeanField_ELBO()(model, guide)
     optimizer = torch.optim.Adam(objective.parameters())
-    steps = FiniteSteps(objective, optimizer, policy)
-    steps.step(x, y)
+    descent = Descent((model, guide), objective, optimizer, (x, y), 24, on_nonfinite=policy)
+    descent.step(0)
     before = numbers(guide)
     reason = "step 1: the loss is nan, since .*x holds NaN or infinity in rows 3"
     with pytest.raises(FailedStepError, match=reason):
-        steps.step(x.index_fill(0, torch.tensor([3]), math.nan), y)
+        x.index_fill_(0, torch.tensor([3]), math.nan)
+        descent.step(1)
     assert all(map(torch.equal, numbers(guide), before))

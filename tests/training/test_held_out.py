@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import pyro_bdl as bdl
-from pyro_bdl.training.held_out import HeldOut, split
+from pyro_bdl.training.descent import Training
+from pyro_bdl.training.held_out import EarlyStopping, HeldOut
 from pyro_bdl.training.svi import train
 
 
@@ -36,31 +37,33 @@ def ensemble(*values):
 
 def test_the_parts_are_all_rows():
     x, y = data()
-    (x_kept, y_kept), (_, y_back) = split(x, y, 0.25)
+    (x_kept, y_kept), (_, y_back) = HeldOut(0.25).split((x, y))
     assert len(y_kept) == 15 and len(y_back) == 5
     assert torch.equal(torch.cat([y_kept, y_back]).sort().values, y)
     assert torch.equal(x_kept[:, 0], y_kept)
-    with pytest.raises(ValueError, match="leaves rows on both sides"):
-        split(x, y, 0.01)
+    with pytest.raises(ValueError, match="leave rows on both sides"):
+        HeldOut(0.01).split((x, y))
+    with pytest.raises(ValueError, match="a share between 0 and 1, got 1"):
+        HeldOut(1)
 
 
 def test_each_member_keeps_its_own_best_step():
     """The score is the exact mean log likelihood; the best parameters come back."""
     x, y = data()
     guide = ensemble(0.0, 3.0)
-    held = HeldOut(Mean(), guide, x[:4], y[:4], patience=1)
+    options = HeldOut(0.2, patience=1, check_every=1)
+    held = EarlyStopping(Mean(), guide, (x[:4], y[:4]), options, 5)
     path = [(0.0, 3.0), (-0.7, 5.0), (1.0, -0.8), (2.0, 0.0), (3.0, 1.0)]
     done = []
     for step, values in enumerate(path):
         with torch.no_grad():
             guide.locs.copy_(torch.tensor(values, dtype=torch.float64)[:, None])
-        held.check(step)
+        held.after(step)
         done.append(held.done)
     expected = dist.Normal(torch.tensor(path)[..., None].double(), 1.0).log_prob(y[:4]).mean(-1)
-    assert torch.allclose(held.table, expected)
-    assert held.best_steps().tolist() == [1, 2]
     assert done == [False, False, False, True, True]
-    held.restore()
+    run = held.restored(Training(torch.zeros(5), 4, False))
+    assert torch.allclose(run.held_out, expected) and run.best_steps.tolist() == [1, 2]
     assert guide.locs[:, 0].tolist() == [-0.7, -0.8]
 
 
@@ -69,9 +72,8 @@ def test_training_ends_at_the_best_step_and_knows_all_rows():
     guide = ensemble(-4.0, 6.0)
     torch.manual_seed(0)
     found = train(
-        Mean(), guide, x, y, steps=400, held_out=0.3, patience=2, check_every=5, learning_rate=0.3,
-        batch_size=7,
-        elbo=bdl.elbo.TemperedTraceMeanField_ELBO(num_particles=2),
+        Mean(), guide, x, y, steps=400, held_out=HeldOut(0.3, patience=2, check_every=5),
+        learning_rate=0.3, batch_size=7,
     )  # fmt: skip
     assert len(found.losses) < 400
     assert found.held_out.shape[1] == 2
@@ -81,7 +83,7 @@ def test_training_ends_at_the_best_step_and_knows_all_rows():
 def test_a_guide_of_one_posterior_is_stopped_by_its_predictive_density():
     x, y = data()
     guide = bdl.guides.AutoMeanField(Mean())
-    found = train(Mean(), guide, x, y, steps=20, held_out=0.3, check_every=10)
+    found = train(Mean(), guide, x, y, steps=20, held_out=HeldOut(0.3, check_every=10))
     assert found.held_out.shape == (2, 1)
     assert found.held_out.isfinite().all()
     first, last = (f"{found.losses[place]:.5g}" for place in (0, -1))
@@ -111,16 +113,16 @@ def test_the_program_comes_back_with_the_guide(family):
     model = Spread()
     guide = family(model)
     guide.prototype(x, y)
-    held = HeldOut(model, guide, x, y, patience=9)
+    held = EarlyStopping(model, guide, (x, y), HeldOut(0.5, check_every=1), 4)
     for step, s in enumerate((1.0, 0.9, 1e-3)):
         with torch.no_grad():
             model.s.fill_(s)
             model.calls.fill_(step)
             for parameter in guide.parameters():
                 parameter.fill_(0.5 + 0.01 * step)
-        held.check(step)
-    assert held.best_steps().tolist() == [1]
-    held.restore()
+        held.after(step)
+    run = held.restored(Training(torch.zeros(4), 20, False))
+    assert run.best_steps.tolist() == [1]
     assert (model.s.item(), model.calls.item()) == (0.9, 1.0)
-    held.check(3)
+    held.after(3)
     assert held.scores[3].item() == held.scores[1].item() == held.table.max()

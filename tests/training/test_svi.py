@@ -23,8 +23,7 @@ def test_mean_field_reaches_its_optimum(conjugate, eta):
         conjugate.y,
         steps=500,
         learning_rate=0.05,
-        temperature=eta,
-        num_particles=4,
+        elbo=TemperedTraceMeanField_ELBO(eta, num_particles=4),
     )
     sd = conjugate.precision(eta).diagonal().rsqrt()
     assert run.losses.shape == (500,) and run.batch_size == 8 and not run.interrupted
