@@ -27,7 +27,7 @@ from pyro.infer.elbo import ELBO
 from torch import Tensor, nn
 
 from pyro_bdl.distributed.joint_batch import JointBatch, joint_batch, read_batch
-from pyro_bdl.elbo.finite_loss import check_value, guarded, left_to_caller
+from pyro_bdl.elbo.finite_loss import check_value, guarded, unchecked
 from pyro_bdl.elbo.tempered import check_data
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import Batches
@@ -117,6 +117,8 @@ class DataParallel_ELBO(ELBO):
         would normalize by the rank's batch; for plates that pick rows at random.
     """
 
+    checks_loss = True  # see ``unchecked``
+
     def __init__(
         self,
         elbo: Any,
@@ -179,7 +181,8 @@ class DataParallel_ELBO(ELBO):
         """Return the loss of the joint batch as a tensor; ``backward()`` gives its gradient on
         every rank."""
         loss = self._step(model, guide, args, kwargs)
-        return guarded(loss, partial(self._check_data, model, guide, args, kwargs))
+        check = partial(self._check_data, model, guide, args, kwargs)
+        return guarded(loss, check) if self.checks_loss else loss
 
     def _step(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
         batch = self._prepared(model, guide, args, kwargs)
@@ -188,7 +191,7 @@ class DataParallel_ELBO(ELBO):
 
         def here() -> Any:
             weight = batch.weight(args, kwargs)
-            with poutine.trace(param_only=True) as statements, self._noise(), left_to_caller():
+            with poutine.trace(param_only=True) as statements, self._noise(), unchecked(self.elbo):
                 loss = self.elbo.differentiable_loss(batch.model, guide, *args, **kwargs)
             leaves: dict[str, Tensor] = {}
             found: tuple[Tensor | None, ...] = ()
@@ -307,12 +310,13 @@ class DataParallel_ELBO(ELBO):
             if self._used[name]
         ]
         values = [loss.detach().reshape(1), *gradients]
-        noise = getattr(guide, "last_noise", None)  # used by IVON's control variate
-        if noise is not None:
-            values.append(noise)
+        step = getattr(guide, "last_step", None)
+        has_draw = step is not None and step.draw is not None  # for IVON's control variate
+        if has_draw:
+            values.append(step.draw)
         value, *gradients = self._reduced(values, weight)
-        if noise is not None:
-            guide.last_noise = gradients.pop()  # type: ignore[attr-defined]
+        if has_draw:
+            guide.last_step = step._replace(draw=gradients.pop())  # type: ignore[attr-defined]
         return with_gradients(value[0], gradients, trained)
 
     def _reduced(self, values: list[Tensor], weight: float) -> list[Tensor]:

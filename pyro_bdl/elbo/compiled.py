@@ -11,7 +11,8 @@ from pyro.infer import ELBO
 from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 
-from pyro_bdl.elbo.finite_loss import check_value, guarded, left_to_caller, require_gradients
+from pyro_bdl.elbo.finite_loss import check_value, guarded, require_gradients
+from pyro_bdl.elbo.step import Step, Terms
 from pyro_bdl.elbo.tempered import (
     Temperature,
     TemperedTrace_ELBO,
@@ -68,6 +69,8 @@ class CompiledELBO(ELBO):
         refuses.
     :raises TypeError: for another class of bound, or an ELBO in the place of its arguments.
     """
+
+    checks_loss = True  # see ``unchecked``
 
     def __init__(
         self,
@@ -153,8 +156,7 @@ class CompiledELBO(ELBO):
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return -L(eta) in nats and add its gradients to the parameters' gradients."""
         require_gradients()
-        with left_to_caller():  # the number is read here on every device
-            loss = self._take(model, guide, args, kwargs)
+        loss = self.take_step(model, guide, *args, **kwargs).loss
         value = check_value(loss.item(), partial(check_data, model, guide, args, kwargs))
         if loss.requires_grad:
             loss.backward(retain_graph=self.retain_graph)
@@ -165,32 +167,33 @@ class CompiledELBO(ELBO):
     ) -> Tensor:
         """Return -L(eta) as a tensor that can be differentiated once; counts as a step of the
         schedule."""
-        loss = self._take(model, guide, args, kwargs)
-        return guarded(loss, partial(check_data, model, guide, args, kwargs))
+        loss = self.take_step(model, guide, *args, **kwargs).loss
+        check = partial(check_data, model, guide, args, kwargs)
+        return guarded(loss, check) if self.checks_loss else loss
 
-    def _take(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
-        """Take a step, by the program or by a graph; return the loss."""
+    def take_step(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Step:
+        """Take a step, by the program or by a graph; see ``TemperedTrace_ELBO.take_step``."""
         if not torch.is_grad_enabled() or is_transformed():
-            return self.bound.differentiable_loss(model, guide, *args, **kwargs)
+            return self.bound.take_step(model, guide, *args, **kwargs)
         try:
             arguments = split(args, kwargs)
         except NotTraceable as error:
             self.graphs.warn(f"runs the program uncompiled, since {error}")
-            return self.bound.differentiable_loss(model, guide, *args, **kwargs)
-        step = _Step(self.bound, model, guide, arguments)
+            return self.bound.take_step(model, guide, *args, **kwargs)
+        evaluation = _Evaluation(self.bound, model, guide, arguments)
         try:
-            outcome = self.graphs(step)
+            outcome = self.graphs(evaluation)
         except RuntimeError:
             with contextlib.suppress(RuntimeError):
                 check_data(model, guide, args, kwargs)
             raise
         if isinstance(outcome, Tensor):
-            return outcome
-        step.finish(outcome)
+            assert evaluation.step is not None
+            return evaluation.step._replace(loss=outcome)
         if am_i_wrapped():  # tell SVI which parameters to optimize
-            for name in self.graphs.graphs[step.owner, step.key].parameters:
+            for name in self.graphs.graphs[evaluation.owner, evaluation.key].parameters:
                 pyro.param(name)
-        return outcome.differentiable()
+        return evaluation.finish(outcome)
 
     def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:
         return self.bound._get_trace(model, guide, args, kwargs)  # required by Pyro's base class
@@ -203,24 +206,26 @@ class CompiledELBO(ELBO):
         }
 
 
-class _Step(Evaluation):
+class _Evaluation(Evaluation):
     """A step of a bound: the program and the guide at these arguments."""
+
+    step: Step | None = None  # of the plain program, once it has run
 
     def __init__(
         self, bound: TemperedTrace_ELBO, model: Callable, guide: Any, arguments: Arguments
     ) -> None:
         self.bound, self.model, self.guide, self.arguments = bound, model, guide, arguments
-        self.keeps_noise = isinstance(guide, Guide) and guide.keeps_noise
         self.owner = model, guide
         self.key = (
             getattr(model, "training", None), getattr(guide, "training", None), arguments.key,
-            active(), castings(), bound.num_particles, bound.estimator, self.keeps_noise,
+            active(), castings(), bound.num_particles, bound.estimator,
         )  # fmt: skip
         self.temperature = check_temperature(bound.schedule(bound.step))
 
     def plain(self) -> Tensor:
         args, kwargs = self.arguments.rebuild(self.arguments.tensors)
-        return self.bound.differentiable_loss(self.model, self.guide, *args, **kwargs)
+        self.step = self.bound.take_step(self.model, self.guide, *args, **kwargs)
+        return self.step.loss
 
     def tensors(self) -> list[Tensor]:
         # of the KL's dtype, since float64 would promote the loss; a step of the bound came before
@@ -233,14 +238,9 @@ class _Step(Evaluation):
         bound, guide = self.bound, self.guide
         if isinstance(guide, Guide):
             guide.require_layout().kept = None  # no cached values: the graph computes them
-        before = guide.last_noise if self.keeps_noise else None
-        likelihood, kl, q_entropy = bound.terms(self.model, guide, args, kwargs)
-        loss = bound.negative_bound(likelihood, kl, q_entropy, tensors[-1])
-        noise = []
-        if self.keeps_noise:
-            noise = [] if guide.last_noise is None else [guide.last_noise]
-            guide.last_noise = before
-        return loss, likelihood, kl, *noise
+        terms = bound.terms(self.model, guide, args, kwargs)
+        loss = bound.negative_bound(terms, tensors[-1])
+        return loss, *(part for part in terms if part is not None)
 
     def modules(self) -> list[nn.Module]:
         return modules_of(self.model, self.guide)
@@ -251,14 +251,9 @@ class _Step(Evaluation):
         assert bound.kl is not None and bound.expected_log_likelihood is not None
         return bound.expected_log_likelihood.abs() + self.temperature * bound.kl.abs()
 
-    def finish(self, outcome: Outcome) -> None:
-        """Note the results of a graph as the bound notes its own."""
-        bound = self.bound
-        _, bound.expected_log_likelihood, bound.kl, *noise = outcome.results
-        if self.keeps_noise:
-            self.guide.last_noise = noise[0] if noise else None
-        bound.temperature = self.temperature
-        if isinstance(self.guide, Guide):
-            self.guide.last_temperature = self.temperature
-        bound.step += 1
-        bound.batches.report()
+    def finish(self, outcome: Outcome) -> Step:
+        """The step of a graph's results, taken as the bound takes its own."""
+        loss, terms = outcome.differentiable(), Terms(*outcome.results[1:])
+        step = self.bound.noted(terms, loss, self.temperature)
+        self.bound.finish(step)
+        return step

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.distributions.take_apart import Structure, rebuild, take_apart
+from pyro_bdl.elbo.step import Terms
 from pyro_bdl.elbo.tempered import Temperature, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.estimators import PerDatum
@@ -44,9 +45,7 @@ class MeanFieldLimit(TemperedTraceMeanField_ELBO):
     ) -> None:
         super().__init__(temperature, num_particles, cold_temperature=cold_temperature)
 
-    def terms(
-        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def terms(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Terms:
         if not isinstance(guide, Guide) or guide.subsampled:
             raise TypeError(
                 f"MeanFieldLimit averages outputs over draws of a guide of pyro_bdl without "
@@ -56,7 +55,7 @@ class MeanFieldLimit(TemperedTraceMeanField_ELBO):
 
     def flat_terms(
         self, model: Callable, guide: Guide, args: tuple, kwargs: dict, estimator: PerDatum | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Terms:
         if estimator is not None:
             raise ValueError(
                 f"MeanFieldLimit averages the outputs at shared draws, and cannot use {estimator}"
@@ -88,7 +87,8 @@ class MeanFieldLimit(TemperedTraceMeanField_ELBO):
             for name, (structure, _) in _apart(run).items()
         }
         likelihood = replace(run, observed=observed).log_likelihood()
-        return torch.as_tensor(likelihood, device=kl.device), kl.mean(), q_entropy.mean()
+        likelihood = torch.as_tensor(likelihood, device=kl.device)
+        return Terms(likelihood, kl.mean(), q_entropy.mean(), vectors.detach().mean(0))
 
 
 def _apart(run: Run) -> dict[str, tuple[Structure, dict[str, Tensor]]]:

@@ -18,10 +18,11 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_bdl.distributions.dropout_noise import NoisyWeight
-from pyro_bdl.elbo.finite_loss import check_value, guarded, left_to_caller, require_gradients
+from pyro_bdl.elbo.finite_loss import check_value, guarded, require_gradients
+from pyro_bdl.elbo.step import Step, Terms
 from pyro_bdl.elbo.unscaled_batches import UnscaledBatches
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.estimators import PerDatum, as_estimator
@@ -31,7 +32,6 @@ from pyro_bdl.estimators.sticking import constant_parameters
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import run_at_draw
 from pyro_bdl.guides.kl import entropy, mean_field_kl, sampled_kl
-from pyro_bdl.guides.training_step import one_step
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.supports import check_support, nan_outside_support
@@ -53,7 +53,8 @@ class TemperedTrace_ELBO(Trace_ELBO):
     """L(eta) = E_q[log p(y | w)] - eta E_q[log q(w) - log p(w)], estimated at draws of the guide.
 
     ``pyro.factor`` terms count as likelihood. After each step ``expected_log_likelihood``,
-    ``kl`` (both in nats, detached scalars) and ``temperature`` hold the terms of that step.
+    ``kl`` (both in nats, detached scalars) and ``temperature`` hold the terms of that step, and the
+    guide has all of it as ``guide.last_step``, which natural-gradient optimizers read.
 
     Under ``torch.autocast`` only the program is cast, that is the network's forward pass. The
     guide's parameters and draws, the KL and sums of densities stay in float32.
@@ -77,6 +78,8 @@ class TemperedTrace_ELBO(Trace_ELBO):
     :raises UnsupportedProgramError: at a step, for a program that the estimator does not support.
     """
 
+    checks_loss = True  # see ``unchecked``
+
     def __init__(
         self,
         temperature: Temperature = 1.0,
@@ -99,76 +102,100 @@ class TemperedTrace_ELBO(Trace_ELBO):
         self.sticking_the_landing = sticking_the_landing
         self._map = DrawMap()
         self._checked: tuple[Callable, Callable] | None = None
+        self._trained: tuple[Callable, Callable] | None = None
+        self._parts: list[Guide] = []  # the guides of this package in the guide that is trained
         self._rows: dict[tuple[Callable, int], RowwiseLikelihood] = {}
         self.batches = UnscaledBatches(enabled=callable(temperature) or temperature == 1.0)
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return -L(eta) in nats at the current step's temperature, without counting a step."""
         with torch.no_grad():
-            loss = self._loss(model, guide, args, kwargs).item()
+            loss = self._evaluate(model, guide, args, kwargs).loss.item()
         return check_value(loss, partial(check_data, model, guide, args, kwargs))
 
     def differentiable_loss(
         self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Return -L(eta) as a tensor to differentiate; counts as a step of the schedule."""
-        self._warn_of_few(guide)
-        with self.batches.step(model, guide):
-            loss = self._loss(model, guide, args, kwargs)
-        self.step += 1
-        if isinstance(guide, Guide):
-            guide.last_temperature = self.temperature
-        return guarded(loss, partial(check_data, model, guide, args, kwargs))
-
-    def _warn_of_few(self, guide: Callable) -> None:
-        """Warn once if a training step reaches some of an ensemble's members only."""
-        if not isinstance(guide, Guide) or self.num_particles >= guide.num_members:
-            return
-        if "few members" in guide.told:
-            return
-        guide.told.add("few members")
-        times = guide.num_members / self.num_particles
-        warnings.warn(
-            f"each step trains {self.num_particles} of the {guide.num_members} members of "
-            f"{type(guide).__name__}: give the ELBO num_particles={guide.num_members}, which "
-            f"trains all at once, or take {times:.3g} times as many steps",
-            BdlWarning,
-            stacklevel=3,
-        )
+        loss = self.take_step(model, guide, *args, **kwargs).loss
+        check = partial(check_data, model, guide, args, kwargs)
+        return guarded(loss, check) if self.checks_loss else loss
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return -L(eta) in nats and add its gradients to the parameters' gradients."""
         require_gradients()
-        with left_to_caller():  # the number is read here on every device
-            loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        loss = self.take_step(model, guide, *args, **kwargs).loss
         value = check_value(loss.item(), partial(check_data, model, guide, args, kwargs))
         if loss.requires_grad:
             loss.backward(retain_graph=self.retain_graph)
         return value
 
-    def _loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
-        if self._checked != (model, guide):
-            _check(model, guide, args, kwargs)
-            self._checked = model, guide
+    def take_step(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Step:
+        """Take a step of the schedule, whose loss may be not finite.
+
+        :returns: the loss to differentiate, its terms, and what optimizers need of them.
+        """
+        if self._trained != (model, guide):
+            self._check_once(model, guide, args, kwargs)
+            self._begin(model, guide)
+        with self.batches.step():
+            step = self._evaluate(model, guide, args, kwargs)
+        self.finish(step)
+        return step
+
+    def _begin(self, model: Callable, guide: Callable) -> None:
+        """Find the guides to train; warn if each step reaches some members of an ensemble only."""
+        self._trained = model, guide
+        parts = guide.modules() if isinstance(guide, nn.Module) else ()
+        self._parts = [part for part in parts if isinstance(part, Guide)]
+        self.batches.restart()
+        members = guide.num_members if isinstance(guide, Guide) else 1
+        if self.num_particles < members:
+            warnings.warn(
+                f"each step trains {self.num_particles} of the {members} members of "
+                f"{type(guide).__name__}: give the ELBO num_particles={members}, which trains all "
+                f"at once, or take {members / self.num_particles:.3g} times as many steps",
+                BdlWarning,
+                stacklevel=4,
+            )
+
+    def finish(self, step: Step) -> None:
+        """Count a step, and hand it to the guides that took it."""
+        self.step += 1
+        detached = step._replace(loss=step.loss.detach())
+        for part in self._parts:
+            part.note_step(detached)
+
+    def _evaluate(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Step:
+        """-L(eta) at the current step's temperature, from new draws."""
+        self._check_once(model, guide, args, kwargs)
         temperature = check_temperature(self.schedule(self.step))
         try:
             with pyro.validation_enabled(False):
-                likelihood, kl, q_entropy = self.terms(model, guide, args, kwargs)
+                terms = self.terms(model, guide, args, kwargs)
         except RuntimeError:
             with contextlib.suppress(RuntimeError):
                 check_data(model, guide, args, kwargs)  # finds labels without a class
             raise
-        self.temperature = temperature
-        self.expected_log_likelihood, self.kl = likelihood.detach(), kl.detach()
-        return self.negative_bound(likelihood, kl, q_entropy, temperature)
+        return self.noted(terms, self.negative_bound(terms, temperature), temperature)
 
-    def negative_bound(
-        self, likelihood: Tensor, kl: Tensor, q_entropy: Tensor, temperature: float | Tensor
-    ) -> Tensor:
+    def noted(self, terms: Terms, loss: Tensor, temperature: float) -> Step:
+        """The step of a loss, whose terms are this bound's attributes from here on."""
+        self.temperature = temperature
+        self.expected_log_likelihood = terms.log_likelihood.detach()
+        self.kl = terms.kl.detach()
+        return Step(loss, self.expected_log_likelihood, self.kl, temperature, terms.draw)
+
+    def negative_bound(self, terms: Terms, temperature: float | Tensor) -> Tensor:
         """Return -L(eta) from the results of ``terms``."""
         if self.is_cold:
-            return -(likelihood - kl + (temperature - 1.0) * q_entropy)
-        return temperature * kl - likelihood
+            return -(terms.log_likelihood - terms.kl + (temperature - 1.0) * terms.entropy)
+        return temperature * terms.kl - terms.log_likelihood
+
+    def _check_once(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+        if self._checked != (model, guide):
+            _check(model, guide, args, kwargs)
+            self._checked = model, guide
 
     def prepare(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
@@ -186,22 +213,17 @@ class TemperedTrace_ELBO(Trace_ELBO):
             self._rows[key] = RowwiseLikelihood(estimator.name, model, values, args, kwargs)
         return estimator
 
-    def terms(
-        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return E_q[log p(y | w)], the KL and (in cold mode) H(q) in nats, averaged over the
-        particles."""
+    def terms(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Terms:
+        """The parts of the bound, averaged over the particles."""
         estimator = self.prepare(model, guide, args, kwargs)
         if isinstance(guide, Guide) and not guide.subsampled:
             with guide.reading():
                 return self.flat_terms(model, guide, args, kwargs, estimator)
-        with one_step():
-            particles = [
-                self._site_terms(model, guide, args, kwargs, estimator)
-                for _ in range(self.num_particles)
-            ]
-        likelihood, kl, q_entropy = (torch.stack(t).mean() for t in zip(*particles, strict=True))
-        return likelihood, kl, q_entropy
+        particles = [
+            self._site_terms(model, guide, args, kwargs, estimator)
+            for _ in range(self.num_particles)
+        ]
+        return Terms(*(torch.stack(t).mean() for t in zip(*particles, strict=True)))
 
     def _site_terms(
         self,
@@ -211,7 +233,8 @@ class TemperedTrace_ELBO(Trace_ELBO):
         kwargs: dict,
         estimator: PerDatum | None,
     ) -> tuple[Any, Tensor, Tensor]:
-        """The same terms at one draw of any guide, from its sample statements."""
+        """log p(y | w), the KL and (in cold mode) H(q) in nats at one draw of any guide, from its
+        sample statements."""
         if estimator is None:
             with without_autocast():
                 q = record(guide, {}, args, kwargs)
@@ -237,20 +260,21 @@ class TemperedTrace_ELBO(Trace_ELBO):
         args: tuple,
         kwargs: dict,
         estimator: PerDatum | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same terms from the flat vectors of our guides, without their sample statements."""
+    ) -> Terms:
+        """The parts of the bound from the flat vectors of our guides, without their sample
+        statements."""
 
         def particle(draw: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor]:
             return self.particle(model, guide, draw["u"], args, kwargs, estimator)
 
         with without_autocast():
             vectors = guide.sample_vectors(self.num_particles)
-        if estimator is not None:
-            guide.last_noise = None  # the estimator uses other noise
+        draw = vectors[0] if self.num_particles == 1 else vectors.detach().mean(0)
         if self.num_particles == 1:
-            return self.particle(model, guide, vectors[0], args, kwargs, estimator)
-        likelihood, kl, q_entropy = (t.mean() for t in self._map(particle, {"u": vectors}))
-        return likelihood, kl, q_entropy
+            terms = self.particle(model, guide, draw, args, kwargs, estimator)
+        else:
+            terms = tuple(t.mean() for t in self._map(particle, {"u": vectors}))
+        return Terms(*terms, draw.detach() if estimator is None else None)
 
     def particle(
         self,

@@ -57,11 +57,8 @@ class Guide(OwnParameters, AutoGuide):
     normal_marginals = False
     # Draws that a step must take to train all of the guide: the number of an ensemble's members.
     num_members = 1
-    # The mean (P,) of the standard Normal noise of the last draws, for optimizers that need it.
-    keeps_noise = False
-    last_noise: Tensor | None = None
-    # That of the ELBO's last step, for the same optimizers.
-    last_temperature = 1.0
+    # The ELBO's last step that no optimizer has read yet, a ``pyro_bdl.elbo.Step``.
+    last_step: Any = None
 
     def __init__(
         self,
@@ -370,6 +367,10 @@ class Guide(OwnParameters, AutoGuide):
         possible."""
         raise NotImplementedError
 
+    def note_step(self, step: Any) -> None:
+        """Keep a step of an ELBO of this package for the optimizer that goes on from it."""
+        self.last_step = step
+
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """log q(w), a scalar, at w = T(u).
 
@@ -541,7 +542,7 @@ class Guide(OwnParameters, AutoGuide):
     def __getstate__(self) -> dict[str, Any]:
         """The state without the model, which stays in the original."""
         state = dict(super(AutoGuide, self).__getstate__())
-        state.update(_model=None, _program_model=None, master=None)
+        state.update(_model=None, _program_model=None, master=None, last_step=None)
         return state
 
 

@@ -138,8 +138,6 @@ class AutoMeanField(Guide):
     def sample_vectors(self, num_samples: int) -> Tensor:
         loc, scale = self.loc_and_scale()
         noise = torch.randn(num_samples, len(loc), dtype=loc.dtype, device=loc.device)
-        if self.keeps_noise and loc is self.loc:  # not under vmap over many guides
-            self.last_noise = noise.mean(0)
         return torch.addcmul(loc, scale, noise)
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:

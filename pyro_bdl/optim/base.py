@@ -9,6 +9,8 @@ import torch
 from pyro.infer.util import zero_grads
 from torch import Tensor
 
+from pyro_bdl.elbo.step import Step
+from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.optim.natural_gradient import relative_change
 
@@ -25,9 +27,9 @@ class NaturalGradient(torch.optim.Optimizer):
         self,
         guide: AutoMeanField,
         *,
-        lr: float,
-        betas: tuple[float, float],
-        clip: float,
+        lr: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.99),
+        clip: float = 10.0,
     ) -> None:
         _check(guide)
         self.guide = guide
@@ -59,11 +61,11 @@ class NaturalGradient(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
-    def steadied(self, scale_gradient: Tensor, momentum: Tensor, correction: float) -> Tensor:
+    def steadied(self, scale_gradient: Tensor, average: Tensor, noise: Tensor) -> Tensor:
         """The gradient in the scales with less noise.
 
-        :param momentum: of the location's gradient before this step.
-        :param correction: ``correction * momentum`` is the location's average gradient so far.
+        :param average: the location's average gradient before this step, (P,).
+        :param noise: the mean standard Normal noise of the step's draws, (P,).
         """
         return scale_gradient
 
@@ -98,8 +100,11 @@ class NaturalGradient(torch.optim.Optimizer):
         scale = torch.nn.functional.softplus(free)
         scale_gradient = free.grad / torch.expm1(-scale).neg_()  # ds/du = 1 - exp(-s)
         correction = 1 / (1 - beta1 ** max(1, state["step"]))
-        scale_gradient = self.steadied(scale_gradient, state["momentum"], correction)
-        temperature = self.guide.last_temperature
+        taken = taken_step(self.guide)
+        if taken.draw is not None:
+            noise = (taken.draw - loc) / scale
+            scale_gradient = self.steadied(scale_gradient, correction * state["momentum"], noise)
+        temperature = taken.temperature
         change = relative_change(scale_gradient, scale, temperature)
         peak = max(state["peak"], group["lr"])
         share = math.sqrt(group["lr"] / peak) if peak > 0 else 0.0  # a warm-up may start at zero
@@ -111,6 +116,16 @@ class NaturalGradient(torch.optim.Optimizer):
         loc.addcmul_(move.clamp_(-group["clip"], group["clip"]), scale, value=-group["lr"])
         free.copy_(scale + torch.expm1(-scale).neg_().log_())  # the inverse of softplus
         return loss
+
+
+def taken_step(guide: Guide) -> Step:
+    """The step of an ELBO that an optimizer goes on from, which no optimizer reads again.
+
+    That of another ELBO, such as Pyro's, is not known: it has temperature 1 and unknown draws.
+    """
+    step, guide.last_step = guide.last_step, None
+    unknown = torch.zeros((), device="cpu")
+    return Step(unknown, unknown, unknown, 1.0) if step is None else step
 
 
 def checked_options(*, lr: float, betas: tuple[float, float], clip: float) -> dict[str, Any]:

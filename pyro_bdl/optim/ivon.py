@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.optim.base import NaturalGradient
 from pyro_bdl.optim.natural_gradient import riemannian_growth
 
@@ -45,22 +44,8 @@ class IVON(NaturalGradient):
     :raises ValueError: for shared or fixed scales, or a number out of range.
     """
 
-    def __init__(
-        self,
-        guide: AutoMeanField,
-        *,
-        lr: float = 0.1,
-        betas: tuple[float, float] = (0.9, 0.99),
-        clip: float = 10.0,
-    ) -> None:
-        super().__init__(guide, lr=lr, betas=betas, clip=clip)
-        guide.keeps_noise = True
-
-    def steadied(self, scale_gradient: Tensor, momentum: Tensor, correction: float) -> Tensor:
-        noise, self.guide.last_noise = self.guide.last_noise, None
-        if noise is None:
-            return scale_gradient
-        return torch.addcmul(scale_gradient, momentum, noise, value=-correction)
+    def steadied(self, scale_gradient: Tensor, average: Tensor, noise: Tensor) -> Tensor:
+        return torch.addcmul(scale_gradient, average, noise, value=-1.0)
 
     def growth(self, change: Tensor, rate: float) -> Tensor:
         return riemannian_growth(change, rate)

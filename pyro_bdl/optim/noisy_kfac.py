@@ -13,7 +13,7 @@ from pyro_bdl.curvature.structures.base import StructureOptions
 from pyro_bdl.curvature.structures.kron.curvature import KroneckerCurvature
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.matrix_normal import AutoMatrixNormal
-from pyro_bdl.optim.base import checked_options
+from pyro_bdl.optim.base import checked_options, taken_step
 from pyro_bdl.optim.vogn import GaussNewton_ELBO
 
 _ROUNDING = 1e-3  # relative rounding error of a change whose terms almost cancel
@@ -180,7 +180,7 @@ class NoisyKFAC(torch.optim.Optimizer):
             )
         peak = max(state["peak"], group["lr"])
         share = math.sqrt(group["lr"] / peak) if peak > 0 else 0.0
-        rate, eta = (1 - beta2) * share, self.guide.last_temperature
+        rate, eta = (1 - beta2) * share, taken_step(self.guide).temperature
         layout, moved = self.guide.require_layout(), {}
         for k, name in enumerate(self.guide.matrices):
             sides = [len(factor) for factor in self.guide.factors(name)]

@@ -10,6 +10,7 @@ from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.jacobian.datum_axes import Alignment, rounding_of
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.squared_gradients import gradient_and_squares
+from pyro_bdl.elbo.step import Terms
 from pyro_bdl.elbo.tempered import Temperature, TemperedTraceMeanField_ELBO
 from pyro_bdl.estimators import PerDatum
 from pyro_bdl.guides.base import Guide
@@ -63,7 +64,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
 
     def flat_terms(
         self, model: Callable, guide: Guide, args: tuple, kwargs: dict, estimator: PerDatum | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Terms:
         name = type(self).__name__
         if not isinstance(guide, self.family):
             raise TypeError(
@@ -76,10 +77,8 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         if self._subset is None or self._subset.layout is not layout:
             self._subset, self._known, self._modes_agree = Subset(layout), {}, {}
         vectors = guide.sample_vectors(self.num_particles)
-        guide.last_noise = None  # the gradient in the scales comes from squares
         particles = [self._at(model, guide, vector, args, kwargs) for vector in vectors.unbind()]
-        likelihood, kl, q_entropy = (torch.stack(t).mean() for t in zip(*particles, strict=True))
-        return likelihood, kl, q_entropy
+        return Terms(*(torch.stack(t).mean() for t in zip(*particles, strict=True)))
 
     def _at(
         self, model: Callable, guide: Guide, vector: Tensor, args: tuple, kwargs: dict
@@ -151,16 +150,6 @@ class VOGN(NaturalGradient):
 
     Notation and parameters are those of ``IVON``.
     """
-
-    def __init__(
-        self,
-        guide: AutoMeanField,
-        *,
-        lr: float = 0.1,
-        betas: tuple[float, float] = (0.9, 0.99),
-        clip: float = 10.0,
-    ) -> None:
-        super().__init__(guide, lr=lr, betas=betas, clip=clip)
 
     def growth(self, change: Tensor, rate: float) -> Tensor:
         if (change < -1.0 - _ROUNDING).any():

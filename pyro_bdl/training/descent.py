@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyro_bdl.elbo.finite_loss import left_to_caller
+from pyro_bdl.elbo.finite_loss import unchecked
 from pyro_bdl.elbo.tempered import check_data
 from pyro_bdl.errors import ArgumentError, BdlWarning, FailedStepError
 from pyro_bdl.program.batch_norm import keeps_statistics
@@ -169,7 +169,7 @@ class Descent:
         """
         rows = self.batches.next()
         args = self.args if rows is None else tuple(taken(value, rows) for value in self.args)
-        with left_to_caller():
+        with unchecked(getattr(self.objective, "elbo", None)):
             loss = self.objective(*args)
         self.optimizer.zero_grad()
         loss.backward()

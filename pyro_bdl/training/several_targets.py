@@ -86,8 +86,8 @@ class GuidesOfTargets:
         def loss(free: dict[str, Tensor], values: dict[str, Tensor]) -> Tensor:
             args, kwargs = self.targets.with_values(values)
             with self.guide.holding(self._constrained(free)):
-                likelihood, kl, _ = elbo.flat_terms(self.model, self.guide, args, kwargs, None)
-            return kl - likelihood
+                terms = elbo.flat_terms(self.model, self.guide, args, kwargs, None)
+            return terms.kl - terms.log_likelihood
 
         losses_of = torch.vmap(loss, randomness="different")
         trained = [value for value in self._free.values() if value.requires_grad]

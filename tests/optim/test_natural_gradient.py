@@ -80,12 +80,13 @@ def test_the_control_variate_is_the_noise_of_the_draw(estimator):
     for _ in range(2):
         optimizer.zero_grad()
         loss(x, y).backward()
-        noise, scale = guide.last_noise, guide.scale.detach()
-        assert (noise is None) == (estimator is not None)
+        draw, scale = guide.last_step.draw, guide.scale.detach()
+        assert (draw is None) == (estimator is not None)
+        noise = None if draw is None else (draw - guide.loc.detach()) / scale
         gradient = guide.scale_unconstrained.grad / -torch.expm1(-scale)
         mean = optimizer.state[guide.loc].get("momentum", torch.zeros(P)) / (1 - 0.9)
         optimizer.step()
-        assert guide.last_noise is None
+        assert guide.last_step is None
     steadied = gradient if noise is None else gradient - mean * noise
     # The precision that the gradient asks for, and the step toward it, written out.
     precision = scale.square().reciprocal()
@@ -406,7 +407,7 @@ def test_the_temperature_is_that_of_the_elbos_step(elbo):
     loss = elbo(lambda step: 0.5 / (step + 1))(model, guide)
     for step in range(3):
         loss(x, y).backward()
-        assert guide.last_temperature == 0.5 / (step + 1)
+        assert guide.last_step.temperature == 0.5 / (step + 1)
 
 
 def test_a_finite_gradient_whose_sum_overflows():

@@ -33,7 +33,6 @@ from pyro_bdl.guides.dropout.layers import DropoutLayers
 from pyro_bdl.guides.dropout.weights import Weight, reading_run, source_of, total_num_data
 from pyro_bdl.guides.kl import expected_log_prior
 from pyro_bdl.guides.saved import described, from_description
-from pyro_bdl.guides.training_step import present_step
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.layout import Latent
@@ -84,7 +83,8 @@ class AutoMCDropout(Guide):
     :param sites: the weights with dropout: "hidden", the default, for weights whose inputs are
         hidden units, as with usual dropout layers; "all", which also drops the inputs of the
         network and rows of embeddings; or names and patterns with shell wildcards.
-    :param learn_p: learn one rate for each site, starting at ``p``.
+    :param learn_p: learn one rate for each site, starting at ``p``. The temperature of relaxed
+        factors falls with the steps of this package's ELBOs.
     :param noise: the distribution of the factors, ``BernoulliNoise()`` or ``GaussianNoise()``, with
         variance p / (1 - p).
     :param mask: "units", or "weights" for a separate factor for every weight (DropConnect, Wan et
@@ -101,7 +101,6 @@ class AutoMCDropout(Guide):
     steps: Tensor
     layers: tuple[nn.Module, ...]  # dropout layers of the program that this guide replaces
     _arguments: tuple[tuple, dict[str, Any]] | None = None  # of the run that makes the parameters
-    _counted: object | None = None  # the training step that was counted last
 
     def __init__(
         self,
@@ -327,26 +326,21 @@ class AutoMCDropout(Guide):
     def site_distributions(self) -> dict[str, dist.TorchDistribution]:
         """The distributions of the dropped weights; the other latents are points."""
         loc = self.require_layout().unflatten(self._parameter("loc"))
-        step = int(self.steps) if self.learn_p and self.weights else None
         rates = zip(self.weights, self._parameter("p").unbind(), strict=True)
-        return {name: self._noisy_weight(name, loc[name], p, step) for name, p in rates}
+        return {name: self._noisy_weight(name, loc[name], p, self._step()) for name, p in rates}
 
     @property
     def has_density(self) -> bool:
         return False
 
     def _step(self) -> int | None:
-        """The number of earlier training steps, None for fixed rates; also counts this step."""
-        if not self.learn_p or not self.weights:
-            return None
-        step, now = int(self.steps), present_step()
-        if not torch.is_grad_enabled():
-            return step
-        if now is not None and now is self._counted:
-            return step - 1
-        self._counted = now
-        self.steps += 1
-        return step
+        """The number of earlier training steps, None for fixed rates."""
+        return int(self.steps) if self.learn_p and self.weights else None
+
+    def note_step(self, step: Any) -> None:
+        super().note_step(step)
+        if self.learn_p and self.weights:
+            self.steps += 1
 
     def sample_vectors(self, num_samples: int) -> Tensor:
         loc = self._parameter("loc")
