@@ -74,7 +74,7 @@ def nuts(problem: Problem, temperature: float, options: argparse.Namespace) -> A
     return bdl.mcmc.sample(
         bdl.handlers.cold(problem.model, temperature), problem.x, problem.y,
         num_warmup=options.draws, num_samples=options.draws, num_chains=1,
-        max_tree_depth=options.depth, init="network", progress=False,
+        kernel=bdl.mcmc.NUTS(max_tree_depth=options.depth), init="network", progress=False,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 import pyro_bdl as bdl
+from pyro_bdl import mcmc
 
 NOISE, WIDTH, GAIN = 0.1, 50, 4.0
 PRIOR = bdl.priors.ByName({"*weight": bdl.priors.FanIn(GAIN), "*bias": bdl.priors.Normal(1.0)})
@@ -111,18 +112,18 @@ def main() -> None:
 
     moments: dict[str, tuple[Tensor, Tensor]] = {}
     sides = {
-        "mclmc": (collapsed, "mclmc", options.iterations, {"energy_variance": options.variance}),
-        "mams": (collapsed, "mams", options.adjusted, {"max_tree_depth": options.longest}),
-        "nuts, all weights": (
-            whole, "nuts", 250, {"seconds": options.whole, "max_tree_depth": options.depth},
-        ),
-    }  # fmt: skip
-    for name, (model, kernel, count, more) in sides.items():
+        "mclmc": (collapsed, mcmc.MCLMC(energy_variance=options.variance), options.iterations),
+        "mams": (collapsed, mcmc.MAMS(max_steps=2**options.longest), options.adjusted),
+        "nuts, all weights": (whole, mcmc.NUTS(max_tree_depth=options.depth), 25),
+    }
+    for name, (model, kernel, count) in sides.items():
         started = time.perf_counter()
-        samples = bdl.mcmc.sample(
+        samples = mcmc.sample(
             model, x, y, kernel=kernel, num_warmup=count, num_samples=count,
-            num_chains=options.chains, progress=False, **more,
+            num_chains=options.chains, progress=False,
         )  # fmt: skip
+        while model is whole and time.perf_counter() < started + options.whole:
+            samples = samples.extend(count)
         found = {
             "seconds": time.perf_counter() - started,
             "draws per chain": samples.num_draws,

@@ -101,7 +101,7 @@ def reference(problem: Problem, options: argparse.Namespace) -> tuple[Band, dict
         num_chains=options.chains,
         num_warmup=options.warmup,
         num_samples=options.draws,
-        max_tree_depth=options.depth,
+        kernel=bdl.mcmc.NUTS(max_tree_depth=options.depth),
         progress=not options.json,
     )
     drawn = problem.functions(samples)

@@ -41,6 +41,7 @@ import torch
 from torch import nn
 
 import pyro_bdl as bdl
+from pyro_bdl import mcmc
 
 ROWS = 100  # whose outputs are compared
 
@@ -156,7 +157,7 @@ def timed(side, budget: dict[str, Any]) -> dict[str, Any]:
     return measured(f, sampling, seconds[2], gradients)
 
 
-def ours(model, x, y, kernel: str, chains: int, budget: dict[str, Any]) -> tuple[np.ndarray, int]:
+def ours(model, x, y, kernel: Any, chains: int, budget: dict[str, Any]) -> tuple[np.ndarray, int]:
     samples = bdl.mcmc.sample(
         model, x, y, kernel=kernel, num_chains=chains, progress=False, **budget
     )
@@ -165,26 +166,23 @@ def ours(model, x, y, kernel: str, chains: int, budget: dict[str, Any]) -> tuple
     return f, int(samples.stats["num_steps"].sum())
 
 
-def numpyro_nuts(log_density, outputs, x, starts, budget) -> tuple[np.ndarray, int]:
-    kernel = numpyro.infer.NUTS(
-        potential_fn=lambda u: -log_density(u), max_tree_depth=budget["max_tree_depth"]
-    )
-    mcmc = numpyro.infer.MCMC(
+def numpyro_nuts(log_density, outputs, x, starts, depth, budget) -> tuple[np.ndarray, int]:
+    kernel = numpyro.infer.NUTS(potential_fn=lambda u: -log_density(u), max_tree_depth=depth)
+    sampler = numpyro.infer.MCMC(
         kernel, num_warmup=budget["num_warmup"], num_samples=budget["num_samples"],
         num_chains=len(starts), chain_method="vectorized", progress_bar=False,
     )  # fmt: skip
     first = jnp.asarray(starts if len(starts) > 1 else starts[0])
-    mcmc.run(jax.random.PRNGKey(0), init_params=first, extra_fields=("num_steps",))
-    draws = np.asarray(mcmc.get_samples(group_by_chain=True))
-    steps = int(np.asarray(mcmc.get_extra_fields()["num_steps"]).sum())
+    sampler.run(jax.random.PRNGKey(0), init_params=first, extra_fields=("num_steps",))
+    draws = np.asarray(sampler.get_samples(group_by_chain=True))
+    steps = int(np.asarray(sampler.get_extra_fields()["num_steps"]).sum())
     f = jax.vmap(jax.vmap(lambda u: outputs(u, x[:ROWS])[:, 0]))(jnp.asarray(draws))
     return np.asarray(f), steps
 
 
-def blackjax_mclmc(log_density, outputs, x, starts, budget) -> tuple[np.ndarray, int]:
+def blackjax_mclmc(log_density, outputs, x, starts, thinning, budget) -> tuple[np.ndarray, int]:
     import blackjax
 
-    thinning = budget["thinning"]
     steps = thinning * budget["num_samples"]
     warmup = thinning * budget["num_warmup"]
 
@@ -219,9 +217,9 @@ def blackjax_mclmc(log_density, outputs, x, starts, budget) -> tuple[np.ndarray,
 def settled(model, data, init, options) -> Any:
     """The ensemble moved to the ends of chains that started from its members."""
     samples = bdl.mcmc.sample(
-        model, *data, kernel="mclmc", init=init, num_chains=options.chains, progress=False,
-        num_warmup=options.settled, num_samples=options.settled, thinning=options.thinning,
-        chain_method=options.method,
+        model, *data, kernel=bdl.mcmc.MCLMC(thinning=options.thinning), init=init,
+        num_chains=options.chains, num_warmup=options.settled, num_samples=options.settled,
+        chain_method=options.method, progress=False,
     )  # fmt: skip
     program = bdl.Program(model, *data)
     ends = [{k: v[i, -1] for k, v in samples.latents.items()} for i in range(options.chains)]
@@ -298,28 +296,27 @@ def compare(x, y, widths: list[int], options) -> dict[str, Any]:
     program = bdl.Program(model, *data)
     value = program.log_density(torch.from_numpy(starts[0]))
     gap = float(log_density(jnp.asarray(starts[0]))) - float(value)
-    langevin = {
-        **shares(options.iterations, options.warmup), "thinning": options.thinning,
-    }  # fmt: skip
-    nuts = {**shares(options.nuts, options.nuts_warmup), "max_tree_depth": options.depth}
+    langevin = shares(options.iterations, options.warmup)
+    nuts = shares(options.nuts, options.nuts_warmup)
     own: dict[str, Any] = {"init": init}
     hand = log_density, outputs, arrays[0], np.stack(starts)
 
-    def sampled(kernel: str):
+    def sampled(kernel: Any):
         return lambda budget: ours(model, *data, kernel, options.chains, budget)
 
     variances = {
-        f"mclmc {value:g}" if i else "mclmc": {
-            "chain_method": options.method, "energy_variance": value,
-        }
+        f"mclmc {value:g}" if i else "mclmc": mcmc.MCLMC(
+            energy_variance=value, thinning=options.thinning
+        )
         for i, value in enumerate(options.variance)
-    }  # fmt: skip
+    }
+    tuned = langevin | own | {"chain_method": options.method}
     sides = {
-        **{name: (sampled("mclmc"), langevin | own | tuned) for name, tuned in variances.items()},
-        "mams": (sampled("mams"), nuts | own),
-        "nuts": (sampled("nuts"), nuts | own),
-        "by-hand": (lambda budget: numpyro_nuts(*hand, budget), nuts),
-        "blackjax": (lambda budget: blackjax_mclmc(*hand, budget), langevin),
+        **{name: (sampled(kernel), tuned) for name, kernel in variances.items()},
+        "mams": (sampled(mcmc.MAMS(max_steps=2**options.depth)), nuts | own),
+        "nuts": (sampled(mcmc.NUTS(max_tree_depth=options.depth)), nuts | own),
+        "by-hand": (lambda budget: numpyro_nuts(*hand, options.depth, budget), nuts),
+        "blackjax": (lambda budget: blackjax_mclmc(*hand, options.thinning, budget), langevin),
     }
     found: dict[str, Any] = {"numbers": size, "rows": len(x), "constant of the two densities": gap}
     found |= gradient_times({"program": program.to_jax(), "by hand": log_density}, starts[0])

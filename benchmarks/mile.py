@@ -140,8 +140,8 @@ def main() -> None:
     trained = time.perf_counter() - started
     samples = bdl.mcmc.ensemble_sample(
         model, x, y, members=options.members, guide=guide, num_warmup=options.warmup,
-        num_samples=options.draws, energy_variance=options.variance,
-        seed=options.seed, progress=False,
+        num_samples=options.draws, seed=options.seed, progress=False,
+        kernel=bdl.mcmc.MCLMC(energy_variance=options.variance),
     )  # fmt: skip
     if options.seconds is not None:
         samples = for_seconds(options.seconds, samples)
@@ -156,7 +156,7 @@ def main() -> None:
         "training rows": len(x),
         "seconds of the training": trained,
         "seconds of the chains": samples.info["seconds"],
-        "energy variance reached": samples.info["energy_variance"],
+        "energy variance reached": float(samples.stats["energy_variance"].mean()),
     }
     for name, posterior in sides.items():
         found = scores(model, posterior, x_test, y_test)

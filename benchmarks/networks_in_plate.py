@@ -65,7 +65,8 @@ def nuts(model, x, y, options):
     """Mean of f (n, ...) under NUTS and its Monte Carlo error."""
     samples = bdl.mcmc.sample(
         model, x, y, num_warmup=options.warmup, num_samples=options.draws,
-        num_chains=options.chains, max_tree_depth=options.depth, seed=0, progress=False,
+        num_chains=options.chains, kernel=bdl.mcmc.NUTS(max_tree_depth=options.depth), seed=0,
+        progress=False,
     )  # fmt: skip
     f = bdl.Predictive(model, samples)(x)["f"].unflatten(0, (options.chains, -1))
     return f.mean((0, 1)), bdl.diagnostics.mcse(f)

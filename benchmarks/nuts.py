@@ -115,7 +115,7 @@ def main() -> None:
     start = time.perf_counter()
     samples = bdl.mcmc.sample(
         model, x, y, num_warmup=options.warmup, num_samples=options.draws,
-        max_tree_depth=options.depth, progress=False,
+        kernel=bdl.mcmc.NUTS(max_tree_depth=options.depth), progress=False,
     )  # fmt: skip
     seconds = time.perf_counter() - start
 

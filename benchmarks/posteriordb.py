@@ -134,8 +134,8 @@ def nuts(name: str, posterior: Posterior, args: tuple, reference: Any, options: 
         return bdl.mcmc.sample(
             posterior.program, *args,
             num_warmup=options.warmup, num_samples=options.draws, num_chains=options.chains,
-            seed=options.seed, init="uniform", target_accept=posterior.target_accept,
-            chain_method="sequential", progress=False,
+            kernel=bdl.mcmc.NUTS(target_accept=posterior.target_accept), seed=options.seed,
+            init="uniform", progress=False,
         )  # fmt: skip
 
     def hand(options: Any) -> Any:

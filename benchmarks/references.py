@@ -108,8 +108,8 @@ def sampled(name: str, data: Dataset, architecture: dict, plan: Plan, work: Path
     model = program(data, **architecture)[0].double()
     samples = bdl.mcmc.sample(
         model, data.x_train, data.y_train, num_warmup=plan.warmup, num_samples=plan.draws,
-        num_chains=plan.chains, target_accept=plan.accept, max_tree_depth=plan.depth, seed=0,
-        progress=False,
+        kernel=bdl.mcmc.NUTS(target_accept=plan.accept, max_tree_depth=plan.depth),
+        num_chains=plan.chains, seed=0, progress=False,
     )  # fmt: skip
     samples.save(path)
     return samples

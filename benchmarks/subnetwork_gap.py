@@ -103,8 +103,7 @@ def _chains(options: argparse.Namespace) -> dict[str, Any]:
         "num_chains": options.chains,
         "num_warmup": options.warmup,
         "num_samples": options.draws,
-        "max_tree_depth": options.depth,
-        "chain_method": "parallel" if options.threads > 1 else "sequential",
+        "kernel": bdl.mcmc.NUTS(max_tree_depth=options.depth),
         "progress": not options.json,
     }
 

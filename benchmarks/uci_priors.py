@@ -90,7 +90,7 @@ def nuts(split: uci.Split, options: argparse.Namespace) -> tuple[Found, dict[str
     model, test = program("program", split), (split.x_test, split.y_test)
     samples = bdl.mcmc.sample(
         model, split.x, split.y, num_warmup=options.warmup, num_samples=options.draws,
-        num_chains=2, max_tree_depth=options.depth, seed=0, progress=False,
+        kernel=bdl.mcmc.NUTS(max_tree_depth=options.depth), num_chains=2, seed=0, progress=False,
     )  # fmt: skip
     predictive = bdl.Predictive(model, samples)
     each = predictive.log_likelihood(*test)["y"]

@@ -17,12 +17,6 @@ from pyro_bdl.utils.files import atomic_write
 
 _VERSION = "1"
 
-NO_STATE = (
-    "these samples hold no state from which the chains can go on: mcmc.sample on NumPyro or JAX "
-    "keeps it, but not where the chains ended at different draws or the checkpoint's folder holds "
-    "more draws than were asked for"
-)
-
 
 @dataclass(frozen=True)
 class Samples:
@@ -32,18 +26,14 @@ class Samples:
     :param stats: name -> (chains, draws): ``potential_energy`` and ``energy`` (nats), ``num_steps``
         (gradient evaluations), ``accept_prob``, ``step_size``, ``diverging``.
     :param info: how the draws were made (kernel, backend, seed, seconds, ...); JSON types only.
-    :param state: the chains' state at the end with their step size, metric and random keys, name ->
-        (chains, ...); empty if they cannot go on from there.
-    :param resume: (samples, number of draws) -> samples with more draws; not saved.
+    :param resume: number of draws -> ``Samples`` of that many more, from the end of the chains; not
+        saved. None if they cannot go on from there.
     """
 
     latents: Mapping[str, Tensor]
     stats: Mapping[str, Tensor] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
-    state: Mapping[str, Tensor] = field(default_factory=dict)
-    resume: Callable[["Samples", int], "Samples"] | None = field(
-        default=None, repr=False, compare=False
-    )
+    resume: Callable[[int], "Samples"] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         leading = {name: tuple(value.shape[:2]) for name, value in self.latents.items()}
@@ -81,24 +71,32 @@ class Samples:
         latents = {name: value.to(*args, **kwargs) for name, value in self.latents.items()}
         device = next(iter(latents.values())).device
         stats = {name: value.to(device) for name, value in self.stats.items()}
-        return Samples(latents, stats, dict(self.info), self.state, self.resume)
+        return Samples(latents, stats, dict(self.info), self.resume)
 
     def extend(self, num_samples: int) -> "Samples":
         """All draws and ``num_samples`` more of each chain, from the end of the chains.
 
         There is no new warm-up. The draws are those that a longer run would have made.
 
-        :raises ValueError: for samples without a state, and for those from a file, from which
-            ``mcmc.extend`` goes on.
+        :raises ValueError: for samples that cannot go on: from a file, of Pyro's backend, or of
+            chains that were interrupted at different draws.
         """
-        if not self.state:
-            raise ValueError(NO_STATE)
         if self.resume is None:
             raise ValueError(
-                "these samples do not know the program that made them: call "
-                "mcmc.extend(samples, num_samples, model, *args)"
+                "these samples do not know the end of their chains, as those from a file, of "
+                "backend='pyro' and of chains that stopped at different draws: give mcmc.sample a "
+                "folder as checkpoint, from which a larger num_samples goes on"
             )
-        return self.resume(self, num_samples)
+        more = self.resume(num_samples).to(next(iter(self.latents.values())).device)
+        latents = {
+            name: torch.cat([value, more.latents[name].to(value)], 1)
+            for name, value in self.latents.items()
+        }
+        stats = {
+            name: torch.cat([value, more.stats[name]], 1) for name, value in self.stats.items()
+        }
+        seconds = self.info.get("seconds", 0.0) + more.info["seconds"]
+        return Samples(latents, stats, {**more.info, "seconds": seconds}, more.resume)
 
     @classmethod
     def from_pyro(cls, mcmc: Any) -> "Samples":
@@ -173,7 +171,6 @@ class Samples:
         path = Path(path)
         tensors = {f"latents/{name}": value for name, value in self.latents.items()}
         tensors |= {f"stats/{name}": value for name, value in self.stats.items()}
-        tensors |= {f"state/{name}": value for name, value in self.state.items()}
         header = {
             "version": _VERSION,
             "sites": json.dumps(list(self.latents)),
@@ -208,15 +205,12 @@ class Samples:
             if header["version"] != _VERSION:
                 raise ValueError(f"version {header['version']!r} is not {_VERSION!r}")
             latents = {name: tensors[f"latents/{name}"] for name in json.loads(header["sites"])}
-            stats, state = (
-                {
-                    key.removeprefix(kind): value
-                    for key, value in tensors.items()
-                    if key.startswith(kind)
-                }
-                for kind in ("stats/", "state/")
-            )
-            found = cls(latents, stats, dict(json.loads(header["info"])), state)
+            stats = {
+                key.removeprefix("stats/"): value
+                for key, value in tensors.items()
+                if key.startswith("stats/")
+            }
+            found = cls(latents, stats, dict(json.loads(header["info"])))
         except Exception as error:  # any error: the file may be anything, or truncated
             raise ValueError(
                 f"'{path}' does not hold samples that Samples.save wrote, or is damaged "

@@ -252,7 +252,8 @@ def _ensemble(program):
 
 
 def _nuts(program, backend):
-    options = dict(num_warmup=1, num_samples=2, max_tree_depth=2, progress=False)
+    options = dict(num_warmup=1, num_samples=2, progress=False)
+    options["kernel"] = bdl.mcmc.NUTS(max_tree_depth=2)
     options["init"] = "uniform"
     return bdl.mcmc.sample(program.model, *program.data, backend=backend, **options).latents
 

@@ -61,7 +61,7 @@ _LONGER = (
     "longer warm-up and more draws (num_warmup and num_samples of mcmc.sample; --warmup and "
     "--draws of pyro-bdl compare)"
 )
-_SMALLER = "smaller steps (target_accept of mcmc.sample nearer 1) or a smoother model"
+_SMALLER = "smaller steps (target_accept of mcmc.NUTS nearer 1) or a smoother model"
 
 
 class Reason(NamedTuple):

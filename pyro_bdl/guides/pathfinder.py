@@ -74,7 +74,7 @@ class AutoPathfinder(AutoJoint):
     ``guide.prototype(x, y)``, does all of it with the data given, which must be all data; there are
     no parameters to train. Draws are a start for
     chains (``mcmc.sample(..., init=guide)``), and the covariance a metric
-    (``inverse_mass=guide.variances()``). How good it is as a posterior k-hat says
+    (``mcmc.NUTS(inverse_mass=guide.variances())``). How good it is as a posterior k-hat says
     (``bdl.importance``).
 
     :param model: a Pyro program with continuous latents.

@@ -162,7 +162,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
         start = LaplaceGuide(self, self.config, indices, Batches(args)) if init is None else init
         subset = Subset(self.require_layout(), indices.cpu())
         at = self.location().detach()
-        return mcmc.sample(model, *args, init=start, subset=subset, at=at, **options)
+        return mcmc.sample(model, *args, init=start, subset=(subset, at), **options)
 
 
 def _selector(select: Any) -> Selector:

@@ -1,18 +1,22 @@
 """Markov chain Monte Carlo on a Pyro program."""
 
 from pyro_bdl.mcmc.ensemble import ensemble_sample
-from pyro_bdl.mcmc.hmc.sampling import extend, sample
+from pyro_bdl.mcmc.kernels import HMC, MAMS, MCLMC, NUTS
+from pyro_bdl.mcmc.sampling import sample
 from pyro_bdl.mcmc.stochastic_gradient.sampling import sgmcmc
 from pyro_bdl.mcmc.stochastic_gradient.schedules import Cyclical, Polynomial
 from pyro_bdl.mcmc.stochastic_gradient.step_size import suggest_step_size
 from pyro_bdl.samples import Samples
 
 __all__ = [
+    "HMC",
+    "MAMS",
+    "MCLMC",
+    "NUTS",
     "Cyclical",
     "Polynomial",
     "Samples",
     "ensemble_sample",
-    "extend",
     "sample",
     "sgmcmc",
     "suggest_step_size",

@@ -1,13 +1,11 @@
-"""Classes that the backends share: target density, settings, draws, progress, and warnings."""
+"""What all samplers share: the plan of a run, its draws, progress, and warnings."""
 
-import math
-import operator
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -21,50 +19,16 @@ _BIASED = 10.0  # times the target of the energy variance above which a warning 
 _NEEDLESS = 100.0  # times below it, where one is given too
 _SHORTEST = 1e-4  # trajectory length that is not stuck, in standard deviations
 
-STATS = ("potential_energy", "energy", "num_steps", "accept_prob", "step_size", "diverging")
 
+class Plan(NamedTuple):
+    """How long chains run and how; see ``pyro_bdl.mcmc.sample``."""
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a kernel; see ``pyro_bdl.mcmc.sample``."""
-
-    kernel: str
     num_warmup: int
     num_samples: int
-    seed: int
-    target_accept: float
-    max_tree_depth: int
-    trajectory_length: float | None
-    dense_mass: bool
-    chain_method: str
-    progress: bool | None
-    step_size: float | None = None
-    inverse_mass: np.ndarray | None = None
-    adapts_mass: bool = True
-    energy_variance: float = 5e-4
-    thinning: int | None = None
-    checkpoint: str | None = None
-
-    @property
-    def adapts_step_size(self) -> bool:
-        return self.step_size is None
-
-    def as_json(self) -> dict[str, Any]:
-        """The settings that determine the draws."""
-        left_out = ("num_samples", "inverse_mass", "progress", "checkpoint")
-        return {name: value for name, value in vars(self).items() if name not in left_out}
-
-    def kernel_options(self) -> dict[str, Any]:
-        """The options that have the same names in Pyro's and NumPyro's HMC and NUTS."""
-        options: dict[str, Any] = {
-            "target_accept_prob": self.target_accept,
-            "step_size": 1.0 if self.step_size is None else self.step_size,
-            "adapt_step_size": self.adapts_step_size,
-            "adapt_mass_matrix": self.adapts_mass,
-        }
-        if self.kernel == "nuts":
-            return options | {"max_tree_depth": self.max_tree_depth}
-        return options | {"trajectory_length": self.trajectory_length or 2 * math.pi}
+    seed: int = 0
+    chain_method: Literal["parallel", "vectorized"] | None = None
+    checkpoint: Path | None = None
+    progress: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -83,20 +47,17 @@ class Target:
 class Chains:
     """Draws (chains, draws, P) with statistics (chains, draws); fewer than requested after Ctrl-C.
 
-    :param state: the arrays (chains, ...) from which the chains can go on, by path; empty if they
-        cannot.
+    :param resume: number of draws -> that many more of each chain; None if they cannot go on.
     """
 
     vectors: Tensor
     stats: dict[str, Tensor]
     interrupted: bool = False
-    state: dict[str, Tensor] = field(default_factory=dict)
+    resume: Callable[[int], "Chains"] | None = None
 
 
-def progress_bar(settings: Settings, total: int, description: str) -> tqdm:
-    return tqdm(
-        total=total, desc=description, disable=hidden(settings.progress), leave=False, delay=1
-    )
+def progress_bar(progress: bool | None, total: int, description: str) -> tqdm:
+    return tqdm(total=total, desc=description, disable=hidden(progress), leave=False, delay=1)
 
 
 def stack_chains(chains: list[Chains]) -> Chains:
@@ -112,39 +73,12 @@ def stack_chains(chains: list[Chains]) -> Chains:
             BdlWarning,
             stacklevel=2,
         )
-    whole = longest_first[0] == longest_first[-1]  # else the states are not those of the last draws
+    names = kept[0].stats
     return Chains(
         torch.cat([chain.vectors[:, :draws] for chain in kept]),
-        {
-            name: torch.cat([chain.stats[name][:, :draws] for chain in kept])
-            for name in kept[0].stats
-        },
+        {name: torch.cat([chain.stats[name][:, :draws] for chain in kept]) for name in names},
         any(chain.interrupted for chain in chains),
-        {name: torch.cat([chain.state[name] for chain in kept]) for name in kept[0].state}
-        if whole
-        else {},
     )
-
-
-def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got '{value}'")
-    return value
-
-
-def at_least(name: str, value: int, least: int) -> int:
-    """Check a whole number and return it.
-
-    :raises TypeError: for a value that is not a whole number.
-    :raises ValueError: for a number below ``least``.
-    """
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number, got {value!r}") from None
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return value
 
 
 def warn_of_divergences(chains: Chains) -> None:
@@ -164,26 +98,28 @@ def warn_of_divergences(chains: Chains) -> None:
     )
 
 
-def warn_of_energy_variance(chains: Chains, settings: Settings) -> None:
-    """Warn if the energy variance of an unadjusted sampler is far from its target."""
-    target = settings.energy_variance
+def warn_of_energy_variance(chains: Chains, target: float, adapted: bool) -> None:
+    """Warn if the energy variance of an unadjusted sampler is far from its target.
+
+    :param adapted: whether the warm-up adapted the step size.
+    """
     reached = float(chains.stats["energy_variance"].double().mean())
     walls = bool(chains.stats["diverging"].any())  # which shorten the step size
-    told = f"the energy variance is {reached:.2g}, {reached / target:.2g} times its target "
+    message = f"the energy variance is {reached:.2g}, {reached / target:.2g} times its target "
     if reached > _BIASED * target:
-        told += (
+        message += (
             f"{target:.2g}: the step size is too large for a part of the posterior, and the draws "
             "are biased there; take a longer num_warmup, a smaller energy_variance, or "
             "kernel='mams'"
         )
-    elif settings.adapts_step_size and not walls and reached < target / _NEEDLESS:
-        told += (
+    elif adapted and not walls and reached < target / _NEEDLESS:
+        message += (
             f"{target:.2g}: the step size is far smaller than it need be, and the chains are "
             "slow; take a longer num_warmup, or give step_size"
         )
     else:
         return
-    warnings.warn(told, BdlWarning, stacklevel=4)
+    warnings.warn(message, BdlWarning, stacklevel=4)
 
 
 def warn_of_stuck_chains(chains: Chains) -> None:

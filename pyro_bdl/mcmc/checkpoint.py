@@ -16,7 +16,7 @@ import numpy as np
 from pyro_bdl.utils.files import atomic_write
 from pyro_bdl.utils.fingerprint import require_same
 
-Kept = dict[str, np.ndarray]
+Arrays = dict[str, np.ndarray]
 
 
 class Restored(NamedTuple):
@@ -29,8 +29,8 @@ class Restored(NamedTuple):
 
     stage: int
     done: int
-    leaves: Kept
-    blocks: list[Kept]
+    leaves: Arrays
+    blocks: list[Arrays]
 
 
 class Journal:
@@ -81,7 +81,7 @@ class Journal:
         }
         return Restored(self.stage, done, leaves, blocks)
 
-    def write(self, stage: int, done: int, leaves: Kept, block: Kept | None) -> None:
+    def write(self, stage: int, done: int, leaves: Arrays, block: Arrays | None) -> None:
         """Add a block of draws, or none, and replace the state.
 
         :param done: the iterations of the stage, those of the block included.
@@ -105,6 +105,6 @@ class Journal:
         )
 
 
-def _save(path: Path, arrays: Kept) -> None:
+def _save(path: Path, arrays: Arrays) -> None:
     with atomic_write(path) as part, open(part, "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]

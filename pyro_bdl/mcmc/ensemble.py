@@ -3,14 +3,14 @@
 from typing import Any
 
 from pyro_bdl.guides.ensemble import AutoEnsemble
-from pyro_bdl.mcmc.chains import at_least
-from pyro_bdl.mcmc.hmc.sampling import sample
+from pyro_bdl.mcmc.sampling import sample
 from pyro_bdl.mcmc.stochastic_gradient.methods import METHODS
 from pyro_bdl.mcmc.stochastic_gradient.sampling import sgmcmc
 from pyro_bdl.samples import Samples
 from pyro_bdl.training.held_out import HeldOut
 from pyro_bdl.training.svi import train
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.validation import whole_number
 
 
 def ensemble_sample(
@@ -19,7 +19,7 @@ def ensemble_sample(
     y: Any,
     *,
     members: int = 10,
-    kernel: str = "mclmc",
+    kernel: Any = "mclmc",
     num_warmup: int = 500,
     num_samples: int = 500,
     held_out: float = 0.1,
@@ -64,7 +64,7 @@ def ensemble_sample(
     Source: Sommer, Robnik, Nozadze, Seljak & Rügamer (2025), Microcanonical Langevin Ensembles,
     arXiv 2502.06335.
     """
-    at_least("members", members, 2)
+    members = whole_number(members, "members", least=2)
     record: dict[str, Any] = {}
     if guide is None:
         with seeded(seed):
@@ -89,9 +89,9 @@ def ensemble_sample(
         "seed": seed,
         "progress": progress,
     }
-    if kernel in METHODS:
+    if isinstance(kernel, str) and kernel in METHODS:
         samples = sgmcmc(model, (x, y), method=kernel, batch_size=batch_size, **common, **options)
     else:
         samples = sample(model, x, y, kernel=kernel, **common, **options)
     info = {**samples.info, "ensemble": {"members": members, **record}}
-    return Samples(samples.latents, samples.stats, info, samples.state, samples.resume)
+    return Samples(samples.latents, samples.stats, info, samples.resume)

@@ -1,6 +1,6 @@
 """Starting points of chains, and the log density as a function of some of a program's latents."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.draws import latent_draws
 from pyro_bdl.init import init_to_network, start_at
+from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.subset import Subset
 
@@ -17,20 +18,29 @@ _ATTEMPTS = 100
 _RADIUS = 2.0  # of uniform starts, as in NumPyro and Stan
 
 
+def checked_program(model: Callable, args: tuple, kwargs: dict[str, Any]) -> Program:
+    """The program with finite data, whose contract holds."""
+    check_finite(model, args, kwargs)
+    program = Program(model, *args, **kwargs)
+    program.check()
+    return program
+
+
 class Restriction:
     """A program's log density as a function of some of its latents' numbers (p,).
 
-    :param subset: the free numbers; None for all (then p = P).
-    :param at: the unconstrained vector (P,) that holds the fixed numbers; given with ``subset``
-        only.
+    :param subset: the free numbers, and the unconstrained vector (P,) that holds the others; None
+        if all are free (then p = P).
     """
 
-    def __init__(self, program: Program, subset: Subset | None, at: Tensor | None) -> None:
-        if (subset is None) != (at is None):
-            raise ValueError("give both subset and at, or neither")
-        if at is not None and at.shape != (program.size,):
-            raise ValueError(f"at must have shape ({program.size},), got {tuple(at.shape)}")
-        self.program, self.subset, self.at = program, subset, at
+    def __init__(self, program: Program, subset: tuple[Subset, Tensor] | None) -> None:
+        self.program = program
+        self.subset, self.at = (None, None) if subset is None else subset
+        if self.at is not None and self.at.shape != (program.size,):
+            raise ValueError(
+                f"the vector of subset must have shape ({program.size},), got "
+                f"{tuple(self.at.shape)}"
+            )
 
     def whole(self, vector: Tensor) -> Tensor:
         """The vector (P,) with ``vector`` (p,) at the chosen numbers."""
@@ -132,8 +142,8 @@ def _unconstrained(program: Program, latents: Mapping[str, Any]) -> Tensor:
             ".responsibilities({}) are the posterior of discrete ones"
         )
     reference = next(iter(program.latents.values()))
-    there = {name: latents[name].to(reference.device) for name in program.latents}
-    return program.unconstrain(there).detach().to(reference.dtype)
+    moved = {name: latents[name].to(reference.device) for name in program.latents}
+    return program.unconstrain(moved).detach().to(reference.dtype)
 
 
 def _is_usable(restriction: Restriction, vector: Tensor) -> bool:

@@ -90,13 +90,19 @@ def _nuts(problem: Problem, options: Options, progress: bool) -> Result:
         "num_chains": options.chains,
         "num_warmup": options.warmup,
         "num_samples": options.draws,
-        "max_tree_depth": options.max_tree_depth,
-        "target_accept": 0.9,  # small steps, since all others are judged by it
     }
+    # small steps, since all others are judged by it
+    kernel = mcmc.NUTS(max_tree_depth=options.max_tree_depth, target_accept=0.9)
     samples = mcmc.sample(
-        problem.model, problem.x, problem.y, seed=options.seed, progress=progress, **settings
-    )
-    return Result(samples, settings, bool(samples.info.get("interrupted")))
+        problem.model, problem.x, problem.y, kernel=kernel, seed=options.seed, progress=progress,
+        **settings,
+    )  # fmt: skip
+    told = {
+        **settings,
+        "max_tree_depth": kernel.max_tree_depth,
+        "target_accept": kernel.target_accept,
+    }
+    return Result(samples, told, bool(samples.info.get("interrupted")))
 
 
 @register(
@@ -113,8 +119,14 @@ def _subnetwork_nuts(problem: Problem, options: Options, progress: bool) -> Resu
         "num_chains": options.chains,
         "num_warmup": options.warmup,
         "num_samples": options.draws,
-        "max_tree_depth": options.max_tree_depth,
     }
-    samples = guide.sample(problem.x, problem.y, seed=options.seed, progress=progress, **settings)
-    told = {**settings, "MAP steps": made.settings["steps"]}
+    kernel = mcmc.NUTS(max_tree_depth=options.max_tree_depth)
+    samples = guide.sample(
+        problem.x, problem.y, kernel=kernel, seed=options.seed, progress=progress, **settings
+    )
+    told = {
+        **settings,
+        "max_tree_depth": kernel.max_tree_depth,
+        "MAP steps": made.settings["steps"],
+    }
     return Result(samples, told, bool(samples.info.get("interrupted")))

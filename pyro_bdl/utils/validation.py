@@ -59,12 +59,13 @@ def _is_mask(value: Tensor) -> bool:
     return bool((kept | (value == -torch.inf)).all()) and bool(kept.any())
 
 
-def whole_number(value: Any, name: str) -> int:
-    """Return a whole number of at least 1 as an int; floats such as 1e5 and tensors are accepted.
+def whole_number(value: Any, name: str, least: int = 1) -> int:
+    """Return a whole number as an int; floats such as 1e5 and tensors are accepted.
 
     :param name: the argument's name, for errors.
+    :param least: the smallest number that is allowed.
     :raises TypeError: if the value is not a number.
-    :raises ValueError: for a number that is not whole, NaN, or smaller than 1.
+    :raises ValueError: for a number that is not whole, NaN, or too small.
     """
     number = value
     if isinstance(value, float) and value.is_integer():
@@ -77,6 +78,6 @@ def whole_number(value: Any, name: str) -> int:
         number = operator.index(number)
     except TypeError:
         raise TypeError(f"{name} must be a whole number, got {value!r}") from None
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
     return number

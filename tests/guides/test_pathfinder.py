@@ -75,8 +75,8 @@ def test_its_draws_start_chains_and_its_covariance_is_their_metric():
     pyro.set_rng_seed(0)
     guide = bdl.guides.AutoPathfinder(linear).prototype(x, y)
     samples = bdl.mcmc.sample(
-        linear, x, y, init=guide, inverse_mass=guide.covariance(), num_warmup=20, num_samples=100,
-        progress=False,
+        linear, x, y, init=guide, kernel=bdl.mcmc.NUTS(inverse_mass=guide.covariance()),
+        num_warmup=20, num_samples=100, progress=False,
     )  # fmt: skip
     assert float(samples.stats["num_steps"].double().mean()) < 8  # nearly white in this metric
 

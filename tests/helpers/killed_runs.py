@@ -37,8 +37,7 @@ def drawn(kernel, num_samples=12, y=Y, **options):
         "progress": False,
         "init": "uniform",
     } | options
-    if kernel == "mclmc":
-        options |= {"thinning": 2}
+    kernel = mcmc.MCLMC(thinning=2) if kernel == "mclmc" else kernel
     return mcmc.sample(model, y, kernel=kernel, num_samples=num_samples, **options)
 
 

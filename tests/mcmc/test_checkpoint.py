@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from helpers.killed_runs import TARGETS, X, Y, drawn, model, run_in_small_blocks, walked
+from helpers.killed_runs import TARGETS, X, drawn, run_in_small_blocks, walked
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_bdl import mcmc
@@ -23,7 +23,7 @@ class Killed(Exception):
     "kernel, method",
     [
         ("mclmc", "vectorized"),
-        pytest.param("nuts", "sequential", marks=pytest.mark.slow),
+        pytest.param("nuts", "parallel", marks=pytest.mark.slow),
         pytest.param("mams", "parallel", marks=pytest.mark.slow),
     ],
 )
@@ -86,29 +86,12 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
 def test_extended_chains_are_those_of_a_longer_run(kernel, tmp_path):
     whole = drawn(kernel, 12)
     short = drawn(kernel, 5)
-    grown = short.extend(7)
+    short.extend(2)  # which leaves the chains where they were
+    grown = short.extend(3).extend(4)
     assert torch.equal(grown.latents["w"], whole.latents["w"])
     assert torch.equal(grown.stats["potential_energy"], whole.stats["potential_energy"])
-    if kernel == "mclmc":
-        from_file = Samples.load(short.save(tmp_path / "short.safetensors"))
-        with pytest.raises(ValueError, match=r"mcmc\.extend"):
-            from_file.extend(7)
-        grown = mcmc.extend(from_file, 7, model, Y, progress=False)
-        assert torch.equal(grown.latents["s"], whole.latents["s"])
-
-
-@pytest.mark.parametrize("method", ["vectorized", "parallel"])
-def test_chains_of_other_data_are_not_extended(method):
-    samples = drawn("mclmc", 4, num_warmup=2, chain_method=method)
-    with pytest.raises(ValueError, match="log densities at the last draws differ"):
-        mcmc.extend(samples, 2, model, Y + 0.3, progress=False)
-
-
-def test_samples_without_a_state_are_not_extended():
-    samples = Samples({"w": torch.zeros(1, 4, 3)})
-    for goes_on in (samples.extend, lambda n: mcmc.extend(samples, n, model, Y)):
-        with pytest.raises(ValueError, match="no state"):
-            goes_on(3)
+    with pytest.raises(ValueError, match="a folder as checkpoint"):
+        Samples.load(short.save(tmp_path / "short.safetensors")).extend(7)
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ def test_chains_start_at_the_members_in_turn():
     values = [[3.0, 3.0], [-3.0, 3.0]]
     model, guide = start(values)
     samples = mcmc.ensemble_sample(
-        model, *data(), members=2, guide=guide, kernel="mclmc", num_warmup=0, num_samples=4,
-        step_size=1e-4, thinning=1, progress=False,
+        model, *data(), members=2, guide=guide, num_warmup=0, num_samples=4,
+        kernel=mcmc.MCLMC(step_size=1e-4, thinning=1), progress=False,
     )  # fmt: skip
     assert torch.allclose(samples.latents["w"][:, 0], torch.tensor(values).double(), atol=1e-2)
     assert samples.info["ensemble"]["members"] == 2

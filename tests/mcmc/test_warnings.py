@@ -20,7 +20,9 @@ from pyro_bdl.mcmc.jax import density
 from pyro_bdl.mcmc.starts import Restriction, starting_vectors
 from pyro_bdl.program import Program, record
 
-FEW = {"num_warmup": 2, "num_samples": 2, "max_tree_depth": 2, "progress": False}
+FEW = {
+    "kernel": mcmc.NUTS(max_tree_depth=2), "num_warmup": 2, "num_samples": 2, "progress": False,
+}  # fmt: skip
 
 
 def _program(number=lambda: 0.0):
@@ -107,14 +109,14 @@ def test_a_chain_that_is_stuck_from_the_start(backend):
             init={"w": torch.tensor(1e-5)},
             num_warmup=5,
             num_samples=10,
-            max_tree_depth=2,
+            kernel=mcmc.NUTS(max_tree_depth=2),
             progress=False,
         )
 
 
 def test_uniform_starts():
     program = Program(_program(), torch.ones(3))
-    starts = starting_vectors(Restriction(program, None, None), "uniform", 500)
+    starts = starting_vectors(Restriction(program, None), "uniform", 500)
     assert starts.shape == (500, 4)
     assert starts.min() >= -2.0 and starts.max() <= 2.0
     torch.testing.assert_close(starts.mean(0), torch.zeros(4), atol=0.2, rtol=0.0)
@@ -123,16 +125,6 @@ def test_uniform_starts():
     assert samples.latents["w"].shape == (1, 2, 3)
     with pytest.raises(ValueError, match="'uniform'"):
         mcmc.sample(_program(), torch.ones(3), backend="pyro", init="unifrom", **FEW)
-
-
-@pytest.mark.parametrize("name", ["num_samples", "num_warmup", "num_chains", "max_tree_depth"])
-def test_numbers_of_draws_are_whole(name):
-    with pytest.raises(TypeError, match=f"{name} must be a whole number, got 2.5"):
-        mcmc.sample(_program(), torch.ones(3), **{**FEW, name: 2.5})
-    if name != "max_tree_depth":
-        with pytest.raises(TypeError, match=f"{name} must be a whole number, got 2.5"):
-            options = {"num_warmup": 2, "num_samples": 2, name: 2.5}
-            mcmc.sgmcmc(_program(), (torch.ones(3),), step_size=1e-3, **options)
 
 
 def _ask(queue):

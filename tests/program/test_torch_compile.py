@@ -87,7 +87,8 @@ def test_mcmc(backend):
     found = []
     for way in ("no", "network"):
         model, data = _problem(way)
-        options = {"num_warmup": 2, "num_samples": 2, "max_tree_depth": 3, "progress": False}
+        options = {"num_warmup": 2, "num_samples": 2, "progress": False}
+        options["kernel"] = bdl.mcmc.NUTS(max_tree_depth=3)
         samples = bdl.mcmc.sample(model, *data, backend=backend, **options)
         found.append(list(samples.latents.values()))
         steps = bdl.mcmc.sgmcmc(model, data, step_size=1e-3, num_warmup=2, num_samples=2)

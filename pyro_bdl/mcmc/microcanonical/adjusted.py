@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pyro_bdl.mcmc.chains import Settings
-from pyro_bdl.mcmc.jax.chains import Kept, Kernel, Stage
+from pyro_bdl.mcmc.chains import Plan
+from pyro_bdl.mcmc.kernels import MAMS
 from pyro_bdl.mcmc.microcanonical import integrator, tuning
 from pyro_bdl.mcmc.microcanonical.integrator import PhasePoint
 from pyro_bdl.mcmc.microcanonical.starting import at_start, diverges, each_chain
 from pyro_bdl.mcmc.microcanonical.tuning import AcceptanceControl, Array, Moments, Tuned
+from pyro_bdl.mcmc.run import TRACE, Stage, Transition
 
 # L grows to this share of the autocorrelation length; sqrt(P) is right for independent numbers.
 _SHARE = 0.3
@@ -60,21 +61,22 @@ class AdjustedState(NamedTuple):
     diverged: Array
 
 
-def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, size: int) -> Kernel:
+def transition(
+    log_density: Callable[[jax.Array], jax.Array], kernel: MAMS, plan: Plan, size: int
+) -> Transition:
     """The sampler; an iteration is a trajectory."""
     density = jax.value_and_grad(log_density)
     numbers = tuning.traced_numbers(size)
-    most = 2**settings.max_tree_depth
-    target = settings.target_accept
+    most, target = kernel.max_steps, kernel.target_accept
 
     def init(key: jax.Array, start: jax.Array) -> AdjustedState:
-        key, point, tuned = at_start(density, settings, key, start)
+        key, point, tuned = at_start(density, kernel, key, start)
         zero = jnp.zeros((), start.dtype)
-        adapting = 1.0 if settings.adapts_step_size else 0.0
-        early = min(_EARLY, most) if settings.num_warmup else most
+        adapting = 1.0 if kernel.step_size is None else 0.0
+        early = min(_EARLY, most) if plan.num_warmup else most
         return AdjustedState(
             key,
-            jax.random.fold_in(jax.random.PRNGKey(settings.seed), _LENGTHS),
+            jax.random.fold_in(jax.random.PRNGKey(plan.seed), _LENGTHS),
             point,
             tuned,
             zero + adapting,
@@ -129,7 +131,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
             ~sound | diverges(change),
         )
 
-    def kept(state: AdjustedState) -> dict[str, jax.Array]:
+    def draw(state: AdjustedState) -> dict[str, jax.Array]:
         return {
             "vector": state.point.position,
             "potential_energy": -state.point.log_density,
@@ -138,57 +140,54 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
             "step_size": state.tuned.step_size,
             "momentum_length": state.tuned.length,
             "diverging": state.diverged,
-            "trace": state.trace,
+            TRACE: state.trace,
         }
 
     def step(state: AdjustedState) -> AdjustedState:
         return (jax.vmap(iteration) if state.point.position.ndim == 2 else iteration)(state)
 
-    return Kernel(each_chain(init), step, kept, _stages(settings, most), hidden=("trace",))
+    return Transition(each_chain(init), step, draw, _warmup(kernel, plan.num_warmup))
 
 
-def _stages(settings: Settings, most: int) -> tuple[Stage, ...]:
-    first, early, late, trace, last = tuning.phases(settings.num_warmup, _PHASES)
-    draws = Stage(settings.num_samples, keep=True)
-    if settings.num_warmup == 0:
-        return (draws,)
+def _warmup(kernel: MAMS, num_warmup: int) -> tuple[Stage, ...]:
+    first, early, late, traced, last = tuning.phases(num_warmup, _PHASES)
+    if num_warmup == 0:
+        return ()
 
     def averaged(state: AdjustedState) -> Tuned:
-        if not settings.adapts_step_size:
+        if kernel.step_size is not None:
             return state.tuned
         return state.tuned._replace(step_size=np.exp(state.control.mean))
 
     def restarted(state: AdjustedState, tuned: Tuned) -> AdjustedState:
         return state._replace(tuned=tuned, control=tuning.no_acceptances(tuned.step_size))
 
-    def forget(state: AdjustedState, kept: Kept) -> AdjustedState:
+    def forget(state: AdjustedState, trace: Any = None) -> AdjustedState:
         moments = jax.tree.map(np.zeros_like, state.moments)
         return restarted(state, averaged(state))._replace(moments=moments)
 
-    def measured(state: AdjustedState, kept: Kept) -> AdjustedState:
-        moments, tuned, state = state.moments, averaged(state), forget(state, kept)
-        if settings.adapts_mass:
-            found = tuning.metric(moments, tuned)
-            given = tuned.step_size if not settings.adapts_step_size else found.step_size
-            tuned = found._replace(step_size=given)
-        elif settings.inverse_mass is None:
-            tuned = tuned._replace(length=tuning.spread(moments))
-        return restarted(state, tuned)._replace(limit=np.full_like(state.limit, most))
+    def measured(state: AdjustedState, trace: Any) -> AdjustedState:
+        tuned = averaged(state)
+        if kernel.inverse_mass is None:
+            metric = tuning.metric(state.moments, tuned)
+            size = metric.step_size if kernel.step_size is None else tuned.step_size
+            tuned = metric._replace(step_size=size)
+        limit = np.full_like(state.limit, kernel.max_steps)
+        return restarted(forget(state), tuned)._replace(limit=limit)
 
-    def lengthened(state: AdjustedState, kept: Kept) -> AdjustedState:
-        trace = kept["trace"].reshape(len(state.key), -1, kept["trace"].shape[-1])
+    def lengthened(state: AdjustedState, trace: Any) -> AdjustedState:
+        trace = trace.reshape(len(state.key), -1, trace.shape[-1])
         tuned = averaged(state)
         longer = tuned.length * _SHARE * tuning.autocorrelation_time(trace)
         length = np.where(np.isfinite(longer), np.maximum(longer, tuned.length), tuned.length)
         return restarted(state, tuned._replace(length=length))
 
-    def settled(state: AdjustedState, kept: Kept) -> AdjustedState:
+    def settled(state: AdjustedState, trace: Any) -> AdjustedState:
         return state._replace(tuned=averaged(state), adapting=np.zeros_like(state.adapting))
 
     return (
-        Stage(first, keep=False, finish=forget),
-        *(Stage(count, keep=False, finish=measured) for count in (early, late) if count),
-        *([Stage(trace, keep=True, finish=lengthened)] if trace else []),
-        Stage(last, keep=False, finish=settled),
-        draws,
+        Stage(first, forget),
+        *(Stage(count, measured) for count in (early, late) if count),
+        *([Stage(traced, lengthened, traced=True)] if traced else []),
+        Stage(last, settled),
     )

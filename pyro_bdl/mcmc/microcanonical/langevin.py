@@ -20,12 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pyro_bdl.mcmc.chains import Settings
-from pyro_bdl.mcmc.jax.chains import Kept, Kernel, Stage
+from pyro_bdl.mcmc.chains import Plan
+from pyro_bdl.mcmc.kernels import MCLMC
 from pyro_bdl.mcmc.microcanonical import integrator, tuning
 from pyro_bdl.mcmc.microcanonical.integrator import PhasePoint
 from pyro_bdl.mcmc.microcanonical.starting import LARGEST_CHANGE, at_start, each_chain
 from pyro_bdl.mcmc.microcanonical.tuning import Array, EnergyControl, Moments, Tuned
+from pyro_bdl.mcmc.run import TRACE, Stage, Transition
 
 _SHARE = 0.4  # of the autocorrelation length that is L
 # Shares of the warm-up: phase 1, the two windows of phase 2, the last step size. The rest finds L.
@@ -60,16 +61,18 @@ class MicrocanonicalState(NamedTuple):
     gradients: Array
 
 
-def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, size: int) -> Kernel:
-    """The sampler; an iteration is ``settings.thinning`` steps."""
+def transition(
+    log_density: Callable[[jax.Array], jax.Array], kernel: MCLMC, plan: Plan, size: int
+) -> Transition:
+    """The sampler; an iteration is ``kernel.thinning`` steps."""
     density = jax.value_and_grad(log_density)
     numbers = tuning.traced_numbers(size)
-    steps = settings.thinning or 20
-    large = min(_LARGE * (size * settings.energy_variance) ** 0.5, LARGEST_CHANGE)
-    adapts = settings.adapts_step_size and settings.num_warmup > 0
+    steps = kernel.thinning
+    large = min(_LARGE * (size * kernel.energy_variance) ** 0.5, LARGEST_CHANGE)
+    adapts = kernel.step_size is None and plan.num_warmup > 0
 
     def init(key: jax.Array, start: jax.Array) -> MicrocanonicalState:
-        key, point, tuned = at_start(density, settings, key, start)
+        key, point, tuned = at_start(density, kernel, key, start)
         zero = jnp.zeros((), start.dtype)
         return MicrocanonicalState(
             key,
@@ -106,7 +109,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
         moments = tuning.updated(moments, point, jnp.where(lost, 0, tuned.step_size))
         error = jnp.minimum(error, large) / jnp.sqrt(size)
         found, adapted = tuning.by_energy(
-            control, tuned.step_size, error, ~lost, settings.energy_variance
+            control, tuned.step_size, error, ~lost, kernel.energy_variance
         )
         control, adapted = jax.tree.map(
             lambda new, old: jnp.where(adapting > 0, new, old),
@@ -127,7 +130,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
             key, *carry, trace, squares.mean(), lost.any(), gradients.sum(dtype=jnp.int32)
         )
 
-    def kept(state: MicrocanonicalState) -> dict[str, jax.Array]:
+    def draw(state: MicrocanonicalState) -> dict[str, jax.Array]:
         value = state.point.log_density
         return {
             "vector": state.point.position,
@@ -137,58 +140,48 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
             "momentum_length": state.tuned.length,
             "energy_variance": state.variance,
             "diverging": state.diverged,
-            "trace": state.trace,
+            TRACE: state.trace,
         }
 
     def whole(state: MicrocanonicalState) -> MicrocanonicalState:
         return (jax.vmap(iteration) if state.point.position.ndim == 2 else iteration)(state)
 
-    return Kernel(each_chain(init), whole, kept, _stages(settings), hidden=("trace",))
+    return Transition(each_chain(init), whole, draw, _warmup(kernel, plan.num_warmup))
 
 
-def _stages(settings: Settings) -> tuple[Stage, ...]:
-    first, early, late, again, last = tuning.phases(settings.num_warmup, _PHASES)
-    draws = Stage(settings.num_samples, keep=True)
-    if settings.num_warmup == 0:
-        return (draws,)
-    adapts = settings.adapts_mass
+def _warmup(kernel: MCLMC, num_warmup: int) -> tuple[Stage, ...]:
+    first, early, late, again, last = tuning.phases(num_warmup, _PHASES)
+    if num_warmup == 0:
+        return ()
 
-    def forget(state: MicrocanonicalState, kept: Kept) -> MicrocanonicalState:
+    def forget(state: MicrocanonicalState, trace: Any = None) -> MicrocanonicalState:
         return state._replace(moments=jax.tree.map(np.zeros_like, state.moments))
 
-    def measured(state: MicrocanonicalState, kept: Kept) -> MicrocanonicalState:
-        moments, state = state.moments, forget(state, kept)
-        if adapts:
-            tuned = tuning.metric(moments, state.tuned)
-            control = tuning.no_errors(np.zeros_like(state.control.weight))
-            return state._replace(tuned=_with_given(tuned, state.tuned, settings), control=control)
-        if settings.inverse_mass is not None:
-            return state
-        length = tuning.spread(moments)
-        return state._replace(tuned=state.tuned._replace(length=length))
+    def measured(state: MicrocanonicalState, trace: Any) -> MicrocanonicalState:
+        if kernel.inverse_mass is not None:
+            return forget(state)
+        tuned = tuning.metric(state.moments, state.tuned)
+        if kernel.step_size is not None:
+            tuned = tuned._replace(step_size=state.tuned.step_size)
+        control = tuning.no_errors(np.zeros_like(state.control.weight))
+        return forget(state)._replace(tuned=tuned, control=control)
 
-    def settled(state: MicrocanonicalState, kept: Kept) -> MicrocanonicalState:
+    def settled(state: MicrocanonicalState, trace: Any) -> MicrocanonicalState:
         tuned, control = state.tuned, state.control
-        if settings.adapts_step_size:
+        if kernel.step_size is None:
             mean = np.where(control.count > 0, np.exp(control.mean), tuned.step_size)
             tuned = tuned._replace(step_size=mean)
         return state._replace(tuned=tuned, adapting=np.zeros_like(state.adapting))
 
-    def lengthened(state: MicrocanonicalState, kept: Kept) -> MicrocanonicalState:
-        trace = kept["trace"].reshape(len(state.key), -1, kept["trace"].shape[-1])
+    def lengthened(state: MicrocanonicalState, trace: Any) -> MicrocanonicalState:
+        trace = trace.reshape(len(state.key), -1, trace.shape[-1])
         longer = _SHARE * state.tuned.step_size * tuning.autocorrelation_time(trace)
         length = np.where(np.isfinite(longer), longer, state.tuned.length)
         return state._replace(tuned=state.tuned._replace(length=length))
 
     return (
-        Stage(first, keep=False, finish=forget),
-        *(Stage(count, keep=False, finish=measured) for count in (early, late) if count),
-        Stage(again, keep=False, finish=settled),
-        *([Stage(last, keep=True, finish=lengthened)] if last else []),
-        draws,
+        Stage(first, forget),
+        *(Stage(count, measured) for count in (early, late) if count),
+        Stage(again, settled),
+        *([Stage(last, lengthened, traced=True)] if last else []),
     )
-
-
-def _with_given(tuned: Tuned, before: Tuned, settings: Settings) -> Tuned:
-    """Keep a step size that the user gave."""
-    return tuned if settings.adapts_step_size else tuned._replace(step_size=before.step_size)

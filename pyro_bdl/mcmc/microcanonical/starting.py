@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pyro_bdl.mcmc.chains import Settings
+from pyro_bdl.mcmc.kernels import Kernel
 from pyro_bdl.mcmc.microcanonical import integrator, tuning
 from pyro_bdl.mcmc.microcanonical.integrator import PhasePoint, ValueAndGradient
 from pyro_bdl.mcmc.microcanonical.tuning import Tuned
@@ -16,7 +16,7 @@ LARGEST_CHANGE = 1000.0  # nats of energy in a step or trajectory, as in NUTS
 
 
 def at_start(
-    density: ValueAndGradient, settings: Settings, key: jax.Array, start: jax.Array
+    density: ValueAndGradient, kernel: Kernel, key: jax.Array, start: jax.Array
 ) -> tuple[jax.Array, PhasePoint, Tuned]:
     """Key, point and settings of one chain at a position (P,).
 
@@ -31,11 +31,11 @@ def at_start(
     key, first = jax.random.split(key)
     value, gradient = density(start)
     point = PhasePoint(start, integrator.random_direction(first, start), value, gradient)
-    if settings.inverse_mass is None:
+    if kernel.inverse_mass is None:
         root = jnp.ones_like(start)
     else:
-        root = jnp.asarray(tuning.root_of(settings.inverse_mass), start.dtype)
-    step_size = settings.step_size or 0.05 * math.sqrt(size)
+        root = jnp.asarray(tuning.root_of(kernel.inverse_mass), start.dtype)
+    step_size = kernel.step_size or 0.05 * math.sqrt(size)
     length = jnp.asarray(math.sqrt(size), start.dtype)
     tuned = Tuned(jnp.asarray(step_size, start.dtype), length, root)
     return key, point, tuned

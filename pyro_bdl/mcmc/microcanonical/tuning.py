@@ -213,12 +213,6 @@ def metric(moments: Moments, tuned: Tuned) -> Tuned:
     return Tuned(size, np.full_like(tuned.length, math.sqrt(root.shape[-1])), root)
 
 
-def spread(moments: Moments) -> np.ndarray:
-    """sqrt of the summed variances (chains,): the length L without a metric of one's own."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.sqrt(moments.squares[:, 0].sum(-1) / moments.weight)
-
-
 def autocorrelation_time(trace: np.ndarray) -> np.ndarray:
     """tau (chains,): the number of steps of one independent draw, averaged over the numbers.
 

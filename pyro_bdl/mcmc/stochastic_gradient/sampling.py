@@ -11,20 +11,18 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.mcmc.chains import at_least, one_of
 from pyro_bdl.mcmc.checkpoint import Journal
-from pyro_bdl.mcmc.starts import Restriction, starting_vectors
+from pyro_bdl.mcmc.starts import Restriction, checked_program, starting_vectors
 from pyro_bdl.mcmc.stochastic_gradient.chains import StepSize, Track, Walk, kept_steps
 from pyro_bdl.mcmc.stochastic_gradient.methods import METHODS, Method
 from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
 from pyro_bdl.program.check import check_finite
-from pyro_bdl.program.program import Program
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.memory import available_memory
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import explicit, own_randomness, seeded
-from pyro_bdl.utils.validation import check_temperature
+from pyro_bdl.utils.validation import check_temperature, whole_number
 
 
 def sgmcmc(
@@ -43,8 +41,7 @@ def sgmcmc(
     seed: int = 0,
     init: Any = "prior",
     checkpoint: str | Path | None = None,
-    subset: Subset | None = None,
-    at: Tensor | None = None,
+    subset: tuple[Subset, Tensor] | None = None,
     progress: bool | None = None,
     **options: float,
 ) -> Samples:
@@ -89,8 +86,7 @@ def sgmcmc(
         call goes on from what it finds there: killed at any moment, it ends with the same draws as
         an uninterrupted one. A larger ``num_samples`` adds draws. The order of an iterable's
         batches must come from torch's random numbers or be fixed.
-    :param subset: the latents' unconstrained numbers to draw; the others stay fixed.
-    :param at: the unconstrained vector (P,) that holds the fixed numbers; given with ``subset``.
+    :param subset: the unconstrained numbers to draw, and the vector (P,) that holds the others.
     :param progress: show a progress bar; by default in terminals and notebooks.
     :param options: options of the method, see its file in ``samplers``.
     :returns: draws in the latents' supports, with statistics: ``step_size``; ``potential_energy``
@@ -105,18 +101,20 @@ def sgmcmc(
         run, or an argument outside its range.
     :raises MemoryError: if the draws would not fit.
     """
-    chosen = METHODS[one_of("method", method, tuple(METHODS))]
-    at_least("num_samples", num_samples, 1)
-    at_least("thinning", thinning, 1)
-    at_least("num_chains", num_chains, 1)
-    at_least("num_warmup", num_warmup, 2 if chosen.settle else 0)
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got '{method}'")
+    chosen = METHODS[method]
+    num_samples = whole_number(num_samples, "num_samples")
+    thinning = whole_number(thinning, "thinning")
+    num_chains = whole_number(num_chains, "num_chains")
+    num_warmup = whole_number(num_warmup, "num_warmup", least=2 if chosen.settle else 0)
     check_temperature(temperature)
     check_step_size(step_size)
     check_options(method, chosen, options)
     started = time.perf_counter()
     with evaluation_mode(model, init), seeded(seed) as generators:
         batches = MinibatchSource(data, batch_size)
-        restriction = checked_restriction(model, batches, subset, at)
+        restriction = checked_restriction(model, batches, subset)
         start = starting_vectors(restriction, init, num_chains)
         _check_memory(num_samples, start)
         journal = None
@@ -216,7 +214,7 @@ def _warn_of_early_end(track: Track, num_samples: int) -> None:
 
 
 def checked_restriction(
-    model: Callable, batches: MinibatchSource, subset: Subset | None, at: Tensor | None
+    model: Callable, batches: MinibatchSource, subset: tuple[Subset, Tensor] | None
 ) -> Restriction:
     """The program on the first minibatch.
 
@@ -226,10 +224,9 @@ def checked_restriction(
     args, kwargs = batches.first
     whole, named = getattr(batches, "whole", batches.first)
     check_finite(model, whole, named)
-    program = Program(model, *args, **kwargs)
-    program.check()
+    program = checked_program(model, args, kwargs)
     batches.check_scale(program)
-    return Restriction(program, subset, at)
+    return Restriction(program, subset)
 
 
 def check_options(method: str, chosen: Method, options: dict[str, float]) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.mcmc.chains import at_least
 from pyro_bdl.mcmc.starts import Restriction, starting_vectors
 from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
 from pyro_bdl.mcmc.stochastic_gradient.sampling import checked_restriction
 from pyro_bdl.utils.module_state import evaluation_mode, vmappable
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.validation import whole_number
 
 _MOST_ITERATIONS = 100
 _TOLERANCE = 0.01
@@ -47,8 +47,8 @@ def suggest_step_size(
         raise ValueError(f"fraction must be positive, got {fraction}")
     with evaluation_mode(model, at), seeded(seed):
         batches = MinibatchSource(data, batch_size)
-        restriction = checked_restriction(model, batches, None, None)
-        vectors = starting_vectors(restriction, at, at_least("num_points", num_points, 1))
+        restriction = checked_restriction(model, batches, None)
+        vectors = starting_vectors(restriction, at, whole_number(num_points, "num_points"))
         return fraction / max(largest_curvature(restriction, vector) for vector in vectors)
 
 

@@ -11,7 +11,8 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.mcmc.chains import Settings
+from pyro_bdl.mcmc import MAMS, MCLMC, NUTS
+from pyro_bdl.mcmc.chains import Plan
 from pyro_bdl.mcmc.microcanonical import adjusted, tuning
 
 SD = torch.logspace(-2, 1, 6, dtype=torch.float64)
@@ -111,12 +112,13 @@ def test_chains_turn_back_at_a_wall():
 
 def test_a_step_size_far_too_small_is_told():
     with pytest.warns(BdlWarning, match="far smaller than it need be"):
-        drawn(gaussian, "mclmc", num_warmup=0, num_samples=5, inverse_mass=SD**2)
+        drawn(gaussian, MCLMC(inverse_mass=SD**2), num_warmup=0, num_samples=5)
 
 
-def test_the_step_size_of_the_draws_is_the_mean_of_the_warmup(runs):
-    state = runs["mclmc"].state
-    assert torch.allclose(state[".tuned.step_size"], state[".control.mean"].exp())
+def test_the_step_size_of_the_draws_is_the_mean_of_the_warmup(tmp_path):
+    drawn(gaussian, "mclmc", num_warmup=20, num_samples=2, checkpoint=tmp_path)
+    state = np.load(tmp_path / "state.npz")
+    assert np.allclose(state["state/.tuned.step_size"], np.exp(state["state/.control.mean"]))
 
 
 def test_steps_in_parts_keep_the_energy_variance_at_the_kinks_of_a_network():
@@ -128,7 +130,7 @@ def test_steps_in_parts_keep_the_energy_variance_at_the_kinks_of_a_network():
     net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
     bnn = bdl.bayesianize(net, bdl.priors.Normal(1.0))
     stats = bdl.mcmc.sample(
-        bdl.models.Regression(bnn, noise=dist.HalfNormal(1.0)), x, y, kernel="mclmc", thinning=10,
+        bdl.models.Regression(bnn, noise=dist.HalfNormal(1.0)), x, y, kernel=MCLMC(thinning=10),
         num_warmup=400, num_samples=200, num_chains=2, chain_method="vectorized", progress=False,
     ).stats  # fmt: skip
     assert (stats["energy_variance"].mean(1) < 5 * 5e-4).all()
@@ -136,7 +138,7 @@ def test_steps_in_parts_keep_the_energy_variance_at_the_kinks_of_a_network():
 
 
 def test_the_energy_variance_follows_its_target():
-    found = drawn(gaussian, "mclmc", energy_variance=1e-5, num_samples=200).stats
+    found = drawn(gaussian, MCLMC(energy_variance=1e-5), num_samples=200).stats
     assert 0.5 < float(found["energy_variance"].mean()) / 1e-5 < 2
 
 
@@ -149,7 +151,7 @@ def test_the_acceptance_follows_its_target(runs):
         w = pyro.sample("w", dist.MultivariateNormal(torch.zeros(6).to(covariance), covariance))
         pyro.sample("y", dist.Normal(w.sum() * 0, 1.0), obs=y)
 
-    low = drawn(correlated, "mams", target_accept=0.65, num_samples=400).stats["accept_prob"].mean()
+    low = drawn(correlated, MAMS(target_accept=0.65), num_samples=400).stats["accept_prob"].mean()
     high = runs["mams"].stats["accept_prob"].mean()  # of 0.9
     assert abs(low - 0.65) < 0.08 and abs(high - 0.9) < 0.08
 
@@ -162,23 +164,21 @@ def test_step_sizes_stay_where_the_integrator_is_stable():
         w = pyro.sample("w", dist.Normal(torch.zeros(100, dtype=torch.float64), 1.0).to_event(1))
         pyro.sample("y", dist.Normal(w.sum() * 0, 1.0), obs=y)
 
-    samples = drawn(wide, "mams", target_accept=0.65, num_samples=300)
+    samples = drawn(wide, MAMS(target_accept=0.65), num_samples=300)
     assert (samples.stats["accept_prob"].mean(1) > 0.63).all()
     assert (samples.stats["step_size"][:, -1] <= 1.8 * 100**0.5 + 1e-6).all()
 
 
-def test_a_given_metric_and_step_size_are_used():
+def test_a_given_metric_and_step_size_are_used(tmp_path):
+    given = {"step_size": 0.3, "inverse_mass": SD**2, "thinning": 3}
+    few = {"num_warmup": 0, "num_samples": 5, "init": {"w": torch.zeros(6, dtype=torch.float64)}}
     with pytest.warns(BdlWarning, match="times its target"):
-        samples = drawn(
-            gaussian, "mclmc", num_warmup=0, num_samples=5, step_size=0.3, inverse_mass=SD**2,
-            thinning=3, init={"w": torch.zeros(6, dtype=torch.float64)}, energy_variance=1e-20,
-        )  # fmt: skip
+        kernel = MCLMC(energy_variance=1e-20, **given)
+        samples = drawn(gaussian, kernel, checkpoint=tmp_path, **few)
     assert (samples.stats["num_steps"] > 6).all() and (samples.stats["num_steps"] > 100).any()
-    assert (samples.state[".part"] < 256).all()  # the next step begins with the last part's length
-    samples = drawn(
-        gaussian, "mclmc", num_warmup=0, num_samples=5, step_size=0.3, inverse_mass=SD**2,
-        thinning=3, init={"w": torch.zeros(6, dtype=torch.float64)},
-    )  # fmt: skip
+    state = np.load(tmp_path / "state.npz")
+    assert (state["state/.part"] < 256).all()  # the next step begins with the last part's length
+    samples = drawn(gaussian, MCLMC(**given), **few)
     assert (samples.stats["step_size"] == 0.3).all()
     assert (samples.stats["num_steps"] == 6).all()
     # three steps of length 0.3 in units of the deviations
@@ -196,7 +196,7 @@ def test_a_covariance_as_metric_is_the_same_as_its_principal_axes():
         w = pyro.sample("w", dist.MultivariateNormal(torch.zeros(2).to(covariance), covariance))
         pyro.sample("y", dist.Normal(w.sum() * 0, 1.0), obs=y)
 
-    samples = drawn(correlated, "mams", inverse_mass=covariance, num_warmup=50, num_samples=800)
+    samples = drawn(correlated, MAMS(inverse_mass=covariance), num_warmup=50, num_samples=800)
     w = samples.latents["w"]
     assert_expectation(w[..., 0] * w[..., 1], 0.9)
     assert_expectation(w**2, covariance.diagonal())
@@ -205,7 +205,7 @@ def test_a_covariance_as_metric_is_the_same_as_its_principal_axes():
 def test_chains_in_lockstep_are_those_on_their_own():
     options = {"num_warmup": 12, "num_samples": 3, "num_chains": 2}
     together = drawn(gaussian, "mclmc", **options).latents["w"]
-    alone = drawn(gaussian, "mclmc", chain_method="sequential", **options).latents["w"]
+    alone = drawn(gaussian, "mclmc", chain_method="parallel", **options).latents["w"]
     assert torch.allclose(together, alone, rtol=1e-6)
 
 
@@ -225,35 +225,28 @@ def test_refusals():
         w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
         pyro.sample("y", dist.Normal(w, 1.0), obs=y)
 
-    sample = bdl.mcmc.sample
     with pytest.raises(ValueError, match="at least two numbers"):
-        sample(single, y, kernel="mclmc")
-    with pytest.raises(ValueError, match="JAX only"):
-        sample(gaussian, y, kernel="mams", backend="pyro")
-    with pytest.raises(ValueError, match="diagonal metric only"):
-        sample(gaussian, y, kernel="mams", dense_mass=True)
-    for kernel, option in (
-        ("nuts", {"thinning": 3}), ("mams", {"energy_variance": 0.1}),
-        ("mclmc", {"target_accept": 0.9}), ("nuts", {"trajectory_length": 1.0}),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"kernel='{kernel}' has no {next(iter(option))}"):
-            sample(gaussian, y, kernel=kernel, **option)
-    with pytest.raises(ValueError, match="inverse_mass must have shape"):
-        sample(gaussian, y, inverse_mass=torch.ones(5))
-    with pytest.raises(ValueError, match="positive variances"):
-        sample(gaussian, y, inverse_mass=torch.zeros(6))
-    with pytest.raises(ValueError, match="energy_variance must be positive"):
-        sample(gaussian, y, kernel="mclmc", energy_variance=0.0)
-    with pytest.raises(TypeError, match="energy_variance must be a number, got 'small'"):
-        sample(gaussian, y, kernel="mclmc", energy_variance="small")
+        bdl.mcmc.sample(single, y, kernel="mclmc")
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "error", "match"),
+    [
+        (NUTS, {"target_accept": 1.0}, ValueError, "target_accept must lie between"),
+        (NUTS, {"max_tree_depth": 2.5}, ValueError, "max_tree_depth must be a whole number"),
+        (NUTS, {"inverse_mass": torch.zeros(6)}, ValueError, "positive variances"),
+        (MCLMC, {"energy_variance": 0.0}, ValueError, "energy_variance must be positive"),
+        (MCLMC, {"energy_variance": "small"}, TypeError, "must be a number, got 'small'"),
+    ],
+)
+def test_options_outside_their_range(kind, option, error, match):
+    with pytest.raises(error, match=match):
+        kind(**option)
 
 
 def test_numbers_may_be_tensors_and_a_metric_a_list():
-    y, few = torch.ones(6), {"num_warmup": 2, "num_samples": 3, "progress": False}
-    plain = bdl.mcmc.sample(gaussian, y, step_size=0.5, inverse_mass=torch.full((6,), 2.0), **few)
-    again = bdl.mcmc.sample(gaussian, y, step_size=torch.tensor(0.5), inverse_mass=[2] * 6, **few)
-    for name, value in plain.latents.items():
-        torch.testing.assert_close(again.latents[name], value, rtol=0.0, atol=0.0)
+    kernel = NUTS(step_size=torch.tensor(0.5), inverse_mass=[2] * 6)
+    assert kernel.step_size == 0.5 and kernel.inverse_mass.tolist() == [2] * 6
 
 
 def test_rounding_of_a_large_log_density_does_not_stop_mclmc():
@@ -282,8 +275,9 @@ def test_rounding_of_a_large_log_density_does_not_stop_mclmc():
 
 def test_lengths_and_momenta_of_mams_share_no_random_key():
     """Neither the keys that the chains hold nor those that they draw from are of the lengths."""
-    settings = Settings("mams", 0, 8, 0, 0.9, 3, None, False, "vectorized", False)
-    kernel = adjusted.kernel(lambda u: -0.5 * (u**2).sum(), settings, 2)
+    kernel = adjusted.transition(
+        lambda u: -0.5 * (u**2).sum(), MAMS(max_steps=8), Plan(num_warmup=0, num_samples=8), 2
+    )
     state = kernel.init(jax.random.split(jax.random.PRNGKey(0), 4), jnp.ones((4, 2)))
     of_lengths, of_chains = set(), set()
 

@@ -14,6 +14,7 @@ from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.mcmc.stochastic_gradient.methods import METHODS
 from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
 from pyro_bdl.program import Program
+from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.module_state import vmappable
 
 QUICK = {"step_size": 0.01, "num_warmup": 4, "num_samples": 6, "thinning": 2, "progress": False}
@@ -478,9 +479,9 @@ def test_subset_moves_and_the_rest_stays(exact_posterior):
     x, y = linear_data()
     program = Program(Linear(), x, y)
     at = torch.linspace(-1, 1, 5, dtype=x.dtype)
-    subset = bdl.mcmc.hmc.sampling.Subset(program.layout, torch.tensor([1, 3]))
+    subset = Subset(program.layout, torch.tensor([1, 3]))
     samples = sampled(
-        Linear(), (x, y), subset=subset, at=at, num_chains=800, num_samples=15, **EXACT["sghmc"]
+        Linear(), (x, y), subset=(subset, at), num_chains=800, num_samples=15, **EXACT["sghmc"]
     )
     draws = samples.latents["w"]
     fixed = torch.tensor([0, 2, 4])
@@ -526,7 +527,6 @@ def test_classification_on_convolutions_and_what_is_saved(tmp_path):
         ({"friction": 2.0}, ValueError, "friction must lie in"),
         ({"init": "nowhere"}, ValueError, "init must be"),
         ({"init": {"v": torch.zeros(3)}}, ValueError, "no value for the latent site 'w'"),
-        ({"at": torch.zeros(5)}, ValueError, "both subset and at"),
     ],
 )
 def test_bad_arguments(wrong, error, match):

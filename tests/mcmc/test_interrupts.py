@@ -13,8 +13,8 @@ import torch
 
 from pyro_bdl import mcmc
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.mcmc import run as jax_run
 from pyro_bdl.mcmc.chains import Chains, stack_chains
-from pyro_bdl.mcmc.jax import chains as jax_chains
 from pyro_bdl.mcmc.jax import density
 from pyro_bdl.utils.interrupts import deferred_interrupt
 
@@ -53,7 +53,7 @@ def test_as_many_draws_as_possible_are_kept(lengths, kept, draws):
 def test_ctrl_c_ends_parallel_chains_and_keeps_their_draws(monkeypatch, slow_clock):
     chains = []
 
-    class Watched(jax_chains.Chain):
+    class Watched(jax_run.Chain):
         def __init__(self, *args):
             super().__init__(*args)
             chains.append(self)
@@ -65,12 +65,12 @@ def test_ctrl_c_ends_parallel_chains_and_keeps_their_draws(monkeypatch, slow_clo
         calls.append(options)
         if len(calls) > 1:
             return wait(running, **options)
-        while not all(chain.collected for chain in chains) and not all(f.done() for f in running):
+        while not all(chain.blocks for chain in chains) and not all(f.done() for f in running):
             time.sleep(0.01)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(jax_chains, "Chain", Watched)
-    monkeypatch.setattr(jax_chains, "wait", interrupted_once)
+    monkeypatch.setattr(jax_run, "Chain", Watched)
+    monkeypatch.setattr(jax_run, "wait", interrupted_once)
     with pytest.warns(BdlWarning, match="interrupted"):
         samples = mcmc.sample(
             one_mean,
@@ -108,15 +108,11 @@ class Collecting:
 
 @pytest.mark.parametrize(
     "chains, method",
-    [
-        pytest.param(1, "parallel", marks=pytest.mark.slow),
-        (2, "sequential"),
-        pytest.param(2, "vectorized", marks=pytest.mark.slow),
-    ],
+    [(1, None), pytest.param(2, "vectorized", marks=pytest.mark.slow)],
 )
 def test_ctrl_c_inside_the_garbage_collector(chains, method, monkeypatch, slow_clock):
     """Python drops exceptions in callbacks of the garbage collector; JAX has such a callback."""
-    monkeypatch.setattr(jax_chains, "progress_bar", lambda *_: Collecting(50))
+    monkeypatch.setattr(jax_run, "progress_bar", lambda *_: Collecting(50))
     before = signal.getsignal(signal.SIGINT)
     with pytest.warns(BdlWarning, match="interrupted"):
         samples = mcmc.sample(
@@ -132,7 +128,7 @@ def test_ctrl_c_inside_the_garbage_collector(chains, method, monkeypatch, slow_c
 
 
 def test_ctrl_c_in_the_last_block_is_told(monkeypatch):
-    monkeypatch.setattr(jax_chains, "progress_bar", lambda *_: Collecting(40))
+    monkeypatch.setattr(jax_run, "progress_bar", lambda *_: Collecting(40))
     with pytest.warns(BdlWarning, match="interrupted: 20 of 20 draws"):
         samples = mcmc.sample(one_mean, torch.tensor(0.5), num_warmup=20, num_samples=20)
     assert samples.info["interrupted"]

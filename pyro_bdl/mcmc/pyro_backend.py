@@ -12,22 +12,31 @@ from pyro.infer.mcmc import HMC, MCMC, NUTS
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
-from pyro_bdl.mcmc.chains import Chains, Settings, Target, progress_bar, stack_chains
+from pyro_bdl.mcmc.chains import Chains, Plan, Target, progress_bar, stack_chains
+from pyro_bdl.mcmc.kernels import Hamiltonian, Kernel
 from pyro_bdl.tracing.density import CompiledDensity
 from pyro_bdl.utils.autograd import with_gradients
 from pyro_bdl.utils.random_state import seeded
 
 
-def run(target: Target, start: Tensor, settings: Settings) -> Chains:
-    """Sample ``target`` from the starting vectors (chains, P), one chain after another."""
-    total = len(start) * (settings.num_warmup + settings.num_samples)
-    bar = progress_bar(settings, total, settings.kernel.upper())
+def run(target: Target, start: Tensor, kernel: Kernel, plan: Plan) -> Chains:
+    """Run chains from the starting vectors (chains, P), one after another.
+
+    :raises ValueError: for a kernel, a metric or a checkpoint that needs JAX.
+    """
+    if not isinstance(kernel, Hamiltonian) or kernel.inverse_mass is not None or plan.checkpoint:
+        raise ValueError(
+            "backend='pyro' runs NUTS and HMC, without inverse_mass and checkpoint, which are for "
+            "JAX only: leave out backend='pyro'"
+        )
+    total = len(start) * (plan.num_warmup + plan.num_samples)
+    bar = progress_bar(plan.progress, total, kernel.name.upper())
     density = CompiledDensity(target.log_density, target.log_density)
     chains = []
     for i, vector in enumerate(start):
         try:
-            with seeded(settings.seed + 7919 * i):
-                chains.append(_run_chain(density, vector, settings, bar))
+            with seeded(plan.seed + 7919 * i):
+                chains.append(_run_chain(density, vector, kernel, plan, bar))
         except KeyboardInterrupt:
             if not chains:
                 raise
@@ -88,17 +97,22 @@ class _Collector:
 
 
 def _run_chain(
-    log_density: Callable[[Tensor], Tensor], start: Tensor, settings: Settings, bar: Any
+    log_density: Callable[[Tensor], Tensor],
+    start: Tensor,
+    kernel: Hamiltonian,
+    plan: Plan,
+    bar: Any,
 ) -> Chains:
     potential = _Potential(log_density)
-    kernel = _kernel(potential, settings)
+    recording = _recording_energy({"nuts": NUTS, "hmc": HMC}[kernel.name])
+    options = {"full_mass": kernel.dense_mass, **kernel.shared_options()}
     collector = _Collector(potential, bar)
     interrupted = False
     try:
         MCMC(
-            kernel,
-            num_samples=settings.num_samples,
-            warmup_steps=settings.num_warmup,
+            recording(potential_fn=potential, **options),
+            num_samples=plan.num_samples,
+            warmup_steps=plan.num_warmup,
             initial_params={"u": start.detach().clone()},
             hook_fn=collector,
             disable_progbar=True,
@@ -112,13 +126,6 @@ def _run_chain(
         for name, values in collector.stats.items()
     }
     return Chains(torch.stack(collector.vectors)[None], stats, interrupted)
-
-
-def _kernel(potential: _Potential, settings: Settings) -> Any:
-    kernel = _recording_energy(NUTS if settings.kernel == "nuts" else HMC)
-    return kernel(
-        potential_fn=potential, full_mass=settings.dense_mass, **settings.kernel_options()
-    )
 
 
 def _recording_energy(base: type) -> type:

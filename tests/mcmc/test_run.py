@@ -11,16 +11,16 @@ import sys
 sys.path[:0] = sys.argv[1:]
 import jax, torch
 from helpers.killed_runs import drawn
-from pyro_bdl.mcmc.jax import chains
+from pyro_bdl.mcmc import run
 
 assert len(jax.devices()) == 2
 seen = []
-stage = chains.Chain._run_stage
+iterate = run.Chain._iterate
 def watched(self, *args):
-    stage(self, *args)
+    iterate(self, *args)
     seen.append((self.device, *jax.tree.leaves(self.state)[0].devices()))
-chains.Chain._run_stage = watched
-two = drawn("nuts", chain_method="sequential")
+run.Chain._iterate = watched
+two = drawn("nuts")
 assert {(own.id, device.id) for own, device in seen} == {(0, 0), (1, 1)}, seen
 print(two.latents["w"].sum().item())
 """
@@ -32,5 +32,5 @@ def test_single_chains_take_turns_on_the_devices(monkeypatch):
     command = [sys.executable, "-c", _TWO_DEVICES, *sys.path]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    expected = drawn("nuts", chain_method="sequential").latents["w"].sum().item()
+    expected = drawn("nuts").latents["w"].sum().item()
     assert float(done.stdout.split()[-1]) == pytest.approx(expected)

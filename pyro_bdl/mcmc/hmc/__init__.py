@@ -1,1 +1,0 @@
-"""HMC and NUTS, on Pyro or on NumPyro."""

@@ -1,0 +1,214 @@
+"""The kernels of ``mcmc.sample``, each with its own options."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+
+from pyro_bdl.utils.validation import whole_number
+
+if TYPE_CHECKING:
+    from pyro_bdl.mcmc.chains import Plan
+    from pyro_bdl.mcmc.run import Transition
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Kernel:
+    """What moves chains, with the options that all kernels have.
+
+    :param step_size: the step size, then not adapted; in units of the metric.
+    :param inverse_mass: the metric, then not adapted: an estimate of the variances (P,) or the
+        covariance (P, P) of the unconstrained latents, such as ``guide.variances()``.
+    :raises ValueError: for an option outside its range; TypeError for one that is no number.
+    """
+
+    name: ClassVar[str]
+    library: ClassVar[str] = "jax"
+    step_size: float | None = None
+    inverse_mass: Any = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                check = _CHECKS.get(field.name, lambda value, name: value)
+                object.__setattr__(self, field.name, check(value, field.name))
+
+    def options(self) -> dict[str, Any]:
+        """The options as numbers, without the metric."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "inverse_mass"}
+
+    def check_size(self, size: int) -> None:
+        """Check that the metric is of P numbers."""
+        metric = self.inverse_mass
+        if metric is not None and metric.shape not in ((size,), (size, size)):
+            raise ValueError(
+                f"inverse_mass must have shape ({size},) or ({size}, {size}), got {metric.shape}"
+            )
+
+    def transition(self, log_density: Callable, plan: "Plan", size: int) -> "Transition":
+        """The kernel in JAX.
+
+        :param log_density: vector (P,) -> scalar, in JAX.
+        :param size: P.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Hamiltonian(Kernel):
+    """The options that HMC and NUTS share.
+
+    :param target_accept: the acceptance probability that the step size is adapted to.
+    :param dense_mass: adapt a full mass matrix (P x P) instead of its diagonal.
+    """
+
+    library: ClassVar[str] = "numpyro"
+    target_accept: float = 0.8
+    dense_mass: bool = False
+
+    def shared_options(self) -> dict[str, Any]:
+        """The arguments that Pyro's and NumPyro's HMC and NUTS share."""
+        reach = self.options().keys() & {"max_tree_depth", "trajectory_length"}
+        return {name: getattr(self, name) for name in reach} | {
+            "target_accept_prob": self.target_accept,
+            "step_size": self.step_size or 1.0,
+            "adapt_step_size": self.step_size is None,
+            "adapt_mass_matrix": self.inverse_mass is None,
+        }
+
+    def transition(self, log_density: Callable, plan: "Plan", size: int) -> "Transition":
+        from pyro_bdl.mcmc.numpyro_kernels import transition
+
+        return transition(log_density, self, plan)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NUTS(Hamiltonian):
+    """The no-U-turn sampler (Hoffman & Gelman 2014), exact.
+
+    :param max_tree_depth: at most 2^depth gradients for each draw.
+    :param target_accept: the acceptance probability that the step size is adapted to.
+    :param dense_mass: adapt a full mass matrix (P x P) instead of its diagonal.
+    :param step_size: the step size, then not adapted; in units of the metric.
+    :param inverse_mass: the metric, then not adapted: an estimate of the variances (P,) or the
+        covariance (P, P) of the unconstrained latents, such as ``guide.variances()``.
+    """
+
+    name: ClassVar[str] = "nuts"
+    max_tree_depth: int = 10
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HMC(Hamiltonian):
+    """Hamiltonian Monte Carlo (Neal 2011), exact.
+
+    :param trajectory_length: step size times number of steps.
+    :param target_accept: the acceptance probability that the step size is adapted to.
+    :param dense_mass: adapt a full mass matrix (P x P) instead of its diagonal.
+    :param step_size: the step size, then not adapted; in units of the metric.
+    :param inverse_mass: the metric, then not adapted; see ``NUTS``.
+    """
+
+    name: ClassVar[str] = "hmc"
+    trajectory_length: float = 2 * np.pi
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MCLMC(Kernel):
+    """Microcanonical Langevin dynamics (Robnik & Seljak 2024), without a Metropolis step, for
+    posteriors of many numbers.
+
+    :param energy_variance: the target for the variance of a step's energy error per number, in
+        nats^2. A larger one means longer steps and more bias. A step with an error above 5 sqrt(P
+        energy_variance) is taken in parts; at the kinks of a network the variance reached is then
+        up to 3 times the target.
+    :param thinning: steps in an iteration; each takes two gradients, and more where it is taken in
+        parts.
+    :param step_size: the step size, then not adapted; in units of the metric.
+    :param inverse_mass: the metric, then not adapted; see ``NUTS``.
+    """
+
+    name: ClassVar[str] = "mclmc"
+    energy_variance: float = 5e-4
+    thinning: int = 20
+
+    def transition(self, log_density: Callable, plan: "Plan", size: int) -> "Transition":
+        from pyro_bdl.mcmc.microcanonical.langevin import transition
+
+        return transition(log_density, self, plan, size)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MAMS(Kernel):
+    """Microcanonical dynamics with a Metropolis step (Robnik, Cohn-Gordon & Seljak 2025), exact.
+
+    :param target_accept: the acceptance probability that the step size is adapted to.
+    :param max_steps: at most so many steps in each iteration on average, of two gradients each.
+    :param step_size: the step size, then not adapted; in units of the metric.
+    :param inverse_mass: the metric, then not adapted; see ``NUTS``.
+    """
+
+    name: ClassVar[str] = "mams"
+    target_accept: float = 0.9
+    max_steps: int = 1024
+
+    def transition(self, log_density: Callable, plan: "Plan", size: int) -> "Transition":
+        from pyro_bdl.mcmc.microcanonical.adjusted import transition
+
+        return transition(log_density, self, plan, size)
+
+
+def as_kernel(kernel: str | Kernel) -> Kernel:
+    """The kernel of a name, with its defaults.
+
+    :raises ValueError: for another name.
+    """
+    if isinstance(kernel, Kernel):
+        return kernel
+    kinds = {kind.name: kind for kind in (NUTS, HMC, MCLMC, MAMS)}
+    if kernel not in kinds:
+        raise ValueError(
+            f"kernel must be one of {', '.join(kinds)}, or an object such as mcmc.NUTS(), got "
+            f"{kernel!r}"
+        )
+    return kinds[kernel]()
+
+
+def _positive(value: Any, name: str) -> float:
+    """Return a number, which may be a tensor, as a float."""
+    try:
+        value = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be positive, got {value:g}")
+    return value
+
+
+def _probability(value: float, name: str) -> float:
+    if not 0 < value < 1:
+        raise ValueError(f"{name} must lie between 0 and 1, got {value}")
+    return value
+
+
+def _metric(value: Any, name: str) -> np.ndarray:
+    metric = torch.as_tensor(value, device="cpu").detach().numpy()
+    variances = metric if metric.ndim < 2 else metric.diagonal()
+    if not (np.isfinite(metric).all() and (variances > 0).all()):
+        raise ValueError(f"{name} must hold finite numbers, and positive variances")
+    return metric
+
+
+_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+    "step_size": _positive,
+    "trajectory_length": _positive,
+    "energy_variance": _positive,
+    "target_accept": _probability,
+    "max_tree_depth": whole_number,
+    "thinning": whole_number,
+    "max_steps": whole_number,
+    "inverse_mass": _metric,
+}

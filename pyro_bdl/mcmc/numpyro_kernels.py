@@ -1,0 +1,44 @@
+"""NumPyro's HMC and NUTS as transitions of ``run``."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from numpyro.infer import HMC, NUTS
+
+from pyro_bdl.mcmc.chains import Plan
+from pyro_bdl.mcmc.kernels import Hamiltonian
+from pyro_bdl.mcmc.run import Stage, Transition
+
+
+def transition(
+    log_density: Callable[[jax.Array], jax.Array], kernel: Hamiltonian, plan: Plan
+) -> Transition:
+    """NumPyro's kernel, which adapts by the number of its iterations."""
+    metric = kernel.inverse_mass
+    sampler = {"nuts": NUTS, "hmc": HMC}[kernel.name](
+        potential_fn=jax.jit(lambda vector: -log_density(vector)),
+        dense_mass=kernel.dense_mass or (metric is not None and metric.ndim == 2),
+        inverse_mass_matrix=metric,
+        **kernel.shared_options(),
+    )
+
+    def init(keys: jax.Array, starts: jax.Array) -> Any:
+        return sampler.init(
+            keys, plan.num_warmup, init_params=starts, model_args=(), model_kwargs={}
+        )
+
+    warmup = (Stage(plan.num_warmup),)
+    return Transition(init, lambda state: sampler.sample(state, (), {}), _draw, warmup)
+
+
+def _draw(state: Any) -> dict[str, jax.Array]:
+    return {
+        "vector": state.z,
+        "potential_energy": state.potential_energy,
+        "energy": state.energy,
+        "num_steps": state.num_steps,
+        "accept_prob": state.accept_prob,
+        "step_size": state.adapt_state.step_size,
+        "diverging": state.diverging,
+    }

@@ -1,0 +1,168 @@
+"""``sample``: Markov chains on a Pyro program with all its data."""
+
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.mcmc.chains import (
+    Chains,
+    Plan,
+    Target,
+    warn_of_divergences,
+    warn_of_energy_variance,
+    warn_of_stuck_chains,
+)
+from pyro_bdl.mcmc.kernels import MCLMC, Kernel, as_kernel
+from pyro_bdl.mcmc.starts import Restriction, checked_program, starting_vectors
+from pyro_bdl.program.program import Program
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.samples import Samples
+from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.validation import whole_number
+
+
+def sample(
+    model: Callable,
+    *args: Any,
+    kernel: str | Kernel = "nuts",
+    num_warmup: int = 500,
+    num_samples: int = 500,
+    num_chains: int = 1,
+    seed: int = 0,
+    init: Any = "prior",
+    backend: Literal["numpyro", "pyro"] = "numpyro",
+    chain_method: Literal["parallel", "vectorized"] | None = None,
+    checkpoint: str | Path | None = None,
+    subset: tuple[Subset, Tensor] | None = None,
+    progress: bool | None = None,
+) -> Samples:
+    """Draw from the posterior of a Pyro program by Hamiltonian or microcanonical dynamics.
+
+    The program runs in evaluation mode with all its data at once. ``backend="numpyro"`` traces its
+    log density to ATen operators and evaluates them in JAX; ``backend="pyro"`` runs the program
+    itself, for NUTS and HMC. For a program under ``handlers.temper`` the target is the tempered
+    posterior. The same seed gives the same draws. Ctrl-C keeps the draws made so far.
+
+    :param model: a Pyro program with continuous latents.
+    :param args: the program's arguments, including the targets; keywords by ``functools.partial``.
+    :param kernel: ``mcmc.NUTS(...)``, ``HMC``, ``MCLMC`` or ``MAMS``; "nuts", "hmc", "mclmc" and
+        "mams" are these with their defaults.
+    :param num_warmup: iterations per chain that adapt step size and metric, not kept.
+    :param num_samples: draws per chain.
+    :param init: where the chains start: "prior" (each at a draw of the prior), "uniform"
+        (unconstrained numbers between -2 and 2, as in NumPyro), "network" (the values of the
+        networks' parameters), a guide or ``Samples`` (each at a draw of it), or a dict of latents.
+    :param chain_method: "parallel" (in threads, on separate devices) or "vectorized" (in lockstep
+        by ``vmap``, where each iteration takes as long as the slowest chain's); by default parallel
+        on a CPU, and vectorized on an accelerator. The draws are the same up to rounding. Pyro's
+        chains run one after another.
+    :param checkpoint: a folder. Draws and state are written there every few seconds, and the same
+        call goes on from what it finds there: killed at any moment, it ends with the same draws as
+        an uninterrupted one. A larger ``num_samples`` adds draws.
+    :param subset: the unconstrained numbers to draw, and the vector (P,) that holds the others.
+    :param progress: show a progress bar; by default in terminals and notebooks.
+    :returns: draws in the latents' supports, on the program's device, with statistics;
+        ``num_steps`` counts gradients. Of MCLMC, ``energy_variance`` is the one reached, averaged
+        over the steps of a draw, and ``momentum_length`` the length L.
+    :warns BdlWarning: if more than a tenth of the draws ended in a divergence, if chains hardly
+        moved from their start, or if the energy variance of MCLMC is far from its target.
+    :raises UnsupportedProgramError: for a program without observed sites, with discrete latents
+        that cannot be summed out, or with latents that ``poutine.block`` hides.
+    :raises MissingOperatorError: if an operator has no translation to JAX.
+    :raises ValueError: for an argument outside its range, data that are not finite, targets outside
+        their support, a plate that holds a part of its data, or a checkpoint of another run.
+    """
+    kernel = as_kernel(kernel)
+    if backend not in ("numpyro", "pyro"):
+        raise ValueError(f"backend must be 'numpyro' or 'pyro', got {backend!r}")
+    if chain_method not in (None, "parallel", "vectorized"):
+        raise ValueError(f"chain_method must be 'parallel' or 'vectorized', got {chain_method!r}")
+    num_chains = whole_number(num_chains, "num_chains")
+    plan = Plan(
+        whole_number(num_warmup, "num_warmup", least=0),
+        whole_number(num_samples, "num_samples"),
+        seed,
+        chain_method,
+        None if checkpoint is None else Path(checkpoint),
+        progress,
+    )
+    started = time.perf_counter()
+    with evaluation_mode(model, args, init), seeded(seed):
+        program = checked_program(model, args, {})
+        require_all_data(program)
+        restriction = Restriction(program, subset)
+        start = starting_vectors(restriction, init, num_chains)
+        kernel.check_size(start.shape[-1])
+    target = Target(
+        lambda vector: restriction.log_density(vector),  # make_fx would count a method's self
+        restriction.log_density_terms,
+    )
+    with evaluation_mode(model, args):
+        if backend == "pyro":
+            from pyro_bdl.mcmc.pyro_backend import run
+        else:
+            from pyro_bdl.mcmc.run import run
+        chains = run(target, start, kernel, plan)
+    info = {
+        "kernel": kernel.name,
+        "backend": "pyro" if backend == "pyro" else kernel.library,
+        "num_warmup": plan.num_warmup,
+        "seed": seed,
+        "options": kernel.options(),
+    }
+    return _samples(restriction, kernel, chains, plan.num_samples, info, started)
+
+
+def _samples(
+    restriction: Restriction,
+    kernel: Kernel,
+    chains: Chains,
+    count: int,
+    info: dict[str, Any],
+    started: float,
+) -> Samples:
+    """The draws in their supports, with warnings of chains that say little of the posterior.
+
+    :param count: the number of draws that each chain was to make.
+    """
+    if chains.interrupted:
+        warnings.warn(
+            f"interrupted: {chains.vectors.shape[1]} of {count} draws per chain were made",
+            BdlWarning,
+            stacklevel=3,
+        )
+    warn_of_divergences(chains)
+    warn_of_stuck_chains(chains)
+    if isinstance(kernel, MCLMC):
+        warn_of_energy_variance(chains, kernel.energy_variance, kernel.step_size is None)
+    with torch.no_grad():
+        latents = restriction.constrain(chains.vectors)
+    seconds = time.perf_counter() - started
+
+    def more(count: int) -> Samples:
+        count, started = whole_number(count, "num_samples"), time.perf_counter()
+        assert chains.resume is not None
+        return _samples(restriction, kernel, chains.resume(count), count, info, started)
+
+    return Samples(
+        latents,
+        chains.stats,
+        {**info, "seconds": seconds, "interrupted": chains.interrupted},
+        None if chains.resume is None else more,
+    )
+
+
+def require_all_data(program: Program) -> None:
+    for name, (size, present) in program.plates.items():
+        if present < size:
+            raise ValueError(
+                "MCMC needs all data in one call, without subsampling: the plate "
+                f"'{name}' has size {size} but holds {present}"
+            )
