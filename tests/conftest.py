@@ -9,6 +9,7 @@ import jaxlib
 import pyro
 import pytest
 import torch
+from helpers import second_device
 
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.curvature.structures import STRUCTURES
@@ -50,6 +51,26 @@ def _fresh():
 def double(_fresh):
     """Tensors are float64 by default."""
     torch.set_default_dtype(torch.float64)
+
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.cuda,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+
+
+@pytest.fixture(params=["accel", CUDA])
+def device(request):
+    """A device that is not the CPU: a stand-in in host memory, and CUDA where there is one."""
+    if request.param == "accel":
+        try:
+            second_device.register()
+        except (OSError, RuntimeError) as error:
+            pytest.skip(f"the second device was not built: {error}")
+    return torch.device(request.param)
 
 
 EXACT = [name for name, kind in STRUCTURES.items() if not kind.is_sampled]

@@ -248,11 +248,9 @@ def _trace(model, x, y):
     return bdl.program.trace_once(model, (x, y), {})
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda():
-    x, y = (value.cuda() for value in _data())
-    model = _model().cuda()
+def test_on_another_device(device):
+    x, y = (value.to(device) for value in _data())
+    model = _model().to(device)
     guide = bdl.guides.AutoMeanField(model).prototype(x, y)
     data = to_arviz(model, guide, x, y, num_samples=5)
     assert _names(data) == GROUPS

@@ -5,6 +5,7 @@ program's tensors nor, after ``torch.set_default_device``, the CPU.
 """
 
 import ast
+from copy import deepcopy
 from pathlib import Path
 
 import pyro
@@ -152,3 +153,15 @@ def test_chains_start_where_the_program_is():
         found = bdl.Program(program, torch.empty(2, device="meta"))
         start = _unconstrained(found, {"w": torch.ones(2)})
     assert start.device.type == "meta"
+
+
+def test_the_stand_in_refuses_mixed_devices_and_computes_as_the_cpu_does(device):
+    x = torch.randn(4, 4)
+    there = x.to(device)
+    for mixed in (lambda: there + x, lambda: there @ x[0], lambda: torch.cat([there, x])):
+        with pytest.raises(RuntimeError, match="on the same device"):
+            mixed()
+    copy = deepcopy(there)
+    copy.diagonal().add_(2.0)  # a view, changed in place
+    assert copy.device == there.device and torch.equal(there.cpu(), x)
+    assert torch.equal(copy.cpu(), x + 2.0 * torch.eye(4))

@@ -458,11 +458,9 @@ def test_without_a_compiler_the_operators_run_one_by_one(monkeypatch):
     assert elbo.num_replays == 1
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_gpu():
-    batches = [(X.cuda(), Y.cuda())] * 6
-    same_steps({"temperature": 0.3}, batches, make=lambda: regression().to("cuda"), rtol=1e-4)
+def test_on_another_device(device):
+    batches = [(X.to(device), Y.to(device))] * 6
+    same_steps({"temperature": 0.3}, batches, make=lambda: regression().to(device), rtol=1e-4)
 
 
 @pytest.mark.parametrize(

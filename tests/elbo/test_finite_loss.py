@@ -47,17 +47,15 @@ def test_an_error_at_the_end_of_backward_is_backwards():
     assert calls[-1] == 1.0  # after all gradients
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_loss_on_an_accelerator_is_checked_by_backward():
+def test_a_loss_on_an_accelerator_is_checked_by_backward(device):
     def model(x, y):
-        w = pyro.sample("w", pyro.distributions.Normal(torch.zeros((), device="cuda"), 1.0))
+        w = pyro.sample("w", pyro.distributions.Normal(torch.zeros((), device=device), 1.0))
         with pyro.plate("data", len(x)):
             pyro.sample("y", pyro.distributions.Normal(w * x, 1.0), obs=y)
 
-    x, y = torch.randn(8, device="cuda"), torch.randn(8, device="cuda")
+    x, y = torch.randn(8, device=device), torch.randn(8, device=device)
     guide = AutoMeanField(model).prototype(x, y)
     loss = TemperedTrace_ELBO()(model, guide)
     loss(x, y).backward()
     with pytest.raises(ValueError, match="y holds NaN or infinity in rows 2"):
-        loss(x, y.index_fill(0, torch.tensor(2, device="cuda"), math.nan)).backward()
+        loss(x, y.index_fill(0, torch.tensor(2, device=device), math.nan)).backward()

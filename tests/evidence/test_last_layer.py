@@ -310,14 +310,12 @@ def test_another_guide():
     refused(model, x, y, "trains an AutoLastLayer, got AutoLaplaceGGN", TypeError, AutoLaplaceGGN)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("how", ["SVI", "torch"])
-def test_on_a_gpu(how):
+def test_on_another_device(how, device):
     x, y = data()
     model = shared(1)
     expected = LastLayerEvidence().loss(model, AutoLastLayer(model), x, y)
-    model = model.cuda()
-    losses = optimize(how, model, AutoLastLayer(model), x.cuda(), y.cuda(), steps=20)
+    model = model.to(device)
+    losses = optimize(how, model, AutoLastLayer(model), x.to(device), y.to(device), steps=20)
     assert losses[0] == pytest.approx(expected)
     assert losses[-1] < losses[0]

@@ -357,17 +357,17 @@ def test_the_prior_is_a_copy_that_can_be_copied(name):
     torch.testing.assert_close(density(prior), expected)  # the model's move did not touch it
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", GAUSSIAN)
-def test_the_prior_follows_the_model_to_a_gpu(name):
+def test_the_prior_follows_the_model_to_another_device(name, device):
     model, x, y = network()
     model.update_prior(gaussian_guide(name, model, x, y))
     values = {k: site.value.detach() for k, site in record(model, {}, (x,)).latents.items()}
     here = Program(model, x, y).log_prior(values)
-    model.cuda()
-    there = Program(model, x.cuda(), y.cuda()).log_prior({k: v.cuda() for k, v in values.items()})
-    assert there.device.type == "cuda"
+    model.to(device)
+    there = Program(model, x.to(device), y.to(device)).log_prior(
+        {k: v.to(device) for k, v in values.items()}
+    )
+    assert there.device.type == device.type
     torch.testing.assert_close(there.cpu(), here)
 
 

@@ -228,14 +228,12 @@ def test_a_mixture_in_use_can_be_copied(twin):
     assert torch.equal(clone.location(), mixture.location())
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_it_moves_to_a_gpu():
-    mixture = MixtureGuide(normals()).to("cuda")
+def test_it_moves_to_another_device(device):
+    mixture = MixtureGuide(normals()).to(device)
     vector = mixture.sample_vectors(3)[0]
-    assert vector.device.type == mixture.variances().device.type == "cuda"
+    assert vector.device.type == mixture.variances().device.type == device.type
     assert torch.isfinite(mixture.log_density(vector, vector.new_zeros(())))
-    assert mixture.quantiles([0.1, 0.9])["w"].device.type == "cuda"
+    assert mixture.quantiles([0.1, 0.9])["w"].device.type == device.type
 
 
 # Of Laplace approximations

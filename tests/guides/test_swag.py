@@ -225,19 +225,17 @@ def test_the_gaussian_is_saved_and_follows_dtypes(walked):
     assert guide.snapshots.mean.dtype == torch.float64  # the source is left alone
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("kind", [AutoSWAG, AutoMultiSWAG])
-def test_on_a_gpu(kind):
+def test_on_another_device(kind, device):
     model, x, y = problem(dtype=torch.float32, num_data=40)
-    model, x, y = model.cuda(), x.cuda(), y.cuda()
+    model, x, y = model.to(device), x.to(device), y.to(device)
     guide = kind(model, rank=4).prototype(x, y)
     collect_swag(model, guide, x, y, snapshots=6, learning_rate=1e-3)
     swag = guide.swag_approximation()
     draws = swag.sample_vectors(5)
-    assert draws.device.type == "cuda"
+    assert draws.device.type == device.type
     assert torch.isfinite(swag.log_density(draws[0], draws.new_zeros(())))
-    assert bdl.Predictive(model, swag, 5)(x)["f"].device.type == "cuda"
+    assert bdl.Predictive(model, swag, 5)(x)["f"].device.type == device.type
 
 
 # The loop

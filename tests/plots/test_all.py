@@ -74,11 +74,9 @@ def test_any_dtype_that_wants_gradients(dtype):
         assert all(map(_rendered, figures.values()))
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_tensors_on_a_gpu(dtype):
-    assert all(map(_rendered, _figures(lambda values: values.to("cuda", dtype)).values()))
+def test_tensors_on_another_device(dtype, device):
+    assert all(map(_rendered, _figures(lambda values: values.to(device, dtype)).values()))
 
 
 def test_pyplot_and_settings_are_left_alone_and_figures_are_five_inches_wide():

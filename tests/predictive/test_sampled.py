@@ -432,13 +432,11 @@ def test_a_factor_has_no_log_likelihood_of_single_data():
         predictive.log_likelihood(torch.ones(4))
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda():
+def test_on_another_device(device):
     model, x, y = model_and_data()
-    model, x, y = model.cuda(), x.cuda(), y.cuda()
+    model, x, y = model.to(device), x.to(device), y.to(device)
     guide = bdl.guides.AutoMeanField(model).prototype(x, y)
-    assert bdl.Predictive(model, guide, 5)(x)["y"].is_cuda
+    assert bdl.Predictive(model, guide, 5)(x)["y"].device == x.device
 
 
 def test_moments_of_each_draw_are_those_of_its_distribution():

@@ -293,11 +293,9 @@ def test_dropout_differs_by_member():
     assert not torch.allclose(ensemble.locs[0], ensemble.locs[1])
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_gpu():
+def test_on_another_device(device):
     model, net, x, y = problem()
-    model, net, x, y = model.cuda(), net.cuda(), x.cuda(), y.cuda()
+    model, net, x, y = model.to(device), net.to(device), x.to(device), y.to(device)
     guide = AutoMeanField(model, init_scale=0.3).prototype(x, y)
     draws = {name: value.detach() for name, value in guide.sample_latents(4).items()}
     samples = bdl.Samples({name: value[None] for name, value in draws.items()})

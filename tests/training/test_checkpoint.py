@@ -161,14 +161,12 @@ def test_random_states_of_gpus(there, tmp_path, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(found, states, strict=False))
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_random_numbers_of_the_gpu_go_on(tmp_path):
-    torch.randn(3, device="cuda")
+def test_random_numbers_of_the_gpu_go_on(tmp_path, device):
+    torch.randn(3, device=device)
     Checkpoint(tmp_path / "run").save(1)
-    expected = torch.randn(3, device="cuda")
+    expected = torch.randn(3, device=device)
     Checkpoint(tmp_path / "run").load()
-    assert torch.equal(torch.randn(3, device="cuda"), expected)
+    assert torch.equal(torch.randn(3, device=device), expected)
 
 
 def test_before_the_first_step(tmp_path):

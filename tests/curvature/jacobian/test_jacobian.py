@@ -520,14 +520,12 @@ def test_batches_of_other_lengths_have_other_uses(oracle):
     torch.testing.assert_close(found.matrix, expected)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", ["mlp", "conv2d", "transformer, time first", "embedding", "tied"])
-def test_on_a_gpu(oracle, name):
+def test_on_another_device(oracle, name, device):
     torch.set_default_dtype(torch.float32)
     net, x, others = made(name)
     torch.backends.cudnn.allow_tf32 = False
-    x = x.cuda()
-    found, expected, pullback = jacobian(oracle, net.cuda(), x)
+    x = x.to(device)
+    found, expected, pullback = jacobian(oracle, net.to(device), x)
     torch.testing.assert_close(found.rows(), expected, rtol=1e-3, atol=1e-4)
     assert set(pullback.alignment.others) == set(others)

@@ -125,11 +125,9 @@ def test_small_eigenvalues_in_float32(double_up_to):
     assert abs(of_sum[0] / exact[0] - 1.0) > 0.5
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_cuda():
-    sums = OuterProductSum(GROUPS, SIZE, torch.empty(0, device="cuda"))
-    x = torch.randn(3, 1, GROUPS, SIZE, device="cuda")
+def test_on_another_device(device):
+    sums = OuterProductSum(GROUPS, SIZE, torch.empty(0, device=device))
+    x = torch.randn(3, 1, GROUPS, SIZE, device=device)
     sums.add(OuterVectors(x))
     values, vectors = sums.eigen()
     expected = torch.einsum("ntgi,ntgj->gij", x, x)
