@@ -98,24 +98,24 @@ class ObservationModel(TaskPrior, OwnParameters):
 
     def _sampled(self, heads: "Mapping[str, tuple[ObservationModel, Any, Any]]") -> dict[str, Any]:
         """Observe or sample the targets of each site, given its program, f(x) and targets."""
-        outputs = {
-            site: uncast(_without_single_column(output)) for site, (_, output, _) in heads.items()
-        }
-        rows = {site: output.shape[0] for site, output in outputs.items()}
-        batch = next(iter(rows.values()))
-        if not batch:
-            raise ValueError("the batch has no rows: pass at least one datum")
-        if any(count != batch for count in rows.values()):
-            raise ValueError(f"the outputs of the network have different numbers of rows: {rows}")
-        targets, size = {}, batch
+        outputs: dict[str, Tensor] = {}
+        for site, (_, output, _) in heads.items():
+            outputs[site] = output = uncast(_without_single_column(output))
+            batch = output.shape[0]
+            if not batch:
+                raise ValueError("the batch has no rows: pass at least one datum")
+            if batch != next(iter(outputs.values())).shape[0]:
+                rows = {name: value.shape[0] for name, value in outputs.items()}
+                raise ValueError(
+                    f"the outputs of the network have different numbers of rows: {rows}"
+                )
+        targets, likelihoods, size = {}, {}, batch
         for site, (head, _, y) in heads.items():
             if y is not None:
                 targets[site] = head._checked_targets(outputs[site], y)
                 size = self._plate_size(batch)
-        likelihoods: dict[str, Any] = {
-            site: head.likelihood(outputs[site]) for site, (head, _, _) in heads.items()
-        }
-        device = next(iter(outputs.values())).device
+            likelihoods[site] = head.likelihood(outputs[site])
+        device = outputs[site].device
         with pyro.plate("data", size, subsample=torch.arange(batch, device=device)):
             return {
                 site: pyro.sample(site, likelihood, obs=targets.get(site))

@@ -117,11 +117,6 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
                 module.register_buffer(attribute, value)
         self._cache.clear()
 
-    @property
-    def net(self) -> nn.Module:
-        """The copied network, at its own values."""
-        return self.network
-
     def __getattr__(self, name: str) -> Any:
         if name == "network":  # not through PyroModule, which registers every parameter each time
             return self._modules["network"]
@@ -152,7 +147,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
 
     def _forward(self, values: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         with substituted(partial(_in_place, self._places, values)):
-            result = self.network(*args, **kwargs)
+            result = self._modules["network"](*args, **kwargs)
         mode = self.training
         if mode not in self._checked_modes and torch.is_grad_enabled() and not is_transformed():
             refuse_reentrant(result)
@@ -178,10 +173,13 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         :raises UnsupportedProgramError: if layers were added, replaced or taken away, so that there
             are weights without a prior, or sampled ones that nothing uses.
         """
-        network = self.network
-        same = self._structure[0][0] is network
-        if same and all(tuple(m._modules.values()) == parts for m, parts in self._structure):
-            return
+        network = self._modules["network"]
+        for module, parts in self._structure:
+            if tuple(module._modules.values()) != parts:
+                break
+        else:
+            if self._structure[0][0] is network:
+                return
         known = {place for places in self._places.values() for place in places}
         names = {part: name for name, part in network.named_modules()}
         for part, name in names.items():
@@ -571,7 +569,7 @@ def _in_place(places: Places, values: dict[str, Tensor]) -> Iterator[None]:
                     recurrent.add(module)
         for module in recurrent:
             module._flat_weights = [getattr(module, key) for key in module._flat_weights_names]
-        with _differentiable(recurrent):
+        with _differentiable(recurrent) if recurrent else nullcontext():
             yield
     finally:
         for table, key, tensor in reversed(saved):

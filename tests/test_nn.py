@@ -46,7 +46,7 @@ def test_at_the_networks_own_values_the_output_is_the_same(case, training):
     assert bnn.training == training
     expected = copy.deepcopy(net)(x)
     torch.testing.assert_close(record(bnn, _own_values(bnn), (x,)).result, expected)
-    torch.testing.assert_close(copy.deepcopy(bnn.net)(x), expected)
+    torch.testing.assert_close(copy.deepcopy(bnn.network)(x), expected)
 
 
 def test_every_parameter_is_a_site_of_its_shape(case):
@@ -103,8 +103,8 @@ def test_the_copy_is_whole_again_after_an_error(case):
     def fail(*_):
         raise RuntimeError("midway")
 
-    handle = list(bnn.net.modules())[-1].register_forward_hook(fail)
-    handle_out = bnn.net.register_forward_hook(fail)
+    handle = list(bnn.network.modules())[-1].register_forward_hook(fail)
+    handle_out = bnn.network.register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="midway"):
         record(bnn, {}, (x,))
     handle.remove()
@@ -179,7 +179,7 @@ def test_state_dict_has_the_nets_keys_and_travels(case):
     fresh.load_state_dict(torch.load(file, weights_only=True))
     output = record(fresh.eval(), _own_values(fresh), (x,)).result
     torch.testing.assert_close(output, net.eval()(x))
-    torch.testing.assert_close(fresh.net(x), net(x))
+    torch.testing.assert_close(fresh.network(x), net(x))
     user = copy.deepcopy(other)
     user.load_state_dict({k.removeprefix("network."): v for k, v in state.items()})
     torch.testing.assert_close(user.eval()(x), net(x))
@@ -197,8 +197,8 @@ def test_copies_stand_alone(case, how):
     with torch.no_grad():
         for value in clone.state_dict().values():
             value.zero_()
-    torch.testing.assert_close(bnn.net(x), net.eval()(x))
-    torch.testing.assert_close(clone.net(x), record(clone, _own_values(clone), (x,)).result)
+    torch.testing.assert_close(bnn.network(x), net.eval()(x))
+    torch.testing.assert_close(clone.network(x), record(clone, _own_values(clone), (x,)).result)
 
 
 def test_tied_weights_are_one_site_in_both_places():
@@ -206,7 +206,7 @@ def test_tied_weights_are_one_site_in_both_places():
     bnn = bayesianize(net)
     assert bnn.sites == ("embed.weight",)
     assert list(bnn.parameters()) == []
-    assert bnn.net.out.weight is bnn.net.embed.weight
+    assert bnn.network.out.weight is bnn.network.embed.weight
     value = torch.randn(7, 4)
     expected = value[WORDS].tanh() @ value.T
     torch.testing.assert_close(record(bnn, {"embed.weight": value}, (WORDS,)).result, expected)
@@ -224,14 +224,14 @@ def test_frozen_parameters_stay_fixed():
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), TemperedTrace_ELBO())
     svi.step(x, y)
     svi.step(x, y)
-    assert torch.equal(bnn.net[0].weight, net[0].weight)
-    assert not bnn.net[0].weight.requires_grad
+    assert torch.equal(bnn.network[0].weight, net[0].weight)
+    assert not bnn.network[0].weight.requires_grad
     assert set(guide.layout.latents) == {"2.weight", "2.bias"}
 
 
 def test_a_parameter_frozen_later_stays_frozen():
     bnn = bayesianize(small_mlp(), priors.ByName({"*.weight": priors.Normal()}))
-    bias = bnn.net[0].bias.requires_grad_(False)
+    bias = bnn.network[0].bias.requires_grad_(False)
     model = models.Regression(bnn, noise=0.5)
     guide = AutoMeanField(model)
     x, y = torch.randn(8, 2), torch.randn(8)
@@ -241,7 +241,7 @@ def test_a_parameter_frozen_later_stays_frozen():
     svi.step(x, y)
     assert torch.equal(bias, before)
     assert not bias.requires_grad
-    assert bnn.net[2].bias.grad is not None or bnn.net[2].bias.requires_grad
+    assert bnn.network[2].bias.grad is not None or bnn.network[2].bias.requires_grad
 
 
 def _partly():
@@ -255,14 +255,14 @@ def test_parameters_without_a_prior_are_learned_by_pyro(elbo):
     assert bnn.learnable == ("0.bias", "2.bias")
     model = models.Regression(bnn, noise=0.5)
     guide = AutoMeanField(model)
-    before = bnn.net[2].bias.clone()
+    before = bnn.network[2].bias.clone()
     x = torch.randn(8, 2)
     elbo = pyro.infer.Trace_ELBO() if elbo is None else elbo(num_particles=2)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), elbo)
     for _ in range(100):
         svi.step(x, torch.full((8,), 5.0))
-    assert (bnn.net[2].bias - before).item() > 1.0
-    assert pyro.get_param_store()[f"{bnn._own_name}.network.2.bias"] is bnn.net[2].bias
+    assert (bnn.network[2].bias - before).item() > 1.0
+    assert pyro.get_param_store()[f"{bnn._own_name}.network.2.bias"] is bnn.network[2].bias
 
 
 def test_parameters_without_a_prior_are_learned_by_torch():
@@ -270,11 +270,11 @@ def test_parameters_without_a_prior_are_learned_by_torch():
     model = models.Regression(bnn, noise=PyroParam(torch.tensor(1.0), constraints.positive))
     x, y = torch.randn(8, 2), torch.full((8,), 5.0)
     guide = AutoMeanField(model).prototype(x, y)
-    before = bnn.net[2].bias.clone()
+    before = bnn.network[2].bias.clone()
     loss = TemperedTraceMeanField_ELBO()(model, guide)
     parameters = list(loss.parameters())
     ids = {id(p) for p in parameters}
-    wanted = [bnn.net[0].bias, bnn.net[2].bias, guide.loc, guide.scale_unconstrained]
+    wanted = [bnn.network[0].bias, bnn.network[2].bias, guide.loc, guide.scale_unconstrained]
     assert {id(p) for p in wanted} < ids
     assert len(parameters) == 5
     optimizer = torch.optim.Adam(parameters, lr=0.05)
@@ -283,7 +283,7 @@ def test_parameters_without_a_prior_are_learned_by_torch():
         loss(x, y).backward()
         assert all(p.grad is not None for p in parameters)
         optimizer.step()
-    assert (bnn.net[2].bias - before).item() > 1.0
+    assert (bnn.network[2].bias - before).item() > 1.0
 
 
 def test_two_instances_share_nothing_in_the_store():
@@ -343,7 +343,7 @@ def test_pretrained_values_are_where_the_guide_starts():
 def test_an_old_state_loaded_later_is_the_starting_point():
     net = small_mlp()
     bnn = bayesianize(small_mlp())
-    bnn.net.load_state_dict(net.state_dict())
+    bnn.network.load_state_dict(net.state_dict())
     model = models.Regression(bnn, noise=0.5)
     guide = AutoMeanField(model).prototype(torch.randn(4, 2), torch.randn(4))
     for name, value in net.named_parameters():

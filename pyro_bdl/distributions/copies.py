@@ -55,7 +55,10 @@ def without_masks(
         inner, own = without_masks(distribution.base_dist, distribution._mask)
         return inner, _both(own, mask)
     if isinstance(distribution, Independent):
-        inner, own = without_masks(distribution.base_dist)
+        if isinstance(distribution.base_dist, Independent | MaskedDistribution | ImproperUniform):
+            inner, own = without_masks(distribution.base_dist)
+        else:
+            return distribution, mask  # the usual case
         if isinstance(own, bool):
             return inner.to_event(distribution.reinterpreted_batch_ndims), _both(own, mask)
     return distribution, mask

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import pyro.distributions as dist
@@ -171,10 +170,15 @@ class Layout:
 
     def take(self, vector: Tensor, names: Sequence[str]) -> Tensor:
         """The entries (..., p) of a vector (..., P) that belong to the named sites, in order."""
-        parts = [self.slices[name] for name in names]
-        if all(a.stop == b.start for a, b in pairwise(parts)):
-            return vector[..., parts[0].start : parts[-1].stop]
-        return torch.cat([vector[..., part] for part in parts], -1)
+        runs: list[list[int]] = []  # of sites that follow each other
+        for name in names:
+            part = self.slices[name]
+            if runs and runs[-1][1] == part.start:
+                runs[-1][1] = part.stop
+            else:
+                runs.append([part.start, part.stop])
+        taken = [vector[..., start:stop] for start, stop in runs]
+        return taken[0] if len(taken) == 1 else torch.cat(taken, -1)
 
     def constrain(self, vector: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """A vector u (..., P) as constrained latents T(u), and log |det dT/du| of shape (...)."""

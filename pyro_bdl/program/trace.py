@@ -1,10 +1,8 @@
 """One run of a Pyro program, statement by statement."""
 
 import functools
-import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -174,11 +172,8 @@ class _Recorder(Messenger):
         # torch.compile, which runs one thread, cannot follow get_ident
         self.thread = None if torch.compiler.is_compiling() else threading.get_ident()
 
-    def is_of_another_thread(self) -> bool:
-        return self.thread is not None and self.thread != threading.get_ident()
-
     def _process_message(self, msg: Any) -> None:
-        if self.is_of_another_thread():
+        if self.thread is not None and self.thread != threading.get_ident():
             raise RuntimeError(
                 f"the statement '{msg['name']}' is of another thread than the program that runs: "
                 f"{_THREADS}"
@@ -195,7 +190,8 @@ class _Recorder(Messenger):
         if not msg["is_observed"]:
             if name in self.values:
                 msg["value"] = self.values[name]
-                _check_rows(msg)
+                if msg["cond_indep_stack"]:
+                    _check_rows(msg)
                 msg["fn"] = on_device_of(msg["fn"], msg["value"])
                 msg["done"] = True
             elif self.draw is not None:
@@ -208,19 +204,21 @@ class _Recorder(Messenger):
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] != "sample":
             return
-        name, run = msg["name"], self.run
+        name, run, infer = msg["name"], self.run, msg["infer"]
         if isinstance(msg["fn"], _Subsample):
             run.subsamples[name] = msg["value"]
             return
         if name in run.latents or name in run.observed or name in run.factors:
             raise UnsupportedProgramError(f"two sample statements are named '{name}': {RENAME}")
-        value = None if msg["infer"].get("_placeholder") else msg["value"]
-        frames = msg["cond_indep_stack"]
-        subsampling = math.prod((f.full_size or f.size) / f.size for f in frames)
+        value = None if infer.get("_placeholder") else msg["value"]
+        subsampling, plates = 1.0, []
+        for frame in msg["cond_indep_stack"]:
+            subsampling *= (frame.full_size or frame.size) / frame.size
+            if frame.dim is not None:
+                plates.append((frame.name, frame.dim))
         distribution = distribution_of_targets(msg) if msg["is_observed"] else msg["fn"]
         distribution, mask = without_masks(distribution, msg["mask"])
-        plates = tuple((f.name, f.dim) for f in frames if f.dim is not None)
-        site = Site(distribution, value, msg["scale"], mask, subsampling, plates)
+        site = Site(distribution, value, msg["scale"], mask, subsampling, tuple(plates))
         run.followed = run.followed or run.open
         kind = "latents"
         if is_deterministic(msg):
@@ -228,12 +226,12 @@ class _Recorder(Messenger):
             kind = "factors" if point_density(msg) else ""
         elif isinstance(msg["fn"], Unit):
             kind = "factors"
-        elif msg["is_observed"] or msg["infer"].get("_open"):
+        elif msg["is_observed"] or infer.get("_open"):
             kind = "observed"
             run.open = run.open or not msg["is_observed"]
-        elif msg["infer"].get("_enumerated"):
+        elif infer.get("_enumerated"):
             kind = "discrete"
-            if msg["infer"].get("_open_leaf"):
+            if infer.get("_open_leaf"):
                 run.observed[name] = site._replace(value=None)
         if kind in ("latents", "observed", "factors"):
             getattr(run, kind)[name] = site
@@ -269,21 +267,11 @@ def distribution_of_targets(msg: Any) -> Any:
             f"the targets of site '{msg['name']}' are boolean, but its distribution is continuous: "
             "pass numbers, as by y.float(), or observe a Bernoulli (models.BinaryClassification)"
         )
+    if msg["value"].shape == msg["fn"].shape():
+        return msg["fn"]
     plate_dims = [frame.dim for frame in msg["cond_indep_stack"]]
     enumerated = msg["infer"].get("_symbols", ())
     return expanded_to_targets(msg["name"], msg["fn"], msg["value"], plate_dims, enumerated)
-
-
-@contextmanager
-def _unvalidated() -> Iterator[None]:
-    with pyro.validation_enabled(False):
-        yield
-
-
-def _refuse_other_threads() -> None:
-    for handler in _PYRO_STACK:
-        if isinstance(handler, _Recorder) and handler.is_of_another_thread():
-            raise RuntimeError(f"two threads run Pyro programs at the same time: {_THREADS}")
 
 
 def record(
@@ -304,9 +292,11 @@ def record(
     :raises ArgumentError: for arguments that it cannot use.
     :raises RuntimeError: if another thread runs a program at this time.
     """
-    _refuse_other_threads()
     recorder = _Recorder(values, draw)
-    with _unvalidated(), recorder:
+    for handler in _PYRO_STACK:
+        if isinstance(handler, _Recorder) and handler.thread not in (None, recorder.thread):
+            raise RuntimeError(f"two threads run Pyro programs at the same time: {_THREADS}")
+    with pyro.validation_enabled(False), recorder:
         try:
             recorder.run.result = function(*args, **(kwargs or {}))
         except (TypeError, AttributeError, RuntimeError) as error:
