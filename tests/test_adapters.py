@@ -225,12 +225,12 @@ def test_variational_posteriors_leave_the_network_as_it_is(optimizer):
     net, data = _adapted(Attention), _data()
     model = _model(net)
     guide = bdl.guides.AutoMeanField(model, init_scale=0.05).prototype(*data)
-    before = {name: value.clone() for name, value in model.network.net.state_dict().items()}
+    before = {name: value.clone() for name, value in model.network.network.state_dict().items()}
     options = {} if optimizer is None else {"optimizer": optimizer(guide)}
     losses = train(model, guide, *data, steps=40, **options).losses
     assert losses[-5:].mean() < losses[:5].mean()
     assert set(guide.median()) == {n for n, _ in net.named_parameters() if "lora_" in n}
-    assert all(torch.equal(v, before[n]) for n, v in model.network.net.state_dict().items())
+    assert all(torch.equal(v, before[n]) for n, v in model.network.network.state_dict().items())
     assert bdl.Predictive(model, guide, num_samples=5)(data[0])["f"].std(0).max() > 0
 
 

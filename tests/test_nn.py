@@ -311,7 +311,7 @@ def test_two_instances_share_nothing_in_the_store():
         ]
         for other in (first, second, third, fourth):
             if other is not model:
-                assert other.network.net[0].bias is not model.network.net[0].bias
+                assert other.network.network[0].bias is not model.network.network[0].bias
     assert len(seen) == 12
 
 

@@ -318,7 +318,7 @@ def test_branches_on_what_stays_the_same_are_fine():
 
     def between(number, model, guide):
         if number == 7:
-            model.network.net.flag.fill_(-1.0)
+            model.network.network.flag.fill_(-1.0)
 
     with pytest.warns(BdlWarning, match="traces the program again"):
         elbo, _ = same_steps(

@@ -67,7 +67,7 @@ def test_batch_norm_moves_its_statistics():
     _, record = same_steps(
         {}, [(X, Y), (2 * X, Y)] * 3, make=lambda: regression_with(nn.BatchNorm1d(3))
     )
-    assert record.model.network.net[1].num_batches_tracked == 6
+    assert record.model.network.network[1].num_batches_tracked == 6
 
 
 def test_batch_norm_for_several_particles_runs_uncompiled():
@@ -143,7 +143,7 @@ def _differences(model, guide, change, expected):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda model: setattr(model.network.net[1], "p", 0.9),
+        lambda model: setattr(model.network.network[1], "p", 0.9),
         lambda model: setattr(model, "num_data", 60),
         lambda model: setattr(model, "_noise", 2.0),
     ],

@@ -98,7 +98,7 @@ def test_rows_of_a_run_are_distributed_as_plain_draws(name, mask):
     model = models.Regression(bayesianize(net), noise=0.5)
     x = row[None].expand(2, *row.shape)
     with torch.no_grad():
-        y = torch.zeros_like(model.network.net(x))
+        y = torch.zeros_like(model.network.network(x))
         guide = AutoMCDropout(model, p=0.3, sites="all", mask=mask).prototype(x, y)
         many = row[None].expand(COUNT, *row.shape)
         rows = outputs(guide, model, many, per_example_dropout())

@@ -257,7 +257,7 @@ def test_it_starts_from_the_network(kind):
     model = regression()
     guide = kind(model).prototype(X, Y)
     center = guide.layout.constrain(guide.location())[0]
-    for name, value in model.network.net.named_buffers():
+    for name, value in model.network.network.named_buffers():
         assert torch.equal(center[name], value)
 
 
@@ -354,7 +354,9 @@ def test_prototype_moves_nothing(kind):
         call()
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
     losses_of(guide, model, TemperedTrace_ELBO(), 3)
-    assert model.network.net[1].num_batches_tracked == 3  # the check of the first step left none
+    assert (
+        model.network.network[1].num_batches_tracked == 3
+    )  # the check of the first step left none
 
 
 def test_several_particles_move_batchnorm_as_they_would_one_by_one(kind):
@@ -364,8 +366,8 @@ def test_several_particles_move_batchnorm_as_they_would_one_by_one(kind):
         warnings.simplefilter("ignore")
         losses = losses_of(guide, model, TemperedTrace_ELBO(num_particles=2), 3)
     assert all(map(math.isfinite, losses))
-    assert torch.isfinite(model.network.net[1].running_mean).all()
-    assert not torch._C._functorch.is_batchedtensor(model.network.net[1].running_mean)
+    assert torch.isfinite(model.network.network[1].running_mean).all()
+    assert not torch._C._functorch.is_batchedtensor(model.network.network[1].running_mean)
 
 
 class Breaks(nn.Module):
@@ -393,7 +395,7 @@ def test_an_error_midway_leaves_no_trace(kind, elbo):
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert all(part.training for part in model.modules())
     assert not poutine.runtime._PYRO_STACK
-    model.network.net.broken = False
+    model.network.network.broken = False
     assert math.isfinite(elbo()(model, guide)(X, Y).item())
 
 

@@ -55,7 +55,7 @@ def tunable(model_noise=NOISE, scale=0.8, outputs=1):
 
 def features(model, x):
     """phi with a column of ones, at the network's own values."""
-    net = model.network.net
+    net = model.network.network
     hidden = torch.tanh(net[0](x)).detach()
     return torch.cat([hidden, torch.ones(len(x), 1, dtype=D)], 1)
 

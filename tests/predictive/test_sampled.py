@@ -363,18 +363,22 @@ def test_runs_in_evaluation_mode_and_restores_everything():
     x, y = torch.randn(8, 3), torch.randn(8)
     guide = bdl.guides.AutoMAP(model).prototype(x, y)
     model.train()
-    model.network.net.drop.eval()
+    model.network.network.drop.eval()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     f = bdl.Predictive(model, guide, 3)(x)["f"]
     assert torch.equal(f[0], f[1])
     assert (
-        model.training and model.network.net.norm.training and not model.network.net.drop.training
+        model.training
+        and model.network.network.norm.training
+        and not model.network.network.drop.training
     )
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     with pytest.raises(RuntimeError):
         bdl.Predictive(model, guide, 3)(torch.randn(8, 5))
     assert (
-        model.training and model.network.net.norm.training and not model.network.net.drop.training
+        model.training
+        and model.network.network.norm.training
+        and not model.network.network.drop.training
     )
     assert not torch.nn.modules.module._global_forward_pre_hooks
 

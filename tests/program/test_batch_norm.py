@@ -73,7 +73,7 @@ def torchs(net, draw, batches, inputs):
 @pytest.fixture(params=["samples", "mean-field", "ensemble"])
 def posterior(request):
     model, net, x, y = problem()
-    model.network.net(x)  # statistics that are not those of any draw
+    model.network.network(x)  # statistics that are not those of any draw
     if request.param == "mean-field":
         guide = AutoMeanField(model, init_scale=0.3).prototype(x, y)
     else:
@@ -149,7 +149,7 @@ def test_dropout_stays_off_and_other_layers_in_their_mode():
     without[1].p = 0.0
     expected = torchs(without, {k: v[0] for k, v in guide.sample_latents(1).items()}, [x], x)
     torch.testing.assert_close(found, expected)
-    assert model.network.net[1].training
+    assert model.network.network[1].training
 
 
 def test_all_is_as_before_after_an_error():

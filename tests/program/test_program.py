@@ -607,7 +607,7 @@ def test_buffers_and_parameters_are_not_moved_by_reading():
     Program(model, X, Y)
     after = bnn.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
-    assert bnn.net.training
+    assert bnn.network.training
 
 
 # Reparameterizations

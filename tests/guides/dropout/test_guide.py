@@ -79,7 +79,7 @@ def test_the_bound_is_gals_objective(elbo, p, model, data, every_mask):
     loss = value.differentiable_loss(model, guide, *data)
     (gradient,) = torch.autograd.grad(loss, guide.loc)
     latents = {k: v.detach().clone().requires_grad_() for k, v in guide.mean_latents().items()}
-    expected = _enumerated(model.network.net, latents, p, *data, 0.5)
+    expected = _enumerated(model.network.network, latents, p, *data, 0.5)
     expected = expected + _decay(latents, {"2.weight": p}, 0.7)
     torch.testing.assert_close(loss, expected)
     by_hand = torch.autograd.grad(expected, list(latents.values()))

@@ -322,7 +322,7 @@ class AlwaysOn(nn.Module):
 def test_functional_dropout_is_a_layer_too(inplace):
     model, guide = _made(Functional(inplace), torch.randn(4, 2))
     assert _rates(guide) == {"last.weight": 0.25}
-    assert guide.layers == (model.network.net,)
+    assert guide.layers == (model.network.network,)
 
 
 def test_learned_rates_start_at_the_layers():

@@ -138,7 +138,7 @@ def test_the_input_units_of_every_layer():
     guide = AutoMCDropout(model, sites="all").prototype(*data)
     assert {n: (w.axis, w.num_units) for n, w in guide.weights.items()} == AXES
     assert [part.training for part in model.modules()] == modes
-    assert int(model.network.net.norm.num_batches_tracked) == 0
+    assert int(model.network.network.norm.num_batches_tracked) == 0
     hidden = AutoMCDropout(model).prototype(*data)
     assert set(hidden.weights) == set(AXES) - {"embed.weight"}
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TemperedTraceMeanField_ELBO())
