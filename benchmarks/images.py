@@ -106,7 +106,7 @@ def log_loss(found: Tensor, y: Tensor) -> float:
 
 def best_scale(model: Any, posterior: Any, held_out: Part, values: Iterable[float]) -> float:
     """Set the prior's only scale to the value that predicts held-out images best; return it."""
-    (name,) = bdl.evidence.hyperparameters(posterior)
+    (name,) = posterior.hyperparameters()
 
     def density(value: float) -> float:
         pyro.get_param_store()[name] = torch.tensor(value)

@@ -22,7 +22,7 @@ from pyro.nn import PyroParam
 from torch.distributions import constraints
 
 import pyro_bdl as bdl
-from pyro_bdl import evidence, nn
+from pyro_bdl import nn
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.training import train
 
@@ -77,8 +77,8 @@ def main() -> None:
     )  # fmt: skip
     posterior = at.laplace_approximation(data)
     for number in range(options.rounds):
-        gamma = evidence.effective_parameters(posterior)
-        (theta,) = evidence.hyperparameters(posterior).values()
+        gamma = posterior.effective_parameters()
+        (theta,) = posterior.hyperparameters().values()
         clock.mark(f"samples, scale {float(theta):.3g}, gamma {float(gamma):.3g}, round {number}")
         if number + 1 < options.rounds:
             (leaf,) = scaled.parameters()

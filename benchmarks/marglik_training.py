@@ -14,6 +14,7 @@ accuracy and mean log likelihood of the test images. ``--data`` is a folder with
 """
 
 import argparse
+import itertools
 import json
 import math
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import pyro
 import torch
 from images import NETWORKS, Images, Part, mean_and_error, scores, seeds_of, with_error
 from pyro.nn import PyroParam
@@ -105,16 +107,25 @@ def by_evidence(name: str, data: Images, options: argparse.Namespace) -> Iterato
     part = joined(data)
     scale = PyroParam(torch.tensor(1.0), constraint=constraints.positive)
     model, guide = started(name, priors.PerLayer(priors.Normal(scale)), part, options)
-    online = bdl.evidence.MarginalLikelihoodTraining(
-        guide, list(zip(part.x.split(500), part.y.split(500), strict=True)),
-        every=options.every, burn_in=options.burn_in, patience=None, linearized=False,
-    )  # fmt: skip
-    descend(model, guide, part, options.epochs, options, after_epoch=online.step)
-    online.finish()
-    scales = [float(value) for value in online.best.hyperparameters.values()]
+    batches = list(zip(part.x.split(500), part.y.split(500), strict=True))
+    updates: list[tuple[Any, dict[str, Tensor]]] = []
+    epochs = itertools.count(1)
+
+    def update() -> None:
+        since = next(epochs) - options.burn_in
+        if since > 0 and (since - 1) % options.every == 0:
+            state = {key: value.clone() for key, value in guide.state_dict().items()}
+            posterior = guide.laplace_approximation(batches)
+            updates.append((bdl.evidence.maximize(posterior, linearized=False, steps=10), state))
+
+    descend(model, guide, part, options.epochs, options, after_epoch=update)
+    best, state = max(updates, key=lambda pair: pair[0].log_evidence)
+    guide.load_state_dict(state)
+    for key, value in best.hyperparameters.items():
+        pyro.get_param_store()[key] = value
+    scales = [float(value) for value in best.hyperparameters.values()]
     yield "evidence", probabilities(model, guide), {
-        "log evidence": online.best.log_evidence, "smallest sd": min(scales),
-        "largest sd": max(scales),
+        "log evidence": best.log_evidence, "smallest sd": min(scales), "largest sd": max(scales),
     }  # fmt: skip
     descend(model, guide, part, options.epochs // 2, options)
     yield "evidence, trained on", probabilities(model, guide), {}

@@ -197,7 +197,7 @@ def by_scale(name: str, options: argparse.Namespace) -> Iterator[str]:
     }.items():  # fmt: skip
         model = program(network, data, options, prior=priors.learnable(priors.Normal(1.0)))
         posterior = bdl.guides.AutoLaplaceGGN(model, **more).laplace_approximation((x, y))
-        (key,) = bdl.evidence.hyperparameters(posterior)
+        (key,) = posterior.hyperparameters()
         size, weights = posterior.subset.size, posterior.subset.take(posterior.loc)
         yield f"  {label}: {size} weights\n" + "".join(
             f"{head:>11}"
@@ -238,8 +238,10 @@ def by_scale(name: str, options: argparse.Namespace) -> Iterator[str]:
             )
         pyro.get_param_store()[key] = torch.tensor(0.3)
         posterior.refresh()
-        found = bdl.evidence.maximize(posterior, progress=False)
-        chosen = [float(*each.hyperparameters.values()) for each in (found.at_weights, found)]
+        chosen = []
+        for linearized in (False, True):
+            found = bdl.evidence.maximize(posterior, linearized=linearized, progress=False)
+            chosen.append(float(*found.hyperparameters.values()))
         yield "    by the evidence at the weights {:.2g}, at the linear optimum {:.2g}".format(
             *chosen
         )
@@ -312,7 +314,9 @@ def methods(
 
     def last_layer() -> Method:
         model = program(network, data, options, prior=priors.learnable(priors.Normal(1.0)))
-        posterior = bdl.guides.AutoLastLayer(model).maximize_evidence(data.train.tensors)
+        guide = bdl.guides.AutoLastLayer(model)
+        posterior = guide.laplace_approximation(data.train.tensors)
+        bdl.evidence.maximize(posterior)
         return linearized(model, posterior, options)
 
     def swag() -> Method:

@@ -126,7 +126,7 @@ def member(
     found = {}
     for structure in STRUCTURES:
         posterior = guide.laplace_approximation(data, structure=structure)
-        if not evidence.hyperparameters(posterior):
+        if not posterior.hyperparameters():
             found["", structure] = predicted(model, posterior, split)
             continue
         for point, linearized in POINTS.items():

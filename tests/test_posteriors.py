@@ -162,7 +162,7 @@ def test_laplace_tells_what_it_was_made_with(name, quiet):
     structure = {"laplace-kron": "kron", "laplace-diag": "diag"}.get(name, "full")
     assert found.settings["structure"] == structure == found.posterior.config.structure
     assert found.settings["steps"] == 30
-    assert not evidence.hyperparameters(found.posterior)  # the program's own prior
+    assert not found.posterior.hyperparameters()  # the program's own prior
     with torch.no_grad():
         expected = evidence.log_marginal_likelihood(found.posterior).item()
     assert found.log_evidence == expected
@@ -173,7 +173,7 @@ def test_laplace_tells_what_it_was_made_with(name, quiet):
 
 def test_a_prior_scale_by_the_evidence(quiet):
     found = fitted("laplace-evidence")[1]
-    (value,) = evidence.hyperparameters(found.posterior).values()
+    (value,) = found.posterior.hyperparameters().values()
     assert found.settings["prior scale"] == f"{value:.3g}" != "1"
     assert found.settings["structure"] == "full"
 

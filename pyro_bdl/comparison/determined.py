@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from pyro_bdl.evidence import effective_parameters
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.utils.tables import Column
 
@@ -29,7 +28,7 @@ def determined(posterior: Any) -> dict[str, Any]:
     if not isinstance(posterior, LaplaceGuide):
         return {}
     with torch.no_grad():
-        gamma = float(effective_parameters(posterior))
+        gamma = float(posterior.effective_parameters())
     return {"gamma": gamma, "latents": posterior.subset.size, "fitted": posterior.num_data}
 
 

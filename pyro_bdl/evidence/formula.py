@@ -1,32 +1,294 @@
-"""The evidence as a formula in its hyperparameters, without runs of the program."""
+"""The log evidence of a Laplace approximation as a function of its hyperparameters.
+
+    log p(y) = log p(y | u) + log p(u) + p/2 log 2 pi - 1/2 log det(curvature + prior precision)
+
+at u = u*, or at the optimum of the linearized model. ``Formula`` reads prior and noise off a run of
+the program; ``NormalFormula`` needs no run, where hyperparameters scale Normal priors and a noise.
+"""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyro_bdl.curvature.factor_statements import FactorStatements
 from pyro_bdl.curvature.hyperparameters import (
+    Hyperparameter,
     ParameterReading,
     followed,
+    group_sum,
     is_proportional,
     noise_owner,
     noise_site,
+    owners,
     prior_locations,
     prior_scales,
+    read,
     slopes,
 )
-from pyro_bdl.curvature.prior import PriorPrecision
+from pyro_bdl.curvature.prior import PriorPrecision, flat_entries, hyperpriors, prior_precision
 from pyro_bdl.distributions.take_apart import base_distribution
-from pyro_bdl.evidence.linearized import LinearizedPoint
-from pyro_bdl.evidence.marginal import Terms, effective_parameters, noise_factor
+from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint
 from pyro_bdl.guides.laplace import LaplaceGuide
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.program.trace import record, sum_out_discrete
 from pyro_bdl.utils.autograd import with_gradients
+from pyro_bdl.utils.module_state import evaluation_mode
 
-SMALLEST = 1e-8  # of gamma and of squared weights
-_HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+_SMALLEST = 1e-8  # of gamma and of squared weights
+_LOG_2PI = math.log(2 * math.pi)
+
+
+def log_marginal_likelihood(guide: LaplaceGuide, *, linearized: bool = False) -> Tensor:
+    """The Laplace approximation of log p(y | hyperparameters) in nats, a scalar.
+
+    It is log p(y, u*) + p/2 log 2 pi - 1/2 log det(precision) (MacKay 1992, equation 2.3; Immer et
+    al. 2021a, equation 6), differentiable in every ``PyroParam`` of the priors and of a Normal's
+    noise, through the fit and the determinant. For other parameters of the likelihood the curvature
+    counts as constant, and with ``linearized`` the likelihood too. Densities of hyperparameters
+    under their hyperpriors are included. If only a subset of the latents has a covariance, it is
+    the evidence given the other latents.
+
+    :param guide: a guide of ``laplace_approximation``.
+    :param linearized: evaluate at the optimum of the linearized model instead of at u* (Antoran et
+        al. 2022, section 3).
+    """
+    reading = read_guide(guide)
+    point = None
+    if linearized:
+        guide.follow(reading)
+        point = LinearizedModel(guide).optimum()
+        point.warn(stacklevel=2)
+    with torch.enable_grad():
+        return Formula(guide, reading).value(point)
+
+
+def read_guide(guide: LaplaceGuide) -> ParameterReading:
+    """A run of the guide's program on a few of its data, at the current hyperparameters.
+
+    :raises TypeError: for other guides.
+    :raises ValueError: for a guide whose width was fitted to held-out rows.
+    """
+    if not isinstance(guide, LaplaceGuide):
+        raise TypeError(
+            "the evidence is that of the Gaussian guide which AutoLaplaceGGN's "
+            f"laplace_approximation(data) returns, got {type(guide).__name__}"
+        )
+    if guide.held_out is not None:
+        raise ValueError(
+            "the width of this posterior was fitted to held-out rows, not to the evidence: call "
+            "laplace_approximation(data) without held_out for the evidence"
+        )
+    return guide.read()
+
+
+def formula_of(guide: LaplaceGuide, reading: ParameterReading) -> "Formula":
+    """The formula of a guide's evidence; one that runs no program, if its program has one.
+
+    :param reading: of the guide's program.
+    """
+    return NormalFormula.of(guide, reading) or Formula(guide, reading)
+
+
+class Formula:
+    """The log evidence of a guide at the present values of its hyperparameters.
+
+    :param reading: of the guide's program, at these values.
+    """
+
+    def __init__(self, guide: LaplaceGuide, reading: ParameterReading) -> None:
+        self.guide, self.tuned = guide, followed(reading)
+        self._first: ParameterReading | None = reading
+
+    def _reading(self) -> ParameterReading:
+        reading, self._first = self._first or read_guide(self.guide), None
+        return reading
+
+    def value(self, point: LinearizedPoint | None = None) -> Tensor:
+        """The log evidence in nats, a scalar, differentiable in the program's parameters.
+
+        :param point: of the linearized model, to evaluate there.
+        """
+        guide, reading = self.guide, self._reading()
+        prior = prior_precision(reading.run, reading.leaves, guide.subset, create_graph=True)
+        factor, apart = _noise_factor(guide, reading), hyperpriors(reading.run, reading.leaves)
+        if factor is None and point is None and reading.in_likelihood:
+            likelihood = _pass_over_data(guide, apart)
+        else:
+            likelihood = _log_likelihood(guide, factor, point)
+        log_prior = _log_prior(guide, reading, point)
+        for site in apart.values():
+            log_prior = log_prior + site.log_prob().sum().double()
+        scaled = 1.0 if factor is None else guide.curvature_factor(factor)
+        log_determinant = guide.curvature.with_prior(prior, scaled).logdet()
+        return self._total(likelihood, log_prior, log_determinant)
+
+    def _total(self, likelihood: Tensor, log_prior: Tensor, log_determinant: Tensor) -> Tensor:
+        return likelihood + log_prior + 0.5 * (self.guide.subset.size * _LOG_2PI - log_determinant)
+
+    def follow(self) -> None:
+        """Adapt the guide to the present values."""
+        self.guide.follow(self._reading())
+
+    def _scales(self) -> "tuple[list[Scaled], Hyperparameter | None]":
+        """The hyperparameters that scale Normal priors, and the one that scales the noise."""
+        reading, subset = self._reading(), self.guide.subset
+        noise = noise_owner(reading, subset)
+        return scaled_priors(reading, subset), None if noise is None else noise[0]
+
+    @torch.enable_grad()
+    def fixed_point(self, point: LinearizedPoint | None = None) -> dict[str, Tensor]:
+        """The next values of the hyperparameters that the fixed point of ``maximize`` covers.
+
+        The guide must follow the present values.
+
+        :raises NoFixedPointError: for the noise, if gamma is not below the number of observations.
+        """
+        guide, parts = self.guide, self.guide.subset.parts
+        at: Any = guide if point is None else point
+        vector = guide.subset.take(guide.loc)
+        if point is not None:
+            vector = vector + point.offset.to(vector)
+        variances = guide.precision.variances().to(vector)
+
+        def sums(site: str, loc: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
+            offset, spread = vector[parts[site]] - loc, variances[parts[site]]
+            return offset.square() * precision, 1.0 - spread * precision
+
+        scaled, noise = self._scales()
+        found = rescaled(scaled, sums)
+        if noise is not None:
+            gamma = guide.effective_parameters()
+            if gamma >= guide.cells:
+                raise NoFixedPointError(
+                    f"the effective number of parameters ({float(gamma):.1f}) is not below the "
+                    f"number of observations ({float(guide.cells):.0f}): the noise has no fixed "
+                    "point there"
+                )
+            ratio = at.squares * guide.noise_factor / (guide.cells - gamma)
+            value = noise.value * ratio.clamp(min=_SMALLEST).sqrt().to(noise.value)
+            found[noise.name] = value.detach()
+        return found
+
+
+class Scaled(NamedTuple):
+    """A hyperparameter that scales independent Normal priors.
+
+    :param sites: names, standard deviations and means of the entries in the subset.
+    """
+
+    parameter: Hyperparameter
+    sites: list[tuple[str, Tensor, Tensor]]
+
+
+def scaled_priors(reading: ParameterReading, subset: Subset) -> list[Scaled]:
+    """The hyperparameters of a reading to which the scales of Normal priors are proportional."""
+    return [
+        Scaled(
+            reading.parameters[name],
+            [(site, scale, prior_locations(reading, subset, site)) for site, scale in sites],
+        )
+        for name, sites in owners(reading, subset).items()
+    ]
+
+
+def rescaled(
+    scaled: list[Scaled], of_site: Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> dict[str, Tensor]:
+    """theta sqrt(sum_i a_i / sum_i b_i) over the entries i that each number theta scales, by name.
+
+    :param of_site: a and b of a site, given its name, means and precisions.
+    """
+    found = {}
+    for parameter, sites in scaled:
+        above, below = torch.zeros_like(parameter.value), torch.zeros_like(parameter.value)
+        for site, scale, loc in sites:
+            a, b = of_site(site, loc, scale.detach().square().reciprocal())
+            above += group_sum(scale, a, parameter)
+            below += group_sum(scale, b, parameter)
+        ratio = above.clamp(min=_SMALLEST) / below.clamp(min=_SMALLEST)
+        found[parameter.name] = (parameter.value * ratio.sqrt()).detach()
+    return found
+
+
+class NoFixedPointError(ValueError):
+    """The fixed point of ``maximize`` does not exist at the present hyperparameters."""
+
+
+def _noise_factor(guide: LaplaceGuide, reading: ParameterReading) -> Tensor | None:
+    """(noise of the fit / noise)^2, the factor of the curvature; None if the noise is not one
+    parameter of a Normal observation."""
+    site = noise_site(reading)
+    if site is None or guide.reference_noise is None:
+        return None
+    scale: Any = base_distribution(site.distribution)
+    if not scale.scale.requires_grad:
+        return None
+    return (guide.reference_noise / scale.scale).square().mean().to(guide.squares)
+
+
+def _log_likelihood(
+    guide: LaplaceGuide, factor: Tensor | None, point: LinearizedPoint | None
+) -> Tensor:
+    """log p(y | u), for a Normal -1/2 c sum r^2 + 1/2 n log c + constant with r in units of the
+    noise of the fit."""
+    at: Any = guide if point is None else point
+    if factor is None:
+        return at.log_likelihood
+    return at.log_likelihood - 0.5 * (factor - 1.0) * at.squares + 0.5 * guide.cells * factor.log()
+
+
+def _pass_over_data(guide: LaplaceGuide, apart: Mapping[str, Any]) -> Tensor:
+    """log p(y | u*) by a run of the program on all data.
+
+    :param apart: the hyperpriors by name, which are not part of it.
+    """
+    model = guide.program_model
+    latents = guide.require_layout().constrain(guide.loc)[0]
+    total = guide.loc.new_zeros((), dtype=torch.float64)
+    factors = FactorStatements()
+    with evaluation_mode(model):
+        for batches, count in guide.passes:
+            for args, kwargs in batches:
+                run = record(model, latents, args, kwargs, draw=sum_out_discrete)
+                factors.read(run, apart)
+                for site in (*run.observed.values(), *factors.new):
+                    total = total + count * site.batch_log_prob().double()
+    return total
+
+
+def _log_prior(
+    guide: LaplaceGuide, reading: ParameterReading, point: LinearizedPoint | None
+) -> Tensor:
+    """log p(T(u)) + log |det dT/du| of the subset's latents."""
+    subset, layout = guide.subset, guide.require_layout()
+    if point is not None:
+        vector = subset.put(guide.loc, subset.take(guide.loc) + point.offset.to(guide.loc))
+        reading = read(guide.program_model, subset, vector, *guide.few)
+    total = guide.loc.new_zeros((), dtype=torch.float64)
+    for name, chosen in subset.chosen.items():
+        site, latent = reading.run.latents[name], layout.latents[name]
+        if chosen is None:
+            total = total + site.log_prob().sum().double()
+        else:
+            base: Any = base_distribution(site.distribution)
+            density = base.log_prob(site.value).reshape(-1)
+            if density.numel() != latent.size:
+                raise ValueError(
+                    f"the prior of site '{name}' couples its entries: choose all or none of them"
+                )
+            flat = flat_entries(site, latent.unconstrained_shape, density.device)
+            density = density.masked_fill(flat, 0.0)
+            total = total + (site.scale * density[chosen.to(density.device)]).sum().double()
+        if latent.transform is not None:
+            leaf = reading.leaves[name]
+            volume = latent.transform.log_abs_det_jacobian(leaf, site.value).reshape(-1)
+            volume = volume if chosen is None else volume[chosen.to(volume.device)]
+            total = total + volume.sum().double()
+    return total
 
 
 @dataclass
@@ -54,38 +316,42 @@ class _Weights:
         return same and bool(self.ratio == other.ratio)
 
 
-class EvidenceFormula:
-    """The terms of a guide's evidence where its hyperparameters scale Normal priors and a noise.
+class NormalFormula(Formula):
+    """The formula of independent Normals over all of the subset, each scaled by one hyperparameter
+    at most, and of a likelihood that changes by its noise alone.
 
-    Then log p(u) = -1/2 sum_i ((u_i - m_i) / (c_i theta))^2 - sum_i log(c_i theta) + constant, and
-    the likelihood changes by the noise alone.
+    Then log p(u) = -1/2 sum_i ((u_i - m_i) / (c_i theta))^2 - sum_i log(c_i theta) + constant.
+
+    :param noise: the hyperparameter that scales the noise, and the noise of the fit in units of it.
     """
 
     def __init__(
         self,
         guide: LaplaceGuide,
+        reading: ParameterReading,
         weights: list[_Weights],
-        noise: tuple[str, Tensor] | None,
+        noise: tuple[Hyperparameter, Tensor] | None,
     ) -> None:
-        self.guide, self.weights, self.noise = guide, weights, noise
-        self._at: tuple[Tensor, Tensor | None] | None = None
+        super().__init__(guide, reading)
+        self.weights, self.noise = weights, noise
+        self._at: Any = None
         self._squares: list[Tensor] = []
         self._curvature: Any = None  # of which the eigenvalues are known
         self._spectra: list[Tensor] | None = None
 
     @classmethod
-    def of(cls, guide: LaplaceGuide, reading: ParameterReading) -> "EvidenceFormula | None":
+    def of(cls, guide: LaplaceGuide, reading: ParameterReading) -> "NormalFormula | None":
         """The formula of the program that a reading is of; None where it has none."""
         tuned, subset = followed(reading), guide.subset
-        found = prior_scales(reading, subset)
+        scales = prior_scales(reading, subset)
         if (
             reading.run.factors
-            or set(found) != set(subset.parts)
+            or set(scales) != set(subset.parts)
             or len(tuned) + len(reading.in_likelihood) != len(reading.parameters)
         ):
             return None
         weights: list[_Weights] = []
-        for name, scale in found.items():
+        for name, scale in scales.items():
             site = reading.run.latents[name]
             base: Any = base_distribution(site.distribution)
             if base.loc.requires_grad or isinstance(site.scale, Tensor):
@@ -102,127 +368,78 @@ class EvidenceFormula:
             if bool((ratio == ratio[0]).all()):
                 ratio = ratio[:1]
             loc = prior_locations(reading, subset, name)
-            theirs = None if owner is None else owner.name
-            own = _Weights({name: loc}, ratio, theirs, float(site.scale))
-            known = next((group for group in weights if group.takes(own)), None)
-            if known is None:
+            own = _Weights({name: loc}, ratio, owner and owner.name, float(site.scale))
+            group = next((group for group in weights if group.takes(own)), None)
+            if group is None:
                 weights.append(own)
             else:
-                known.locs[name] = loc
-        factor, noise = noise_factor(guide, reading), None
+                group.locs[name] = loc
+        factor, noise = _noise_factor(guide, reading), None
         if factor is not None:
             owned = noise_owner(reading, subset)
-            if owned is None or any(weight.owner == owned[0].name for weight in weights):
+            if owned is None or any(group.owner == owned[0].name for group in weights):
                 return None
-            root = owned[0].value.detach() * factor.detach().sqrt()
-            noise = owned[0].name, root
+            noise = owned[0], owned[0].value.detach() * factor.detach().sqrt()
         elif noise_site(reading) is None and reading.in_likelihood:
             return None
-        return cls(guide, weights, noise)
+        return cls(guide, reading, weights, noise)
 
-    def terms(self, values: Mapping[str, Tensor], point: LinearizedPoint | None) -> Terms:
-        """The terms at other values of the hyperparameters, by name, differentiable in them.
+    def _now(self) -> dict[str, Tensor]:
+        return {name: parameter.now() for name, parameter in self.tuned.items()}
 
-        :param point: of the linearized model, to evaluate there.
-        """
-        guide, subset = self.guide, self.guide.subset
-        here: Any = guide if point is None else point
-        likelihood, scaled = here.log_likelihood, torch.as_tensor(1.0, device=guide.loc.device)
-        if self.noise is not None:
-            name, root = self.noise
-            factor = (root / values[name]).square().to(guide.squares)
-            likelihood = likelihood - 0.5 * (factor - 1.0) * here.squares
-            likelihood = likelihood + 0.5 * guide.cells * factor.log()
-            scaled = guide.curvature_factor(factor)
-        log_prior = guide.loc.new_zeros((), dtype=torch.float64)
+    def _factor(self, values: Mapping[str, Tensor]) -> Tensor | None:
+        if self.noise is None:
+            return None
+        parameter, noise_of_fit = self.noise
+        return (noise_of_fit / values[parameter.name]).square().to(self.guide.squares)
+
+    def value(self, point: LinearizedPoint | None = None) -> Tensor:
+        guide, values = self.guide, self._now()
+        factor, log_prior = self._factor(values), guide.loc.new_zeros((), dtype=torch.float64)
         precisions = []
-        for weights, squares in zip(self.weights, self._squares_at(point), strict=True):
-            count = sum(len(guide.prior_diagonal[subset.parts[site]]) for site in weights.locs)
-            scale = weights.scale(values)
+        for group, squares in zip(self.weights, self._squares_at(point), strict=True):
+            count = sum(len(loc) for loc in group.locs.values())
+            scale = group.scale(values)
             precision = scale.square().reciprocal()
             if len(scale) == 1:
                 fit, volume = squares * precision[0], count * scale[0].log()
             else:
                 fit, volume = (squares * precision).double().sum(), scale.log().sum()
-            constant = count * _HALF_LOG_2PI
-            log_prior = log_prior - weights.power * (0.5 * fit + volume + constant).double()
-            precisions.append(weights.power * precision)
+            terms = 0.5 * fit + volume + 0.5 * count * _LOG_2PI
+            log_prior = log_prior - group.power * terms.double()
+            precisions.append(group.power * precision)
+        one = torch.as_tensor(1.0, device=guide.loc.device)
+        scaled = one if factor is None else guide.curvature_factor(factor)
         log_determinant = self._log_determinant(precisions, scaled)
-        return Terms(likelihood, log_prior, log_determinant, subset.size)
+        return self._total(_log_likelihood(guide, factor, point), log_prior, log_determinant)
 
     def _log_determinant(self, precisions: list[Tensor], factor: Tensor) -> Tensor:
         """log det of the posterior precision, for the prior precision of each group of sites."""
-        guide, subset = self.guide, self.guide.subset
+        guide, parts = self.guide, self.guide.subset.parts
         if self._curvature is not guide.curvature:
             self._curvature, self._spectra = guide.curvature, None
-            if all(len(weights.ratio) == 1 for weights in self.weights):
-                groups = [
-                    {site: subset.parts[site] for site in weights.locs} for weights in self.weights
-                ]
-                self._spectra = guide.curvature.spectra(groups)
+            if all(len(group.ratio) == 1 for group in self.weights):
+                slices = [{site: parts[site] for site in group.locs} for group in self.weights]
+                self._spectra = guide.curvature.spectra(slices)
         if self._spectra is not None:
             terms = [
                 log_determinant(eigenvalues, precision[0], factor)
                 for eigenvalues, precision in zip(self._spectra, precisions, strict=True)
             ]
             return torch.stack(terms).sum()
+        return guide.curvature.with_prior(self._prior(precisions), factor).logdet()
+
+    def _prior(self, precisions: list[Tensor]) -> PriorPrecision:
         uniform, pieces = {}, {}
-        for weights, precision in zip(self.weights, precisions, strict=True):
-            for site in weights.locs:
-                pieces[site] = precision.expand(guide.prior_diagonal[subset.parts[site]].shape)
+        for group, precision in zip(self.weights, precisions, strict=True):
+            for site, loc in group.locs.items():
+                pieces[site] = precision.expand(loc.shape)
                 if len(precision) == 1:
                     uniform[site] = precision[0]
-        diagonal = torch.cat([pieces[site] for site in subset.parts]).to(guide.prior_diagonal)
-        prior = PriorPrecision(diagonal, uniform=uniform, quadratic=True)
-        return guide.curvature.with_prior(prior, factor).logdet()
-
-    @torch.no_grad()
-    def fixed_point(
-        self, values: Mapping[str, Tensor], point: LinearizedPoint | None
-    ) -> dict[str, Tensor] | None:
-        """One step of the fixed point of ``maximize``, from these values to the result's; None
-        where it has none."""
-        guide, parts = self.guide, self.guide.subset.parts
-        if any(weights.power != 1.0 for weights in self.weights):
-            return None
-        variances = guide.precision.variances().double()
-        gamma, fit = dict.fromkeys(values, 0.0), dict.fromkeys(values, 0.0)
-        for weights, squares in zip(self.weights, self._squares_at(point), strict=True):
-            name = weights.owner
-            if name is not None:
-                precision = weights.scale(values).square().reciprocal().double()
-                own = torch.cat([variances[parts[site]] for site in weights.locs])
-                gamma[name] += len(own) - float((precision * own).sum())
-                fit[name] += float((precision * squares).sum())
-        if self.noise is not None:
-            name, root = self.noise
-            here: Any = guide if point is None else point
-            factor = (root / values[name]).square()
-            gamma[name] = float(guide.cells) - float(effective_parameters(guide))
-            fit[name] = float(factor * here.squares)
-            if gamma[name] <= 0:
-                return None
-        return {
-            name: value * math.sqrt(max(fit[name], SMALLEST) / max(gamma[name], SMALLEST))
-            for name, value in values.items()
-        }
-
-    @torch.no_grad()
-    def follow(self, values: Mapping[str, Tensor]) -> None:
-        """Adapt the guide to other values of the hyperparameters, as ``LaplaceGuide.follow``."""
-        guide, subset = self.guide, self.guide.subset
-        vector = subset.take(guide.loc)
-        diagonal, slope = torch.empty_like(guide.prior_diagonal), torch.empty_like(vector)
-        for weights in self.weights:
-            precision = weights.power * weights.scale(values).square().reciprocal()
-            for site, loc in weights.locs.items():
-                part = subset.parts[site]
-                diagonal[part], slope[part] = precision, precision * (loc - vector[part])
-        factor = None
-        if self.noise is not None:
-            name, root = self.noise
-            factor = (root / values[name]).square()
-        guide.adapt(PriorPrecision(diagonal, quadratic=True), slope, factor)
+        diagonal = torch.cat([pieces[site] for site in self.guide.subset.parts])
+        return PriorPrecision(
+            diagonal.to(self.guide.prior_diagonal), uniform=uniform, quadratic=True
+        )
 
     def _squares_at(self, point: LinearizedPoint | None) -> list[Tensor]:
         """Sums of (u_i - m_i)^2 over the groups of sites whose scale is one number; the squares
@@ -234,15 +451,35 @@ class EvidenceFormula:
             if point is not None:
                 vector = vector + point.offset
             self._at, self._squares = at, []
-            for weights in self.weights:
+            for group in self.weights:
                 squares = [
                     (vector[guide.subset.parts[site]] - loc).square()
-                    for site, loc in weights.locs.items()
+                    for site, loc in group.locs.items()
                 ]
-                one = len(weights.ratio) == 1
+                one = len(group.ratio) == 1
                 total: Any = sum(part.double().sum() for part in squares) if one else squares[0]
                 self._squares.append(total)
         return self._squares
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        guide, subset, values = self.guide, self.guide.subset, self._now()
+        prior = self._prior([g.power * g.scale(values).square().reciprocal() for g in self.weights])
+        locs = {site: loc for group in self.weights for site, loc in group.locs.items()}
+        offset = torch.cat([locs[site] for site in subset.parts]) - subset.take(guide.loc)
+        guide.adapt(prior, prior.diagonal.to(offset) * offset, self._factor(values))
+
+    def _scales(self) -> tuple[list[Scaled], Hyperparameter | None]:
+        values = self._now()
+        found: dict[str, list[Any]] = {}
+        for group in self.weights:
+            if group.owner is not None:
+                scale = group.scale(values)
+                sites = [(site, scale.expand(len(loc)), loc) for site, loc in group.locs.items()]
+                found.setdefault(group.owner, []).extend(sites)
+        now = {name: replace(p, value=values[name]) for name, p in self.tuned.items()}
+        noise = None if self.noise is None else now[self.noise[0].name]
+        return [Scaled(now[name], sites) for name, sites in found.items()], noise
 
 
 def sum_of_logs(values: Tensor) -> Tensor:

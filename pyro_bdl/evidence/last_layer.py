@@ -15,8 +15,7 @@ from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.elbo.tempered import check_data
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.evidence.last_layer_features import Features, read_features
-from pyro_bdl.evidence.maximize import hyperparameters, maximize
-from pyro_bdl.guides.last_layer import AutoLastLayer, LastLayerGuide
+from pyro_bdl.guides.last_layer import AutoLastLayer
 from pyro_bdl.program.subset import select
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import reaches
@@ -94,32 +93,6 @@ class LastLayerEvidence(Trace_ELBO):
         return self._found[2]
 
 
-def maximize_last_layer(guide: LastLayerGuide, *, rounds: int, tolerance: float) -> None:
-    """Set the program's hyperparameters to the maximum of the last layer's evidence, in place.
-
-    With the features fixed, alpha = gamma / m'm for the precision of the last layer's priors, and
-    beta = (N - gamma) / residual for the noise (see ``maximize``). For Normal observations the
-    posterior is updated at each step, and the result is a stationary point of the exact evidence.
-    For other observations the updates alternate between hyperparameters and mode.
-
-    :param guide: a guide of ``AutoLastLayer.laplace_approximation``; it is updated.
-    :param rounds: the largest number of rounds.
-    :param tolerance: stop when no hyperparameter changes by more than this fraction.
-    :raises ValueError: if the program has no hyperparameters.
-    """
-    if guide.quadratic:
-        maximize(guide, steps=1000, tolerance=1e-2 * tolerance, linearized=False)  # it is there
-        return
-    for _ in range(rounds):
-        before = hyperparameters(guide)
-        maximize(guide, steps=100, tolerance=tolerance, linearized=False)
-        after = hyperparameters(guide)
-        guide.find_mode()
-        changes = [(after[name] / before[name]).log().abs().max() for name in after]
-        if max(changes) < tolerance:
-            break
-
-
 def log_marginal(run: Run, features: Features, values: Mapping[str, Tensor]) -> Tensor:
     """log p(y | v) in nats, with the last layer integrated out; a float64 scalar.
 
@@ -163,10 +136,7 @@ def _normal_site(run: Run, features: Features) -> tuple[Site, Any]:
     kind = type(base).__name__
     refused = f"the evidence in closed form needs a Normal observation, site '{name}' is {kind}"
     if kind != "Normal":
-        raise UnsupportedProgramError(
-            f"{refused}: train as MAP, and use guide.laplace_approximation and "
-            "guide.maximize_evidence"
-        )
+        raise UnsupportedProgramError(f"{refused}: train as MAP, and use evidence.maximize")
     if site.value is None:
         raise ValueError(f"site '{name}' has no observation: pass the targets as well")
     if site.subsampling != 1.0:

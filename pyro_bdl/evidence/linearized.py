@@ -1,4 +1,4 @@
-"""The linearized model: its optimum and its likelihood.
+"""The linearized model of a Laplace approximation, and its optimum.
 
 Around u* the observation's unconstrained parameters are eta(u*) + J (u - u*). For Normal
 observations the evidence of this model is exact at its optimum under the prior. This optimum is
@@ -18,19 +18,11 @@ from torch import Tensor
 
 from pyro_bdl.curvature.chunking import linearizations
 from pyro_bdl.curvature.factor_statements import FactorStatements
-from pyro_bdl.curvature.hyperparameters import few_rows
-from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.curvature.linear_outputs import LinearOutputs, observed_outputs
-from pyro_bdl.curvature.linearized_data import (
-    LinearizedBatch,
-    LinearizedData,
-    first_order_factors,
-    log_likelihood_of,
-)
+from pyro_bdl.curvature.linear_outputs import LinearOutputs
+from pyro_bdl.curvature.linearized_data import LinearizedBatch, LinearizedData
 from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.laplace import LaplaceGuide
-from pyro_bdl.program.batches import joined
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils.memory import available_memory
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -43,29 +35,9 @@ _DENSE_UP_TO = 2048  # latents, whose matrix preconditions
 _COLUMNS = 256  # of the matrix at once
 _FEW = 10  # products in a step, after which it is computed anew
 _SHARE_OF_MEMORY = 0.125  # for the rows of all data
-_ALIGNED = 17  # rows
-_SAME = 1e-4  # log likelihoods, where only the batches differ
 
 _RESIDUAL = 1e-2  # of conjugate gradients, where that of the start is 1
 _NEGLIGIBLE = 1e-4  # the gain of one of their steps, in units of the tolerance
-
-
-def linearized_log_likelihood(guide: LaplaceGuide, offset: Tensor) -> Tensor:
-    """The tempered log likelihood of the linearized model at u* + offset in nats, a scalar.
-
-    It is differentiable in the offset (p,) and in the program's parameters. Factor statements
-    count to first order: their value and slope at u*.
-    """
-    total = guide.loc.new_zeros((), dtype=torch.float64)
-    for number, (batches, count) in enumerate(guide.passes):
-        statements = FactorStatements(batches.ranks, earlier=number > 0)
-        for args, kwargs in batches:
-            at = Linearization(guide.program_model, guide.subset, guide.loc, args, kwargs)
-            for outputs in observed_outputs(at, differentiable=True).values():
-                total = total + count * log_likelihood_of(outputs, outputs.moved(offset))
-            value, slope = first_order_factors(at, statements)
-            total = total + count * (value + slope.double() @ offset.double())
-    return total
 
 
 @dataclass
@@ -92,8 +64,8 @@ class LinearizedPoint:
         if not self.reached:
             warnings.warn(
                 f"the optimum of the linearized model was not reached in {self.steps} Newton "
-                f"steps: its log joint density is about {self.gap:.3g} nats higher; take more "
-                "steps, or a structure of the curvature that is closer to the full matrix",
+                f"steps: its log joint density is about {self.gap:.3g} nats higher; take a "
+                "structure of the curvature that is closer to the full matrix, or train longer",
                 BdlWarning,
                 stacklevel=stacklevel + 1,
             )
@@ -107,8 +79,8 @@ class RowOutputs(LinearOutputs):
         return self.jacobian.rows().transpose(0, 1).flatten(0, 1)
 
     def times(self, vectors: Tensor) -> dict[str, Tensor]:
-        found = vectors.to(self.rows) @ self.rows.mT
-        return self.split(found.unflatten(-1, (self.num_data, -1)))
+        product = vectors.to(self.rows) @ self.rows.mT
+        return self.split(product.unflatten(-1, (self.num_data, -1)))
 
     def transposed_times(self, cotangents: dict[str, Tensor], *, many: bool = False) -> Tensor:
         batch = next(iter(cotangents.values())).shape[:1] if many else ()
@@ -130,22 +102,17 @@ class RowData:
     @classmethod
     @torch.no_grad()
     def of(cls, guide: LaplaceGuide) -> "RowData | None":
-        """The rows of a guide's data; None where they take more than an eighth of the free memory,
-        or where the data depend on each other, so that batches cannot be joined."""
+        """The rows of a guide's data; None where they take more than an eighth of the free
+        memory, or are spread over several processes."""
         model, subset, vector, parts = guide.program_model, guide.subset, guide.loc, []
         left = _SHARE_OF_MEMORY * (available_memory(vector.device) or 8 * 2**30)
         row = subset.size * vector.element_size()
         for number, (batches, factor) in enumerate(guide.passes):
             if batches.ranks is not None or guide.num_data * row > left:
                 return None
-            statements = FactorStatements(earlier=number > 0)
-            known: dict[Any, Any] = {}  # alignments, found on a few rows
-            few = few_rows(model, subset.layout, vector, batches.first(), number=_ALIGNED)
-            for at in linearizations(model, subset, vector, [few], None, known=known):
-                for outputs in observed_outputs(at).values():
-                    outputs.pullback().identity()
+            statements, known = FactorStatements(earlier=number > 0), {}
             for at in linearizations(
-                model, subset, vector, joined(batches), None, known=known, as_rows=True
+                model, subset, vector, batches, None, known=known, as_rows=True
             ):
                 part = LinearizedBatch(at, statements)
                 part.outputs = [
@@ -156,52 +123,42 @@ class RowData:
                     return None
                 part.held = True
                 parts.append((part, factor))
-        result = cls(parts)
-        noise = guide.noise_factor
-        expected = guide.log_likelihood - 0.5 * (noise - 1.0) * guide.squares
-        expected = expected + 0.5 * guide.cells * noise.log()
-        here = result.sum(lambda part: part.log_likelihood(torch.zeros_like(subset.take(vector))))
-        return result if torch.allclose(here, expected.to(here), rtol=_SAME) else None
+        return cls(parts)
 
     def sum(self, of_part: Callable[[LinearizedBatch], Tensor]) -> Tensor:
-        """Return a sum over all data, given the share of one batch."""
+        """A sum over all data, given the share of one batch."""
         return torch.stack([factor * of_part(part) for part, factor in self.parts]).sum(0)
 
 
 class LinearizedModel:
     """log p(y, u* + d) of a guide's program with its outputs linear in d, as a function of d (p,).
 
-    The prior is as it is. Where the noise of a Normal observation changes, the model follows the
-    guide. The data's Jacobian is kept where it fits in an eighth of the free memory; else their
-    graphs, where these fit; else every product runs the program again.
+    The prior is as it is, and noise and prior follow the guide. The data's Jacobian is kept where
+    it fits in an eighth of the free memory; else their graphs, where these fit; else every product
+    runs the program again.
 
     :raises NotImplementedError: for observations that are not made of tensors.
     """
 
     def __init__(self, guide: LaplaceGuide) -> None:
-        self.guide = guide
-        self.loc, self._built = guide.loc, guide.noise_factor
+        self.guide, self._first_noise = guide, guide.noise_factor
         self._data = RowData.of(guide) or LinearizedData(
             guide.program_model, guide.subset, guide.loc, guide.passes
         )
-        self._start: Tensor | None = None
         self._matrix: Tensor | None = None
+        self._offset = torch.zeros_like(guide.subset.take(guide.loc), dtype=torch.float64)
 
     @property
-    def stale(self) -> bool:
-        """True where the guide has moved to another point, or where data that are read again at
-        every sum have another noise than at the first."""
-        moved = self.guide.loc is not self.loc
-        return moved or not (
-            self._data.keeps_all or torch.equal(self.guide.noise_factor, self._built)
-        )
+    def _noise(self) -> Tensor:
+        """The guide's ``noise_factor`` of the outputs: that of the pass that kept them."""
+        return self._first_noise if self._data.keeps_all else self.guide.noise_factor
 
     @property
     def _factor(self) -> Tensor | float:
-        """The present precision of the noise in units of that at which the outputs were read."""
+        """The present precision of the noise in units of that of the outputs."""
         if self.guide.reference_noise is None:
             return 1.0
-        return (self.guide.noise_factor / self._built).double()
+        return (self.guide.noise_factor / self._noise).double()
 
     def point(self, offset: Tensor) -> LinearizedPoint:
         """The point at an offset."""
@@ -209,11 +166,10 @@ class LinearizedModel:
         here = self._data.sum(lambda part: part.log_likelihood(offset))
         if guide.reference_noise is None:
             return LinearizedPoint(offset.to(guide.loc), here, guide.squares)
-        if self._start is None:
-            zero = torch.zeros_like(offset)
-            self._start = self._data.sum(lambda part: part.log_likelihood(zero))
+        zero = torch.zeros_like(offset)
+        start = self._data.sum(lambda part: part.log_likelihood(zero))
         # log lik = -1/2 c Q + 1/2 n log c + constant, at both points with the same c
-        fallen = 2.0 * (self._start - here) / self._built
+        fallen = 2.0 * (start - here) / self._noise
         value = guide.log_likelihood - 0.5 * fallen
         return LinearizedPoint(offset.to(guide.loc), value, guide.squares + fallen)
 
@@ -224,7 +180,7 @@ class LinearizedModel:
         return float(found[0] + prior), found[1:] + of_prior
 
     def _times(self, offset: Tensor, vector: Tensor) -> Tensor:
-        """J' F J vector, at the noise at which the outputs were read."""
+        """J' F J vector, at the noise of the outputs."""
         rounded = vector.to(self.guide.loc)
         return self._data.sum(lambda part: part.times(offset, rounded)).double()
 
@@ -244,23 +200,26 @@ class LinearizedModel:
 
     @torch.no_grad()
     def optimum(
-        self,
-        start: Tensor | None = None,
-        *,
-        steps: int = _STEPS,
-        tolerance: float = _TOLERANCE,
-        products: int = _PRODUCTS,
+        self, *, steps: int = _STEPS, tolerance: float = _TOLERANCE, products: int = _PRODUCTS
     ) -> LinearizedPoint:
-        """The maximum, by Newton steps of conjugate gradients; see ``linearized_optimum``.
+        """The maximum under the guide's present prior and noise, from the maximum found before.
 
-        :param start: an offset near it.
+        Newton steps s, halved until they gain, with
+
+            (J' F J + prior precision) s = gradient
+
+        solved by conjugate gradients on products with J, the outputs' Fisher information F at the
+        present point, and J'. The preconditioner decides how many products it takes, and not where
+        the maximum is. With Normal observations and the full matrix one step is exact.
+
+        :param steps: at most so many Newton steps.
+        :param tolerance: the search ends where a step would gain less than this fraction of the log
+            likelihood (or of one nat, where that is more), or than its rounding error.
+        :param products: at most so many products with the Gauss-Newton matrix in a step.
         """
-        guide = self.guide
-        offset = torch.zeros_like(guide.subset.take(guide.loc), dtype=torch.float64)
-        if start is not None:
-            offset = start.to(offset)
+        offset = self._offset
         value, gradient = self._value_and_gradient(offset)
-        rounding = 10 * torch.finfo(guide.loc.dtype).eps * max(1.0, abs(value))
+        rounding = 10 * torch.finfo(self.guide.loc.dtype).eps * max(1.0, abs(value))
         taken, gap, reached = 0, math.inf, False
         while True:
             limit = max(tolerance * max(1.0, abs(value)), rounding)
@@ -278,6 +237,7 @@ class LinearizedModel:
                 break
             if reached:
                 break
+        self._offset = offset
         point = self.point(offset)
         point.gap, point.reached, point.steps = gap, reached, taken
         return point
@@ -285,9 +245,8 @@ class LinearizedModel:
     def _newton_step(
         self, offset: Tensor, gradient: Tensor, negligible: float, products: int
     ) -> tuple[Tensor, float]:
-        """H^-1 gradient by conjugate gradients with H = J' F J + prior precision, the guide's
-        matrix at an earlier offset as preconditioner; and half the product of both, what the step
-        gains."""
+        """H^-1 gradient by conjugate gradients with H = J' F J + prior precision; and half the
+        product of both, what the step gains."""
         factor, prior = self._factor, self.guide.prior
         solved = self._preconditioner(offset)
         step, residual = torch.zeros_like(gradient), gradient
@@ -312,38 +271,6 @@ class LinearizedModel:
                 break
             direction = conditioned + length / before * direction
         return step, gap or 0.5 * first
-
-
-def linearized_optimum(
-    guide: LaplaceGuide,
-    *,
-    steps: int = _STEPS,
-    tolerance: float = _TOLERANCE,
-    products: int = _PRODUCTS,
-) -> Tensor:
-    """u - u* at the maximum of the linearized model's log joint density, (p,).
-
-    Newton steps s, halved until they gain, with
-
-        (J' F J + prior precision) s = gradient
-
-    solved by conjugate gradients on products with J, the outputs' Fisher information F at the
-    present point, and J'. The guide's precision is the preconditioner alone: every structure leads
-    to the same point, and the closer it is to the full matrix, the fewer products it takes. With
-    the full matrix and Normal observations one step of one product is exact.
-
-    Where the maximum is not reached, a warning says by how much it is missed.
-
-    :param steps: at most so many Newton steps.
-    :param tolerance: the search ends where a step would gain less than this fraction of the log
-        likelihood (or of one nat, where that is more), or than its rounding error.
-    :param products: at most so many products with the Gauss-Newton matrix in a step.
-    :raises NotImplementedError: for observations that are not made of tensors.
-    """
-    guide.refresh()
-    point = LinearizedModel(guide).optimum(steps=steps, tolerance=tolerance, products=products)
-    point.warn(stacklevel=2)
-    return point.offset
 
 
 def _log_prior(guide: LaplaceGuide, offset: Tensor) -> tuple[Tensor, Tensor]:

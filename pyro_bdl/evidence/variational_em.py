@@ -10,16 +10,13 @@ from tqdm import trange
 from pyro_bdl.curvature.fisher import cell_weights
 from pyro_bdl.curvature.hyperparameters import (
     Hyperparameter,
-    ParameterReading,
     ReadParameters,
-    group_sum,
     noise_owner,
-    owners,
-    prior_locations,
     read_at_center,
 )
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
+from pyro_bdl.evidence.formula import rescaled, scaled_priors
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset
@@ -70,24 +67,34 @@ def variational_em(
     batches, elbo = Batches(data), elbo or TemperedTraceMeanField_ELBO()
     args, kwargs = batches.first()
     e_step, m_step = _groups(model, guide, elbo, args, kwargs)
-    optimizer = torch.optim.Adam(e_step, lr=learning_rate)
-    others: torch.optim.Optimizer | None = None
+    optimizers: dict[bool, torch.optim.Optimizer] = {}
+
+    def climb(is_e_step: bool, parameters: list[Any], steps: int) -> None:
+        optimizer = optimizers.setdefault(is_e_step, torch.optim.Adam(parameters, lr=learning_rate))
+        for _, (args, kwargs) in zip(range(steps), _repeated(batches), strict=False):
+            loss = elbo.differentiable_loss(model, guide, *args, **kwargs)
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+        optimizer.zero_grad()
+
     history = []
     for _ in trange(rounds, desc="variational EM", disable=hidden(progress), leave=False, delay=1):
-        _train(model, guide, batches, elbo, optimizer, e_step, steps)
-        changes = []
-        if isinstance(guide, Guide):
-            reading = read_at_center(model, guide, args, kwargs)
-            changes = _maximize(model, guide, Subset(guide.require_layout()), reading, batches)
-        for parameter, value in changes:
-            parameter.set(value)
-        closed = {parameter.name for parameter, _ in changes}
-        rest = [each.leaf for name, each in m_step.items() if name not in closed]
+        climb(True, e_step, steps)
+        closed = _closed_forms(model, guide, batches) if isinstance(guide, Guide) else {}
+        for name, value in closed.items():
+            m_step[name].set(value)
+        rest = [parameter.leaf for name, parameter in m_step.items() if name not in closed]
         if rest:
-            others = others or torch.optim.Adam(rest, lr=learning_rate)
-            _train(model, guide, batches, elbo, others, rest, m_steps)
-        history.append({name: each.now().detach().clone() for name, each in m_step.items()})
+            climb(False, rest, m_steps)
+        history.append({name: p.now().detach().clone() for name, p in m_step.items()})
     return history
+
+
+def _repeated(batches: Batches) -> Any:
+    while True:
+        yield from batches
 
 
 def _groups(
@@ -104,12 +111,14 @@ def _groups(
     else:
         with preserved_buffers(model), ReadParameters() as own:
             guide(*args, **kwargs)
-        e_step = [each.leaf for each in own.learned().values()]
+        e_step = [parameter.leaf for parameter in own.learned().values()]
         with preserved_buffers(model), ReadParameters() as read:
             elbo.differentiable_loss(model, guide, *args, **kwargs)
         found = read.learned()
     known = {id(leaf) for leaf in e_step}
-    m_step = {name: each for name, each in found.items() if id(each.leaf) not in known}
+    m_step = {
+        name: parameter for name, parameter in found.items() if id(parameter.leaf) not in known
+    }
     if not m_step:
         raise ValueError(
             "the program has no parameter of its own to maximize over, such as a PyroParam that "
@@ -118,52 +127,22 @@ def _groups(
     return e_step, m_step
 
 
-def _train(
-    model: Callable,
-    guide: Callable,
-    batches: Batches,
-    elbo: Any,
-    optimizer: torch.optim.Optimizer,
-    parameters: list[Any],
-    steps: int,
-) -> None:
-    taken = 0
-    while taken < steps:
-        for args, kwargs in batches:
-            loss = elbo.differentiable_loss(model, guide, *args, **kwargs)
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            optimizer.step()
-            taken += 1
-            if taken == steps:
-                break
-    optimizer.zero_grad()
-
-
 @torch.enable_grad()
-def _maximize(
-    model: Callable, guide: Guide, subset: Subset, reading: ParameterReading, batches: Batches
-) -> list[tuple[Hyperparameter, Tensor]]:
+def _closed_forms(model: Callable, guide: Guide, batches: Batches) -> dict[str, Tensor]:
+    """The maxima of the ELBO in the scales of Normal priors and of a Normal noise, by name."""
+    reading, subset = read_at_center(model, guide, *batches.first()), Subset(guide.require_layout())
     mean, variance = guide.location(), guide.variances()
-    changes: list[tuple[Hyperparameter, Tensor]] = []
-    for name, sites in owners(reading, subset).items():
-        parameter = reading.parameters[name]
-        count, squares = torch.zeros_like(parameter.value), torch.zeros_like(parameter.value)
-        for site, scale in sites:
-            part = subset.parts[site]
-            offset = mean[part] - prior_locations(reading, subset, site)
-            second = (offset.square() + variance[part]) / scale.detach().square()
-            count += group_sum(scale, torch.ones_like(second), parameter)
-            squares += group_sum(scale, second, parameter)
-        value = parameter.value * (squares / count).sqrt()
-        changes.append((parameter, value.detach()))
-    noise = noise_owner(reading, subset)
+
+    def sums(site: str, loc: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
+        part = subset.parts[site]
+        second = (mean[part] - loc).square() + variance[part]
+        return second * precision, torch.ones_like(second)
+
+    found, noise = rescaled(scaled_priors(reading, subset), sums), noise_owner(reading, subset)
     if noise is not None:
-        parameter, _ = noise
         ratio = _mean_square(model, guide, batches)
-        changes.append((parameter, (parameter.value * ratio.sqrt()).detach()))
-    return changes
+        found[noise[0].name] = (noise[0].value * ratio.sqrt()).detach()
+    return found
 
 
 @torch.no_grad()

@@ -15,7 +15,13 @@ from pyro_bdl.curvature.automatic_structure import with_chosen_structure
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.factor_statements import check_factors
 from pyro_bdl.curvature.fit import SCALED_UP, fit_curvature
-from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, learned_noise, read
+from pyro_bdl.curvature.hyperparameters import (
+    ParameterReading,
+    few_rows,
+    followed,
+    learned_noise,
+    read,
+)
 from pyro_bdl.curvature.known_information import with_known_information
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
 from pyro_bdl.curvature.structures.base import Precision, log_prob
@@ -273,7 +279,7 @@ class LaplaceGuide(JointGuide):
         self._passes = None if earlier is None else [*earlier, (batches, fitted.factor)]
         if before is None:
             self._in_likelihood = {}
-        reading = self._read()
+        reading = self.read()
         if before is None:
             self._in_likelihood = {
                 name: reading.parameters[name].value.detach().clone()
@@ -294,7 +300,7 @@ class LaplaceGuide(JointGuide):
         """
         if any(factor != 1.0 for _, factor in self._passes or ()):
             raise ValueError(SCALED_UP)
-        before, noise = self.reference_noise, self._noise()
+        before, noise = self.reference_noise, learned_noise(self.read())
         if before is not None and noise is not None and not torch.allclose(noise, before):
             raise ValueError(
                 "the noise has changed since the curvature was computed, so that the curvature of "
@@ -323,28 +329,11 @@ class LaplaceGuide(JointGuide):
         self._forget()
         return self
 
-    def move_curvature(self, offset: Tensor) -> None:
-        """Compute the curvature anew, with the Fisher information of the outputs that are linear
-        in the latents, eta(u*) + J offset; the Jacobian J and all else stay those at u*.
+    def read(self) -> ParameterReading:
+        """A run of the program on a few of the data, at its present hyperparameters.
 
-        For Normal observations whose noise does not move with the latents it stays what it is.
-
-        :param offset: of the subset, (p,).
+        :raises ValueError: where a parameter of the likelihood has changed since the fit.
         """
-        if self.reference_noise is not None:
-            return
-        curvature: Any = None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", BdlWarning)  # said in the fit
-            for batches, _ in self.passes:
-                curvature = fit_curvature(
-                    self.program_model, self.subset, self.loc, batches, self.config,
-                    before=curvature, offset=offset,
-                ).curvature  # fmt: skip
-        self.curvature = curvature
-        self._forget()
-
-    def _read(self) -> ParameterReading:
         reading = read(self.program_model, self.subset, self.loc, *self.few)
         for name, before in self._in_likelihood.items():
             if not torch.allclose(reading.parameters[name].value, before):
@@ -356,16 +345,22 @@ class LaplaceGuide(JointGuide):
                 )
         return reading
 
-    def _noise(self) -> Tensor | None:
-        """The noise of the program's only observed site, if it is a parameter."""
-        return learned_noise(self._read())
+    def hyperparameters(self) -> dict[str, Tensor]:
+        """The present values of the hyperparameters that the evidence can set, by name."""
+        return {name: p.value.detach().clone() for name, p in followed(self.read()).items()}
+
+    def effective_parameters(self) -> Tensor:
+        """The effective number of parameters gamma = sum_i (1 - prior precision_i * posterior
+        variance_i), a scalar from 0 to p: how many the data determine (MacKay 1992, equation
+        3.2)."""
+        return self.subset.size - self.precision.weighted_trace(self.prior.diagonal)
 
     def refresh(self) -> Tensor:
         """Adapt to the program's current hyperparameters: the prior precision and a Normal noise.
 
         :returns: the gradient of the log prior in the subset, (p,).
         """
-        return self.follow(self._read())
+        return self.follow(self.read())
 
     def follow(self, reading: ParameterReading) -> Tensor:
         """Adapt to the hyperparameters of a run of the program, as ``refresh`` does."""
@@ -489,7 +484,7 @@ class LaplaceGuide(JointGuide):
             return
         self.told.add("not at a maximum")
         with layers_called((self.program_model,)) as layers:
-            self._read()
+            self.read()
         ending = (
             "; a BatchNorm layer is in training mode, and the approximation computes with its "
             "running statistics: train the last steps after model.eval()"

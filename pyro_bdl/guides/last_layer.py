@@ -25,7 +25,6 @@ from pyro_bdl.utils.random_state import fixed_normal
 
 _STEPS = 100
 _HALVINGS = 30
-_ROUNDS = 50
 
 
 class AutoLastLayer(AutoLaplaceGGN):
@@ -44,8 +43,9 @@ class AutoLastLayer(AutoLaplaceGGN):
 
     The features are trained by MAP with SVI, or by maximizing the evidence, with W integrated out,
     with ``evidence.LastLayerEvidence`` (Ober & Rasmussen 2019, "neural linear").
-    ``maximize_evidence(data)`` sets the scales of priors and noise that are ``PyroParam``s. Other
-    latents, such as a noise scale with a prior, keep their trained values.
+    ``evidence.maximize`` sets the scales of priors and noise that are ``PyroParam``s, by the
+    evidence of the last layer alone. Other latents, such as a noise scale with a prior, keep their
+    trained values.
 
     :param model: a Pyro program with continuous latents.
     :param subset: the last layer, by default the weights and biases of the program's last matrix
@@ -100,30 +100,6 @@ class AutoLastLayer(AutoLaplaceGGN):
         self.prototype(*args, **kwargs)
         posterior = LastLayerGuide(self, config, subset, batches, progress=progress)
         return posterior if held_out is None else posterior.fit_width(held_out)
-
-    def maximize_evidence(
-        self,
-        data: Any,
-        *,
-        rounds: int = _ROUNDS,
-        tolerance: float = 1e-4,
-        progress: bool | None = None,
-    ) -> "LastLayerGuide":
-        """Set the program's ``PyroParam``s to the maximum of the last layer's evidence.
-
-        Only the last layer counts, even for a scale that other layers share.
-
-        :param data: as in ``laplace_approximation``.
-        :param rounds: the largest number of rounds.
-        :param tolerance: stop when no hyperparameter changes by more than this fraction.
-        :returns: the posterior at the hyperparameters found.
-        :raises ValueError: if the program has no such parameters.
-        """
-        from pyro_bdl.evidence.last_layer import maximize_last_layer
-
-        guide = self.laplace_approximation(data, progress=progress)
-        maximize_last_layer(guide, rounds=rounds, tolerance=tolerance)
-        return guide
 
     def layer(self, *args: Any, **kwargs: Any) -> Any:
         """The selection of latents (``subset``) that forms the last layer.
@@ -208,7 +184,7 @@ class LastLayerGuide(LaplaceGuide):
         if self.quadratic:
             with torch.no_grad():
                 self._shift(self.newton_step(self._gradient()))
-            self.register_buffer("prior_gradient", super().adapt(*self._prior_of(self._read())))
+            self.register_buffer("prior_gradient", super().adapt(*self._prior_of(self.read())))
         return self.prior_gradient
 
     def _gradient(self) -> Tensor:

@@ -54,7 +54,7 @@ def _with_learnable_scale(problem: Problem) -> nn.Module:
 def _tuned(posterior: LaplaceGuide) -> dict[str, str]:
     """The hyperparameters that the evidence set, for tables."""
     result = {}
-    for name, value in evidence.hyperparameters(posterior).items():
+    for name, value in posterior.hyperparameters().items():
         words = name.rpartition(".")[2].removeprefix("hyper_").replace("_", " ").split()
         if value.numel() == 1:
             result[" ".join(words)] = f"{value:.3g}"
@@ -149,8 +149,6 @@ def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
         posterior, interrupted = evidence.train_by_evidence(
             model, guide, x, y, steps=steps, progress=label
         )
-        if evidence.hyperparameters(posterior):
-            posterior = guide.maximize_evidence((x, y))
     told = {"steps": steps, "features": features, **_tuned(posterior)}
     return Result(posterior, told, interrupted)
 

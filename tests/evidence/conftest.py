@@ -92,7 +92,7 @@ def values():
     """The present values of a guide's hyperparameters, prior scale and noise."""
 
     def values(guide):
-        found = guide._read().parameters
+        found = guide.read().parameters
         return {name.rpartition(".")[2]: p.value.detach() for name, p in found.items()}
 
     return values
@@ -103,7 +103,7 @@ def put():
     """Set a guide's hyperparameters."""
 
     def put(guide, **chosen):
-        for name, parameter in guide._read().parameters.items():
+        for name, parameter in guide.read().parameters.items():
             for key, value in chosen.items():
                 if key in name:
                     parameter.set(torch.as_tensor(value).expand_as(parameter.value))

@@ -7,12 +7,9 @@ import torch
 from torch import nn
 
 from pyro_bdl import bayesianize, models, priors
-from pyro_bdl.curvature.hyperparameters import followed
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.evidence.formula import EvidenceFormula, log_determinant, sum_of_logs
+from pyro_bdl.evidence.formula import Formula, NormalFormula, log_determinant, sum_of_logs
 from pyro_bdl.evidence.linearized import LinearizedModel
-from pyro_bdl.evidence.marginal import terms
-from pyro_bdl.evidence.maximize import hyperparameters, mackay_update
 from pyro_bdl.guides import AutoLaplaceGGN
 
 
@@ -34,14 +31,11 @@ def test_its_fixed_point_is_that_of_a_run(structure, learn):
     rules = {"0.*": priors.FanIn(learn(0.8)), "2.*": priors.Normal(learn(0.7))}
     model = models.Regression(bayesianize(net(), priors.ByName(rules)), noise=learn(0.4))
     guide = guide_of(model, torch.randn(12, 2), structure=structure)
-    reading = guide._read()
-    now = {name: p.value.detach() for name, p in followed(reading).items()}
+    formula = NormalFormula.of(guide, guide.read())
     for point in (None, LinearizedModel(guide).optimum()):
-        expected = mackay_update(guide, reading, point)
-        found = EvidenceFormula.of(guide, reading).fixed_point(now, point)
-        assert len(expected) == len(found) == 3
-        for parameter, value in expected:
-            torch.testing.assert_close(found[parameter.name], value)
+        expected = Formula(guide, guide.read()).fixed_point(point)
+        assert len(expected) == 3
+        torch.testing.assert_close(formula.fixed_point(point), expected)
 
 
 @pytest.mark.parametrize("subset", [None, "0.*"])
@@ -56,16 +50,13 @@ def test_it_is_the_evidence_and_its_gradient(structure, subset, learn, put):
     }
     model = models.Regression(bayesianize(net(), priors.ByName(rules)), noise=learn(0.4))
     guide = guide_of(model, torch.randn(12, 2), structure=structure, subset=subset)
-    formula = EvidenceFormula.of(guide, guide._read())
+    formula = NormalFormula.of(guide, guide.read())
     put(guide, prior=0.6, noise=0.9)
     guide.refresh()
     for point in (None, LinearizedModel(guide).optimum()):
-        reading = guide._read()
-        tuned = followed(reading)
-        assert len(tuned) == 3
-        leaves = [parameter.leaf for parameter in tuned.values()]
-        expected = terms(guide, reading, point=point).total()
-        found = formula.terms({name: p.now() for name, p in tuned.items()}, point).total()
+        assert len(formula.tuned) == 3
+        leaves = [parameter.leaf for parameter in formula.tuned.values()]
+        expected, found = Formula(guide, guide.read()).value(point), formula.value(point)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
         slopes = [torch.autograd.grad(v, leaves) for v in (found, expected)]
         torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-9)
@@ -80,15 +71,12 @@ def test_one_number_for_each_group_of_sites(prior, structure, learn, put):
     chosen = priors.PerLayer(one) if prior == "a scale for each layer" else one
     model = models.Regression(bayesianize(net(), chosen), noise=learn(0.4))
     guide = guide_of(model, torch.randn(12, 2), structure=structure)
-    formula = EvidenceFormula.of(guide, guide._read())
+    formula = NormalFormula.of(guide, guide.read())
     assert [len(weights.locs) for weights in formula.weights] == ([4] if chosen is one else [2, 2])
     put(guide, prior=0.6, noise=0.9)
     guide.refresh()
-    reading = guide._read()
-    tuned = followed(reading)
-    leaves = [parameter.leaf for parameter in tuned.values()]
-    expected = terms(guide, reading).total()
-    found = formula.terms({name: p.now() for name, p in tuned.items()}, None).total()
+    leaves = [parameter.leaf for parameter in formula.tuned.values()]
+    expected, found = Formula(guide, guide.read()).value(), formula.value()
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     slopes = [torch.autograd.grad(value, leaves) for value in (found, expected)]
     torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-9)
@@ -122,10 +110,10 @@ def test_the_guide_follows_the_formula_as_a_run_of_its_program(subset, learn, pu
         bayesianize(net(), priors.ByName(rules | {"*": priors.Normal(0.7)})), noise=learn(0.4)
     )
     guide = guide_of(model, torch.randn(12, 2), structure="kron", subset=subset)
-    formula = EvidenceFormula.of(guide, guide._read())
+    formula = NormalFormula.of(guide, guide.read())
     put(guide, prior=0.6, noise=0.9)
     states = []
-    for follow in (lambda: formula.follow(hyperparameters(guide)), guide.refresh):
+    for follow in (formula.follow, guide.refresh):
         follow()
         states.append((guide.prior_diagonal, guide.prior_slope, guide.noise_factor))
     torch.testing.assert_close(*states, rtol=1e-12, atol=1e-12)
@@ -134,10 +122,9 @@ def test_the_guide_follows_the_formula_as_a_run_of_its_program(subset, learn, pu
 def test_where_the_likelihood_has_no_noise(learn):
     model = models.Classification(bayesianize(net(), priors.Normal(learn(0.8))))
     guide = guide_of(model, torch.arange(12) % 2)
-    reading = guide._read()
-    now = {name: p.now() for name, p in followed(reading).items()}
-    found = EvidenceFormula.of(guide, reading).terms(now, None).total()
-    torch.testing.assert_close(found, terms(guide, reading).total(), rtol=1e-10, atol=1e-10)
+    found = NormalFormula.of(guide, guide.read()).value()
+    expected = Formula(guide, guide.read()).value()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["heavy tails", "one scale for each weight", "shifted"])
@@ -157,5 +144,5 @@ def test_programs_without_a_formula(kind, learn):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)
         guide = guide_of(model, torch.randn(12, 2), structure="full")
-        assert guide._read().parameters
-        assert EvidenceFormula.of(guide, guide._read()) is None
+        assert guide.read().parameters
+        assert NormalFormula.of(guide, guide.read()) is None

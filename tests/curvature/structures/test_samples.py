@@ -13,6 +13,7 @@ from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import LinearOutputs
 from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.evidence.linearized import LinearizedModel
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.nn import with_g_prior
 
@@ -104,7 +105,7 @@ def test_the_posterior_is_that_of_full():
     known = variances / guide.prior_diagonal.reciprocal()  # in units of the prior's
     error = variances * (2 / COUNT * (1 - known.square())).sqrt()
     assert ((ours.variances() - variances).abs() <= 5 * error).all()
-    gamma, exactly = evidence.effective_parameters(guide), evidence.effective_parameters(exact)
+    gamma, exactly = guide.effective_parameters(), exact.effective_parameters()
     assert abs(gamma - exactly) <= 5 * (2 * float(exactly) / COUNT) ** 0.5
     found, expected = (LinearizedPredictive(model, g).moments(x)["y"] for g in (guide, exact))
     for key, value in expected.variance.items():
@@ -155,7 +156,7 @@ def test_the_log_determinant_and_its_gradient():
         slopes.append(torch.stack([s for s in found if s is not None]))
     assert len(slopes[0]) == 3
     # d logdet / d log theta is at most 2 gamma; gamma has the error of the test above
-    bound = 10 * (2 * float(evidence.effective_parameters(exact)) / COUNT) ** 0.5
+    bound = 10 * (2 * float(exact.effective_parameters()) / COUNT) ** 0.5
     assert ((slopes[1] - slopes[0]).abs() <= bound / 0.4).all()
 
 
@@ -201,7 +202,7 @@ def test_the_evidence_is_maximized_as_with_full():
 def test_the_linear_optimum_is_reached():
     _, exact, _ = approximate("classes", "full")
     _, guide, _ = approximate("classes", "samples", num_samples=2)
-    found, expected = (evidence.linearized_optimum(g, tolerance=1e-10) for g in (guide, exact))
+    found, expected = (LinearizedModel(g).optimum(tolerance=1e-10).offset for g in (guide, exact))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -260,7 +261,7 @@ def test_under_a_g_prior_the_posterior_is_that_of_the_dense_matrix(name):
     close(ours.samples, torch.linalg.solve(precision, right_sides(ours, 8).mT).mT)
     posterior = guide.laplace_approximation((x, y), structure="full")
     evidence.maximize(posterior, linearized=False, tolerance=1e-10, steps=1000)
-    found = evidence.hyperparameters(posterior)
+    found = posterior.hyperparameters()
     (theta,) = (value for key, value in found.items() if "scale" in key)
     precision = posterior.curvature_factor(posterior.noise_factor) * matrix
     prior = matrix.diagonal() / theta**2

@@ -1,6 +1,7 @@
 """Complete training that alternates between the MAP and the hyperparameters."""
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,14 +9,11 @@ from torch import Tensor, nn
 from pyro_bdl.curvature.config import check_memory
 from pyro_bdl.curvature.hyperparameters import followed, read_at_center
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.evidence.marginal import read_guide
-from pyro_bdl.evidence.maximize import mackay_update, maximize
+from pyro_bdl.evidence.maximize import maximize
 from pyro_bdl.evidence.shared_scales import warn_of_shared_scales
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.training.svi import train
-
-_ROUNDS = 4
 
 
 def train_by_evidence(
@@ -25,23 +23,34 @@ def train_by_evidence(
     y: Tensor,
     *,
     steps: int = 2000,
-    rounds: int = _ROUNDS,
+    rounds: int = 4,
+    between: int | None = None,
+    learning_rate: float = 0.01,
     progress: str | None = None,
+    **training: Any,
 ) -> tuple[LaplaceGuide, bool]:
     """Train the MAP, set the hyperparameters to the maximum of its evidence, and so on; then make
     the Laplace approximation, with the hyperparameters of the last maximum.
 
-    The last maximum is that at the optimum of the linearized model, see ``maximize``. Where the
-    guide's subset is a part of the latents, the others' prior stays as it is while the MAP is
-    trained, and the hyperparameters are set once, at the end.
+    The last maximum is that at the optimum of the linearized model, see ``maximize``; those before
+    are at the weights. Many rounds with few steps between them are the online evidence of Immer et
+    al. 2021a (algorithm 1). Start the scales wide, such as at 1: a narrow prior holds the weights
+    back, and the evidence then finds small scales around them. Where the guide's subset is a part
+    of the latents, the hyperparameters are set once, at the end.
+
+    In a loop of your own, whose optimizer trains the guide's parameters only, call ``maximize`` on
+    ``guide.laplace_approximation(data)`` every few epochs, with ``linearized=False`` and few steps.
 
     :param model: a program ``model(x, y)``; its hyperparameters change in place.
     :param guide: of the program; trained in place.
     :param x: ``(N, ...)``, all training inputs.
     :param y: ``(N, ...)``, their targets.
-    :param steps: gradient steps of the first round; later rounds take half as many.
+    :param steps: gradient steps of the first round.
     :param rounds: the number of rounds.
+    :param between: gradient steps of each later round, by default half of ``steps``.
+    :param learning_rate: Adam's at the start of each round; it falls to zero.
     :param progress: description of the progress bar; None for no bar.
+    :param training: more arguments of ``training.train``.
     :returns: the posterior, and whether Ctrl-C ended the training early.
     :raises MemoryError: if the guide's structure does not fit in memory.
     """
@@ -56,27 +65,21 @@ def train_by_evidence(
     leaves = {id(parameter.leaf) for parameter in tuned.values()}
     trained = [p for p in (*guide.parameters(), *model.parameters()) if id(p) not in leaves]
     rounds = rounds if tuned and not partial else 1
+    later = max(1, steps // 2) if between is None else between
     bars = None if progress else False
     for number in range(rounds):
-        taken = steps if number == 0 else max(1, steps // 2)
-        optimizer = torch.optim.Adam(trained, lr=0.01)
-        run = train(model, guide, x, y, steps=taken, optimizer=optimizer, progress=progress)
+        taken = later if number else steps
+        optimizer = torch.optim.Adam(trained, lr=learning_rate)
+        run = train(
+            model, guide, x, y, steps=taken, optimizer=optimizer, progress=progress, **training
+        )
         if run.interrupted or number == rounds - 1:
             break
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BdlWarning)  # the MAP is trained further
-            _set(
-                guide.laplace_approximation((x, y), progress=bars), linearized=False, progress=bars
-            )
+            posterior = guide.laplace_approximation((x, y), progress=bars)
+            maximize(posterior, linearized=False, progress=bars)
     posterior = guide.laplace_approximation((x, y), progress=bars)
     if tuned:
-        _set(posterior, progress=bars)
+        maximize(posterior, progress=bars)
     return posterior, run.interrupted
-
-
-def _set(
-    posterior: LaplaceGuide, *, linearized: bool | None = None, progress: bool | None = None
-) -> None:
-    closed = mackay_update(posterior, read_guide(posterior))
-    method = "mackay" if closed else "gradient"
-    maximize(posterior, method=method, linearized=linearized, progress=progress)
