@@ -146,6 +146,7 @@ class LinearizedModel:
             guide.program_model, guide.subset, guide.loc, guide.passes
         )
         self._matrix: Tensor | None = None
+        self._solver: Callable[[Tensor], Tensor] | None = None  # at one prior and noise
         self._offset = torch.zeros_like(guide.subset.take(guide.loc), dtype=torch.float64)
 
     @property
@@ -217,7 +218,7 @@ class LinearizedModel:
             likelihood (or of one nat, where that is more), or than its rounding error.
         :param products: at most so many products with the Gauss-Newton matrix in a step.
         """
-        offset = self._offset
+        offset, self._solver = self._offset, None
         value, gradient = self._value_and_gradient(offset)
         rounding = 10 * torch.finfo(self.guide.loc.dtype).eps * max(1.0, abs(value))
         taken, gap, reached = 0, math.inf, False
@@ -248,14 +249,14 @@ class LinearizedModel:
         """H^-1 gradient by conjugate gradients with H = J' F J + prior precision; and half the
         product of both, what the step gains."""
         factor, prior = self._factor, self.guide.prior
-        solved = self._preconditioner(offset)
+        solved = self._solver = self._solver or self._preconditioner(offset)
         step, residual = torch.zeros_like(gradient), gradient
         direction = conditioned = solved(residual)
         first = length = float(residual @ conditioned)
         gap = 0.0
         for number in range(products):
             if number == _FEW:
-                self._matrix = None  # it has become a bad one
+                self._matrix = self._solver = None  # it has become a bad one
             curved = factor * self._times(offset, direction) + prior.times(direction)
             bend = float(direction @ curved)
             if not bend > 0:  # the prior of a hierarchy may be indefinite

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.hyperparameters import followed, restored_on_error
+from pyro_bdl.curvature.hyperparameters import (
+    ParameterReading,
+    followed,
+    restored_on_error,
+)
 from pyro_bdl.curvature.prior import hyperpriors
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.evidence.formula import NoFixedPointError, formula_of, read_guide
@@ -125,11 +129,12 @@ def maximize(
     with restored_on_error(reading.parameters, guide.refresh):
         for _ in range(_ROUNDS if last_layer and not guide.quadratic else 1):
             before = guide.hyperparameters()
-            search = _Search(guide, linearized, progress)
+            search = _Search(guide, reading, linearized, progress)
             result = search.run(method, steps, learning_rate, tolerance)
             if not last_layer or guide.quadratic:
                 break
             guide.find_mode()
+            reading = read_guide(guide)
             if _are_close(result.hyperparameters, before, tolerance):
                 break
     return result
@@ -143,8 +148,13 @@ def _are_close(after: dict[str, Tensor], before: dict[str, Tensor], tolerance: f
 class _Search:
     """The evidence of a guide at the present hyperparameters, which the guide follows."""
 
-    def __init__(self, guide: LaplaceGuide, linearized: bool, progress: bool | None) -> None:
-        reading = read_guide(guide)
+    def __init__(
+        self,
+        guide: LaplaceGuide,
+        reading: ParameterReading,
+        linearized: bool,
+        progress: bool | None,
+    ) -> None:
         self.guide, self.progress = guide, progress
         self.formula, self.tuned = formula_of(guide, reading), followed(reading)
         guide.follow(reading)
