@@ -1,7 +1,6 @@
 """Complete training that alternates between the MAP and the hyperparameters."""
 
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,8 @@ def train_by_evidence(
     rounds: int = 4,
     between: int | None = None,
     learning_rate: float = 0.01,
+    batch_size: int | None = None,
     progress: str | None = None,
-    **training: Any,
 ) -> tuple[LaplaceGuide, bool]:
     """Train the MAP, set the hyperparameters to the maximum of its evidence, and so on; then make
     the Laplace approximation, with the hyperparameters of the last maximum.
@@ -49,8 +48,8 @@ def train_by_evidence(
     :param rounds: the number of rounds.
     :param between: gradient steps of each later round, by default half of ``steps``.
     :param learning_rate: Adam's at the start of each round; it falls to zero.
+    :param batch_size: rows in each step, as in ``training.train``.
     :param progress: description of the progress bar; None for no bar.
-    :param training: more arguments of ``training.train``.
     :returns: the posterior, and whether Ctrl-C ended the training early.
     :raises MemoryError: if the guide's structure does not fit in memory.
     """
@@ -71,8 +70,9 @@ def train_by_evidence(
         taken = later if number else steps
         optimizer = torch.optim.Adam(trained, lr=learning_rate)
         run = train(
-            model, guide, x, y, steps=taken, optimizer=optimizer, progress=progress, **training
-        )
+            model, guide, x, y,
+            steps=taken, optimizer=optimizer, batch_size=batch_size, progress=progress,
+        )  # fmt: skip
         if run.interrupted or number == rounds - 1:
             break
         with warnings.catch_warnings():
