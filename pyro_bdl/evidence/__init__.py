@@ -1,6 +1,6 @@
 """The evidence of a Laplace approximation, and its maximization in hyperparameters."""
 
-from pyro_bdl.evidence.expectation_maximization import em
+from pyro_bdl.contrib.expectation_maximization import em
 from pyro_bdl.evidence.formula import log_marginal_likelihood
 from pyro_bdl.evidence.last_layer import LastLayerEvidence
 from pyro_bdl.evidence.maximize import maximize

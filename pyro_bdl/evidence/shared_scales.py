@@ -1,7 +1,7 @@
 """Warning of a prior scale that normalized weights share with others."""
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def warn_of_shared_scales(
     sites = [site for site in subset.parts if any(site in known for known in shared.values())]
     if not sites:
         return
-    groups = _normalized(guide, sites, reading, batch)
+    groups = _normalized(guide, sites, batch)
     found: dict[str, list[str]] = {}
     for name, known in shared.items():
         for group, own in groups.items():
@@ -87,20 +87,19 @@ def _owner(guide: Guide, site: str) -> Any:
 
 
 @torch.no_grad()
-def _normalized(
-    guide: Guide, sites: list[str], reading: ParameterReading, batch: Batch
-) -> dict[str, tuple[str, ...]]:
+def _normalized(guide: Guide, sites: list[str], batch: Batch) -> dict[str, tuple[str, ...]]:
     """Normalized groups among the layers of some sites."""
     model, layout = guide.program_model, guide.require_layout()
     vector = guide.location().detach()
-    statistics = any(isinstance(module, _BATCH_NORMS) for module in modules_of(model))
+    modules = modules_of(model)
+    statistics = any(isinstance(module, _BATCH_NORMS) for module in modules)
     args, kwargs = few_rows(model, layout, vector, batch, number=_ROWS if statistics else 2)
     layers: dict[str, list[str]] = {}
     for site in sites:
         if not isinstance(_owner(guide, site), NORMALIZATIONS):
             layers.setdefault(_layer(site), []).append(site)
     values = layout.constrain(vector)[0]
-    normalizing = modules_of(model) if leading_size((args, kwargs)) > 1 else []
+    normalizing = modules if leading_size((args, kwargs)) > 1 else []
     with evaluation_mode(model), without_running_statistics(normalizing):
         subsamples = record(model, values, args, kwargs, draw=leave_open).subsamples
 
@@ -110,29 +109,5 @@ def _normalized(
             bases = [base_distribution(site.distribution) for site in run.observed.values()]
             return [value for base in bases for value in parameters_of_any(base).values()]
 
-        # the reading was made in evaluation mode, where batches are not normalized
-        slope = None if statistics else _slope(guide, reading)
-        joint = any(isinstance(module, NORMALIZATIONS) for module in modules_of(model))
-        return normalized_groups(outputs, layers, slope, joint=joint)
-
-
-def _slope(guide: Guide, reading: ParameterReading) -> Callable[[Collection[str]], float]:
-    """f' (df/dw) w / f'f of some sites w, with f the outputs of a reading; 0 where it is not
-    known."""
-    bases = [base_distribution(site.distribution) for site in reading.run.observed.values()]
-    outputs = [value for base in bases for value in parameters_of_any(base).values()]
-    outputs = [value for value in outputs if value.requires_grad]
-    if not outputs:
-        return lambda names: 0.0
-    latents, leaves = guide.require_layout().latents, reading.leaves
-    known = [name for name in leaves if latents[name].transform is None]
-    gradients = torch.autograd.grad(
-        outputs, [leaves[name] for name in known], outputs, allow_unused=True, retain_graph=True
-    )
-    size = sum(float(value.square().sum()) for value in outputs)
-    slopes = {
-        name: float((gradient * leaves[name]).sum()) / max(size, 1e-30)
-        for name, gradient in zip(known, gradients, strict=True)
-        if gradient is not None
-    }
-    return lambda names: sum(slopes.get(name, 0.0) for name in names)
+        joint = any(isinstance(module, NORMALIZATIONS) for module in modules)
+        return normalized_groups(outputs, layers, joint=joint)

@@ -25,7 +25,6 @@ _STEP = 0.01  # of a size, relative, for a central difference of the outputs
 def normalized_groups(
     outputs: Callable[[Collection[str], float], list[Tensor]],
     layers: Mapping[str, Collection[str]],
-    slope: Callable[[Collection[str]], float] | None = None,
     *,
     joint: bool = False,
 ) -> dict[str, tuple[str, ...]]:
@@ -34,8 +33,6 @@ def normalized_groups(
 
     :param outputs: the outputs where some weights, by name, are multiplied by a factor.
     :param layers: the names of the weights of every layer.
-    :param slope: the derivative of the outputs' size in the size of some weights, both relative;
-        where it is not small, their outputs are not compared, since f(k w) = f(w) implies 0.
     :param joint: look for layers that are free together, too, in two runs for each layer.
     :returns: the weights of each group. Its name is the layer's, those of several layers joined by
         " + ", or that of a single weight, as the direction under ``weight_norm``.
@@ -43,8 +40,6 @@ def normalized_groups(
     before: list[Tensor] = []
 
     def is_free(names: Collection[str]) -> bool:
-        if slope is not None and abs(slope(names)) > _SLOPE:
-            return False
         if not before:
             before.extend(outputs((), 1.0))
         return _same(outputs(names, 2.0), before) and not _same(outputs(names, 0.0), before)

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from pyro_bdl import LinearizedPredictive, bayesianize, evidence, models, priors
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.evidence import maximize, shared_scales, train
+from pyro_bdl.evidence import maximize, train
 from pyro_bdl.guides import AutoLaplaceGGN
 
 _DRAWS = torch.Generator().manual_seed(1)
@@ -93,26 +93,6 @@ def test_no_warning_where_nothing_is_arbitrary(_double, learn):
         (_at_zero(between(nn.Identity())), priors.Normal(learn(0.7))),
     ):
         assert not told(maximize, fitted(network, prior)[2], steps=1, linearized=False)
-
-
-def test_weights_whose_size_matters_are_not_compared(_double, learn, monkeypatch):
-    """One derivative rules them out, without a run of the program."""
-    laplace = fitted(between(nn.Identity()), priors.Normal(learn(0.7)))[2]
-    compared = []
-
-    def groups(outputs, layers, slope, joint):
-        compared.extend(own for own in layers.values() if abs(slope(own)) < 0.01)
-        return {}
-
-    monkeypatch.setattr(shared_scales, "normalized_groups", groups)
-    told(maximize, laplace, steps=1, linearized=False)
-    assert not compared
-    monkeypatch.setattr(shared_scales, "owners", lambda *args: pytest.fail("looked twice"))
-    told(maximize, laplace, steps=1, linearized=False)
-    monkeypatch.undo()
-    monkeypatch.setattr(shared_scales, "normalized_groups", groups)
-    told(maximize, fitted(between(nn.LayerNorm(4)), priors.Normal(learn(0.7)))[2], steps=1)
-    assert [set(own) for own in compared] == [{"0.weight", "0.bias"}]
 
 
 def _at_zero(network):

@@ -1,37 +1,36 @@
-"""Expectation maximization of programs with discrete latents."""
+"""Expectation maximization of programs with discrete latents.
+
+Where an argument of a site's distribution consists of entries of one parameter theta, as
+``Normal(mu[z], sigma[z])`` does, the maximum of the expected log density in theta is a ratio of
+weighted sums over the elements e that hold the entry i:
+
+    theta_i = finish( sum_{e: i(e)=i} r_e T(y_e) / sum_{e: i(e)=i} r_e c(y_e) )
+
+with r the posterior probabilities of the discrete sites (Dempster, Laird and Rubin 1977).
+"""
 
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.distributions import transform_to
+from torch.nn import functional
 from tqdm import trange
 
+from pyro_bdl.contrib.discrete import SummedOut
 from pyro_bdl.curvature.hyperparameters import Hyperparameter, ReadParameters
+from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
-from pyro_bdl.evidence.closed_form_m_steps import (
-    LOCATIONS,
-    SPREADS,
-    Mean,
-    Selection,
-    WeightedSite,
-    maximizer,
-    selections,
-    tables_of,
-)
 from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 from pyro_bdl.utils.progress import hidden
-
-if TYPE_CHECKING:
-    from pyro_bdl.contrib.discrete import SummedOut
 
 
 @dataclass
@@ -121,6 +120,198 @@ def em(
     )
 
 
+# M-steps in closed form
+
+
+class _Mean(NamedTuple):
+    """One argument of a family: the statistic T, its size c, and the map from their ratio."""
+
+    statistic: Callable[[Any, Tensor], Tensor]
+    size: Callable[[Any, Tensor], Tensor]
+    finish: Callable[[Tensor], Tensor] = torch.clone
+
+
+class _WeightedSite(NamedTuple):
+    """A site's distribution and value, and the weights of its assignments.
+
+    :param weights: posterior probability times scale and mask, of the log density's shape.
+    """
+
+    distribution: Any
+    value: Tensor
+    weights: Tensor
+
+
+class _Selection(NamedTuple):
+    """An argument whose elements are entries of a parameter.
+
+    :param entries: for each element of the argument the entry's flat index.
+    """
+
+    parameter: str
+    entries: Tensor
+
+
+def _value(distribution: Any, value: Tensor) -> Tensor:
+    return value
+
+
+def _ones(distribution: Any, value: Tensor) -> Tensor:
+    return torch.ones((), dtype=torch.get_default_dtype(), device=value.device)
+
+
+def _one_hot(distribution: Any, value: Tensor) -> Tensor:
+    return functional.one_hot(value.long(), distribution.param_shape[-1])
+
+
+def _outer(distribution: Any, value: Tensor) -> Tensor:
+    offset = value - distribution.loc
+    return offset.unsqueeze(-1) * offset.unsqueeze(-2)
+
+
+def _cholesky(matrix: Tensor) -> Tensor:
+    return torch.linalg.cholesky_ex(matrix).L  # not finite for a component without data
+
+
+def _inverse(matrix: Tensor) -> Tensor:
+    return torch.linalg.inv_ex(matrix).inverse
+
+
+_PROBABILITY = _Mean(_value, _ones)
+_LOCATIONS = {
+    ("Normal", "loc"): _Mean(
+        lambda d, y: y / d.scale.square(), lambda d, y: d.scale.square().reciprocal()
+    ),
+    ("LogNormal", "loc"): _Mean(
+        lambda d, y: y.log() / d.scale.square(), lambda d, y: d.scale.square().reciprocal()
+    ),
+    ("MultivariateNormal", "loc"): _PROBABILITY,
+    ("Bernoulli", "probs"): _PROBABILITY,
+    ("Bernoulli", "logits"): _Mean(_value, _ones, torch.logit),
+    ("Categorical", "probs"): _Mean(_one_hot, _ones),
+    ("OneHotCategorical", "probs"): _PROBABILITY,
+    ("Multinomial", "probs"): _Mean(_value, lambda d, y: y.sum(-1, keepdim=True)),
+    ("Binomial", "probs"): _Mean(_value, lambda d, y: d.total_count),
+    ("Geometric", "probs"): _Mean(_ones, lambda d, y: 1.0 + y),
+    ("Poisson", "rate"): _PROBABILITY,
+    ("Exponential", "rate"): _Mean(_ones, _value),
+    ("Gamma", "rate"): _Mean(lambda d, y: d.concentration, _value),
+}
+_SPREADS = {
+    ("Normal", "scale"): _Mean(lambda d, y: (y - d.loc).square(), _ones, torch.sqrt),
+    ("LogNormal", "scale"): _Mean(lambda d, y: (y.log() - d.loc).square(), _ones, torch.sqrt),
+    ("MultivariateNormal", "covariance_matrix"): _Mean(_outer, _ones),
+    ("MultivariateNormal", "scale_tril"): _Mean(_outer, _ones, _cholesky),
+    ("MultivariateNormal", "precision_matrix"): _Mean(_outer, _ones, _inverse),
+}
+
+
+def _tables_of(distribution: Any) -> tuple[Any, dict[str, _Mean]]:
+    """Return a distribution without wrappers, and its arguments that have a closed form."""
+    base, _ = without_wrappers(distribution)
+    family = type(base).__name__
+    return base, {
+        argument: mean
+        for (name, argument), mean in (_LOCATIONS | _SPREADS).items()
+        if name == family
+    }
+
+
+def _selections(
+    sites: Mapping[str, tuple[Any, Any]], markers: tuple[Mapping[str, Tensor], ...]
+) -> dict[tuple[str, str], _Selection]:
+    """Find the arguments that consist of entries of one parameter.
+
+    :param sites: for each site its distribution where the parameters have the first markers for
+        values, and where they have the second ones.
+    :param markers: parameter -> values, all of them different, twice.
+    :returns: (site, argument) -> the parameter and the entries' indices.
+    """
+    found = {}
+    for name, distributions in sites.items():
+        bases = [_tables_of(each)[0] for each in distributions]
+        for argument, mean in _tables_of(distributions[0])[1].items():
+            values = [_shrunk(getattr(base, argument)) for base in bases]
+            matrix = mean.statistic is _outer
+            for parameter in markers[0]:
+                entries = [marker[parameter].reshape(-1) for marker in markers]
+                index = _index(values[0], entries[0], matrix)
+                if all(
+                    torch.allclose(value, marker[index], rtol=1e-5, atol=1e-7)
+                    for value, marker in zip(values, entries, strict=True)
+                ):
+                    found[name, argument] = _Selection(parameter, index)
+    return found
+
+
+def _shrunk(argument: Tensor) -> Tensor:
+    """The argument with one element for each dimension along which it repeats itself."""
+    for dim in range(argument.dim()):
+        if argument.stride(dim) == 0 and argument.shape[dim] > 1:
+            argument = argument.narrow(dim, 0, 1)
+    return argument
+
+
+def _index(value: Tensor, marker: Tensor, matrix: bool) -> Tensor:
+    """For each element of ``value`` the nearest marker; for matrices those of one block."""
+    if matrix:
+        size = value.shape[-1]
+        first = _index(value[..., 0, 0], marker, False)
+        block = torch.arange(size * size, device=value.device).view(size, size)
+        return (first[..., None, None] + block).clamp(max=len(marker) - 1)
+    ordered, order = marker.sort()
+    above = torch.searchsorted(ordered, value.contiguous()).clamp(max=len(ordered) - 1)
+    below = (above - 1).clamp(min=0)
+    nearer = (value - ordered[below]).abs() < (ordered[above] - value).abs()
+    return order[torch.where(nearer, below, above)]
+
+
+def _maximizer(
+    uses: list[tuple[_WeightedSite, str, _Selection]],
+    table: Mapping[tuple[str, str], _Mean],
+    like: Tensor,
+) -> Tensor | None:
+    """Return the value of a parameter that maximizes the expected log density.
+
+    :param uses: the sites that hold it, in which argument, the same for all, and where.
+    :param table: ``_LOCATIONS`` or ``_SPREADS``.
+    :param like: its present value; entries that no weight falls on keep it.
+    :returns: None if the argument is not in the table.
+    """
+    finish = None
+    sums = [torch.zeros_like(like).reshape(-1) for _ in range(2)]
+    for factor, argument, selection in uses:
+        base, event_dims = without_wrappers(factor.distribution)
+        mean = table.get((type(base).__name__, argument))
+        if mean is None:
+            return None
+        finish = mean.finish
+        shape = getattr(base, argument).shape
+        weights = factor.weights[
+            (...,) + (None,) * (event_dims + len(shape) - len(base.batch_shape))
+        ]
+        for total, part in zip(sums, (mean.statistic, mean.size), strict=True):
+            _add(total, weights * part(base, factor.value), shape, selection.entries)
+    assert finish is not None
+    ratio, tiny = sums[0] / sums[1], torch.finfo(like.dtype).tiny
+    result = finish(ratio.reshape(like.shape))
+    return torch.where((sums[1] > tiny).reshape(like.shape), result, like)
+
+
+def _add(total: Tensor, values: Tensor, shape: torch.Size, index: Tensor) -> None:
+    """Add each element of ``values`` to the entry of ``total`` that ``index`` gives it.
+
+    :param shape: the argument's shape; ``values`` repeat along dimensions that they lack.
+    """
+    shape = torch.broadcast_shapes(values.shape, shape)
+    index = index[(None,) * (len(shape) - index.dim())]
+    values = values.expand(shape).sum_to_size(index.shape)
+    total.index_add_(0, index.reshape(-1), values.reshape(-1).to(total))
+
+
+# The parameters and expectations of a program
+
+
 class _Maximization:
     """The parameters of a program, and the expectations of the last E-step."""
 
@@ -170,8 +361,8 @@ class _Maximization:
                     "takes all of the data at once"
                 )
         for name, site in run.latents.items():
-            for parameter, each in parameters.items():
-                if reaches(site.distribution.log_prob(site.value.detach()), [each.value]):
+            for parameter, read in parameters.items():
+                if reaches(site.distribution.log_prob(site.value.detach()), [read.value]):
                     raise UnsupportedProgramError(
                         f"the parameter '{parameter}' is of the prior of the latent '{name}', "
                         "whose mode has no maximum in it: fix it, or take evidence.maximize or "
@@ -206,7 +397,7 @@ class _Maximization:
         run, _ = self.run()
         return {name: value.detach() for name, value in _summed_out(run).responsibilities().items()}
 
-    def factors(self, run: Run) -> dict[str, WeightedSite]:
+    def factors(self, run: Run) -> dict[str, _WeightedSite]:
         """All statements, each with the expected number of times that its density counts."""
         sites, result = _summed_out(run).sites, {}
         for name, site in (run.latents | run.observed | run.factors | sites).items():
@@ -214,7 +405,7 @@ class _Maximization:
             if weights is None:
                 counts = torch.ones_like(site.distribution.log_prob(site.value))
                 weights = scale_and_mask(counts, site.scale, site.mask).detach()
-            result[name] = WeightedSite(site.distribution, site.value, weights)
+            result[name] = _WeightedSite(site.distribution, site.value, weights)
         return result
 
     def expected(self) -> Tensor:
@@ -236,9 +427,9 @@ class _Maximization:
         """
         state = self.state()
         while True:
-            self._take_closed_forms(LOCATIONS)
+            self._take_closed_forms(_LOCATIONS)
             self._climb(steps)
-            self._take_closed_forms(SPREADS)
+            self._take_closed_forms(_SPREADS)
             value = self.expect()
             if value >= before - self.rounding * (1.0 + abs(before)):
                 return value
@@ -248,7 +439,7 @@ class _Maximization:
                 return None
             self.uses = {}  # the closed forms do not hold in this program
 
-    def _take_closed_forms(self, table: Mapping[tuple[str, str], Mean]) -> None:
+    def _take_closed_forms(self, table: Mapping[tuple[str, str], _Mean]) -> None:
         """Put parameters to their maximum of Q, given the others."""
         arguments = {argument for _, argument in table}
         if not any(use[1] in arguments for uses in self.uses.values() for use in uses):
@@ -258,7 +449,7 @@ class _Maximization:
         for name, uses in list(self.uses.items()):
             found = [(factors[site], argument, where) for site, argument, where in uses]
             with torch.no_grad():
-                value = maximizer(found, table, parameters[name].value.detach())
+                value = _maximizer(found, table, parameters[name].value.detach())
             if value is None:
                 continue
             slope = None if name in self.verified else self._slope(name)
@@ -302,29 +493,29 @@ class _Maximization:
 
     def _closed_forms(
         self, run: Run, parameters: Mapping[str, Hyperparameter]
-    ) -> dict[str, list[tuple[str, str, Selection]]]:
+    ) -> dict[str, list[tuple[str, str, _Selection]]]:
         """For each parameter that only enters distributions as it is, where it does so."""
         generator = torch.Generator().manual_seed(0)
         markers = tuple(
-            {name: _marker(each, generator) for name, each in parameters.items()} for _ in range(2)
+            {name: _marker(p, generator) for name, p in parameters.items()} for _ in range(2)
         )
         with torch.no_grad():
             marked = [self.run(values)[0] for values in markers]
-        first, second = (self._statements(each) for each in marked)
+        first, second = map(self._statements, marked)
         pairs = {name: (first[name].distribution, second[name].distribution) for name in first}
-        found = selections(pairs, markers)
-        result: dict[str, list[tuple[str, str, Selection]]] = {}
+        found = _selections(pairs, markers)
+        result: dict[str, list[tuple[str, str, _Selection]]] = {}
         for (site, argument), selection in found.items():
             result.setdefault(selection.parameter, []).append((site, argument, selection))
-        for name, each in parameters.items():
+        for name, parameter in parameters.items():
             moved = {
                 site
                 for site, statement in self._statements(run).items()
-                if reaches(statement.distribution.log_prob(statement.value), [each.value])
+                if reaches(statement.distribution.log_prob(statement.value), [parameter.value])
             }
             held = [site for site, _, _ in result.get(name, [])]
             families = {
-                (type(tables_of(first[site].distribution)[0]), argument)
+                (type(_tables_of(first[site].distribution)[0]), argument)
                 for site, argument, _ in result.get(name, [])
             }
             if sorted(held) != sorted(moved) or len(families) != 1:
@@ -337,7 +528,7 @@ class _Maximization:
     # The end
 
     def values(self) -> dict[str, Tensor]:
-        return {name: each.value.detach().clone() for name, each in self.run()[1].items()}
+        return {name: p.value.detach().clone() for name, p in self.run()[1].items()}
 
     def latents(self) -> dict[str, Tensor]:
         if not self.program.size:
@@ -345,7 +536,7 @@ class _Maximization:
         return {name: w.detach() for name, w in self.program.constrain(self.vector)[0].items()}
 
 
-def _summed_out(run: Run) -> "SummedOut":
+def _summed_out(run: Run) -> SummedOut:
     assert run.discrete is not None
     return run.discrete
 
