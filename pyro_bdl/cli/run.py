@@ -33,7 +33,7 @@ from pyro_bdl.posteriors import Fit, Problem
 from pyro_bdl.report import Further
 from pyro_bdl.utils.files import atomic_write
 from pyro_bdl.utils.progress import hidden, logger
-from pyro_bdl.utils.random_state import process_seeded
+from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.tables import to_text
 
 FAILED, INTERRUPTED = 1, 130
@@ -83,7 +83,7 @@ def run(options: Options, line: str) -> int:
     if not options.quiet:
         print("\n".join([about, *data.notes]), flush=True)
     numbers = len(data.x_train) * max(options.hidden)
-    with process_seeded(options.seed, options.device), limited_threads(numbers):
+    with seeded(options.seed), limited_threads(numbers):
         fitter = Fitter(options, data, fresh=options.fresh)
         fits, failures, failed = fitter.fit_all()
         if not fits:

@@ -22,6 +22,7 @@ from pyro_bdl.curvature.structures.base import Curvature
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.progress import hidden
+from pyro_bdl.utils.random_state import set_torch_states, torch_states
 
 SCALED_UP = (
     "the program states more data than it was given, so that each part is scaled up to all of them "
@@ -126,11 +127,11 @@ def _accumulated(
     curvature = config.kind.empty(subset, like, config, before)
     known: dict[Any, Alignment] = {}
     seen = LikelihoodSums(subset.take(vector), batches, earlier=before is not None)
-    states = _random_states(vector.device)
+    states = torch_states()
 
     def one_pass(number: int) -> None:
         if number:  # the same draws in all passes, for one matrix
-            _set_random_states(states, vector.device)
+            set_torch_states(states)
         curvature.start_pass(number)
         parts = tqdm(
             linearizations(model, subset, vector, batches.part(), config, known=known),
@@ -156,14 +157,3 @@ def _accumulated(
             curvature.add_up(batches.ranks)
     seen.add_up(batches)
     return curvature, seen
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-
-
-def _set_random_states(states: list[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)

@@ -15,8 +15,8 @@ N (``num_data``, or the size of the program's plate) counts the data of all rank
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -33,6 +33,7 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.utils.autograd import with_gradients
 from pyro_bdl.utils.collectives import Ranks
+from pyro_bdl.utils.random_state import seeded
 
 __all__ = ["DataParallel_ELBO", "Shard", "broadcast"]
 
@@ -264,26 +265,13 @@ class DataParallel_ELBO(ELBO):
         self._used, self._sent, self._batch = {}, None, batch
         return batch
 
-    @contextmanager
-    def _noise(self) -> Iterator[None]:
+    def _noise(self) -> AbstractContextManager[None]:
         """Draw from this rank's random state, or from one that all ranks share; the caller's state
         is unchanged."""
         rank = 0 if self.same_draws else self.ranks.number
-        device = self._device()
         seed = random.Random(f"{self._seed} {rank} {self._draws}").getrandbits(62)
         self._draws += 1
-        generators = [torch.default_generator]
-        if device.type == "cuda":
-            number = torch.cuda.current_device() if device.index is None else device.index
-            generators.append(torch.cuda.default_generators[number])
-        states = [generator.get_state() for generator in generators]
-        try:
-            for generator in generators:
-                generator.manual_seed(seed)
-            yield
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+        return seeded(seed)
 
     def _device(self) -> torch.device:
         return next((leaf.device for leaf in self._leaves.values()), torch.device("cpu"))

@@ -15,7 +15,7 @@ from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.training.svi import estimate_elbo, train
-from pyro_bdl.utils.random_state import process_seeded
+from pyro_bdl.utils.random_state import seeded
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def fit(
     """
     entry, options = get(name), options or Options()
     device = problem.x.device
-    with process_seeded(options.seed, device):
+    with seeded(options.seed):
         started = time.perf_counter()
         with peak_memory(device) as peak:
             own = replace(problem, model=entry.program(problem))

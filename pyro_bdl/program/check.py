@@ -7,12 +7,10 @@ are seen. ``Program.check`` checks it where a sampler or an approximation first 
 
 import functools
 import inspect
-import random
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
@@ -198,13 +196,8 @@ def check_one_density(program: Any) -> None:
 
     :raises UnsupportedProgramError: naming the site that differs.
     """
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.no_grad(), own_randomness(), evaluation_mode(program.model):
-            first, second = (_terms(program) for _ in range(2))
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+    with torch.no_grad(), own_randomness(), evaluation_mode(program.model):
+        first, second = (_terms(program) for _ in range(2))
     for name, value in first.items():
         if not torch.allclose(value, second[name], rtol=_SAME, equal_nan=True):
             raise UnsupportedProgramError(

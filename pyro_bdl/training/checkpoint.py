@@ -2,14 +2,12 @@
 
 import copy
 import os
-import random
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyro
 import torch
 from pyro.distributions import constraints
@@ -20,6 +18,7 @@ from torch.distributions import transform_to
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.utils.collectives import writes_files
 from pyro_bdl.utils.fingerprint import require_same
+from pyro_bdl.utils.random_state import random_states, set_random_states
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
 from pyro_bdl.utils.validation import whole_number
 
@@ -101,7 +100,7 @@ class Checkpoint:
             "settings": self.settings,
             "parts": {name: _state(part) for name, part in self._parts.items()},
             "store": _store_state([p for p in self._parts.values() if isinstance(p, nn.Module)]),
-            "random": _random_state(),
+            "random": random_states(),
         }
         new = save_tree(self.path.with_name(self.path.name + ".next"), tree, kind=_KIND)
         if self.path.exists():
@@ -131,7 +130,7 @@ class Checkpoint:
             for name, part in self._parts.items():
                 _load(part, before[name])
             raise
-        _set_random_state(tree["random"])
+        set_random_states(tree["random"])
         return tree["step"]
 
     def _read(self) -> Any:
@@ -243,26 +242,3 @@ def _load_store(state: Mapping[str, Any]) -> None:
             constraint = _named_constraints()[entry["constraint"]]
             store.setdefault(name, transform_to(constraint)(value), constraint)
         store[name].unconstrained().copy_(value)
-
-
-# Random states
-
-
-def _random_state() -> dict[str, Any]:
-    version, numbers, spare = random.getstate()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
-        "numpy": np.random.get_state(),
-        "python": (version, torch.tensor(numbers, device="cpu"), spare),
-    }
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    np.random.set_state(state["numpy"])
-    version, numbers, spare = state["python"]
-    random.setstate((version, tuple(numbers.tolist()), spare))

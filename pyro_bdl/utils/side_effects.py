@@ -16,8 +16,7 @@ def without_side_effects(
 ) -> Iterator[None]:
     """Run without side effects: random states and buffers are restored on exit.
 
-    Torch's random numbers continue from the caller's state, which is restored. Python's and numpy's
-    random numbers follow a fixed seed, because a trace takes them for constants.
+    Random numbers of Python and numpy follow a fixed seed: a trace takes them for constants.
 
     :param modules: the modules whose buffers are restored.
     :param tensors: other tensors to restore.
@@ -25,14 +24,11 @@ def without_side_effects(
     buffers = (buffer for module in modules for buffer in module.buffers(recurse=False))
     kept = [*tensors, *buffers]
     values = [tensor.detach().clone() for tensor in kept]
-    python, numpy = random.getstate(), np.random.get_state()
-    random.seed(0)
-    np.random.seed(0)
     try:
         with own_randomness():
+            random.seed(0)
+            np.random.seed(0)
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
         for tensor, value in zip(kept, values, strict=True):
             tensor.data.copy_(value)

@@ -21,6 +21,7 @@ from torch import nn
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.training import Checkpoint, HeldOut, Minibatches, checkpoint, train
+from pyro_bdl.utils import random_state
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
 
 _X = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64)[:, None]
@@ -149,16 +150,17 @@ def test_a_run_that_dies_goes_on_bit_for_bit(loop, tmp_path):
 @pytest.mark.parametrize("there", [2, 1])
 def test_random_states_of_gpus(there, tmp_path, monkeypatch):
     """With stand-ins for two GPUs, of which ``there`` are there when the run goes on."""
-    states = [torch.arange(16, dtype=torch.uint8), torch.arange(16, 32, dtype=torch.uint8)]
-    found = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
-    monkeypatch.setattr(torch.cuda, "set_rng_state_all", found.extend)
+    gpus = {f"cuda:{number}": torch.Generator().manual_seed(number) for number in range(2)}
+    states = [generator.get_state() for generator in gpus.values()]
+    monkeypatch.setattr(random_state, "generators", lambda: gpus)
     Checkpoint(tmp_path / "run").save(1)
+    for generator in gpus.values():
+        torch.randn(3, generator=generator)
+    here = dict([*gpus.items()][:there])
+    monkeypatch.setattr(random_state, "generators", lambda: here)
     assert Checkpoint(tmp_path / "run").load() == 1
-    assert len(found) == (2 if there == 2 else 0)  # other GPUs draw on as they are
-    assert all(torch.equal(a, b) for a, b in zip(found, states, strict=False))
+    for generator, state in zip(here.values(), states, strict=False):
+        assert torch.equal(generator.get_state(), state)
 
 
 def test_random_numbers_of_the_gpu_go_on(tmp_path, device):

@@ -10,7 +10,7 @@ from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.tracing.trace import trace
 from pyro_bdl.utils.module_state import vmappable
-from pyro_bdl.utils.random_state import everywhere, fixed_normal, own_randomness
+from pyro_bdl.utils.random_state import fixed_normal, own_randomness
 from pyro_bdl.utils.trees import tree_flatten, tree_unflatten
 
 _ASIDE = 0.1  # how far from the chains a graph is compared with the program a second time
@@ -72,7 +72,7 @@ class Scores:
 
         # The chains are independent, so the gradient of the sum gives each chain's gradient.
         leaf = vectors.detach().requires_grad_()
-        with torch.enable_grad(), everywhere():
+        with torch.enable_grad():
             values = self.map(density, {"u": leaf})
             (gradient,) = torch.autograd.grad(values.sum(), leaf)
         return values.detach(), gradient

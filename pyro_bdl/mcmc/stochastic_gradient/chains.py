@@ -18,7 +18,7 @@ from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource, Strea
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.check import check_finite
 from pyro_bdl.utils.progress import hidden
-from pyro_bdl.utils.random_state import Generators
+from pyro_bdl.utils.random_state import set_torch_states, torch_states
 
 StepSize = float | Callable[[int], float]
 
@@ -69,7 +69,6 @@ class Walk:
     :param adapt: whether a divergence in the warm-up halves the step size, and takes the chains
         back to their last sound positions, instead of ending the run.
     :param options: the method's options.
-    :param generators: those of ``explicit``, whose random numbers move the chains.
     :param journal: where the chains are written as they go, and read from if they are there.
     """
 
@@ -84,13 +83,12 @@ class Walk:
         temperature: float,
         adapt: bool = False,
         options: dict[str, float],
-        generators: Generators,
         journal: Journal | None = None,
     ) -> None:
         self.adapt, self.factor = adapt, 1.0
         self.method, self.restriction, self.start = method, restriction, start
-        self.generators, self.journal = generators, journal
-        self.stream = Stream(batches, generators)
+        self.journal = journal
+        self.stream = Stream(batches)
         self.step_size, self.temperature = step_size, temperature
         self.update = partial(method.update, **options)
         self.scores = Scores(restriction.log_density, traced=False)
@@ -193,7 +191,7 @@ class Walk:
             if value is not None
         }
         leaves |= {f"stream/{name}": value for name, value in self.stream.place().items()}
-        leaves |= {f"random/{name}": value for name, value in self.generators.states().items()}
+        leaves |= {f"random/{name}": value for name, value in torch_states().items()}
         block, new = None, slice(self.written, self.kept)
         if self.kept > self.written:
             rows = {"vectors": self.vectors[:, new]}
@@ -227,7 +225,7 @@ class Walk:
             self.kept += most
         self.written = self.kept
         self.stream.go_to(under("stream/"))
-        self.generators.set_states(under("random/"))
+        set_torch_states(under("random/"))
 
     def _column(self, name: str, like: Tensor) -> Tensor:
         if name not in self.stats:

@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from pyro_bdl.curvature.fisher import check_scales, num_data
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batch, Batches, has_rows, leading_size
 from pyro_bdl.program.program import Program
-from pyro_bdl.utils.random_state import Generators, everywhere, permutation
+from pyro_bdl.utils.random_state import set_torch_states, torch_states
 from pyro_bdl.utils.trees import tree_leaves, tree_map
 
 
@@ -69,10 +69,10 @@ class MinibatchSource:
         if self.is_whole:
             yield self.first
         elif self.num_rows is not None:
-            parts = permutation(self.num_rows, self.device).split(self.size)
+            parts = torch.randperm(self.num_rows, device=self.device).split(self.size)
             yield from (self._rows(part) for part in parts if len(part) == self.size)
         else:
-            yield from _with_given_randomness(self.source)
+            yield from self.source
 
     def _rows(self, index: Tensor) -> Batch:
         def part(value: Any) -> Any:
@@ -153,12 +153,10 @@ class Stream:
 
     The place is the random state before the pass and the number of its batches that were taken, so
     that a pass is made again up to there.
-
-    :param generators: those of ``explicit``, from which the passes are drawn.
     """
 
-    def __init__(self, batches: MinibatchSource, generators: Generators) -> None:
-        self.batches, self.generators = batches, generators
+    def __init__(self, batches: MinibatchSource) -> None:
+        self.batches = batches
         self.passed = self.taken = self._rows = 0
         self._current: Iterator[Batch] = iter(())
 
@@ -169,7 +167,7 @@ class Stream:
         if batch is None:
             if self.passed == 1 and self.batches.num_rows is None:
                 self.batches.compare(self._rows)
-            self._begin(self.generators.states(), self.passed + 1)
+            self._begin(torch_states(), self.passed + 1)
             batch = next(self._current)
         self.taken += 1
         self._rows += leading_size(batch)
@@ -190,27 +188,15 @@ class Stream:
         return counts | {f"before/{name}": value for name, value in self._before.items()}
 
     def go_to(self, place: Mapping[str, Tensor]) -> None:
-        """Go to a place; the generators are left as they are there, within that pass."""
+        """Go to a place; torch's generators are left as they are there, within that pass."""
         if not place:
             return
         kind = "before/"
         before = {k.removeprefix(kind): v for k, v in place.items() if k.startswith(kind)}
-        self.generators.set_states(before)
+        set_torch_states(before)
         self._begin(before, int(place["passed"]))
         for _ in range(int(place["taken"])):
             next(self)
-
-
-def _with_given_randomness(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Draw a ``DataLoader``'s order of batches from the chain's seeded generator."""
-    with everywhere():
-        iterator = iter(batches)
-    while True:
-        with everywhere():
-            batch = next(iterator, None)
-        if batch is None:
-            return
-        yield batch
 
 
 def _is_part(program: Program, plate: str) -> bool:

@@ -21,7 +21,7 @@ from pyro_bdl.program.subset import Subset
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.memory import available_memory
 from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.random_state import explicit, own_randomness, seeded
+from pyro_bdl.utils.random_state import own_randomness, seeded
 from pyro_bdl.utils.validation import check_temperature, whole_number
 
 
@@ -112,7 +112,7 @@ def sgmcmc(
     check_step_size(step_size)
     check_options(method, chosen, options)
     started = time.perf_counter()
-    with evaluation_mode(model, init), seeded(seed) as generators:
+    with evaluation_mode(model, init), seeded(seed):
         batches = MinibatchSource(data, batch_size)
         restriction = checked_restriction(model, batches, subset)
         start = starting_vectors(restriction, init, num_chains)
@@ -130,7 +130,6 @@ def sgmcmc(
                 **options,
             }
             journal = _journal(checkpoint, settings, restriction, batches, start, step_size)
-    with evaluation_mode(model), explicit(generators):
         walk = Walk(
             chosen,
             restriction,
@@ -140,7 +139,6 @@ def sgmcmc(
             temperature=temperature,
             adapt=adapt_step_size,
             options=options,
-            generators=generators,
             journal=journal,
         )
         steps = kept_steps(step_size, num_warmup, num_samples, thinning)

@@ -30,8 +30,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bdl.utils.random_state import normal_like
-
 
 class HamiltonianState(NamedTuple):
     """The state of the chains.
@@ -45,7 +43,7 @@ class HamiltonianState(NamedTuple):
 
 
 def init(position: Tensor, *, temperature: float = 1.0) -> HamiltonianState:
-    return HamiltonianState(position, math.sqrt(temperature) * normal_like(position))
+    return HamiltonianState(position, math.sqrt(temperature) * torch.randn_like(position))
 
 
 def update(
@@ -70,7 +68,7 @@ def update(
     position = torch.add(state.position, momentum, alpha=length / 2)
     momentum.mul_(kept)
     if temperature:
-        noise = normal_like(momentum)
+        noise = torch.randn_like(momentum)
         momentum.add_(noise, alpha=math.sqrt((1 - kept**2) * temperature))
     position.add_(momentum, alpha=length / 2)
     return HamiltonianState(position, momentum)

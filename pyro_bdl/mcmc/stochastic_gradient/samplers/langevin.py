@@ -16,8 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bdl.utils.random_state import normal_like
-
 
 class LangevinState(NamedTuple):
     """The positions of the chains.
@@ -43,6 +41,6 @@ def update(
     """
     position = torch.add(state.position, gradient, alpha=step_size)
     if temperature:
-        noise = normal_like(position)
+        noise = torch.randn_like(position)
         position.add_(noise, alpha=math.sqrt(2 * step_size * temperature))
     return LangevinState(position)

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.mcmc.stochastic_gradient.samplers.hamiltonian import check_friction
-from pyro_bdl.utils.random_state import normal_like
 
 
 class MicrocanonicalState(NamedTuple):
@@ -50,7 +49,7 @@ def init(position: Tensor) -> MicrocanonicalState:
     """
     if position.shape[-1] < 2:
         raise ValueError("method 'smile' needs at least two numbers to draw: use 'sghmc'")
-    return MicrocanonicalState(position, _unit(normal_like(position)))
+    return MicrocanonicalState(position, _unit(torch.randn_like(position)))
 
 
 def update(
@@ -78,7 +77,7 @@ def update(
     time = length * math.sqrt(size / temperature)
     direction = turned(state.direction, gradient, time)
     position = torch.add(state.position, direction, alpha=half)
-    noise = normal_like(direction)
+    noise = torch.randn_like(direction)
     direction = _unit(kept * direction + math.sqrt((1 - kept**2) / size) * noise)
     return MicrocanonicalState(position.add_(direction, alpha=half), direction)
 

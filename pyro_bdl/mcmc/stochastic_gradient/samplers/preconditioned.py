@@ -22,8 +22,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bdl.utils.random_state import normal_like
-
 
 class PreconditionedState(NamedTuple):
     """The state of the chains.
@@ -72,7 +70,7 @@ def update(
     scale = preconditioner(square, damping)
     position = torch.addcmul(state.position, scale, gradient, value=step_size)
     if temperature:
-        noise = normal_like(position)
+        noise = torch.randn_like(position)
         size = math.sqrt(2 * step_size * temperature)
         position.addcmul_(scale.sqrt(), noise, value=size)
     return PreconditionedState(position, square, state.adapting)

@@ -35,7 +35,6 @@ from pyro_bdl.mcmc.stochastic_gradient.samplers.hamiltonian import (
     check_friction,
     kinetic_temperature,
 )
-from pyro_bdl.utils.random_state import normal_like
 
 
 class ThermostatState(NamedTuple):
@@ -88,7 +87,7 @@ def update(
     momentum = momentum * torch.exp(-decay)
     if temperature:
         variance = 2 * injected * temperature * _mean_decay(2 * decay)
-        momentum.addcmul_(variance.sqrt(), normal_like(momentum))
+        momentum.addcmul_(variance.sqrt(), torch.randn_like(momentum))
     decay = _steered(decay, momentum, coupling, temperature)
     position.add_(momentum, alpha=length / 2)
     return ThermostatState(position, momentum, decay, state.steered)
