@@ -27,7 +27,7 @@ from pyro_bdl.arviz_export import to_arviz
 from pyro_bdl.comparison import Costs, KFold, PredictiveDraws, k_fold
 from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.result import Comparison
-from pyro_bdl.guides.load import load_posterior
+from pyro_bdl.guides.saved import load_posterior
 from pyro_bdl.nn import BayesianModule, bayesianize
 from pyro_bdl.predictive.linearized import LinearizedPredictive
 from pyro_bdl.predictive.sampled import Predictive

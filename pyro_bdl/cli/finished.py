@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_bdl import posteriors
 from pyro_bdl.data.dataset import Dataset
-from pyro_bdl.guides.load import load_posterior
+from pyro_bdl.guides.saved import load_posterior
 from pyro_bdl.posteriors import Fit, Options, Problem
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.files import atomic_write

@@ -1,13 +1,11 @@
-"""The base class of all guides: layout of the latents, parameters, draws and summaries."""
+"""The base class of all guides: one adapter from families over a flat vector to Pyro's guides."""
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
-import pyro
 import torch
 from pyro import poutine
 from pyro.distributions import TorchDistribution
@@ -15,38 +13,44 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.guides import prototype_hide_fn
 from pyro.ops.tensor_utils import periodic_repeat
 from pyro.poutine.runtime import get_plates
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_bdl.curvature.hyperparameters import few_rows
-from pyro_bdl.guides.saved import SAVED_KIND, class_path, known_class, log_densities
+from pyro_bdl.guides import summaries
+from pyro_bdl.guides.saved import SavedGuide, sites_of
+from pyro_bdl.guides.statements import (
+    aligned,
+    joint_log_density,
+    joint_point,
+    rows_of_plate,
+    sample_site,
+)
 from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.check import refuse_sharded
 from pyro_bdl.program.gaussian_prior import GaussianPrior
-from pyro_bdl.program.layout import Latent, Layout, differences, origin
+from pyro_bdl.program.layout import Latent, Layout
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import Run, distribution_of_targets
 from pyro_bdl.utils.module_state import modules_of, outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
-from pyro_bdl.utils.tensor_file import save_tree
-
-_DRAWS = 4096  # for quantiles without a closed form
-_NUMBERS = 2**24  # in draws that are held at a time
 
 
-class Guide(OwnParameters, AutoGuide):
+class Guide(SavedGuide, OwnParameters, AutoGuide):
     """Base class of all guides: an ``AutoGuide`` over one flat unconstrained vector u.
 
-    The latents are w = T(u), with P numbers in u. A subclass defines
+    The latents are w = T(u), with P numbers in u. A family is a subclass that defines
 
-    - ``_create_parameters(start)``, which creates its parameters from an initial vector;
-    - ``forward(*args)``, which makes a sample statement for each latent site;
+    - ``_create_parameters(start)``: make parameters and buffers from an initial vector;
     - ``sample_vectors(num_samples)``, ``log_density(vector, log_det)``, ``location()`` and
-      ``variances()``, all over the vector u;
-    - ``normal_marginals = True``, if every number of u has a Normal marginal with that location and
-      variance, or is fixed; else quantiles come from draws, unless ``vector_quantiles(levels)``
-      knows better.
+      ``variances()``, all over u;
+    - where the sites are independent: ``site_vectors()`` and ``site_distribution(latent, ...)``,
+      from which Pyro's sample statements are made; else each site is a point of a joint draw.
+
+    Where they have closed forms also ``kl``, ``entropy`` and ``as_prior``; ``options()`` with the
+    constructor's options that a file needs; and ``normal_marginals = True`` if every number of u
+    has a Normal marginal with that location and variance, or is fixed.
 
     :param model: a Pyro program.
     :param init_loc_fn: a per-site initialization, one of Pyro's or ``init_to_network``.
@@ -71,9 +75,7 @@ class Guide(OwnParameters, AutoGuide):
         self.layout = None
         self._take_name()
         self._program_model = (model,)  # in a tuple, so that it is no submodule
-        # The parameters' values, while ``reading`` or ``holding`` is active.
-        self._values: dict[str, Any] | None = None
-        self._detached = False
+        self._values: Mapping[str, Tensor] | None = None  # of parameters, while ``holding``
         self.subsampled: set[str] = set()
         self.told: set[str] = set()  # warnings about the program that are given once
         self._loaded: dict[str, Tensor] | None = None
@@ -81,7 +83,7 @@ class Guide(OwnParameters, AutoGuide):
         self.few_rows: Batch = (), {}
 
     @property
-    def program_model(self) -> Callable:
+    def program_model(self) -> Callable:  # type: ignore[override]
         """The program as the user gave it."""
         return self._program_model[0]
 
@@ -189,128 +191,19 @@ class Guide(OwnParameters, AutoGuide):
             )
         return self.layout
 
-    def get_extra_state(self) -> Tensor:
-        """The names, shapes and order of the program's sites, saved with the parameters in
-        ``state_dict``.
+    # Parameters
 
-        They are encoded as a tensor of bytes, so that the state holds tensors only.
-        """
-        text = json.dumps(None if self.layout is None else _sites_of(self.layout))
-        return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Check that a state belongs to this program.
-
-        :raises RuntimeError: if its sites have other names, shapes or another order.
-        """
-        theirs = json.loads(bytes(state.tolist()).decode())
-        ours = _sites_of(self.require_layout())
-        if theirs is None or theirs == ours:
-            return
-        shapes = [{name: torch.Size(shape) for name, shape, _ in sites} for sites in (ours, theirs)]
-        found = differences(*shapes) or "its sites have another order or other supports"
-        raise RuntimeError(
-            f"the state of {type(self).__name__} is of {origin(*shapes)} ({found}): load it "
-            "into a guide for the program that it was saved from"
-        )
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        *lists: Any,
-    ) -> None:
-        """Load parameters; before the first run, keep the values until the parameters exist.
-
-        A state of another program is refused before any value is loaded. A state without a list of
-        sites is loaded without this check. The state of a guide before its first run holds nothing,
-        and changes a guide only if that has parameters: then it is refused.
-        """
-        if self.layout is not None:
-            key = f"{prefix}_extra_state"
-            if key in state_dict:
-                self.set_extra_state(state_dict[key])
-            unexpected_keys, errors = lists
-            before = len(missing_keys) + len(unexpected_keys)
-            super()._load_from_state_dict(
-                state_dict, prefix, local_metadata, strict, missing_keys, *lists
-            )
-            if key in missing_keys:
-                missing_keys.remove(key)
-            if len(missing_keys) + len(unexpected_keys) > before:
-                errors.append(
-                    f"The state is of another kind of guide than {type(self).__name__}: "
-                    "guide.save(path) keeps the kind too, and bdl.load_posterior(path, model) "
-                    "makes that guide."
-                )
-            return
-        values = {
-            key.removeprefix(prefix): value.detach().clone()
-            for key, value in state_dict.items()
-            if key.startswith(prefix)
-        }
-        self._loaded = values if values.keys() - {"_extra_state"} else None
-
-    def options(self) -> dict[str, Any]:
-        """The constructor's options that the file of ``save`` needs, by name.
-
-        Options that act on the start of training only are left out.
-        """
-        return {}
-
-    def saved(self) -> dict[str, Any]:
-        """The guide as a tree of tensors, numbers and strings, from which ``restored`` makes it."""
-        return {
-            "class": class_path(type(self)),
-            "options": self.options(),
-            "state": dict(self.state_dict()),
-        }
-
-    @classmethod
-    def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> "Guide":
-        """Make a guide from a tree of ``saved``.
-
-        :param batch: arguments of the program, of which a few rows are enough.
-        """
-        args, kwargs = batch
-        guide = cls(model, **saved["options"]).prototype(*args, **kwargs)
-        guide.load_state_dict(saved["state"])
-        return guide
-
-    def save(self, path: str | Path) -> Path:
-        """Write the posterior to a file of tensors and JSON (safetensors) that holds no code.
-
-        ``bdl.load_posterior(path, model)`` reads it, also in another process. The file holds the
-        guide, the program's own parameters and buffers, such as a learned noise, and the first two
-        rows of the data (all of them for a program that needs all), with which the program is run
-        when it is read. The log densities at these rows tell another program, such as one with
-        another prior or noise.
-
-        :raises RuntimeError: before the first run.
-        :raises TypeError: for options or arguments that are no tensors, numbers or strings.
-        """
-        model = self.program_model
-        program = dict(model.state_dict()) if isinstance(model, nn.Module) else None
-        tree = {"guide": self.saved(), "program": program, "batch": self.few_rows}
-        return save_tree(path, {**tree, "densities": log_densities(self)}, kind=SAVED_KIND)
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Read each parameter only once, by a ``pyro.param`` statement that optimizers see."""
-        with self._pyro_context, self._reading_from({}):
-            yield
+    def _parameter(self, name: str) -> Tensor:
+        """A parameter or buffer; inside ``holding`` the value that is held."""
+        if self._values is not None and name in self._values:
+            return self._values[name]
+        self.require_layout()
+        self._follow_store(name)
+        return getattr(self, name)
 
     @contextmanager
     def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Read parameters from ``values``, so that the guide is a function of its parameters."""
-        with self._reading_from(dict(values)):
-            yield
-
-    @contextmanager
-    def _reading_from(self, values: dict[str, Tensor]) -> Iterator[None]:
         before, self._values = self._values, values
         try:
             yield
@@ -318,37 +211,25 @@ class Guide(OwnParameters, AutoGuide):
             self._values = before
 
     @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Read each parameter once, by a ``pyro.param`` statement that optimizers see."""
+        with self._pyro_context, self.holding(self.values()):
+            yield
+
+    @contextmanager
     def constant(self) -> Iterator[None]:
         """Read parameters as constants."""
-        before, self._detached = self._detached, True
-        try:
+        with self.holding({name: value.detach() for name, value in self.values().items()}):
             yield
-        finally:
-            self._detached = before
 
-    def _parameter(self, name: str) -> Tensor:
-        value = self._attached(name)
-        return value.detach() if self._detached else value
-
-    def _attached(self, name: str) -> Tensor:
-        if self._values is not None and name in self._values:
-            return self._values[name]
+    def values(self) -> dict[str, Tensor]:
+        """The parameters by name, for ``holding``."""
         self.require_layout()
-        self._follow_store(name)
-        value = getattr(self, name)
-        if self._values is not None:
-            self._values[name] = value
-        return value
+        names = [name for name, value in self._parameters.items() if value is not None]
+        plain = [name.removesuffix("_unconstrained") for name in names]
+        return {name: self._parameter(name) for name in plain}
 
-    # Draws and summaries
-
-    def site_distributions(self) -> dict[str, TorchDistribution] | None:
-        """One distribution for each site, if the sites of q(w) are independent of each other; else
-        None.
-
-        Event dimensions count as batch dimensions here.
-        """
-        return None
+    # The family
 
     @property
     def has_density(self) -> bool:
@@ -404,10 +285,12 @@ class Guide(OwnParameters, AutoGuide):
         """
         if not self.normal_marginals:
             with torch.no_grad():
-                return empirical_quantiles(self.sample_vectors(_DRAWS), levels)
+                return summaries.empirical_quantiles(self.sample_vectors(summaries.DRAWS), levels)
         scale = self.variances().sqrt()
         offsets = scale * torch.special.ndtri(levels)[:, None]
         return self.location() + torch.where(scale > 0, offsets, torch.zeros_like(offsets))
+
+    # Summaries
 
     def sample_latents(self, num_samples: int) -> dict[str, Tensor]:
         """Independent draws as a dict site -> (num_samples, *shape)."""
@@ -437,29 +320,11 @@ class Guide(OwnParameters, AutoGuide):
         are those of 4096 draws.
         """
         self._prototype_if_given(args, kwargs)
-        layout = self.require_layout()
         like = self.location()
-        levels = torch.as_tensor(quantiles, dtype=like.dtype, device=like.device)
+        levels = torch.as_tensor(quantiles, dtype=like.dtype, device=like.device).reshape(-1)
         if ((levels < 0) | (levels > 1)).any():
             raise ValueError(f"quantiles must lie between 0 and 1, got {levels.tolist()}")
-        levels = levels.reshape(-1)
-        found = layout.constrain(self.vector_quantiles(levels))[0]
-        for name, latent in layout.latents.items():
-            if not _is_increasing(latent.transform):
-                draws = self._draws_of(latent)
-                values = empirical_quantiles(draws.flatten(1), levels)
-                found[name] = values.reshape(len(levels), *latent.shape)
-        return found
-
-    def _draws_of(self, latent: Latent) -> Tensor:
-        """4096 draws of a site (4096, *shape), of which few whole vectors are held at a time."""
-        layout, parts = self.require_layout(), []
-        most = max(1, _NUMBERS // layout.size)
-        for start in range(0, _DRAWS, most):
-            vectors = self.sample_vectors(min(most, _DRAWS - start))
-            parts.append(vectors[:, layout.slices[latent.name]].clone())
-        draws = torch.cat(parts).reshape(_DRAWS, *latent.unconstrained_shape)
-        return draws if latent.transform is None else latent.transform(draws)
+        return summaries.quantiles(self, levels)
 
     def _prototype_if_given(self, args: tuple, kwargs: dict) -> None:
         if args or kwargs:
@@ -486,6 +351,56 @@ class Guide(OwnParameters, AutoGuide):
 
     # Sample statements
 
+    def site_vectors(self) -> tuple[Tensor, ...] | None:
+        """The vectors (P,) whose slices ``site_distribution`` takes, such as means and scales; None
+        if the sites depend on each other."""
+        return None
+
+    def site_distribution(self, latent: Latent, *parts: Tensor) -> Any:
+        """The distribution of a site, of which event dimensions may count as batch dimensions.
+
+        :param parts: the site's slices of ``site_vectors``.
+        """
+        raise NotImplementedError
+
+    def site_distributions(self) -> dict[str, TorchDistribution] | None:
+        """One distribution for each site, if the sites are independent of each other; else None."""
+        vectors = self.site_vectors()
+        if vectors is None:
+            return None
+        layout = self.require_layout()
+        parts = [layout.unflatten(vector) for vector in vectors]
+        return {
+            name: self.site_distribution(latent, *(part[name] for part in parts))
+            for name, latent in layout.latents.items()
+        }
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Make a sample statement at every site; returns site -> value.
+
+        Independent sites have their own distributions. Sites that depend on each other are points
+        of a joint draw, one for each cell of the plates around the guide, and the first of them
+        carries the joint log density.
+        """
+        self.prototype(*args, **kwargs)
+        with self.reading():
+            vectors = self.site_vectors()
+            if vectors is not None:
+                return self._sample_sites(args, kwargs, *vectors)
+            draws = self._vectors_in_plates()
+            log_q: Any = joint_log_density(self.log_density, self.require_layout(), draws)
+        result: dict[str, Tensor] = {}
+        for latent, (part,) in self._sites(args, kwargs, draws):
+            q = joint_point(latent, part, log_q, subsampled=latent.name in self.subsampled)
+            result[latent.name], log_q = sample_site(latent, q), None
+        return result
+
+    def _sample_sites(self, args: tuple, kwargs: dict, *vectors: Tensor) -> dict[str, Tensor]:
+        return {
+            latent.name: sample_site(latent, self.site_distribution(latent, *parts))
+            for latent, parts in self._sites(args, kwargs, *vectors)
+        }
+
     def _vectors_in_plates(self) -> Tensor:
         """Draw one vector for each cell of the plates around the guide, (*plates, P).
 
@@ -506,19 +421,13 @@ class Guide(OwnParameters, AutoGuide):
         plates = self._create_plates(*args, **kwargs)
         parts = [layout.unflatten(vector) for vector in vectors]
         for name, latent in layout.latents.items():
-            values = [_aligned(part[name], latent) for part in parts]
-            if not latent.plates:
-                yield latent, values
-                continue
+            values = [aligned(part[name], latent) for part in parts]
             with ExitStack() as stack:
                 for plate in latent.plates:
-                    indices = stack.enter_context(plates[plate])
+                    rows = stack.enter_context(plates[plate])
                     if name in self.subsampled:
                         dim = plates[plate].dim - latent.unconstrained_event_dim
-                        rows = indices.to(values[0].device)  # Pyro draws them on the CPU
-                        values = [
-                            v if v.shape[dim] == 1 else v.index_select(dim, rows) for v in values
-                        ]
+                        values = [rows_of_plate(value, rows, dim) for value in values]
                 yield latent, values
 
     # Names and copies
@@ -533,7 +442,7 @@ class Guide(OwnParameters, AutoGuide):
         kind = super()._name_of_kind()
         if self.layout is None:
             return kind
-        digest = hashlib.sha256(json.dumps(_sites_of(self.layout)).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(sites_of(self.layout)).encode()).hexdigest()
         return f"{kind}_{digest[:8]}"
 
     def _shared_on_copy(self) -> tuple[str, ...]:
@@ -544,14 +453,6 @@ class Guide(OwnParameters, AutoGuide):
         state = dict(super(AutoGuide, self).__getstate__())
         state.update(_model=None, _program_model=None, master=None, last_step=None)
         return state
-
-
-def _sites_of(layout: Layout) -> list[list[Any]]:
-    """The sites' names and their constrained and unconstrained shapes, in the vector's order."""
-    return [
-        [name, list(latent.shape), list(latent.unconstrained_shape)]
-        for name, latent in layout.latents.items()
-    ]
 
 
 def at_full_size(program: Program, trace: Any) -> tuple[Tensor, list[Latent]]:
@@ -577,60 +478,7 @@ def at_full_size(program: Program, trace: Any) -> tuple[Tensor, list[Latent]]:
     return torch.cat(start).contiguous(), latents
 
 
-def _aligned(value: Tensor, latent: Latent) -> Tensor:
-    """Align an unconstrained value (*plates, *shape) with the plates around the guide.
-
-    The batch dimensions of the shape replace the last plates, which have size one there.
-    """
-    outer = value.shape[: value.dim() - len(latent.unconstrained_shape)]
-    own = len(latent.unconstrained_shape) - latent.unconstrained_event_dim
-    if not outer or not own:
-        return value
-    if outer[-own:].numel() > 1:
-        raise ValueError(
-            f"a plate around the guide has a dimension in which the site '{latent.name}' has its "
-            "own: give that plate a dim to the left of all plates of the program, and declare "
-            "other dimensions of the site by .to_event(...)"
-        )
-    return value.reshape(*outer[:-own], *latent.unconstrained_shape)
-
-
-def sample_site(latent: Latent, distribution: Any) -> Tensor:
-    """Make a guide's sample statement at a latent's site."""
-    return pyro.sample(
-        latent.name, distribution.to_event(latent.event_dim - distribution.event_dim)
-    )
-
-
-def _is_increasing(transform: Any) -> bool:
-    """Return whether a transform maps numbers one by one, in their order."""
-    try:
-        sign = 1 if transform is None else transform.sign
-    except NotImplementedError:
-        return False
-    return bool((sign > 0).all()) if isinstance(sign, Tensor) else sign > 0
-
-
-def empirical_quantiles(
-    draws: Tensor, levels: Tensor, *, numbers_at_once: int = _NUMBERS
-) -> Tensor:
-    """Interpolated quantiles (levels, P) of draws (S, P), computed a few columns at a time.
-
-    :param numbers_at_once: numbers that ``torch.quantile`` may hold; it refuses more than 2^24.
-    """
-    columns = max(1, numbers_at_once // (2 * len(draws)))
-    return torch.cat([torch.quantile(part, levels, dim=0) for part in draws.split(columns, 1)], 1)
-
-
 def without_arguments(trace: Any) -> None:
     """Remove the arguments of a run and what it returned from its trace, which is kept."""
     for name in {"_INPUT", "_RETURN"} & trace.nodes.keys():
         trace.remove_node(name)
-
-
-def restored(model: Callable, saved: Mapping[str, Any], batch: Batch) -> Guide:
-    """Make a guide from a tree of ``Guide.saved``.
-
-    :raises ValueError: for a class of guides that is not imported.
-    """
-    return known_class(saved["class"], Guide).restored(model, saved, batch)

@@ -9,14 +9,16 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides.base import Guide, at_full_size, empirical_quantiles
+from pyro_bdl.guides.base import Guide, at_full_size
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.guides.pathfinder import AutoPathfinder
-from pyro_bdl.guides.point import emit_point
+from pyro_bdl.guides.statements import point
+from pyro_bdl.guides.summaries import empirical_quantiles
 from pyro_bdl.init import init_afresh, start_at
 from pyro_bdl.program.batch_norm import layers_called
 from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.program import Program, trace_once
 
 
@@ -81,7 +83,10 @@ class AutoEnsemble(Guide):
         """Emit a Delta at every site: a member chosen at random, or members in turn for the cells
         of the plates around the guide."""
         self.prototype(*args, **kwargs)
-        return emit_point(self, self._vectors_in_plates(), args, kwargs)
+        return self._sample_sites(args, kwargs, self._vectors_in_plates())
+
+    def site_distribution(self, latent: Latent, *parts: Tensor) -> Any:
+        return point(latent, *parts, change=True)
 
     @property
     def num_members(self) -> int:  # type: ignore[override]

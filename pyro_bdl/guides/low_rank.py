@@ -16,7 +16,6 @@ from pyro_bdl.distributions.low_rank_normal import (
     PrecisionOfLowRankCovariance,
 )
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.joint import AutoJoint
 from pyro_bdl.guides.kl import expected_log_prior
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program.gaussian_prior import GaussianPrior, joint_prior
@@ -24,7 +23,7 @@ from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run
 
 
-class AutoLowRank(AutoJoint):
+class AutoLowRank(Guide):
     """q(u) = Normal(m, diag(s^2) + W W') over the unconstrained latents, with ``rank`` columns in
     W.
 

@@ -11,7 +11,7 @@ from pyro.nn import PyroParam
 from torch import Tensor, nn
 
 from pyro_bdl.distributions.matrix_normal import MatrixNormal
-from pyro_bdl.guides.base import Guide, sample_site
+from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.kl import mean_field_kl
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program.gaussian_prior import GaussianPrior, MatrixBlock, NormalBlock
@@ -107,33 +107,17 @@ class AutoMatrixNormal(Guide):
             else:
                 yield layout.latents[name], dist.Normal(loc, scales[name]).to_event(loc.dim())
 
-    def _distribution(self, latent: Latent, loc: Tensor, scale: Tensor | None) -> Any:
-        """The distribution of a site; ``scale`` is used if the site is not a matrix."""
-        if scale is None or latent.name in self.matrices:
-            return MatrixNormal(loc, *self.factors(latent.name))
-        q = marginal(latent, loc, scale)
-        return q.to_event(latent.event_dim - q.event_dim)
-
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Sample every site; returns site -> value."""
-        self.prototype(*args, **kwargs)
+    def site_vectors(self) -> tuple[Tensor, ...]:
+        """M, and the standard deviations, which count for nothing at the matrices."""
         layout, loc = self.require_layout(), self._parameter("loc")
         ones = layout.unflatten(torch.ones_like(loc))
-        scale = layout.flatten({**ones, **self.scales()})
-        return {
-            latent.name: sample_site(latent, self._distribution(latent, *parts))
-            for latent, parts in self._sites(args, kwargs, loc, scale)
-        }
+        return loc, layout.flatten({**ones, **self.scales()})
 
-    def site_distributions(self) -> dict[str, dist.TorchDistribution]:
-        """Matrix normals, which keep their event dimensions, and independent Normals."""
-        layout, scales = self.require_layout(), self.scales()
-        return {
-            name: MatrixNormal(loc, *self.factors(name))
-            if name in self.matrices
-            else marginal(layout.latents[name], loc, scales[name])
-            for name, loc in layout.unflatten(self._parameter("loc")).items()
-        }
+    def site_distribution(self, latent: Latent, *parts: Tensor) -> dist.TorchDistribution:
+        """A matrix normal, which keeps its event dimensions, or independent Normals."""
+        if latent.name in self.matrices:
+            return MatrixNormal(parts[0], *self.factors(latent.name))
+        return marginal(latent, *parts)
 
     def location(self) -> Tensor:
         return self._parameter("loc")
@@ -159,16 +143,10 @@ class AutoMatrixNormal(Guide):
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
         """KL(q || p) in nats, for each site in closed form if there is one, else at the run's
         draw."""
-        layout, scales = self.require_layout(), self.scales()
-        sites = {
-            name: Site(
-                self._distribution(layout.latents[name], loc, scales.get(name)),
-                run.latents[name].value,
-                1.0,
-                None,
-            )
-            for name, loc in layout.unflatten(self._parameter("loc")).items()
-        }
+        sites = {}
+        for name, q in self.site_distributions().items():
+            q = q.to_event(self.require_layout().latents[name].event_dim - q.event_dim)
+            sites[name] = Site(q, run.latents[name].value, 1.0, None)
         return mean_field_kl(sites, run.latents)
 
     def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:

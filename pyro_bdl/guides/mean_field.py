@@ -10,11 +10,11 @@ from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 
-from pyro_bdl.guides.base import Guide, sample_site
+from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.kl import diagonal_normal_kl
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior
-from pyro_bdl.program.layout import Layout, marginal
+from pyro_bdl.program.layout import Latent, Layout, marginal
 from pyro_bdl.program.trace import Run
 
 SHARING = ("per-weight", "per-row", "per-layer")
@@ -102,21 +102,11 @@ class AutoMeanField(Guide):
             )
         return values
 
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Sample every site; returns site -> value."""
-        self.prototype(*args, **kwargs)
-        return {
-            latent.name: sample_site(latent, marginal(latent, loc, scale))
-            for latent, (loc, scale) in self._sites(args, kwargs, *self.loc_and_scale())
-        }
+    def site_vectors(self) -> tuple[Tensor, ...]:
+        return self.loc_and_scale()
 
-    def site_distributions(self) -> dict[str, dist.TorchDistribution]:
-        layout = self.require_layout()
-        loc, scale = (layout.unflatten(vector) for vector in self.loc_and_scale())
-        return {
-            name: marginal(latent, loc[name], scale[name])
-            for name, latent in layout.latents.items()
-        }
+    def site_distribution(self, latent: Latent, *parts: Tensor) -> dist.TorchDistribution:
+        return marginal(latent, *parts)
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
         """q over the unconstrained vector (P,), a diagonal Normal."""

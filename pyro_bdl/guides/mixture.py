@@ -8,9 +8,9 @@ import torch
 from pyro.nn.module import PyroModuleList
 from torch import Tensor
 
-from pyro_bdl.guides.base import Guide, restored
+from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.joint import JointGuide
-from pyro_bdl.guides.saved import class_path
+from pyro_bdl.guides.saved import class_path, restored
 from pyro_bdl.program.batches import Batch
 
 _HALVINGS = 60

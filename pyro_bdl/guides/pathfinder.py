@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides.joint import AutoJoint
+from pyro_bdl.guides.base import Guide
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.program import Program
@@ -62,7 +62,7 @@ class Covariance(NamedTuple):
         return self.scale.square() * (1 + inner).clamp(min=torch.finfo(inner.dtype).tiny)
 
 
-class AutoPathfinder(AutoJoint):
+class AutoPathfinder(Guide):
     """q(u) = Normal(m, Sigma) from L-BFGS on the way to the mode of the unconstrained density.
 
     At each point x_l of the way, with gradient g_l of log p(u, y), L-BFGS's estimate of the inverse

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.guides.base import Guide, sample_site
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.statements import point
+from pyro_bdl.program.layout import Latent
 
 
 class AutoMAP(Guide):
@@ -25,14 +26,11 @@ class AutoMAP(Guide):
     def _create_parameters(self, start: Tensor) -> None:
         self.loc = nn.Parameter(start.clone())
 
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Emit a Delta at every site; returns site -> value."""
-        self.prototype(*args, **kwargs)
-        result = {}
-        for latent, (loc,) in self._sites(args, kwargs, self.location()):
-            value = loc if latent.transform is None else latent.transform(loc)
-            result[latent.name] = sample_site(latent, dist.Delta(value, event_dim=latent.event_dim))
-        return result
+    def site_vectors(self) -> tuple[Tensor, ...]:
+        return (self.location(),)
+
+    def site_distribution(self, latent: Latent, *parts: Tensor) -> Any:
+        return point(latent, *parts)
 
     @property
     def has_density(self) -> bool:
@@ -58,30 +56,10 @@ class UnconstrainedMAP(AutoMAP):
     Its density is log p(T(u), y) + log |det dT/du|. Subclasses put a distribution around u*.
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Emit a Delta at every site, with the log density -log |det dT/du|."""
-        self.prototype(*args, **kwargs)
-        return emit_point(self, self.location(), args, kwargs)
+    def site_distribution(self, latent: Latent, *parts: Tensor) -> Any:
+        """A point mass whose log density is -log |det dT/du|."""
+        return point(latent, *parts, change=True)
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """-log |det dT/du|: a point mass, as an objective."""
         return -log_det
-
-
-def emit_point(guide: Guide, vector: Tensor, args: tuple, kwargs: dict) -> dict[str, Tensor]:
-    """Emit a Delta at every site, with the log density -log |det dT/du|; return site -> value.
-
-    :param vector: unconstrained, (P,), or (*plates, P) with the plates around the guide.
-    """
-    result = {}
-    for latent, (loc,) in guide._sites(args, kwargs, vector):
-        value, density = loc, torch.zeros_like(loc)
-        if latent.transform is not None:
-            value = latent.transform(loc)
-            density = -latent.transform.log_abs_det_jacobian(loc, value)
-        batch = value.dim() - latent.event_dim
-        density = density.reshape(*density.shape[:batch], -1).sum(-1)
-        result[latent.name] = sample_site(
-            latent, dist.Delta(value, log_density=density, event_dim=latent.event_dim)
-        )
-    return result

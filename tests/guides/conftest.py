@@ -26,7 +26,7 @@ from pyro_bdl.guides import (
     AutoSWAG,
     MixtureGuide,
 )
-from pyro_bdl.guides.joint import AutoJoint
+from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.subnetwork import SubsetNormal
 from pyro_bdl.program.subset import Subset
 
@@ -79,7 +79,7 @@ def _swag():
     return guide.swag_approximation()
 
 
-class Radial(AutoJoint):
+class Radial(Guide):
     """A guide of a user's: u = loc + scale r e, with e uniform on the sphere and r half Normal
     (Farquhar et al. 2020). Its marginals are not Normal."""
 

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import pyro
-import pyro.distributions as dist
 import torch
 from pyro.distributions import constraints
 from pyro.nn import PyroParam
@@ -28,11 +26,12 @@ from pyro_bdl.distributions.dropout_noise import (
 from pyro_bdl.distributions.log_uniform import ImproperLogUniform
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides.base import Guide, sample_site
+from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.dropout.layers import DropoutLayers
 from pyro_bdl.guides.dropout.weights import Weight, reading_run, source_of, total_num_data
 from pyro_bdl.guides.kl import expected_log_prior
 from pyro_bdl.guides.saved import described, from_description
+from pyro_bdl.guides.statements import point
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.layout import Latent
@@ -299,35 +298,21 @@ class AutoMCDropout(Guide):
 
     # The guide
 
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Sample every site; returns site -> value."""
-        self.prototype(*args, **kwargs)
+    def site_vectors(self) -> tuple[Tensor, ...]:
         self._silence_layers()
-        step, p, result = self._step(), self._parameter("p"), {}
-        order = {name: number for number, name in enumerate(self.weights)}
-        for latent, (loc,) in self._sites(args, kwargs, self._parameter("loc")):
-            if latent.name in order:
-                noisy = self._noisy_weight(latent.name, loc, p[order[latent.name]], step)
-                result[latent.name] = pyro.sample(latent.name, noisy)
-                continue
-            value = loc if latent.transform is None else latent.transform(loc)
-            result[latent.name] = sample_site(latent, dist.Delta(value, event_dim=latent.event_dim))
-        return result
+        return (self._parameter("loc"),)
 
-    def _noisy_weight(self, name: str, loc: Tensor, p: Tensor, step: int | None) -> NoisyWeight:
+    def site_distribution(self, latent: Latent, *parts: Tensor) -> Any:
+        """The distribution of a dropped weight; the other latents are points."""
+        name, (loc,) = latent.name, parts
+        if name not in self.weights:
+            return point(latent, loc)
         number, where = list(self.weights).index(name), self.require_layout().slices[name]
         index = self._factor_of_entry[where].view(loc.shape) - sum(self._counts[:number])
-        count = self._counts[number]
         return NoisyWeight(
-            loc, index, p, count, self.noise, step, name in self._scale_free,
-            self.weights[name].batch_dims,
+            loc, index, self._parameter("p")[number], self._counts[number], self.noise,
+            self._step(), name in self._scale_free, self.weights[name].batch_dims,
         )  # fmt: skip
-
-    def site_distributions(self) -> dict[str, dist.TorchDistribution]:
-        """The distributions of the dropped weights; the other latents are points."""
-        loc = self.require_layout().unflatten(self._parameter("loc"))
-        rates = zip(self.weights, self._parameter("p").unbind(), strict=True)
-        return {name: self._noisy_weight(name, loc[name], p, self._step()) for name, p in rates}
 
     @property
     def has_density(self) -> bool:

@@ -1,0 +1,98 @@
+"""Sample statements of guides at the sites of a program."""
+
+import math
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+from torch.distributions import register_kl
+
+from pyro_bdl.program.layout import Latent
+
+
+class JointDelta(dist.Delta):
+    """A Delta whose log density is a part of a joint density, so that no closed form may drop
+    it."""
+
+
+@register_kl(JointDelta, dist.Distribution)
+def _no_closed_form(q: JointDelta, p: dist.Distribution) -> Tensor:
+    raise NotImplementedError
+
+
+def sample_site(latent: Latent, distribution: Any) -> Tensor:
+    """Make a guide's sample statement at a latent's site."""
+    return pyro.sample(
+        latent.name, distribution.to_event(latent.event_dim - distribution.event_dim)
+    )
+
+
+def point(latent: Latent, unconstrained: Tensor, *, change: bool = False) -> dist.Delta:
+    """A point mass at w = T(u).
+
+    :param unconstrained: u, the site's slice of the vector.
+    :param change: whether its log density is -log |det dT/du| instead of 0.
+    """
+    if latent.transform is None:
+        return dist.Delta(unconstrained, event_dim=latent.event_dim)
+    value, density = latent.transform(unconstrained), 0.0
+    if change:
+        slopes = -latent.transform.log_abs_det_jacobian(unconstrained, value)
+        batch = value.shape[: value.dim() - latent.event_dim]
+        density = slopes.reshape(*batch, -1).sum(-1)
+    return dist.Delta(value, log_density=density, event_dim=latent.event_dim)
+
+
+def joint_point(
+    latent: Latent, unconstrained: Tensor, log_q: Tensor | None, *, subsampled: bool
+) -> JointDelta:
+    """A point that carries the density of a joint draw, or nothing.
+
+    :param unconstrained: the site's slice of the draws, (*plates, *shape).
+    :param log_q: the joint log density of each draw, (*plates); None at all sites but one.
+    :param subsampled: whether the site's plate would scale the density.
+    """
+    value = unconstrained if latent.transform is None else latent.transform(unconstrained)
+    if log_q is None:
+        return JointDelta(value, log_density=0.0, event_dim=latent.event_dim)
+    shape, draws = value.shape[: value.dim() - latent.event_dim], max(1, log_q.numel())
+    density = log_q.expand(shape) / max(1, math.prod(shape) // draws)
+    if subsampled:
+        density = density * (unconstrained.numel() / (draws * latent.size))
+    return JointDelta(value, log_density=density, event_dim=latent.event_dim)
+
+
+def aligned(value: Tensor, latent: Latent) -> Tensor:
+    """Align an unconstrained value (*plates, *shape) with the plates around the guide.
+
+    The batch dimensions of the shape replace the last plates, which have size one there.
+    """
+    outer = value.shape[: value.dim() - len(latent.unconstrained_shape)]
+    batch = len(latent.unconstrained_shape) - latent.unconstrained_event_dim
+    if not outer or not batch:
+        return value
+    if outer[-batch:].numel() > 1:
+        raise ValueError(
+            f"a plate around the guide has a dimension in which the site '{latent.name}' has its "
+            "own: give that plate a dim to the left of all plates of the program, and declare "
+            "other dimensions of the site by .to_event(...)"
+        )
+    return value.reshape(*outer[:-batch], *latent.unconstrained_shape)
+
+
+def rows_of_plate(value: Tensor, indices: Tensor, dim: int) -> Tensor:
+    """The rows of a subsample, along a dimension counted from the right."""
+    if value.shape[dim] == 1:
+        return value
+    return value.index_select(dim, indices.to(value.device))  # Pyro draws indices on the CPU
+
+
+def joint_log_density(log_density: Any, layout: Any, vectors: Tensor) -> Tensor:
+    """log q(w), (*plates), at vectors (*plates, P)."""
+    log_dets = layout.constrain(vectors)[1]
+    if vectors.dim() == 1:
+        return log_density(vectors, log_dets)
+    densities = torch.vmap(log_density)(vectors.flatten(0, -2), log_dets.flatten())
+    return densities.reshape(log_dets.shape)
