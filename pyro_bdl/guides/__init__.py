@@ -2,6 +2,7 @@
 
 from pyro_bdl.distributions.dropout_noise import BernoulliNoise, GaussianNoise
 from pyro_bdl.guides.amortized import AutoAmortized
+from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.dropout.guide import AutoMCDropout
 from pyro_bdl.guides.ensemble import AutoEnsemble
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
@@ -31,6 +32,7 @@ __all__ = [
     "AutoSubnetwork",
     "BernoulliNoise",
     "GaussianNoise",
+    "Guide",
     "LaplaceGuide",
     "LastLayerGuide",
     "MixtureGuide",

@@ -42,7 +42,7 @@ class Guide(SavedGuide, OwnParameters, AutoGuide):
 
     The latents are w = T(u), with P numbers in u. A family is a subclass that defines
 
-    - ``_create_parameters(start)``: make parameters and buffers from an initial vector;
+    - ``create_parameters(start)``: make parameters and buffers from an initial vector;
     - ``sample_vectors(num_samples)``, ``log_density(vector, log_det)``, ``location()`` and
       ``variances()``, all over u;
     - where the sites are independent: ``site_vectors()`` and ``site_distribution(latent, ...)``,
@@ -128,7 +128,7 @@ class Guide(SavedGuide, OwnParameters, AutoGuide):
             for name, latent in self.layout.latents.items()
             if latent.shape != program.latents[name].shape
         }
-        self._create_parameters(start)
+        self.create_parameters(start)
         try:
             if self._loaded is not None:
                 self.load_state_dict(self._loaded)
@@ -145,7 +145,7 @@ class Guide(SavedGuide, OwnParameters, AutoGuide):
         with own_randomness():
             self.few_rows = few_rows(self.program_model, self.layout, start, (args, kwargs))
 
-    def _create_parameters(self, start: Tensor) -> None:
+    def create_parameters(self, start: Tensor) -> None:
         """Create the parameters.
 
         :param start: the initial unconstrained vector (P,).

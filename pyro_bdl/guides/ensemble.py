@@ -76,7 +76,7 @@ class AutoEnsemble(Guide):
         trace = trace_once(poutine.block(started, self._prototype_hide_fn), args, kwargs)
         return at_full_size(Program.from_trace(started, trace, args, kwargs), trace)[0]
 
-    def _create_parameters(self, start: Tensor) -> None:
+    def create_parameters(self, start: Tensor) -> None:
         self.locs = nn.Parameter(torch.stack([start, *self._starts]))
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -153,7 +153,7 @@ class AutoEnsemble(Guide):
         for vector in self._parameter("locs").detach():
             guide = kind(model, create_plates=self.create_plates, **options)
             guide._take_structure(self)
-            guide._create_parameters(vector)
+            guide.create_parameters(vector)
             guides.append(guide)
         return guides
 

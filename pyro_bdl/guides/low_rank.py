@@ -86,7 +86,7 @@ class AutoLowRank(Guide):
             if independent_normal(site, layout.latents[name].transform, leaves) is None
         )
 
-    def _create_parameters(self, start: Tensor) -> None:
+    def create_parameters(self, start: Tensor) -> None:
         self.loc = nn.Parameter(start.clone())
         self.scale = PyroParam(
             torch.full_like(start, self.init_scale), constraints.softplus_positive

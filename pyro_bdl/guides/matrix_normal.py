@@ -62,7 +62,7 @@ class AutoMatrixNormal(Guide):
     def options(self) -> dict[str, Any]:
         return {"max_side": self.max_side}
 
-    def _create_parameters(self, start: Tensor) -> None:
+    def create_parameters(self, start: Tensor) -> None:
         latents = self.require_layout().latents
         self.matrices = tuple(name for name, latent in latents.items() if is_matrix(latent))
         self._others = Layout([v for name, v in latents.items() if name not in self.matrices])

@@ -67,7 +67,7 @@ class AutoMeanField(Guide):
     def options(self) -> dict[str, Any]:
         return {"scale": self.sharing, "max_scale": self.max_scale, "train_loc": self.train_loc}
 
-    def _create_parameters(self, start: Tensor) -> None:
+    def create_parameters(self, start: Tensor) -> None:
         if self.train_loc:
             self.loc = nn.Parameter(start.clone())
         else:

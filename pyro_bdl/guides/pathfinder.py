@@ -146,7 +146,7 @@ class AutoPathfinder(Guide):
 
     elbos: Tensor | None = None
 
-    def _create_parameters(self, start: Tensor) -> None:
+    def create_parameters(self, start: Tensor) -> None:
         rank = min(len(start), 2 * self.history)
         self.register_buffer("loc", start.clone())
         self.register_buffer("scale", torch.ones_like(start))

@@ -23,7 +23,7 @@ class AutoMAP(Guide):
 
     normal_marginals = True
 
-    def _create_parameters(self, start: Tensor) -> None:
+    def create_parameters(self, start: Tensor) -> None:
         self.loc = nn.Parameter(start.clone())
 
     def site_vectors(self) -> tuple[Tensor, ...]:

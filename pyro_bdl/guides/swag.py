@@ -114,8 +114,8 @@ class AutoSWAG(UnconstrainedMAP):
     def options(self) -> dict[str, Any]:
         return {"rank": self.rank}
 
-    def _create_parameters(self, start: Tensor) -> None:
-        super()._create_parameters(start)
+    def create_parameters(self, start: Tensor) -> None:
+        super().create_parameters(start)
         self.snapshots = Snapshots(self.rank, start)
 
     def collect(self) -> int:
@@ -182,8 +182,8 @@ class AutoMultiSWAG(AutoEnsemble):
     def options(self) -> dict[str, Any]:
         return {**super().options(), "rank": self.rank}
 
-    def _create_parameters(self, start: Tensor) -> None:
-        super()._create_parameters(start)
+    def create_parameters(self, start: Tensor) -> None:
+        super().create_parameters(start)
         self.snapshots = Snapshots(self.rank, self.locs.detach())
 
     def collect(self) -> int:

@@ -83,7 +83,7 @@ class Radial(Guide):
     """A guide of a user's: u = loc + scale r e, with e uniform on the sphere and r half Normal
     (Farquhar et al. 2020). Its marginals are not Normal."""
 
-    def _create_parameters(self, start):
+    def create_parameters(self, start):
         self.loc = torch.nn.Parameter(start.clone())
 
     def sample_vectors(self, num_samples):

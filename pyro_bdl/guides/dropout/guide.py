@@ -186,7 +186,7 @@ class AutoMCDropout(Guide):
         finally:
             self._arguments = None
 
-    def _create_parameters(self, start: Tensor) -> None:
+    def create_parameters(self, start: Tensor) -> None:
         model, layout = self.program_model, self.require_layout()
         # a guide around another guide's point starts from that guide's run
         args, kwargs = self._arguments or self.few_rows
