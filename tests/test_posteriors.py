@@ -122,15 +122,16 @@ def test_the_friction_is_critical_for_the_priors_directions():
 
 
 def test_one_function_adds_a_posterior(registry, problem):
-    @posteriors.register("mine", title="mine", description="what a user adds")
-    def _mine(problem, options, progress):
-        return Result(f"{options.seed} {progress} {len(problem.x)}", {"a": 1}, interrupted=True)
+    @posteriors.register("mine", "mine", "what a user adds")
+    def _mine(problem):
+        words = f"{problem.options.seed} {problem.label} {len(problem.x)}"
+        return Result(words, {"a": 1}, interrupted=True)
 
     found = posteriors.fit("mine", problem, Options(seed=7))
-    assert (found.posterior, found.settings, found.interrupted) == ("7 False 12", {"a": 1}, True)
+    assert (found.posterior, found.settings, found.interrupted) == ("7 None 12", {"a": 1}, True)
     assert posteriors.entries()[-1].name == "mine" and not posteriors.get("mine").default
     with pytest.raises(ValueError, match="'mine' is registered already"):
-        posteriors.register("mine", title="", description="")
+        posteriors.register("mine", "", "")
 
 
 def test_unknown_name_is_told_what_there_is(problem):

@@ -2,8 +2,8 @@
 
 To add one, write a function that fits it::
 
-    @register("my-posterior", title="my posterior", description="one sentence")
-    def _my_posterior(problem, options, progress):
+    @register("my-posterior", "my posterior", "one sentence")
+    def _my_posterior(problem):
         ...
         return Result(guide_or_samples, settings={"what": "it was made with"})
 """

@@ -5,7 +5,7 @@ from typing import Any
 
 from pyro_bdl import mcmc
 from pyro_bdl.guides import AutoEnsemble, AutoSubnetwork
-from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
+from pyro_bdl.posteriors.registry import Problem, Result, register, trained
 
 # The largest number of rows that "sghmc" uses at once, and the size of minibatches beyond it.
 _MOST_ROWS, _ROWS = 8192, 1024
@@ -15,11 +15,11 @@ _THINNING, _FRICTION, _REACH = 40, 0.02, 0.5
 
 @register(
     "sghmc",
-    title="SGHMC",
-    description="Markov chains by underdamped Langevin dynamics, on minibatches of many data",
+    "SGHMC",
+    "Markov chains by underdamped Langevin dynamics, on minibatches of many data",
     default=True,
 )
-def _sghmc(problem: Problem, options: Options, progress: bool) -> Result:
+def _sghmc(problem: Problem) -> Result:
     """SGHMC chains that start at MAP networks; the step size follows the curvature at the chains.
 
     On all data the friction is f = sqrt(eps), critical damping of a number with unit curvature: the
@@ -27,9 +27,10 @@ def _sghmc(problem: Problem, options: Options, progress: bool) -> Result:
     their motion a random walk. Minibatch noise heats the stiffest direction by the share
     eps lambda (N / B) / (2 f), which the step size keeps at 5 %.
     """
-    data, rows, chains = (problem.x, problem.y), len(problem.x), options.chains
-    members, label = AutoEnsemble(problem.model, size=chains), "sghmc" if progress else None
-    run = trained(members, problem, options, label, steps=500)
+    options, data, rows = problem.options, problem.data, len(problem.x)
+    chains = options.chains
+    members = AutoEnsemble(problem.model, size=chains)
+    run = trained(problem, members, steps=500)
     if run.interrupted:
         raise KeyboardInterrupt
     batch, reach = None, _REACH
@@ -41,7 +42,7 @@ def _sghmc(problem: Problem, options: Options, progress: bool) -> Result:
         "num_chains": chains,
         "batch_size": batch,
         "seed": options.seed,
-        "progress": progress,
+        "progress": problem.progress,
     }
     # The curvature at the MAP is several times smaller than at later draws, hence in stages.
     for share, warmup, draws, thinning in (
@@ -81,11 +82,12 @@ def _sghmc(problem: Problem, options: Options, progress: bool) -> Result:
 
 @register(
     "nuts",
-    title="NUTS",
-    description="Markov chains by the No-U-Turn sampler; the reference",
+    "NUTS",
+    "Markov chains by the No-U-Turn sampler; the reference",
     default=True,
 )
-def _nuts(problem: Problem, options: Options, progress: bool) -> Result:
+def _nuts(problem: Problem) -> Result:
+    options = problem.options
     settings: dict[str, Any] = {
         "num_chains": options.chains,
         "num_warmup": options.warmup,
@@ -94,8 +96,8 @@ def _nuts(problem: Problem, options: Options, progress: bool) -> Result:
     # small steps, since all others are judged by it
     kernel = mcmc.NUTS(max_tree_depth=options.max_tree_depth, target_accept=0.9)
     samples = mcmc.sample(
-        problem.model, problem.x, problem.y, kernel=kernel, seed=options.seed, progress=progress,
-        **settings,
+        problem.model, *problem.data, kernel=kernel, seed=options.seed,
+        progress=problem.progress, **settings,
     )  # fmt: skip
     told = {
         **settings,
@@ -107,12 +109,12 @@ def _nuts(problem: Problem, options: Options, progress: bool) -> Result:
 
 @register(
     "subnetwork-nuts",
-    title="NUTS on a subnetwork",
-    description="NUTS over the tenth of the weights the data determine most, the rest at the MAP",
+    "NUTS on a subnetwork",
+    "NUTS over the tenth of the weights the data determine most, the rest at the MAP",
 )
-def _subnetwork_nuts(problem: Problem, options: Options, progress: bool) -> Result:
-    guide, label = AutoSubnetwork(problem.model, size=0.1), "subnetwork" if progress else None
-    made = trained(guide, problem, options, label, steps=2000)
+def _subnetwork_nuts(problem: Problem) -> Result:
+    options, guide = problem.options, AutoSubnetwork(problem.model, size=0.1)
+    made = trained(problem, guide, steps=2000)
     if made.interrupted:
         raise KeyboardInterrupt
     settings: dict[str, Any] = {
@@ -122,7 +124,12 @@ def _subnetwork_nuts(problem: Problem, options: Options, progress: bool) -> Resu
     }
     kernel = mcmc.NUTS(max_tree_depth=options.max_tree_depth)
     samples = guide.sample(
-        problem.x, problem.y, kernel=kernel, seed=options.seed, progress=progress, **settings
+        problem.x,
+        problem.y,
+        kernel=kernel,
+        seed=options.seed,
+        progress=problem.progress,
+        **settings,
     )
     told = {
         **settings,

@@ -1,32 +1,27 @@
 """Ensembles, SWAG and MultiSWAG."""
 
 from pyro_bdl.guides import AutoEnsemble, AutoMultiSWAG, AutoSWAG
-from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
+from pyro_bdl.posteriors.registry import Problem, Result, register, trained
 from pyro_bdl.training.swag import collect_swag
 
 
 @register(
     "ensemble",
-    title="ensemble",
-    description="five networks, each a MAP estimate from its own initialization",
+    "ensemble",
+    "five networks, each a MAP estimate from its own initialization",
     default=True,
 )
-def _ensemble(problem: Problem, options: Options, progress: bool) -> Result:
-    guide, label = AutoEnsemble(problem.model, size=5), "ensemble" if progress else None
-    return trained(guide, problem, options, label, steps=2000)
+def _ensemble(problem: Problem) -> Result:
+    return trained(problem, AutoEnsemble(problem.model, size=5), steps=2000)
 
 
-def _swag_of(
-    guide: AutoSWAG | AutoMultiSWAG,
-    made: Result,
-    problem: Problem,
-    options: Options,
-    label: str | None,
-) -> Result:
+def _swag_of(problem: Problem, guide: AutoSWAG | AutoMultiSWAG) -> Result:
     """SGD from the end of training, and the Gaussian of its snapshots."""
+    made = trained(problem, guide, steps=2000)
     run = collect_swag(
-        problem.model, guide, problem.x, problem.y, snapshots=options.snapshots, progress=label
-    )
+        problem.model, guide, *problem.data, snapshots=problem.options.snapshots,
+        progress=problem.label,
+    )  # fmt: skip
     count = int(guide.snapshots.count)
     if count < 2:
         raise KeyboardInterrupt
@@ -38,20 +33,14 @@ def _swag_of(
 
 @register(
     "swag",
-    title="SWAG",
-    description="a Gaussian of rank 20 from 40 snapshots of SGD after MAP training",
+    "SWAG",
+    "a Gaussian of rank 20 from 40 snapshots of SGD after MAP training",
     default=True,
 )
-def _swag(problem: Problem, options: Options, progress: bool) -> Result:
-    guide, label = AutoSWAG(problem.model), "swag" if progress else None
-    made = trained(guide, problem, options, label, steps=2000)
-    return _swag_of(guide, made, problem, options, label)
+def _swag(problem: Problem) -> Result:
+    return _swag_of(problem, AutoSWAG(problem.model))
 
 
-@register(
-    "multi-swag", title="MultiSWAG", description="a mixture of the SWAG posteriors of five networks"
-)
-def _multi_swag(problem: Problem, options: Options, progress: bool) -> Result:
-    guide, label = AutoMultiSWAG(problem.model, size=5), "multi-swag" if progress else None
-    made = trained(guide, problem, options, label, steps=2000)
-    return _swag_of(guide, made, problem, options, label)
+@register("multi-swag", "MultiSWAG", "a mixture of the SWAG posteriors of five networks")
+def _multi_swag(problem: Problem) -> Result:
+    return _swag_of(problem, AutoMultiSWAG(problem.model, size=5))

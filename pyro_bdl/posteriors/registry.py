@@ -19,20 +19,6 @@ from pyro_bdl.utils.random_state import seeded
 
 
 @dataclass(frozen=True)
-class Problem:
-    """The program and the data that a posterior is fitted to.
-
-    :param model: a program ``model(x, y)``; for minibatches its ``num_data`` is N.
-    :param x: ``(N, ...)``, the training inputs.
-    :param y: ``(N, ...)``, their targets.
-    """
-
-    model: nn.Module
-    x: Tensor
-    y: Tensor
-
-
-@dataclass(frozen=True)
 class Options:
     """Options of a fit; each posterior reads the options that concern it.
 
@@ -59,8 +45,36 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Problem:
+    """The program and the data that a posterior is fitted to.
+
+    :param model: a program ``model(x, y)``; for minibatches its ``num_data`` is N.
+    :param x: ``(N, ...)``, the training inputs.
+    :param y: ``(N, ...)``, their targets.
+    :param options: of the fit.
+    :param label: description of progress bars; None for no bars.
+    """
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    options: Options = Options()
+    label: str | None = None
+
+    @property
+    def data(self) -> tuple[Tensor, Tensor]:
+        """The program's arguments."""
+        return self.x, self.y
+
+    @property
+    def progress(self) -> bool:
+        """Whether bars are shown."""
+        return self.label is not None
+
+
+@dataclass(frozen=True)
 class Result:
-    """Result of a registered function.
+    """What a registered function returns.
 
     :param posterior: a guide or ``Samples``.
     :param settings: what it was made with.
@@ -106,13 +120,7 @@ class Fit:
         )
 
 
-FitFunction = Callable[[Problem, Options, bool], Result]
-ProgramFunction = Callable[[Problem], nn.Module]
-
-
-def given_program(problem: Problem) -> nn.Module:
-    """The problem's program as it is."""
-    return problem.model
+FitFunction = Callable[[Problem], Result]
 
 
 @dataclass(frozen=True)
@@ -123,8 +131,8 @@ class Entry:
     title: str
     description: str
     function: FitFunction
-    default: bool = False
-    program: ProgramFunction = given_program
+    default: bool
+    program: Callable[[Problem], nn.Module]
 
 
 _registry: dict[str, Entry] = {}
@@ -132,13 +140,13 @@ _registry: dict[str, Entry] = {}
 
 def register(
     name: str,
-    *,
     title: str,
     description: str,
+    *,
     default: bool = False,
-    program: ProgramFunction = given_program,
+    program: Callable[[Problem], nn.Module] = lambda problem: problem.model,
 ) -> Callable[[FitFunction], FitFunction]:
-    """Decorate ``function(problem, options, progress) -> Result`` to make it known by ``name``.
+    """Decorate ``function(problem) -> Result`` to make it known by ``name``.
 
     :param name: the name for users, in lower case with hyphens.
     :param title: a few words for tables and reports.
@@ -184,34 +192,31 @@ def fit(
     Every fit starts from the options' seed, so that it does not depend on earlier fits.
     The process's generators are put back after.
 
+    :param options: by default the problem's.
     :raises ValueError: for a name that is not registered, or from the posterior's function.
     :raises KeyboardInterrupt: for Ctrl-C before there is anything to keep.
     """
-    entry, options = get(name), options or Options()
-    device = problem.x.device
+    entry, options = get(name), options or problem.options
+    elbo = log_evidence = None
     with seeded(options.seed):
         started = time.perf_counter()
-        with peak_memory(device) as peak:
-            own = replace(problem, model=entry.program(problem))
-            result = entry.function(own, options, progress)
+        with peak_memory(problem.x.device) as peak:
+            model, label = entry.program(problem), name if progress else None
+            result = entry.function(replace(problem, model=model, options=options, label=label))
         wait_for(problem.x)
         seconds = time.perf_counter() - started
-        elbo = log_evidence = None
-        interrupted = result.interrupted
+        posterior, interrupted = result.posterior, result.interrupted
         try:
-            elbo = _elbo(problem, result.posterior, None if progress else False)
-            log_evidence = _log_evidence(result.posterior)
+            if isinstance(posterior, Guide) and posterior.has_density:
+                bar = None if progress else False
+                elbo = estimate_elbo(problem.model, posterior, *problem.data, progress=bar)
+            if isinstance(posterior, LaplaceGuide):
+                with torch.no_grad():
+                    log_evidence = float(evidence.log_marginal_likelihood(posterior))
         except KeyboardInterrupt:  # what was fitted is kept
             interrupted = True
     return Fit(
-        name=name,
-        posterior=result.posterior,
-        seconds=seconds,
-        elbo=elbo,
-        settings=result.settings,
-        interrupted=interrupted,
-        log_evidence=log_evidence,
-        peak_memory=peak.bytes,
+        name, posterior, seconds, elbo, result.settings, interrupted, log_evidence, peak.bytes
     )
 
 
@@ -235,24 +240,9 @@ def fit_together(
     return fits
 
 
-def _log_evidence(posterior: Any) -> float | None:
-    if not isinstance(posterior, LaplaceGuide):
-        return None
-    with torch.no_grad():
-        return float(evidence.log_marginal_likelihood(posterior))
-
-
-def _elbo(problem: Problem, posterior: Any, progress: bool | None) -> float | None:
-    if not isinstance(posterior, Guide) or not posterior.has_density:
-        return None
-    return estimate_elbo(problem.model, posterior, problem.x, problem.y, progress=progress)
-
-
 def trained(
-    guide: Guide,
     problem: Problem,
-    options: Options,
-    label: str | None,
+    guide: Guide,
     *,
     steps: int,
     elbo: Any = None,
@@ -261,17 +251,24 @@ def trained(
 ) -> Result:
     """Train a guide by SVI.
 
-    :param label: description of the progress bar; None for no bar.
-    :param steps: where the options have no number of steps.
+    :param steps: where the problem's options have no number of steps.
     :param elbo: as of ``training.train``; so is ``optimizer``.
     :param bound: options of ``TemperedTraceMeanField_ELBO``, where there is no ``elbo``.
     """
-    model, data, steps = problem.model, (problem.x, problem.y), options.steps or steps
-    guide.prototype(*data)
-    bound = {"num_particles": guide.num_members, **bound}
-    chosen = TemperedTraceMeanField_ELBO(**bound) if elbo is None else elbo
-    run = train(model, guide, *data, steps=steps, elbo=chosen, optimizer=optimizer, progress=label)
-    objects = {"elbo": elbo, "optimizer": optimizer}
-    words = {name: type(value).__name__ for name, value in objects.items() if value is not None}
-    settings = {"steps": steps, **(bound if elbo is None else {}), **words}
+    steps = problem.options.steps or steps
+    guide.prototype(*problem.data)
+    settings: dict[str, Any] = {"steps": steps}
+    if elbo is None:
+        bound = {"num_particles": guide.num_members, **bound}
+        loss: Any = TemperedTraceMeanField_ELBO(**bound)
+        settings |= bound
+    else:
+        loss = elbo
+        settings["elbo"] = type(elbo).__name__
+    if optimizer is not None:
+        settings["optimizer"] = type(optimizer).__name__
+    run = train(
+        problem.model, guide, *problem.data, steps=steps, elbo=loss, optimizer=optimizer,
+        progress=problem.label,
+    )  # fmt: skip
     return Result(guide, {**settings, "batch_size": run.batch_size}, run.interrupted)

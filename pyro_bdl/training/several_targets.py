@@ -6,15 +6,13 @@ import pyro
 import torch
 from torch import Tensor
 from torch.distributions import transform_to
-from tqdm import tqdm
 
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.observed_arguments import Targets
 from pyro_bdl.utils.module_state import vmappable
-from pyro_bdl.utils.progress import hidden
+from pyro_bdl.utils.progress import shown
 
-_REFRESH = 0.5  # seconds
 _Values = Mapping[str, Tensor]
 
 
@@ -48,10 +46,9 @@ class GuidesOfTargets:
             if f"{name}_unconstrained" in guide._parameters
         }
         self._free = {}
-        for name, parameter in guide._parameters.items():
-            if parameter is not None:
-                start = parameter.detach().expand(count, *parameter.shape).clone()
-                self._free[name] = start.requires_grad_(parameter.requires_grad)
+        for name, parameter in guide.named_parameters(recurse=False):
+            start = parameter.detach().expand(count, *parameter.shape).clone()
+            self._free[name] = start.requires_grad_(parameter.requires_grad)
         if not any(value.requires_grad for value in self._free.values()):
             raise ValueError(
                 f"{type(guide).__name__} has no parameters itself to train several times "
@@ -94,16 +91,8 @@ class GuidesOfTargets:
         optimizer = torch.optim.Adam(trained, lr=learning_rate)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         history = []
-        steps_shown = tqdm(
-            range(steps),
-            disable=hidden(progress),
-            desc="guides",
-            leave=False,
-            mininterval=_REFRESH,
-            delay=1,
-        )
         with pyro.validation_enabled(False), vmappable():
-            for _ in steps_shown:
+            for _ in shown(range(steps), "guides", progress):
                 losses = losses_of(self._free, self.values)
                 optimizer.zero_grad()
                 losses.sum().backward()
