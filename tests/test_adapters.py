@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 import pyro_bdl as bdl
 from pyro_bdl.adapters import LoRA
+from pyro_bdl.curvature.structures.kron.factors import WeightFactors
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.training import train
 
@@ -187,7 +188,8 @@ def test_kron_of_one_datum_has_the_exact_blocks(kind):
         expected[part, part] = _ggn(net, x[:1])[part, part]
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     if kind is _mlp:  # A and B have factors of their own, none a dense block
-        assert len(posterior.curvature.products) == 4 and not posterior.curvature.rest
+        parts = posterior.curvature.parts.values()
+        assert len(parts) == 4 and all(isinstance(part, WeightFactors) for part in parts)
 
 
 @pytest.mark.filterwarnings("ignore:the guide is not at a maximum")

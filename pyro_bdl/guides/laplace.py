@@ -353,7 +353,7 @@ class LaplaceGuide(JointGuide):
         """The effective number of parameters gamma = sum_i (1 - prior precision_i * posterior
         variance_i), a scalar from 0 to p: how many the data determine (MacKay 1992, equation
         3.2)."""
-        return self.subset.size - self.precision.weighted_trace(self.prior.diagonal)
+        return self.subset.size - (self.prior.diagonal * self.precision.variances()).sum()
 
     def refresh(self) -> Tensor:
         """Adapt to the program's current hyperparameters: the prior precision and a Normal noise.

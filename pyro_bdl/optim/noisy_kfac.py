@@ -11,6 +11,7 @@ from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.site_jacobians import site_jacobians
 from pyro_bdl.curvature.structures.base import StructureOptions
 from pyro_bdl.curvature.structures.kron.curvature import KroneckerCurvature
+from pyro_bdl.curvature.structures.kron.factors import WeightFactors, decompose
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.matrix_normal import AutoMatrixNormal
 from pyro_bdl.optim.base import checked_options, taken_step
@@ -62,32 +63,34 @@ def _quadratic(guide: AutoMatrixNormal, curvature: KroneckerCurvature, variances
     """E_q[(w - m)' H (w - m)], with the diagonal of H where it has no factors of a whole matrix."""
     slices = guide.require_layout().slices
     total = variances.new_zeros(())
-    rest: list[Any] = list(curvature.rest.values())
-    for factors in curvature.products.values():
-        name = factors.position.key[0]
-        order = _order(factors, slices[name])
-        if name not in guide.matrices or order is None:
-            rest.append(factors)
+    rest = []
+    for part in curvature.parts.values():
+        name = part.position.key[0]
+        order = _order(part, slices[name]) if name in guide.matrices else None
+        if order is None:
+            rest.append(part)
             continue
-        inputs, outputs, count = factors.accumulated()
         first, second = guide.factors(name)
         rows, columns = (first, second) if order == "rows" else (second, first)
-        traces = _trace(outputs[0], rows) * _trace(inputs[0], columns)
-        total = total + traces / count.to(variances).clamp(min=1.0)
-    for block in rest:
-        places = block.position.index_tensor(variances.device)
-        total = total + torch.dot(block.diagonal().to(variances), variances[places])
+        inputs, outputs = part.inputs.as_matrix()[0], part.outputs.as_matrix()[0]
+        traces = _trace(outputs, rows) * _trace(inputs, columns)
+        total = total + traces / part.count.to(variances).clamp(min=1.0)
+    for part in rest:
+        decompose(part.factors if isinstance(part, WeightFactors) else [])
+        places = part.position.index_tensor(variances.device)
+        total = total + torch.dot(part.diagonal().to(variances), variances[places])
     return total
 
 
-def _order(factors: Any, site: slice) -> str | None:
-    """Which of the site's axes numbers the outputs: "rows" or "columns"; None if the factors are
-    not those of the site as one matrix."""
-    groups, out, into = factors.shape
-    size = site.stop - site.start
-    if groups != 1 or factors.inputs is None or out * into != size:
+def _order(part: Any, site: slice) -> str | None:
+    """Which of the site's axes numbers the outputs: "rows" or "columns"; None without Kronecker
+    factors of the site as one matrix."""
+    if not isinstance(part, WeightFactors) or part.inputs is None:
         return None
-    places = factors.position.index_tensor(torch.device("cpu")).cpu() - site.start
+    (groups, out, into), size = part.shape, site.stop - site.start
+    if groups != 1 or out * into != size:
+        return None
+    places = part.position.index_tensor(torch.device("cpu")).cpu() - site.start
     numbers = torch.arange(size, device="cpu")
     if torch.equal(places, numbers):
         return "rows"

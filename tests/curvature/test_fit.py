@@ -12,7 +12,7 @@ from torch import nn
 
 from pyro_bdl import bayesianize, handlers, models, working_memory
 from pyro_bdl.curvature import chunking
-from pyro_bdl.curvature.structures.kernel import KernelCurvature
+from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.nn import _substituted
 from pyro_bdl.program import Program, record
@@ -53,12 +53,11 @@ def test_kron_of_one_datum_is_the_block_diagonal(oracle, kind):
     expected = oracle.ggn(program, vector)
     for structure in ("kron", "ekfac"):
         curvature = oracle.fit(program, vector, (x[:1], y[:1]), structure=structure).curvature
-        curvature.diagonal()
         seen = set()
-        for position, block in curvature._blocks():
-            block = block if isinstance(block, torch.Tensor) else block.matrix()
-            where = position.index_tensor(torch.device("cpu"))
-            torch.testing.assert_close(block, expected[where][:, where], rtol=1e-9, atol=1e-10)
+        for part in curvature.parts.values():
+            where = part.position.index_tensor(torch.device("cpu"))
+            block = expected[where][:, where]
+            torch.testing.assert_close(part.matrix(), block, rtol=1e-9, atol=1e-10)
             seen |= set(where.tolist())
         assert seen == set(expected.diagonal().nonzero()[:, 0].tolist())
 
@@ -73,33 +72,22 @@ def test_kron_of_deep_linear_networks_is_the_block_diagonal(oracle):
     expected = oracle.ggn(program, vector)
     for structure in ("kron", "ekfac"):
         curvature = oracle.fit(program, vector, data, structure=structure).curvature
-        curvature.diagonal()
-        assert len(curvature._blocks()) == 6
-        for position, block in curvature._blocks():
-            where = position.index_tensor(torch.device("cpu"))
-            torch.testing.assert_close(block.matrix(), expected[where][:, where])
+        assert len(curvature.parts) == 6
+        for part in curvature.parts.values():
+            where = part.position.index_tensor(torch.device("cpu"))
+            torch.testing.assert_close(part.matrix(), expected[where][:, where])
 
 
 # Data
 
 
 def total(curvature):
-    """A curvature as a matrix."""
-    if isinstance(curvature, KernelCurvature):
-        return curvature.rows.T @ curvature.rows
-    if hasattr(curvature, "matrix"):
-        return curvature.matrix
-    if hasattr(curvature, "vectors"):
-        return curvature.vectors * curvature.values @ curvature.vectors.T
-    if hasattr(curvature, "products"):
-        curvature.diagonal()
-        result = torch.zeros(curvature.size, curvature.size)
-        for position, block in curvature._blocks():
-            where = position.index_tensor(torch.device("cpu"))
-            block = block if isinstance(block, torch.Tensor) else block.matrix()
-            result[where[:, None], where] = block
-        return result
-    return torch.diag(curvature.values)
+    """A curvature as a matrix, by polarization of the precision's quadratic form."""
+    eye = torch.eye(curvature.size)
+    quadratic = curvature.with_prior(PriorPrecision(torch.ones(curvature.size))).quadratic
+    single = quadratic(eye)
+    pairs = quadratic(eye[:, None] + eye)
+    return 0.5 * (pairs - single[:, None] - single) - eye
 
 
 def test_batches_add_up(oracle, structure):
@@ -198,12 +186,12 @@ def test_two_sites_with_different_numbers_of_data(oracle, structures):
         elif structure == "diag":
             torch.testing.assert_close(matrix.diagonal(), expected.diagonal())
         else:
-            positions = [position for position, _ in found.curvature._blocks()]
-            assert sum(position.size for position in positions) == program.size
-            assert len(found.curvature.products) == 4
+            parts = found.curvature.parts.values()
+            assert sum(part.position.size for part in parts) == program.size
+            assert len(parts) == 4
             if structure == "ekfac":
                 torch.testing.assert_close(matrix.trace(), expected.trace())
-            counts = {int(factors.count) for factors in found.curvature.products.values()}
+            counts = {int(part.count) for part in parts}
             assert counts == {10}
 
 
@@ -232,7 +220,7 @@ def test_sites_that_use_the_same_entries_differently(oracle, structures):
         curvature = oracle.fit(program, vector, data, structure=structure, rank=99).curvature
         matrix = total(curvature)
         if structure in ("kron", "ekfac"):
-            assert [position.size for position, _ in curvature._blocks()] == [6]
+            assert [part.position.size for part in curvature._disjoint()] == [6]
         elif structure == "diag":
             torch.testing.assert_close(matrix.diagonal(), expected.diagonal())
         else:

@@ -197,10 +197,10 @@ def test_kronecker_factors_take_the_diagonal_in_their_eigenbasis(tasks, covarian
     alone = laplace(tasks.model(), tasks.second, structure="kron")
     model.update_prior(first)
     second = laplace(model, tasks.second, structure="kron")
-    block = alone.curvature.products["product0"]
+    block = alone.curvature.parts["0"]
     turned = torch.kron(torch.eye(1, dtype=D), block.basis().inputs[0])
     prior = covariance(first).inverse()[:3, :3]
-    expected = alone.curvature.products["product0"].spectrum().reshape(-1)
+    expected = alone.curvature.parts["0"].spectrum().reshape(-1)
     expected = expected + (turned.T @ prior @ turned).diagonal()
     found = torch.linalg.eigvalsh(covariance(second).inverse()[:3, :3])
     torch.testing.assert_close(found, expected.sort().values)

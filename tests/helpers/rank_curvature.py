@@ -143,6 +143,6 @@ def few_rows_of_many_inputs(rank, size):
         model = bdl.models.Regression(bdl.bayesianize(net.double()), noise=0.4, num_data=N)
         guide = AutoLaplaceGGN(model, structure=structure).prototype(x, y)
         posterior = guide.laplace_approximation(Shard((x, y)) if size > 1 else (x, y))
-        (vectors, *_) = (f.inputs.vectors for f in posterior.curvature.products.values())
+        (vectors, *_) = (part.inputs.vectors for part in posterior.curvature.parts.values())
         found += [*facts(posterior), float(vectors.shape[-1])]
     return found

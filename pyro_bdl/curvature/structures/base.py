@@ -8,15 +8,16 @@ name; code outside a structure's file does not depend on the structure.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
-import torch
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.jacobian.jacobian import Jacobian
+from pyro_bdl.curvature.jacobian.block_position import BlockPosition
+from pyro_bdl.curvature.jacobian.gram import joint_gram
+from pyro_bdl.curvature.jacobian.jacobian import DenseBlock, Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.draws import LinearDraws, VectorDraws
 from pyro_bdl.program.subset import Subset
@@ -37,6 +38,14 @@ class StructureOptions:
     reduce: bool = False
     num_samples: int = 32
     tolerance: float = 1e-3
+
+
+Whitened = tuple[Any, Tensor | None]  # a block of a Jacobian, and weights of its entries
+
+
+def whole_rows(jacobian: Jacobian, values: Tensor) -> Whitened:
+    """Rows (K, n, q) in other coordinates, as one block."""
+    return DenseBlock(BlockPosition(("", 0), slice(0, jacobian.size)), values), None
 
 
 class Products(Protocol):
@@ -94,54 +103,33 @@ class Precision(Protocol):
         """Return the marginal variances (p,)."""
         ...
 
-    def weighted_trace(self, weights: Tensor) -> Tensor:
-        """Return the sum of the marginal variances, each times its weight (p,), a scalar."""
-        return (weights * self.variances()).sum()
-
     @abstractmethod
-    def covariance(self, jacobian: Jacobian) -> Tensor:
-        """Return J_n C J_n' for every datum, (n, K, K), with C = precision^-1."""
+    def whitened(self, jacobian: Jacobian) -> Iterable[Whitened]:
+        """Yield blocks and weights whose weighted Gram matrices add up to J C J', with C =
+        precision^-1, without a difference of larger ones."""
         ...
 
-    @abstractmethod
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        """Return J_n C J_n' for every datum, (n, K, K)."""
+        n, columns = jacobian.num_data, jacobian.num_columns
+        result = jacobian.like.new_zeros(n, columns, columns)
+        for block, weights in self.whitened(jacobian):
+            result += block.gram(weights)
+        return result
+
     def output_variances(self, jacobian: Jacobian) -> Tensor:
         """Return the diagonals of ``covariance``, (n, K)."""
-        ...
+        result = jacobian.like.new_zeros(jacobian.num_data, jacobian.num_columns)
+        for block, weights in self.whitened(jacobian):
+            result += block.norms(weights)
+        return result
 
-    @abstractmethod
     def joint_covariance(self, jacobian: Jacobian) -> Tensor:
         """Return J C J' over all data, (n K, n K), data before columns."""
-        ...
-
-
-class WhitenedPrecision(Precision):
-    """A precision whose covariances of linear functions are inner products of whitened rows: none
-    is a difference of larger ones.
-
-    :param dtype: of the results.
-    """
-
-    dtype: torch.dtype
-
-    @abstractmethod
-    def _whitened(self, rows: Tensor) -> Tensor:
-        """Return Y (m, q) with Y Y' = X precision^-1 X' for the rows X (m, p)."""
-        ...
-
-    def _rows(self, jacobian: Jacobian) -> Tensor:
-        rows = jacobian.rows().transpose(0, 1)
-        return self._whitened(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
-
-    def covariance(self, jacobian: Jacobian) -> Tensor:
-        rows = self._rows(jacobian)
-        return (rows @ rows.mT).to(self.dtype)
-
-    def output_variances(self, jacobian: Jacobian) -> Tensor:
-        return self._rows(jacobian).square().sum(2).to(self.dtype)
-
-    def joint_covariance(self, jacobian: Jacobian) -> Tensor:
-        rows = self._rows(jacobian).flatten(0, 1)
-        return (rows @ rows.mT).to(self.dtype)
+        result = jacobian.joint_zeros()
+        for block, weights in self.whitened(jacobian):
+            result += joint_gram(block, weights)
+        return result
 
 
 class Curvature(nn.Module, ABC):

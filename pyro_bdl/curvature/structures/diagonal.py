@@ -1,15 +1,14 @@
 """Diagonal curvature: the diagonal of sum_n J_n' J_n."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.gram import joint_gram
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.base import Curvature, Precision, StructureOptions
+from pyro_bdl.curvature.structures.base import Curvature, Precision, StructureOptions, Whitened
 from pyro_bdl.program.subset import Subset
 
 
@@ -92,17 +91,10 @@ class DiagonalPrecision(Precision):
     def variances(self) -> Tensor:
         return self.diagonal.reciprocal()
 
-    def covariance(self, jacobian: Jacobian) -> Tensor:
-        return jacobian.gram(self.variances())
-
-    def output_variances(self, jacobian: Jacobian) -> Tensor:
-        return jacobian.norms(self.variances())
-
-    def joint_covariance(self, jacobian: Jacobian) -> Tensor:
-        result, variances = jacobian.joint_zeros(), self.variances()
+    def whitened(self, jacobian: Jacobian) -> Iterator[Whitened]:
+        variances = self.variances()
         for block in jacobian.blocks:
-            result += joint_gram(block, block.position.spread(variances, block.shape))
-        return result
+            yield block, block.position.spread(variances, block.shape)
 
 
 def check_positive(diagonal: Tensor) -> None:

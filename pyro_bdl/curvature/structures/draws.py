@@ -12,6 +12,10 @@ class LinearDraws(Protocol):
 
     def __len__(self) -> int: ...
 
+    def vectors(self) -> Tensor:
+        """Return the draws themselves, (S, p)."""
+        ...
+
     def apply(self, jacobian: Jacobian) -> Tensor:
         """Return J w for every draw w, (S, n, K)."""
         ...
@@ -21,10 +25,13 @@ class VectorDraws:
     """Draws as vectors (S, p)."""
 
     def __init__(self, vectors: Tensor) -> None:
-        self.vectors = vectors
+        self._vectors = vectors
 
     def __len__(self) -> int:
-        return len(self.vectors)
+        return len(self._vectors)
+
+    def vectors(self) -> Tensor:
+        return self._vectors
 
     def apply(self, jacobian: Jacobian) -> Tensor:
-        return jacobian.apply(self.vectors.to(jacobian.like))
+        return jacobian.apply(self._vectors.to(jacobian.like))

@@ -11,7 +11,13 @@ from torch import Tensor
 from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock, Jacobian, ProductBlock
 from pyro_bdl.curvature.jacobian.output_layers import SoftmaxBlock
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.base import Curvature, StructureOptions, WhitenedPrecision
+from pyro_bdl.curvature.structures.base import (
+    Curvature,
+    Precision,
+    StructureOptions,
+    Whitened,
+    whole_rows,
+)
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.linear_algebra import add_products, cholesky, products, widened
 
@@ -168,7 +174,7 @@ def _column(block: Block, number: int) -> Block:
     return replace(block, gradients=block.gradients[part])
 
 
-class FullPrecision(WhitenedPrecision):
+class FullPrecision(Precision):
     """A dense precision matrix (p, p), stored as its Cholesky factor.
 
     :param dtype: of the results; by default the matrix's.
@@ -202,9 +208,10 @@ class FullPrecision(WhitenedPrecision):
     def variances(self) -> Tensor:
         return torch.cholesky_inverse(self.factor).diagonal().to(self.dtype)
 
-    def _whitened(self, rows: Tensor) -> Tensor:
-        columns = rows.to(self.factor).mT
-        return torch.linalg.solve_triangular(self.factor, columns, upper=False).mT
+    def whitened(self, jacobian: Jacobian) -> list[Whitened]:
+        columns = jacobian.rows().to(self.factor).flatten(0, 1).mT
+        rows = torch.linalg.solve_triangular(self.factor, columns, upper=False).mT
+        return [whole_rows(jacobian, rows.unflatten(0, (jacobian.num_columns, -1)))]
 
 
 def _log_determinant(factor: Tensor) -> Tensor:

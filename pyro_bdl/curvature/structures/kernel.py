@@ -24,10 +24,11 @@ from pyro_bdl.curvature.structures.base import (
     Curvature,
     Precision,
     StructureOptions,
-    WhitenedPrecision,
+    Whitened,
+    whole_rows,
 )
 from pyro_bdl.curvature.structures.full import FullPrecision
-from pyro_bdl.curvature.structures.kron.outer_products import make_room
+from pyro_bdl.curvature.structures.kron.factors import make_room
 from pyro_bdl.curvature.structures.prior_root import PriorRoot
 from pyro_bdl.distributions.low_rank_normal import DiagonalPlusLowRank
 from pyro_bdl.errors import UnsupportedProgramError
@@ -90,11 +91,10 @@ class KernelCurvature(Curvature):
             matrix = prior.added_to(rows.mT @ rows * factor)
             return FullPrecision(matrix, dtype=prior.diagonal.dtype)
         root = PriorRoot(prior, self.parts, 'structure="kernel"')
-        weight = torch.as_tensor(factor, dtype=torch.float64, device=self.rows.device)
         gram = None
         if root.indices is None and prior.uniform.keys() >= self.parts.keys():
-            gram = self._kernel(prior.uniform) * weight
-        return KernelPrecision(self.rows, weight, root, gram)
+            gram = self._kernel(prior.uniform) * factor
+        return KernelPrecision(self.rows, factor, root, gram, dtype=prior.diagonal.dtype)
 
     def _kernel(self, precisions: Mapping[str, Tensor]) -> Tensor:
         """W' Lambda^-1 W (R, R) under one precision a site, from the kernels of the sites.
@@ -111,20 +111,28 @@ class KernelCurvature(Curvature):
         return total
 
 
-class KernelPrecision(WhitenedPrecision):
+class KernelPrecision(Precision):
     """The precision R_0 (1 + F F') R_0' with F = R_0^-1 W sqrt(factor), in float64.
 
     :param rows: W', (R, p).
     :param factor: a factor of W W'.
     :param root: R_0.
     :param gram: F' F, (R, R), where it is known.
+    :param dtype: of the results.
     """
 
     def __init__(
-        self, rows: Tensor, factor: Tensor, root: PriorRoot, gram: Tensor | None = None
+        self,
+        rows: Tensor,
+        factor: Tensor | float,
+        root: PriorRoot,
+        gram: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
     ) -> None:
-        self.size, self.dtype, self.root = rows.shape[1], rows.dtype, root
-        self.matrix = _WhitenedRows(rows, factor, root, gram)
+        self.size, self.dtype, self.root = rows.shape[1], dtype, root
+        weight = torch.as_tensor(factor, dtype=torch.float64, device=rows.device)
+        self.matrix = _WhitenedRows(rows, weight, root, gram)
 
     def logdet(self) -> Tensor:
         return (self.root.log_det() + self.matrix.log_det()).to(self.dtype)
@@ -144,12 +152,13 @@ class KernelPrecision(WhitenedPrecision):
         found = self.matrix.inverse_diagonal() / root.scale.square()
         if indices is not None:
             units = root.scale.new_zeros(len(indices), self.size)
-            inside = self._whitened(units.scatter_(1, indices[:, None], 1.0))
+            inside = self.matrix.inverse_root(root.solve(units.scatter_(1, indices[:, None], 1.0)))
             found = found.index_copy(0, indices, inside.square().sum(-1))
         return found.to(self.dtype)
 
-    def _whitened(self, rows: Tensor) -> Tensor:
-        return self.matrix.inverse_root(self.root.solve(rows.double()))
+    def whitened(self, jacobian: Jacobian) -> list[Whitened]:
+        rows = self.root.solve(jacobian.rows().double())
+        return [whole_rows(jacobian, self.matrix.inverse_root(rows))]
 
 
 class _WhitenedRows(DiagonalPlusLowRank):

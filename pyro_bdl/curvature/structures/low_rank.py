@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.base import Curvature, StructureOptions, WhitenedPrecision
-from pyro_bdl.curvature.structures.diagonal import check_positive
-from pyro_bdl.distributions.low_rank_normal import DiagonalPlusLowRank
+from pyro_bdl.curvature.structures.base import Curvature, StructureOptions
+from pyro_bdl.curvature.structures.kernel import KernelPrecision
+from pyro_bdl.curvature.structures.prior_root import PriorRoot
 from pyro_bdl.program.subset import Subset
 
 _OVERSAMPLING = 10
@@ -31,8 +31,11 @@ class LowRankCurvature(Curvature):
     vectors: Tensor
     values: Tensor
 
-    def __init__(self, size: int, like: Tensor, *, rank: int, start: Self | None = None) -> None:
+    def __init__(
+        self, subset: Subset, like: Tensor, *, rank: int, start: Self | None = None
+    ) -> None:
         super().__init__()
+        size, self.parts = subset.size, subset.parts
         self.size, self.rank = size, min(rank, size)
         like = like.double()
         self.register_buffer("vectors", like.new_zeros(size, self.rank))
@@ -49,7 +52,7 @@ class LowRankCurvature(Curvature):
     def empty(
         cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
     ) -> Self:
-        return cls(subset.size, like, rank=options.rank, start=before)
+        return cls(subset, like, rank=options.rank, start=before)
 
     @classmethod
     def memory(cls, size: int, options: StructureOptions, num_rows: int = 0) -> int:
@@ -92,42 +95,11 @@ class LowRankCurvature(Curvature):
     def diagonal(self) -> Tensor:
         return (self.vectors.square() * self.values).sum(-1)
 
-    def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> "LowRankPrecision":
+    def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> KernelPrecision:
         """Return factor times this curvature, plus the prior's diagonal."""
-        return LowRankPrecision(prior.diagonal, self.vectors, self.values * factor)
-
-
-class LowRankPrecision(WhitenedPrecision):
-    """The precision diag(d) + U diag(values) U', in float64.
-
-    :param diagonal: d, (p,), positive.
-    :param vectors: U, (p, k).
-    :param values: (k,), not negative.
-    """
-
-    def __init__(self, diagonal: Tensor, vectors: Tensor, values: Tensor) -> None:
-        check_positive(diagonal)
-        self.size, self.dtype = len(diagonal), diagonal.dtype
-        scale, roots = diagonal.double().sqrt(), values.double().sqrt()
-        self.matrix = DiagonalPlusLowRank(scale, vectors.double() * roots)
-
-    def logdet(self) -> Tensor:
-        return self.matrix.log_det().to(self.dtype)
-
-    def sample(self, num_samples: int) -> Tensor:
-        return self.matrix.sample_inverse(num_samples).to(self.dtype)
-
-    def quadratic(self, x: Tensor) -> Tensor:
-        return self.matrix.quadratic(x.to(self.matrix.scale)).to(self.dtype)
-
-    def solve(self, x: Tensor) -> Tensor:
-        return self.matrix.solve(x.to(self.matrix.scale)).to(self.dtype)
-
-    def variances(self) -> Tensor:
-        return self.matrix.inverse_diagonal().to(self.dtype)
-
-    def _whitened(self, rows: Tensor) -> Tensor:
-        return self.matrix.inverse_root(rows.to(self.matrix.scale))
+        root = PriorRoot(PriorPrecision(prior.diagonal), self.parts, 'structure="low_rank"')
+        rows = (self.vectors * self.values.sqrt()).mT
+        return KernelPrecision(rows, factor, root, dtype=prior.diagonal.dtype)
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:

@@ -25,7 +25,14 @@ from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.base import Curvature, Precision, Products, StructureOptions
+from pyro_bdl.curvature.structures.base import (
+    Curvature,
+    Precision,
+    Products,
+    StructureOptions,
+    Whitened,
+    whole_rows,
+)
 from pyro_bdl.curvature.structures.prior_root import PriorRoot
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.subset import Subset
@@ -373,17 +380,7 @@ class SamplesPrecision(Precision):
     def variances(self) -> Tensor:
         return self._variances
 
-    def _outputs(self, jacobian: Jacobian) -> Tensor:
-        """J w of every sample, (S, n, K)."""
-        return jacobian.apply(self.samples.to(jacobian.like))
-
-    def covariance(self, jacobian: Jacobian) -> Tensor:
-        found = self._outputs(jacobian)
-        return torch.einsum("snk,snl->nkl", found, found) / len(found)
-
-    def output_variances(self, jacobian: Jacobian) -> Tensor:
-        return self._outputs(jacobian).square().mean(0)
-
-    def joint_covariance(self, jacobian: Jacobian) -> Tensor:
-        found = self._outputs(jacobian).flatten(1)
-        return found.mT @ found / len(found)
+    def whitened(self, jacobian: Jacobian) -> list[Whitened]:
+        samples = self.samples
+        outputs = jacobian.apply(samples.to(jacobian.like)) / len(samples) ** 0.5
+        return [whole_rows(jacobian, outputs.permute(2, 1, 0))]

@@ -22,7 +22,7 @@ from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import StructureOptions, log_prob
 from pyro_bdl.curvature.structures.diagonal import DiagonalPrecision
 from pyro_bdl.curvature.structures.full import FullPrecision
-from pyro_bdl.curvature.structures.kron.eigen_precision import EigenbasisDraws, EigenPrecision
+from pyro_bdl.curvature.structures.kron.precision import WeightPrecision
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
@@ -227,16 +227,10 @@ def test_the_covariance_of_draws(oracle, structure, name):
     assert (draws.mean(0).abs() <= 5 * (variances / len(draws)).sqrt()).all()
 
 
-def test_functions_of_draws_are_the_functions_of_their_vectors(case, structure):
+def test_functions_of_draws_are_the_functions_of_their_vectors(case):
     draws = case.precision.draw(3)
     assert len(draws) == 3
-    if structure in ("kron", "ekfac"):
-        vectors = torch.empty(3, case.size)
-        for (position, _), drawn in zip(case.precision.blocks, draws.drawn, strict=True):
-            is_product = isinstance(drawn, EigenbasisDraws)
-            vectors[:, position.indices] = drawn.vectors() if is_product else drawn.vectors
-    else:
-        vectors = draws.vectors
+    vectors = draws.vectors()
     torch.testing.assert_close(draws.apply(case.jacobian), case.jacobian.apply(vectors))
     rows = case.jacobian.rows()
     blocks = [
@@ -286,7 +280,7 @@ def test_few_vectors_make_few_directions(oracle, structure, name):
     """As many as inputs of data and positions, or columns; other directions have the prior
     precision."""
     parts = [part for _, part in made(oracle, name, structure).precision.blocks]
-    products = [part for part in parts if isinstance(part, EigenPrecision)]
+    products = [part for part in parts if isinstance(part, WeightPrecision)]
     found = [part.basis.directions for part in products if part.rest is not None]
     expected = {
         "wide": [(1, 4, 2), (1, 4, 1), (1, 2, 2)],

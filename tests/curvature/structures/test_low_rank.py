@@ -9,7 +9,6 @@ from torch import nn
 from pyro_bdl import LinearizedPredictive, bayesianize, models, priors
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
-from pyro_bdl.curvature.structures.low_rank import LowRankPrecision
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program.subset import Subset
 
@@ -54,13 +53,6 @@ def test_more_data(oracle):
     ).curvature
     found = both.vectors * both.values @ both.vectors.T
     torch.testing.assert_close(found, oracle.ggn(program, vector), rtol=1e-9, atol=1e-9)
-
-
-def test_no_curvature_at_all():
-    precision = LowRankPrecision(torch.tensor([1.0, 2.0]), torch.eye(2), torch.zeros(2))
-    torch.testing.assert_close(precision.variances(), torch.tensor([1.0, 0.5]))
-    torch.testing.assert_close(precision.logdet(), torch.tensor(2.0).log())
-    assert torch.isfinite(precision.sample(3)).all()
 
 
 @pytest.mark.parametrize("structure", ["low_rank", "kernel", "full"])

@@ -1,44 +1,187 @@
-"""The Kronecker factors of one weight."""
+"""The Kronecker factors of one weight: sums of outer products of vectors, and their eigenpairs."""
 
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.jacobian.block_position import BlockPosition
 from pyro_bdl.curvature.jacobian.jacobian import LookupBlock, ProductBlock
 from pyro_bdl.curvature.jacobian.output_layers import SoftmaxBlock
-from pyro_bdl.curvature.structures.kron.eigenbasis import Eigenbasis
-from pyro_bdl.curvature.structures.kron.outer_products import (
-    OuterProductSum,
-    OuterVectors,
-    make_room,
-)
+from pyro_bdl.curvature.prior import PriorPrecision
+from pyro_bdl.curvature.structures.kron.precision import Eigenbasis, WeightPrecision
+from pyro_bdl.utils.collectives import Ranks
+from pyro_bdl.utils.linear_algebra import products
+from pyro_bdl.utils.memory import available_memory
+
+DOUBLE_UP_TO = 1024  # the largest size that is decomposed in float64
+_NEVER_TOO_LARGE = 2**26  # bytes
 
 
-class KroneckerFactors(nn.Module):
-    """A = sum a a' and B = sum g g' of one weight, (groups, in, in) and (groups, out, out).
+class Outer(NamedTuple):
+    """Vectors whose outer products are added to a factor.
 
-    A look-up in a table (rows, features) has a diagonal A (rows,), the number of look-ups of each
-    row, and B over the features.
+    :param rows: (groups, R, m); None where only their sum is known.
+    :param total: returns the sum of their outer products, (groups, m, m).
     """
 
-    count: Tensor  # number of data, or of data times positions
+    rows: Tensor | None
+    total: Callable[[], Tensor]
+
+
+def outer(x: Tensor) -> Outer:
+    """The outer products of vectors x (n, T, groups, m), for data and positions.
+
+    Their sum is computed once, for all factors with these vectors.
+    """
+    rows, (positions, _, size) = x.flatten(0, 1).transpose(0, 1), x.shape[1:]
+
+    def total() -> Tensor:
+        if positions == 1 or size > 2 * positions:
+            return products(rows)
+        # datum by datum, without a copy: patches of images have their positions last in memory
+        return torch.stack([products(group).sum(0) for group in x.permute(2, 0, 1, 3)])
+
+    return Outer(rows, cache(total))
+
+
+class Factor(nn.Module):
+    """A = sum_r x_r x_r' over vectors of m numbers, for each of several groups.
+
+    Up to m / 2 vectors are stored as they are, else the matrix. ``decompose`` turns them into
+    eigenvalues (groups, r) and orthonormal eigenvectors V (groups, m, r), A = V diag(values) V'.
+    Those of stored vectors cover their span only: for 5000 inputs and 1000 data they are 1000.
+
+    :param like: a tensor with the dtype and device.
+    :param site: the site's name, for messages.
+    """
+
+    values: Tensor | None
+    vectors: Tensor | None
+
+    def __init__(self, groups: int, size: int, like: Tensor, site: str) -> None:
+        super().__init__()
+        self.shape, self.site = (groups, size), site
+        self.rows: list[Tensor] = [like.new_zeros(groups, 0, size)]
+        self.matrix: Tensor | None = None
+        self.register_buffer("values", None)
+        self.register_buffer("vectors", None)
+
+    # Accumulation
+
+    def add(self, vectors: Outer) -> None:
+        rows, count = vectors.rows, sum(rows.shape[1] for rows in self.rows)
+        if rows is None or self.matrix is not None or 2 * (count + rows.shape[1]) > self.shape[1]:
+            matrix = self.as_matrix()
+            matrix += vectors.total()
+        else:
+            self.rows.append(rows)
+
+    def as_matrix(self) -> Tensor:
+        """Return A before its decomposition, (groups, m, m), and store it as a matrix from now on.
+
+        :raises MemoryError: if the matrix or its decomposition does not fit.
+        """
+        if self.matrix is None:
+            self._check_memory()
+            self.matrix, self.rows = products(torch.cat(self.rows, 1)), []
+        return self.matrix
+
+    def _check_memory(self) -> None:
+        (groups, size), like = self.shape, self.rows[0]
+        item = like.element_size()
+        working = 8 if size <= DOUBLE_UP_TO else item
+        # the matrix; its copy in float64 and eigenvectors, and two matrices of LAPACK's workspace
+        needed = size**2 * (groups * item + (2 * groups + 2) * working)
+        free = available_memory(like.device) if needed > _NEVER_TOO_LARGE else None
+        if free is not None and needed > free:
+            raise MemoryError(
+                f"the Kronecker factor of {size:,} x {size:,} numbers of the site '{self.site}' "
+                f"needs about {needed / 2**30:.1f} GiB with its decomposition, "
+                f'{free / 2**30:.1f} GiB are free: use structure="diag" or "low_rank", or a subset '
+                "of the latents without that site"
+            )
+
+    def scale(self, number: float) -> None:
+        """Multiply A by a number that is not negative."""
+        self.rows = [rows * number**0.5 for rows in self.rows]
+        if self.matrix is not None:
+            self.matrix *= number
+
+    def add_decomposed(self, other: "Factor") -> None:
+        """Add another factor after its decomposition."""
+        assert other.values is not None and other.vectors is not None
+        roots = other.vectors * other.values.sqrt()[:, None]
+        self.add(Outer(roots.mT, lambda: roots @ roots.mT))
+
+    # Eigenpairs
+
+    def decompose(self, *, double_up_to: int = DOUBLE_UP_TO) -> None:
+        """Replace A by its eigenpairs.
+
+        :param double_up_to: the largest size that is decomposed in float64, which takes twice the
+            time, for six digits instead of three.
+        """
+        sums = torch.cat(self.rows, 1) if self.matrix is None else self.matrix
+        precise = sums.double() if sums.shape[1] <= double_up_to else sums
+        if self.matrix is None:  # X' = Q T: the eigenvectors of X'X are Q times those of T T'
+            q, t = torch.linalg.qr(precise.mT)
+            values, turn = torch.linalg.eigh(t @ t.mT)
+            vectors = q @ turn
+        else:
+            values, vectors = torch.linalg.eigh(precise)
+        self.take(values.clamp(min=0.0).to(sums), vectors.to(sums))
+
+    def take(self, values: Tensor | None, vectors: Tensor | None) -> None:
+        """Set the eigenpairs."""
+        self.values, self.vectors, self.rows, self.matrix = values, vectors, [], None
+
+    def extended(self, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The eigenpairs, with directions of eigenvalue zero until they span rows (groups, R, m)
+        too, or all."""
+        assert self.values is not None and self.vectors is not None
+        values, basis, (size, rank) = self.values, self.vectors, self.vectors.shape[1:]
+        if rank == size:
+            return values, basis
+        if rows is None or rank + rows.shape[1] >= size:
+            q = torch.linalg.qr(basis, mode="complete")[0]
+        else:
+            q = torch.linalg.qr(torch.cat([basis, rows.mT], -1).double())[0].to(basis)
+        longer = torch.cat([basis, q[..., rank:]], -1)
+        return nn.functional.pad(values, (0, longer.shape[2] - rank)), longer
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        if any(prefix + name in state for name in self._buffers):
+            make_room(self, tuple(self._buffers), state, prefix, next(self.buffers()))
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class WeightFactors(nn.Module):
+    """A = sum a a' and B = sum g g' of one weight, (groups, in, in) and (groups, out, out).
+
+    Its block is (B kron A) / R, with R the number of data, or of data times positions. A look-up in
+    a table (rows, features) has a diagonal factor (rows,), the number of look-ups of each row, and
+    B over the features.
+
+    :param block: the first of the weight's blocks.
+    :param like: a tensor with the dtype and device.
+    """
+
+    count: Tensor  # R
     looked_up: Tensor | None
     corrected: Tensor | None  # second moments in the eigenbasis, (groups, s, r)
 
-    def __init__(
-        self, position: BlockPosition, shape: torch.Size, like: Tensor, *, lookup: bool
-    ) -> None:
+    def __init__(self, block: ProductBlock | LookupBlock, like: Tensor) -> None:
         super().__init__()
-        self.position, self.shape = position, shape
-        groups, out, into = shape
+        self.position, self.shape = block.position, block.shape
+        (groups, out, into), site = block.shape, block.position.key[0]
+        lookup = isinstance(block, LookupBlock)
         self.register_buffer("count", torch.zeros((), dtype=torch.float64, device=like.device))
         self.register_buffer("looked_up", like.new_zeros(out) if lookup else None)
         self.register_buffer("corrected", None)
-        site = position.key[0]
-        self.inputs = None if lookup else OuterProductSum(groups, into, like, site=site)
-        self.outputs = OuterProductSum(groups, into if lookup else out, like, site=site)
+        self.inputs = None if lookup else Factor(groups, into, like, site)
+        self.outputs = Factor(groups, into if lookup else out, like, site)
 
     def add_inputs(self, block: ProductBlock | LookupBlock, *, reduce: bool) -> None:
         if isinstance(block, LookupBlock):
@@ -48,59 +191,54 @@ class KroneckerFactors(nn.Module):
             return
         assert self.inputs is not None
         positions = 1 if reduce else block.gradients.shape[2]
-        self.count += block.gradients.shape[1] * positions
+        number = block.gradients.shape[1] * positions
+        self.count += number
         if block.source is None:
-            number = float(block.gradients.shape[1] * positions)
-            self.inputs.add(
-                OuterVectors(total=block.gradients.new_full((self.shape[0], 1, 1), number))
-            )
+            ones = block.gradients.new_full((self.shape[0], 1, 1), float(number))
+            self.inputs.add(Outer(None, lambda: ones))
             return
         a = block.source().detach()
-        self.inputs.add(OuterVectors(a.mean(1, keepdim=True) if reduce else a))
+        self.inputs.add(outer(a.mean(1, keepdim=True) if reduce else a))
 
-    def sums(self) -> list[OuterProductSum]:
-        return [sums for sums in (self.inputs, self.outputs) if sums is not None]
+    @property
+    def factors(self) -> list[Factor]:
+        return [factor for factor in (self.inputs, self.outputs) if factor is not None]
 
-    def counts(self) -> list[Tensor]:
-        """The numbers of data and of look-ups; callers may add to them in place."""
+    def sums(self, number: int) -> list[Tensor]:
+        """The sums of a pass over the data, besides the factors."""
+        if number:
+            assert self.corrected is not None
+            return [self.corrected]
         return [self.count] if self.looked_up is None else [self.count, self.looked_up]
 
-    def accumulated(self) -> list[Tensor]:
-        """Return the sums so far; callers may add to them in place."""
-        inputs = self.looked_up if self.inputs is None else self.inputs.as_matrix()
-        assert inputs is not None
-        return [inputs, self.outputs.as_matrix(), self.count]
-
-    def correct(self, earlier: "KroneckerFactors | None") -> None:
+    def start_correction(self, earlier: "WeightFactors | None") -> None:
         """Start to accumulate second moments in the eigenbasis.
 
         :param earlier: factors of earlier data; their basis is used, extended to the span of these
             data.
         """
         if earlier is not None and earlier.corrected is not None:
-            for mine, theirs in zip(self.sums(), earlier.sums(), strict=True):
-                theirs.extend(mine)
-                mine.take(*theirs.eigen())
-            earlier.corrected = earlier.basis().padded(earlier.corrected)
-        self.corrected = self.spectrum().new_zeros(self.basis().directions)
+            for mine, theirs in zip(self.factors, earlier.factors, strict=True):
+                assert mine.vectors is not None
+                mine.take(*theirs.extended(mine.vectors.mT))
+        self.corrected = self.outputs.vectors.new_zeros(self.basis().directions)
 
-    def merge(self, other: "KroneckerFactors") -> None:
-        """Add the factors of more data, with second moments in the same basis."""
-        if self.corrected is not None:
-            assert other.corrected is not None
-            self.corrected = self.corrected + other.corrected
+    def add_earlier(self, earlier: "WeightFactors") -> None:
+        """Add the factors of earlier data, or their second moments in the same basis."""
+        if self.corrected is None:
+            for mine, theirs in zip(self.factors, earlier.factors, strict=True):
+                mine.add_decomposed(theirs)
         else:
-            for mine, theirs in zip(self.sums(), other.sums(), strict=True):
-                mine.merge(theirs)
-        if self.looked_up is not None and other.looked_up is not None:
-            self.looked_up += other.looked_up
-        self.count += other.count
+            assert earlier.corrected is not None
+            self.corrected += self.basis().padded(earlier.corrected)
+        for mine_sum, their_sum in zip(self.sums(0), earlier.sums(0), strict=True):
+            mine_sum += their_sum
 
-    def scale(self, factor: float) -> None:
+    def scale(self, number: float) -> None:
         if self.corrected is not None:
-            self.corrected *= factor
-        elif factor != 1.0:
-            self.outputs.scale(factor)
+            self.corrected *= number
+        elif number != 1.0:
+            self.outputs.scale(number)
 
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
         make_room(self, ("corrected",), state, prefix, next(self.outputs.buffers()))
@@ -111,30 +249,27 @@ class KroneckerFactors(nn.Module):
     def basis(self) -> Eigenbasis:
         """The eigenvectors of both factors; each row of a table is a separate direction."""
         if self.inputs is None:
-            return Eigenbasis(self.shape, None, self.outputs.eigen()[1])
-        return Eigenbasis(self.shape, self.outputs.eigen()[1], self.inputs.eigen()[1])
+            return Eigenbasis(self.shape, None, self.outputs.vectors)
+        return Eigenbasis(self.shape, self.outputs.vectors, self.inputs.vectors)
 
-    def complete_basis(self) -> Eigenbasis:
-        """Complete the basis and return it, for priors that vary between directions."""
-        for sums in self.sums():
-            sums.complete()
+    def complete(self) -> None:
+        """Complete the basis, for priors that vary between directions."""
+        for factor in self.factors:
+            factor.take(*factor.extended())
         if self.corrected is not None:
             self.corrected = self.basis().padded(self.corrected)
-        return self.basis()
 
     def spectrum(self) -> Tensor:
-        """Return the curvature in the directions of the basis, (groups, s, r).
-
-        It is zero in the complement.
-        """
+        """The curvature in the directions of the basis, (groups, s, r); zero in the complement."""
         if self.corrected is not None:
             return self.corrected
-        outputs = self.outputs.eigen()[0]
+        outputs: Any = self.outputs.values
         count = self.count.to(outputs.dtype).clamp(min=1.0)
         if self.inputs is None:
             assert self.looked_up is not None
             return (self.looked_up / count)[None, :, None] * outputs[:, None, :]
-        return outputs[:, :, None] * (self.inputs.eigen()[0] / count)[:, None, :]
+        inputs: Any = self.inputs.values
+        return outputs[:, :, None] * (inputs / count)[:, None, :]
 
     def matrix(self) -> Tensor:
         """The block as a matrix over the flattened weight."""
@@ -144,14 +279,84 @@ class KroneckerFactors(nn.Module):
         """The block's diagonal, (groups * out * in,)."""
         return self.basis().diagonal(self.spectrum()).flatten()
 
+    def with_prior(self, prior: PriorPrecision, factor: Tensor | float) -> WeightPrecision:
+        """Return factor times this curvature, plus the prior's.
 
-def output_vectors(
-    block: ProductBlock | LookupBlock, *, reduce: bool, reused: bool
-) -> OuterVectors:
-    """Return the vectors g of a block, whose outer products sum to B."""
+        A prior of one number keeps the eigenbasis; else its diagonal in a complete one is used.
+        """
+        position, where = self.position, self.position.indices
+        values, basis, coupled = self.spectrum() * factor, self.basis(), prior.couples(where)
+        one = None if coupled else self._one_number(prior)
+        if one is not None:
+            one = one.to(values)
+            return WeightPrecision(position, basis, values + one, None if basis.complete else one)
+        self.complete()
+        basis = self.basis()
+        added = prior.within(where) if coupled else prior.diagonal[where].reshape(self.shape)
+        values = basis.padded(values) + basis.rotated_diagonal(added.to(values))
+        return WeightPrecision(position, basis, values, None)
+
+    def _one_number(self, prior: PriorPrecision) -> Tensor | None:
+        """Return the prior precision of all entries if it is one number, and stays one when the
+        parameters behind it change."""
+        if self.position.key[0] in prior.uniform:
+            return prior.uniform[self.position.key[0]]
+        added = prior.diagonal[self.position.indices]
+        if added.requires_grad or bool((added != added[0]).any()):
+            return None
+        return added[0]
+
+
+def gradients_of(block: ProductBlock | LookupBlock, *, reduce: bool) -> Outer:
+    """The vectors g of a block, whose outer products sum to B."""
     if isinstance(block, SoftmaxBlock):
-        return OuterVectors(total=block.moments())
+        return Outer(None, block.moments)
     if isinstance(block, LookupBlock):
-        return OuterVectors(block.gradients.flatten(0, 1)[:, None, None], reused=reused)
+        return outer(block.gradients.flatten(0, 1)[:, None, None])
     g = block.gradients.flatten(0, 1)
-    return OuterVectors(g.sum(1, keepdim=True) if reduce else g, reused=reused)
+    return outer(g.sum(1, keepdim=True) if reduce else g)
+
+
+def gather(factors: Sequence[Factor], ranks: Ranks) -> list[Tensor]:
+    """Give every rank the vectors of all ranks, for the factors where these are few together.
+
+    :returns: the matrices of the other factors, which are left to add up over the ranks.
+    """
+    stored = [None if f.matrix is not None else torch.cat(f.rows, 1).cpu() for f in factors]
+    found = ranks.gather(stored)
+    matrices = []
+    for number, factor in enumerate(factors):
+        parts = [rows[number] if len(rows) == len(stored) else None for rows in found]
+        alike = all(part is not None and part.shape[::2] == parts[0].shape[::2] for part in parts)
+        if alike and 2 * sum(part.shape[1] for part in parts) <= factor.shape[1]:
+            factor.rows = [part.to(factor.rows[0]) for part in parts]
+        else:
+            matrices.append(factor.as_matrix())
+    return matrices
+
+
+def decompose(factors: Iterable[Factor]) -> None:
+    """Decompose factors; equal ones are decomposed once.
+
+    A weight and its bias have the same gradients, and parallel weights have the same inputs.
+    """
+    done: list[tuple[Tensor, Factor]] = []
+    for factor in factors:
+        if factor.values is not None:
+            continue
+        sums = torch.cat(factor.rows, 1) if factor.matrix is None else factor.matrix
+        twin = next((other for known, other in done if torch.equal(known, sums)), None)
+        if twin is None:
+            factor.decompose()
+            done.append((sums, factor))
+        else:
+            factor.take(twin.values, twin.vectors)
+
+
+def make_room(
+    module: nn.Module, names: tuple[str, ...], state: Any, prefix: str, like: Tensor
+) -> None:
+    """Resize a module's buffers to those in a state, since their shapes depend on the data."""
+    for name in names:
+        value = state.get(prefix + name)
+        setattr(module, name, None if value is None else like.new_empty(value.shape))
