@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from helpers.observations import KINDS, net, observations
 from torch import nn
+from torch.func import functional_call
 
 from pyro_bdl import bayesianize, handlers, models, working_memory
 from pyro_bdl.curvature import chunking
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.nn import _substituted
 from pyro_bdl.program import Program, record
 
 
@@ -198,8 +198,7 @@ def test_two_sites_with_different_numbers_of_data(oracle, structures):
 def once(bnn, inputs):
     """The network at several inputs, its weights sampled once."""
     values = bnn._sample()
-    with _substituted(bnn._places, values):
-        return [bnn.network(x) for x in inputs]
+    return [functional_call(bnn.network, values, (x,)) for x in inputs]
 
 
 def test_sites_that_use_the_same_entries_differently(oracle, structures):
