@@ -79,11 +79,17 @@ def nuts(problem: Problem, temperature: float, options: argparse.Namespace) -> A
 
 
 def sghmc(problem: Problem, temperature: float, options: argparse.Namespace) -> Any:
+    thinning = max(1, options.steps // options.draws)
+    kernel = bdl.mcmc.SGHMC(
+        step_size=1e-4, friction=0.05, thinning=thinning, temperature=temperature
+    )
+    thinning = max(1, options.steps // options.draws)
+    kernel = bdl.mcmc.SGHMC(
+        step_size=1e-4, friction=0.05, thinning=thinning, temperature=temperature
+    )
     return bdl.mcmc.sgmcmc(
-        problem.model, (problem.x, problem.y), temperature=temperature, step_size=1e-4,
+        problem.model, (problem.x, problem.y), kernel=kernel, init="network", progress=False,
         batch_size=len(problem.x) // 3, num_warmup=options.steps, num_samples=options.draws,
-        thinning=max(1, options.steps // options.draws), init="network", progress=False,
-        friction=0.05,
     )  # fmt: skip
 
 

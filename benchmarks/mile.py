@@ -139,7 +139,7 @@ def main() -> None:
     )  # fmt: skip
     trained = time.perf_counter() - started
     samples = bdl.mcmc.ensemble_sample(
-        model, x, y, members=options.members, guide=guide, num_warmup=options.warmup,
+        model, x, y, members=guide, num_warmup=options.warmup,
         num_samples=options.draws, seed=options.seed, progress=False,
         kernel=bdl.mcmc.MCLMC(energy_variance=options.variance),
     )  # fmt: skip

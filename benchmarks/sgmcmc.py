@@ -23,14 +23,12 @@ def by_program(model, x, y, chains, steps):
         return bdl.mcmc.sgmcmc(
             model,
             (x, y),
-            step_size=STEP_SIZE,
+            kernel=bdl.mcmc.SGHMC(step_size=STEP_SIZE, friction=FRICTION, thinning=10),
             batch_size=BATCH,
             num_warmup=0,
             num_samples=max(1, steps // 10),
-            thinning=10,
             num_chains=chains,
             init="network",
-            friction=FRICTION,
             progress=False,
         )
 

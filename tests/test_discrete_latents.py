@@ -197,7 +197,7 @@ def test_chains_are_those_of_the_sum_by_hand(model, hand):
             warnings.simplefilter("ignore")
             hmc = bdl.mcmc.sample(program, Y, kernel="hmc", backend="pyro", **options)
             walk = bdl.mcmc.sgmcmc(  # without noise
-                program, (Y,), method="sgld", step_size=1e-2, temperature=1e-30, **options
+                program, (Y,), kernel=bdl.mcmc.SGLD(step_size=1e-2, temperature=1e-30), **options
             )
         found.append({"hmc": hmc.latents["means"], "sgld": walk.latents["means"]})
     torch.testing.assert_close(found[0], found[1])
@@ -300,7 +300,7 @@ def test_a_minibatch_of_a_sum_outside_of_its_plate_is_named():
         svi.step(Y[:2])
     options = dict(num_warmup=1, num_samples=1, seed=0, progress=False)
     with pytest.raises(UnsupportedProgramError, match="'z' stands outside of a subsampled plate"):
-        bdl.mcmc.sgmcmc(part, (Y,), batch_size=2, method="sgld", step_size=1e-3, **options)
+        bdl.mcmc.sgmcmc(part, (Y,), batch_size=2, kernel=bdl.mcmc.SGLD(step_size=1e-3), **options)
 
 
 def test_a_table_of_posteriors():

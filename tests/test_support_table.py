@@ -259,7 +259,8 @@ def _nuts(program, backend):
 
 
 def _sghmc(program):
-    options = dict(step_size=1e-4, num_warmup=1, num_samples=2, thinning=1, progress=False)
+    options = dict(num_warmup=1, num_samples=2, progress=False)
+    options["kernel"] = bdl.mcmc.SGHMC(step_size=1e-4, thinning=1)
     options |= dict(batch_size=len(program.data[-1]), init="uniform")
     return bdl.mcmc.sgmcmc(program.model, program.test, **options).latents
 

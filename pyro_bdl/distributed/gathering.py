@@ -18,7 +18,7 @@ def gather(draws: Draws, *, group: Any = None) -> Draws:
 
     Chains, members of ensembles and predictive draws are independent: each rank makes some::
 
-        chains = bdl.mcmc.sgmcmc(model, (x, y), step_size=1e-5, num_chains=2, seed=rank)
+        chains = bdl.mcmc.sgmcmc(model, (x, y), kernel=kernel, num_chains=2, seed=rank)
         samples = bdl.distributed.gather(chains)  # 2 K chains, each on all of the data
 
         ensemble = AutoEnsemble(model, size=5)                           # other seeds on each rank

@@ -3,6 +3,7 @@
 from pyro_bdl.mcmc.ensemble import ensemble_sample
 from pyro_bdl.mcmc.kernels import HMC, MAMS, MCLMC, NUTS
 from pyro_bdl.mcmc.sampling import sample
+from pyro_bdl.mcmc.stochastic_gradient.kernels import PSGLD, SGHMC, SGLD, SGNHT, SMILE
 from pyro_bdl.mcmc.stochastic_gradient.sampling import sgmcmc
 from pyro_bdl.mcmc.stochastic_gradient.schedules import Cyclical, Polynomial
 from pyro_bdl.mcmc.stochastic_gradient.step_size import suggest_step_size
@@ -13,6 +14,11 @@ __all__ = [
     "MAMS",
     "MCLMC",
     "NUTS",
+    "PSGLD",
+    "SGHMC",
+    "SGLD",
+    "SGNHT",
+    "SMILE",
     "Cyclical",
     "Polynomial",
     "Samples",

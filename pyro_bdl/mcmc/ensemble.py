@@ -3,11 +3,11 @@
 from typing import Any
 
 from pyro_bdl.guides.ensemble import AutoEnsemble
+from pyro_bdl.mcmc.kernels import Kernel
 from pyro_bdl.mcmc.sampling import sample
-from pyro_bdl.mcmc.stochastic_gradient.methods import METHODS
+from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 from pyro_bdl.mcmc.stochastic_gradient.sampling import sgmcmc
 from pyro_bdl.samples import Samples
-from pyro_bdl.training.held_out import HeldOut
 from pyro_bdl.training.svi import train
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.validation import whole_number
@@ -18,18 +18,15 @@ def ensemble_sample(
     x: Any,
     y: Any,
     *,
-    members: int = 10,
-    kernel: Any = "mclmc",
+    members: int | AutoEnsemble = 10,
+    kernel: str | Kernel | StochasticKernel = "mclmc",
     num_warmup: int = 500,
     num_samples: int = 500,
-    held_out: float = 0.1,
     training_steps: int = 2000,
-    patience: int = 10,
     learning_rate: float = 0.01,
+    held_out: float = 0.1,
     batch_size: int | None = None,
-    guide: AutoEnsemble | None = None,
     seed: int = 0,
-    progress: bool | None = None,
     **options: Any,
 ) -> Samples:
     """Draw from a network's posterior by a short chain from each member of a deep ensemble.
@@ -46,52 +43,46 @@ def ensemble_sample(
 
     :param model: a program ``model(x, y)``; with minibatches its ``num_data`` is the number of all
         rows.
-    :param members: the number of members and chains.
-    :param kernel: of ``mcmc.sample`` ("mclmc", "mams", "nuts", "hmc"), or a method of
-        ``mcmc.sgmcmc`` such as "sghmc", which needs ``step_size=``.
+    :param members: the number of members and chains, or a trained ensemble to start from.
+    :param kernel: of ``mcmc.sample``, or of ``mcmc.sgmcmc``, such as ``mcmc.SGHMC(step_size=...)``.
     :param num_warmup: see ``mcmc.sample`` and ``mcmc.sgmcmc``; so ``num_samples``, of each chain.
-    :param held_out: the share of the rows that the training of the members holds back.
-    :param training_steps: at most so many steps of Adam.
-    :param patience: checks, of which there are 50 in all, without a better held-out value after
-        which a training stops.
+    :param training_steps: at most so many steps of Adam for the members.
+    :param held_out: the share of the rows that their training holds back.
     :param batch_size: rows of a step of the training, and of the chain where it is of ``sgmcmc``.
-    :param guide: a trained ensemble to start from, instead of the training.
     :param options: further arguments of ``mcmc.sample`` or ``mcmc.sgmcmc``.
     :returns: one chain for each member; ``info["ensemble"]`` holds each member's best training step
         and its held-out log likelihood there, mean per row in nats.
-    :raises ValueError: as these functions; for an ensemble of another size.
+    :raises ValueError: as these functions.
 
     Source: Sommer, Robnik, Nozadze, Seljak & Rügamer (2025), Microcanonical Langevin Ensembles,
     arXiv 2502.06335.
     """
-    members = whole_number(members, "members", least=2)
     record: dict[str, Any] = {}
-    if guide is None:
+    if isinstance(members, AutoEnsemble):
+        guide = members
+    else:
         with seeded(seed):
-            guide = AutoEnsemble(model, size=members)
-            found = train(
+            guide = AutoEnsemble(model, size=whole_number(members, "members", least=2))
+            training = train(
                 model, guide, x, y, steps=training_steps, learning_rate=learning_rate,
-                batch_size=batch_size, held_out=HeldOut(held_out, patience),
-                progress="ensemble" if progress else None,
+                batch_size=batch_size, held_out=held_out,
+                progress="ensemble" if options.get("progress") else None,
             )  # fmt: skip
-        if found.held_out is not None and found.best_steps is not None:
+        if training.held_out is not None and training.best_steps is not None:
             record = {
-                "best_steps": found.best_steps.tolist(),
-                "held_out": found.held_out.amax(0).tolist(),
+                "best_steps": training.best_steps.tolist(),
+                "held_out": training.held_out.amax(0).tolist(),
             }
-    if guide.size != members:
-        raise ValueError(f"the ensemble has {guide.size} members, but members is {members}")
-    common: dict[str, Any] = {
+    options |= {
         "num_warmup": num_warmup,
         "num_samples": num_samples,
-        "num_chains": members,
+        "num_chains": guide.size,
         "init": guide,
         "seed": seed,
-        "progress": progress,
     }
-    if isinstance(kernel, str) and kernel in METHODS:
-        samples = sgmcmc(model, (x, y), method=kernel, batch_size=batch_size, **common, **options)
+    if isinstance(kernel, StochasticKernel):
+        samples = sgmcmc(model, (x, y), kernel=kernel, batch_size=batch_size, **options)
     else:
-        samples = sample(model, x, y, kernel=kernel, **common, **options)
-    info = {**samples.info, "ensemble": {"members": members, **record}}
+        samples = sample(model, x, y, kernel=kernel, **options)
+    info = {**samples.info, "ensemble": {"members": guide.size, **record}}
     return Samples(samples.latents, samples.stats, info, samples.resume)

@@ -14,8 +14,61 @@ if TYPE_CHECKING:
     from pyro_bdl.mcmc.run import Transition
 
 
+def positive(value: Any, name: str) -> float:
+    """Return a number, which may be a tensor, as a float."""
+    try:
+        value = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be positive, got {value:g}")
+    return value
+
+
+def _probability(value: float, name: str) -> float:
+    if not 0 < value < 1:
+        raise ValueError(f"{name} must lie between 0 and 1, got {value}")
+    return value
+
+
+def _metric(value: Any, name: str) -> np.ndarray:
+    metric = torch.as_tensor(value, device="cpu").detach().numpy()
+    variances = metric if metric.ndim < 2 else metric.diagonal()
+    if not (np.isfinite(metric).all() and (variances > 0).all()):
+        raise ValueError(f"{name} must hold finite numbers, and positive variances")
+    return metric
+
+
+class Options:
+    """A frozen dataclass whose fields are checked, and turned into numbers, by their names."""
+
+    name: ClassVar[str]
+    checks: ClassVar[dict[str, Callable[[Any, str], Any]]] = {
+        "step_size": positive,
+        "trajectory_length": positive,
+        "energy_variance": positive,
+        "target_accept": _probability,
+        "max_tree_depth": whole_number,
+        "thinning": whole_number,
+        "max_steps": whole_number,
+        "inverse_mass": _metric,
+    }
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if value is not None and field.name in self.checks:
+                object.__setattr__(self, field.name, self.checks[field.name](value, field.name))
+
+    def options(self) -> dict[str, Any]:
+        """The options by name; a metric is left out, and a function is its text."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        values.pop("inverse_mass", None)
+        return {name: repr(v) if callable(v) else v for name, v in values.items()}
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Kernel:
+class Kernel(Options):
     """What moves chains, with the options that all kernels have.
 
     :param step_size: the step size, then not adapted; in units of the metric.
@@ -24,21 +77,9 @@ class Kernel:
     :raises ValueError: for an option outside its range; TypeError for one that is no number.
     """
 
-    name: ClassVar[str]
     library: ClassVar[str] = "jax"
     step_size: float | None = None
     inverse_mass: Any = None
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None:
-                check = _CHECKS.get(field.name, lambda value, name: value)
-                object.__setattr__(self, field.name, check(value, field.name))
-
-    def options(self) -> dict[str, Any]:
-        """The options as numbers, without the metric."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "inverse_mass"}
 
     def check_size(self, size: int) -> None:
         """Check that the metric is of P numbers."""
@@ -175,40 +216,3 @@ def as_kernel(kernel: str | Kernel) -> Kernel:
             f"{kernel!r}"
         )
     return kinds[kernel]()
-
-
-def _positive(value: Any, name: str) -> float:
-    """Return a number, which may be a tensor, as a float."""
-    try:
-        value = float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name} must be a number, got {value!r}") from None
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be positive, got {value:g}")
-    return value
-
-
-def _probability(value: float, name: str) -> float:
-    if not 0 < value < 1:
-        raise ValueError(f"{name} must lie between 0 and 1, got {value}")
-    return value
-
-
-def _metric(value: Any, name: str) -> np.ndarray:
-    metric = torch.as_tensor(value, device="cpu").detach().numpy()
-    variances = metric if metric.ndim < 2 else metric.diagonal()
-    if not (np.isfinite(metric).all() and (variances > 0).all()):
-        raise ValueError(f"{name} must hold finite numbers, and positive variances")
-    return metric
-
-
-_CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    "step_size": _positive,
-    "trajectory_length": _positive,
-    "energy_variance": _positive,
-    "target_accept": _probability,
-    "max_tree_depth": whole_number,
-    "thinning": whole_number,
-    "max_steps": whole_number,
-    "inverse_mass": _metric,
-}

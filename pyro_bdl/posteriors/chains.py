@@ -58,23 +58,23 @@ def _sghmc(problem: Problem) -> Result:
             num_points=chains,
             seed=options.seed,
         )
-        start = mcmc.sgmcmc(
-            problem.model,
-            data,
-            init=start,
+        kernel = mcmc.SGHMC(
             step_size=step_size,
             adapt_step_size=True,
             friction=5 * _FRICTION if batch else min(_FRICTION, math.sqrt(step_size)),
-            num_warmup=warmup,
-            num_samples=draws,
             thinning=thinning,
-            **settings,
         )
-    told = {name: start.info[name] for name in ("num_warmup", "thinning", "batch_size")}
-    told |= {
+        start = mcmc.sgmcmc(
+            problem.model, data, kernel=kernel, init=start, num_warmup=warmup, num_samples=draws,
+            **settings,
+        )  # fmt: skip
+    told = {
+        "num_warmup": start.info["num_warmup"],
+        "thinning": kernel.thinning,
+        "batch_size": start.info["batch_size"],
         "num_chains": chains,
         "step_size": f"{step_size * start.info['step_size_factor']:.3g}",
-        "friction": f"{start.info['friction']:.3g}",
+        "friction": f"{kernel.friction:.3g}",
         "MAP steps": run.settings["steps"],
     }
     return Result(start, told, bool(start.info["interrupted"]))

@@ -154,7 +154,8 @@ def test_the_curvature_of_minibatches_adds_up():
 
 
 def test_sgmcmc_takes_minibatches_once_the_local_latents_are_gone():
-    options = {"batch_size": 3, "num_warmup": 5, "num_samples": 5, "step_size": 1e-3}
+    options = {"batch_size": 3, "num_warmup": 5, "num_samples": 5}
+    options["kernel"] = mcmc.SGHMC(step_size=1e-3)
     with pytest.raises(UnsupportedProgramError, match=r"'z'.*handlers\.integrate"):
         mcmc.sgmcmc(noisy_inputs, (X, Y), **options)
     samples = mcmc.sgmcmc(integrate(noisy_inputs, "z"), (X, Y), **options)

@@ -42,7 +42,8 @@ def drawn(kernel, num_samples=12, y=Y, **options):
 
 
 def walked(num_samples=12, data=None, **options):
-    options = {"step_size": 1e-3, "num_warmup": 10, "thinning": 2, "num_chains": 2} | options
+    options = {"num_warmup": 10, "num_chains": 2} | options
+    options = {"kernel": mcmc.SGHMC(step_size=1e-3, thinning=2)} | options
     if data is None:
         data = X, TARGETS
         options = {"batch_size": 6} | options

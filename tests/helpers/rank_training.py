@@ -217,7 +217,8 @@ def gathered(rank, size):
         return {}
     model, (x, y) = program(), data(0, 1)
     torch.manual_seed(rank)
-    options = {"step_size": 1e-4, "num_warmup": 2, "num_samples": 3, "thinning": 1}
+    options = {"num_warmup": 2, "num_samples": 3}
+    options["kernel"] = bdl.mcmc.SGHMC(step_size=1e-4, thinning=1)
     chains = bdl.mcmc.sgmcmc(model, (x, y), num_chains=2, seed=rank, progress=False, **options)
     guide = AutoMeanField(model).prototype(x, y)
     draws = bdl.Predictive(model, guide, num_samples=2 + rank)(x)

@@ -94,24 +94,29 @@ def test_extended_chains_are_those_of_a_longer_run(kernel, tmp_path):
         Samples.load(short.save(tmp_path / "short.safetensors")).extend(7)
 
 
+SMALL = {"step_size": 1e-3, "thinning": 2}
+STOCHASTIC = {
+    "sghmc": {},
+    "loader": {"data": DataLoader(TensorDataset(X, TARGETS), batch_size=6, shuffle=True)},
+    "psgld": {"kernel": mcmc.PSGLD(step_size=mcmc.Polynomial(1e-3), thinning=2)},
+    "sgnht": {"kernel": mcmc.SGNHT(**SMALL)},
+    "adaptive": {
+        "kernel": mcmc.SGHMC(step_size=10.0, thinning=2, adapt_step_size=True), "num_warmup": 150,
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "method",
     [
-        "sghmc",
-        "loader",
-        *(pytest.param(m, marks=pytest.mark.slow) for m in ("psgld", "sgnht", "adaptive")),
+        pytest.param(m, marks=() if m in ("sghmc", "loader") else pytest.mark.slow)
+        for m in STOCHASTIC
     ],
 )
 def test_a_killed_stochastic_gradient_run_ends_with_the_same_draws(
     method, tmp_path, slow_clock, monkeypatch
 ):
-    options = {"method": method} if method not in ("loader", "adaptive") else {}
-    if method == "loader":
-        options["data"] = DataLoader(TensorDataset(X, TARGETS), batch_size=6, shuffle=True)
-    if method == "adaptive":
-        options |= {"step_size": 10.0, "adapt_step_size": True, "num_warmup": 150}
-    if method == "psgld":
-        options["step_size"] = mcmc.Polynomial(1e-3)
+    options = STOCHASTIC[method]
     whole = walked(**options)
     save = np.savez
     left = [0]  # writes until the kill
@@ -140,9 +145,9 @@ def test_a_killed_stochastic_gradient_run_ends_with_the_same_draws(
         shorter = walked(5, checkpoint=tmp_path / "run")
         assert torch.equal(shorter.latents["w"], whole.latents["w"][:, :5])
         with pytest.raises(ValueError, match=r"this one has friction=0\.5"):
-            walked(checkpoint=tmp_path / "run", friction=0.5)
+            walked(checkpoint=tmp_path / "run", kernel=mcmc.SGHMC(**SMALL, friction=0.5))
         with pytest.raises(ValueError, match="step sizes differ"):
-            walked(checkpoint=tmp_path / "run", step_size=2e-3)
+            walked(checkpoint=tmp_path / "run", kernel=mcmc.SGHMC(step_size=2e-3, thinning=2))
 
 
 @pytest.mark.slow

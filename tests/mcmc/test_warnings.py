@@ -189,4 +189,5 @@ def test_the_divergence_of_sgmcmc_names_what_helps():
     model = models.Regression(bayesianize(nn.Linear(2, 1)), noise=0.1)
     data = torch.ones(4, 2), torch.ones(4)
     with pytest.raises(ValueError, match=r"suggest_step_size\(.*init=guide"):
-        mcmc.sgmcmc(model, data, step_size=1e6, num_warmup=5, num_samples=5, progress=False)
+        kernel = mcmc.SGHMC(step_size=1e6)
+        mcmc.sgmcmc(model, data, kernel=kernel, num_warmup=5, num_samples=5, progress=False)

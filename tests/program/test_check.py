@@ -55,7 +55,9 @@ CALLS = {
     "svi": svi,
     "laplace": laplace,
     "nuts": lambda model, x, y: bdl.mcmc.sample(model, x, y, num_warmup=1, num_samples=1),
-    "sgmcmc": lambda model, x, y: bdl.mcmc.sgmcmc(model, (x, y), step_size=1e-4),
+    "sgmcmc": lambda model, x, y: bdl.mcmc.sgmcmc(
+        model, (x, y), kernel=bdl.mcmc.SGLD(step_size=1e-4)
+    ),
 }
 
 

@@ -91,7 +91,8 @@ def test_mcmc(backend):
         options["kernel"] = bdl.mcmc.NUTS(max_tree_depth=3)
         samples = bdl.mcmc.sample(model, *data, backend=backend, **options)
         found.append(list(samples.latents.values()))
-        steps = bdl.mcmc.sgmcmc(model, data, step_size=1e-3, num_warmup=2, num_samples=2)
+        kernel = bdl.mcmc.SGHMC(step_size=1e-3)
+        steps = bdl.mcmc.sgmcmc(model, data, kernel=kernel, num_warmup=2, num_samples=2)
         found[-1] += steps.latents.values()
         assert model.training
     torch.testing.assert_close(found[1], found[0])

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from pyro_bdl.curvature.fisher import check_scales, num_data
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
-from pyro_bdl.program.batches import Batch, Batches, has_rows, leading_size
+from pyro_bdl.program.batches import Batch, Batches, device_of_rows, has_rows, leading_size
 from pyro_bdl.program.program import Program
 from pyro_bdl.utils.random_state import set_torch_states, torch_states
-from pyro_bdl.utils.trees import tree_leaves, tree_map
+from pyro_bdl.utils.trees import tree_map
+from pyro_bdl.utils.validation import whole_number
 
 
 class MinibatchSource:
@@ -23,26 +24,22 @@ class MinibatchSource:
         iterated over again and again.
     :param batch_size: rows of each batch of ``(x, y)``, in a new order on every pass; rows that do
         not fill a batch are left out. None for all rows.
-    :raises ValueError: for a ``batch_size`` below 1, a ``batch_size`` with an iterable or with
-        tensors of different lengths, or data without a batch.
+    :raises ValueError: for a ``batch_size`` with an iterable or with tensors of different lengths,
+        or data without a batch.
     """
 
     def __init__(self, data: Any, batch_size: int | None = None) -> None:
         self.source = Batches(data)
         some = list(itertools.islice(self.source, 2))
-        self.first = some[0]
+        self.first = self.whole = some[0]
         self.is_whole = len(some) == 1  # every batch holds all data
-        self.num_rows: int | None = None  # the number of all data, if known
-        self.stated: int | None = None  # the number of all data according to the program
         self.size = leading_size(self.first)
-        if self.is_whole:
-            self.num_rows = self.size
+        self.num_rows = self.size if self.is_whole else None  # of all data, if known
+        self.stated: int | None = None  # the same according to the program
         if batch_size is not None:
-            self._split(batch_size)
+            self._split(whole_number(batch_size, "batch_size"))
 
     def _split(self, batch_size: int) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if not self.is_whole:
             raise ValueError(
                 "batch_size is for data given as (x, y); the batches of an iterable have their own"
@@ -55,24 +52,22 @@ class MinibatchSource:
                 "batches instead"
             )
         self.size, self.is_whole = batch_size, False
-        self.whole = self.first
-        self.device = next(v.device for v in tree_leaves(self.whole) if isinstance(v, Tensor))
-        self.first = self._rows(torch.arange(batch_size, device=self.device))
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Pass after pass without end; ``Stream`` can go on from a stored place."""
-        while True:
-            yield from self.one_pass()
+        self.first = self._rows(torch.arange(batch_size, device=device_of_rows(self.whole)))
 
     def one_pass(self) -> Iterator[Batch]:
         """The batches of one pass over the data; random numbers are drawn at the first of them."""
         if self.is_whole:
             yield self.first
         elif self.num_rows is not None:
-            parts = torch.randperm(self.num_rows, device=self.device).split(self.size)
+            order = torch.randperm(self.num_rows, device=device_of_rows(self.whole))
+            parts = order.split(self.size)
             yield from (self._rows(part) for part in parts if len(part) == self.size)
         else:
-            yield from self.source
+            rows = 0
+            for batch in self.source:
+                rows += leading_size(batch)
+                yield batch
+            self._compare(rows)
 
     def _rows(self, index: Tensor) -> Batch:
         def part(value: Any) -> Any:
@@ -81,20 +76,20 @@ class MinibatchSource:
         args, kwargs = self.whole
         return tree_map(part, args), tree_map(part, kwargs)
 
-    def compare(self, rows: int) -> None:
-        """Warn if a pass holds another number of data than the program states.
+    def _compare(self, rows: int) -> None:
+        """Warn if the first pass holds another number of data than the program states.
 
         A pass may only leave out a last batch that is not full.
         """
-        if self.stated is None or self.stated - self.size < rows <= self.stated:
-            return
-        warnings.warn(
-            f"the program states {self.stated} data, but a pass over the batches holds {rows}: the "
-            f"likelihood is scaled to {self.stated} data; give the program the number of all data "
-            "as its num_data",
-            BdlWarning,
-            stacklevel=2,
-        )
+        if self.stated is not None and not self.stated - self.size < rows <= self.stated:
+            warnings.warn(
+                f"the program states {self.stated} data, but a pass over the batches holds {rows}: "
+                f"the likelihood is scaled to {self.stated} data; give the program the number of "
+                "all data as its num_data",
+                BdlWarning,
+                stacklevel=2,
+            )
+        self.stated = None
 
     def check_scale(self, program: Program) -> None:
         """Check that a program, built on the first batch, scales its log likelihood by N/B.
@@ -106,9 +101,9 @@ class MinibatchSource:
         with torch.no_grad():
             run = program.run(program.initial)
         sites = run.observed
-        observed = sites.values()
-        rows = max((num_data(site) for site in observed), default=0)
-        stated = round(max((num_data(site) * site.subsampling for site in observed), default=0))
+        rows = max((num_data(site) for site in sites.values()), default=0)
+        stated = max((num_data(site) * site.subsampling for site in sites.values()), default=0)
+        stated = round(stated)
         if self.is_whole:
             if stated != rows and stated == self.size:
                 raise UnsupportedProgramError(
@@ -124,20 +119,20 @@ class MinibatchSource:
         bias = run.bias_of_minibatches()
         if bias is not None:
             raise UnsupportedProgramError(bias)
+        parts = {plate for plate, (size, present) in program.plates.items() if present < size}
         for name, latent in program.latents.items():
-            if any(plate in program.plates for plate in latent.plates if _is_part(program, plate)):
+            if parts & set(latent.plates):
                 raise UnsupportedProgramError(
                     f"the latent site '{name}' is in a plate of which a minibatch holds a "
                     "part: there is one for each datum, which minibatches cannot move; integrate "
                     "it out where it is Gaussian (handlers.integrate), or pass all data at once"
                 )
         total = self.num_rows if rows == self.size else None
-        known = f"{total}" if total else "the number of all data"
         if stated == rows:
             raise ValueError(
                 f"the program treats a minibatch of {rows} rows as all data, so that its log "
-                f"likelihood would have too little weight: make it with num_data={known}, or "
-                "give its plate that size"
+                "likelihood would have too little weight: make it with "
+                f"num_data={total or 'the number of all data'}, or give its plate that size"
             )
         check_scales(sites)
         if total is not None and stated != total:
@@ -157,48 +152,31 @@ class Stream:
 
     def __init__(self, batches: MinibatchSource) -> None:
         self.batches = batches
-        self.passed = self.taken = self._rows = 0
-        self._current: Iterator[Batch] = iter(())
+        self.taken = 0
+        self._before: Mapping[str, Tensor] = {}
+        self._pass: Iterator[Batch] = iter(())
 
     def __next__(self) -> Batch:
         if self.batches.is_whole:
             return self.batches.first
-        batch = next(self._current, None)
+        batch = next(self._pass, None)
         if batch is None:
-            if self.passed == 1 and self.batches.num_rows is None:
-                self.batches.compare(self._rows)
-            self._begin(torch_states(), self.passed + 1)
-            batch = next(self._current)
+            self._begin(torch_states())
+            batch = next(self._pass)
         self.taken += 1
-        self._rows += leading_size(batch)
         return batch
 
-    def _begin(self, before: Mapping[str, Tensor], number: int) -> None:
-        self._current, self._before = self.batches.one_pass(), before
-        self.passed, self.taken, self._rows = number, 0, 0
+    def _begin(self, before: Mapping[str, Tensor]) -> None:
+        self._pass, self._before, self.taken = self.batches.one_pass(), before, 0
 
     def place(self) -> dict[str, Tensor]:
-        """The place in the stream, by name; empty before the first batch."""
-        if not self.passed:
-            return {}
-        counts = {
-            name: torch.tensor(number, device="cpu")
-            for name, number in (("passed", self.passed), ("taken", self.taken))
-        }
-        return counts | {f"before/{name}": value for name, value in self._before.items()}
+        """The place in the stream, by name."""
+        return {"taken": torch.tensor(self.taken, device="cpu"), **self._before}
 
     def go_to(self, place: Mapping[str, Tensor]) -> None:
         """Go to a place; torch's generators are left as they are there, within that pass."""
-        if not place:
-            return
-        kind = "before/"
-        before = {k.removeprefix(kind): v for k, v in place.items() if k.startswith(kind)}
+        before = {name: value for name, value in place.items() if name != "taken"}
         set_torch_states(before)
-        self._begin(before, int(place["passed"]))
+        self._begin(before)
         for _ in range(int(place["taken"])):
             next(self)
-
-
-def _is_part(program: Program, plate: str) -> bool:
-    size, present = program.plates[plate]
-    return present < size

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from pyro_bdl.diagnostics import mcse
-from pyro_bdl.mcmc import Cyclical, Polynomial
-from pyro_bdl.mcmc.stochastic_gradient.chains import kept_steps
+from pyro_bdl.mcmc import SGLD, Cyclical, Polynomial
 from pyro_bdl.mcmc.stochastic_gradient.samplers import (
     hamiltonian,
     langevin,
     preconditioned,
     thermostat,
 )
+from pyro_bdl.mcmc.stochastic_gradient.walk import kept_steps
 
 CHAINS = 400
 
@@ -224,9 +224,10 @@ class _AlwaysExploring:
 
 
 def test_a_schedule_that_never_samples_is_refused():
-    assert kept_steps(_AlwaysExploring(), 3, 4, 1) == [4, 5, 6, 7]
-    with pytest.raises(ValueError, match=r"all of the 1000 steps.*\(4 of 5 found\)"):
-        kept_steps(_AlwaysExploring(), 3, 5, 1, most_explored=1000)
+    kernel = SGLD(step_size=_AlwaysExploring(), thinning=1)
+    assert kept_steps(kernel, 3, 4) == [4, 5, 6, 7]
+    with pytest.raises(ValueError, match="4 of 5 draws can be kept"):
+        kept_steps(kernel, 3, 5)
 
 
 def test_polynomial_schedule_is_its_formula():

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 import pyro_bdl as bdl
-from pyro_bdl.mcmc.stochastic_gradient.batched_density import Scores
+from pyro_bdl.mcmc.stochastic_gradient import scores as scores_module
+from pyro_bdl.mcmc.stochastic_gradient.scores import Scores
 from pyro_bdl.program import Program
 from pyro_bdl.utils.module_state import evaluation_mode
 
@@ -81,8 +82,9 @@ def test_arguments_that_are_not_tensors_are_part_of_what_was_recorded():
     assert len(scores.graphs) == 2
 
 
-def test_shapes_beyond_the_most_are_run():
-    scores = Scores(lambda u, x: (u.sum() * x).sum(), most_graphs=2)
+def test_shapes_beyond_the_most_are_run(monkeypatch):
+    monkeypatch.setattr(scores_module, "_MOST_GRAPHS", 2)
+    scores = Scores(lambda u, x: (u.sum() * x).sum())
     u = torch.randn(2, 3)
     for rows in (1, 2, 3, 4):
         x = torch.randn(rows)
@@ -93,7 +95,8 @@ def test_shapes_beyond_the_most_are_run():
 def test_a_long_walk_is_recorded_and_gives_the_same_draws():
     model, _ = networks()["Regression"]
     x, y = torch.randn(50, 3), torch.randn(50)
-    options = {"step_size": 1e-5, "num_chains": 2, "init": "network", "progress": False}
+    options = {"num_chains": 2, "init": "network", "progress": False}
+    options["kernel"] = bdl.mcmc.SGHMC(step_size=1e-5)
     options |= {"num_warmup": 20, "batch_size": 10}
     runs = []
     model.register_forward_pre_hook(lambda *_: runs.append(1))

@@ -1,0 +1,252 @@
+"""Chains that move by gradients of minibatches, and the draws that they keep."""
+
+import itertools
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from pyro_bdl.mcmc.chains import Chains
+from pyro_bdl.mcmc.checkpoint import Arrays, Journal
+from pyro_bdl.mcmc.starts import Restriction
+from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
+from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource, Stream
+from pyro_bdl.mcmc.stochastic_gradient.scores import Scores
+from pyro_bdl.program.batches import Batch
+from pyro_bdl.program.check import check_finite
+from pyro_bdl.utils.progress import hidden
+from pyro_bdl.utils.random_state import set_torch_states, torch_states
+
+_REFRESH = 0.5  # seconds between two updates of the progress bar
+_SOUND_EVERY = 20  # steps between two positions to which a diverged chain may go back
+_SMALLEST = 1e-9  # factor of the step size below which it is not halved again
+_SECONDS_PER_WRITE = 5.0  # of a checkpoint
+_WORTH_TRACING = 500  # the number of steps from which tracing saves time
+_MOST_EXPLORING = 1000  # times the steps that sample
+
+
+class Point(NamedTuple):
+    """Positions (chains, P), and the log density (chains,) and its gradient (chains, P) there."""
+
+    position: Tensor
+    log_density: Tensor
+    gradient: Tensor
+
+
+class Walk:
+    """Chains of stochastic-gradient MCMC, moved by ``run``.
+
+    :param start: the initial positions (chains, p).
+    :param journal: where the chains are written as they go, and read from if they are there.
+    :ivar factor: what is left of the step size after divergences in the warm-up.
+    :ivar failure: why the run ended early by itself, as text; None if it did not.
+    """
+
+    def __init__(
+        self,
+        kernel: StochasticKernel,
+        restriction: Restriction,
+        batches: MinibatchSource,
+        start: Tensor,
+        journal: Journal | None = None,
+    ) -> None:
+        self.kernel, self.restriction, self.start = kernel, restriction, start
+        self.journal, self.stream = journal, Stream(batches)
+        self.scores = Scores(restriction.log_density)
+        self.factor = 1.0
+        self.failure: str | None = None
+        self.draws: dict[str, Tensor] = {}  # (chains, draws, ...)
+        self.kept = self.steps = self.written = 0
+
+    def run(self, num_warmup: int, num_samples: int, progress: bool | None) -> Chains:
+        """Move the chains until there are ``num_samples`` draws; Ctrl-C ends it with those so far.
+
+        :raises KeyboardInterrupt: if Ctrl-C comes before the first draw.
+        """
+        ends = kept_steps(self.kernel, num_warmup, num_samples)
+        self.scores.traced = ends[-1] >= _WORTH_TRACING
+        interrupted = False
+        bar = tqdm(
+            total=ends[-1], desc="SG-MCMC", disable=hidden(progress), leave=False,
+            mininterval=_REFRESH, delay=1,
+        )  # fmt: skip
+        with bar:
+            try:
+                self._begin(num_samples)
+                bar.update(min(self.steps, ends[-1]))
+                self.failure = self._move(ends, num_warmup, bar)
+            except KeyboardInterrupt:
+                if not self.kept:
+                    raise
+                interrupted = True
+        draws = {name: value[:, : self.kept] for name, value in self.draws.items()}
+        empty = self.start.new_empty(len(self.start), 0, self.start.shape[-1])
+        return Chains(draws.pop("vectors", empty), draws, interrupted)
+
+    def _begin(self, num_samples: int) -> None:
+        """Put the chains at their start, or where the journal left them."""
+        self.num_samples = num_samples
+        self.state = self.kernel.init(self.start.clone())
+        restored = None if self.journal is None else self.journal.restore()
+        if restored is None:
+            self.point, _ = self._evaluated(self.state.position)
+            self.limit = self._limit(self.point)
+            self.sound = self.recent = self.state.position.clone()
+            return
+        self.steps = restored.done
+        for block in restored.blocks:
+            self._record({name: torch.from_numpy(rows) for name, rows in block.items()})
+        self.written = self.kept
+        self._restore({name: torch.from_numpy(value) for name, value in restored.leaves.items()})
+
+    def _move(self, ends: list[int], num_warmup: int, bar: tqdm) -> str | None:
+        """Move the chains; return the reason of a failure, or None."""
+        kernel = self.kernel
+        last_write = time.perf_counter()
+        for step in range(self.steps, ends[-1]):
+            size = self.factor * kernel.size(step)
+            temperature = 0.0 if kernel.explores(step) else kernel.temperature
+            self.state = kernel.update(self.state, self.point.gradient, size, temperature)
+            self.point, batch = self._evaluated(self.state.position)
+            self.steps = step + 1
+            lost = _first_diverged(self.point, self.limit)
+            if lost is not None:
+                in_warmup = self.steps < num_warmup and self.factor >= _SMALLEST
+                if not (kernel.adapt_step_size and in_warmup):
+                    return self._reason(lost, batch)
+                self.factor *= 0.5
+                self.state = kernel.init(self.sound.clone())
+                self.point, batch = self._evaluated(self.state.position)
+            elif self.steps % _SOUND_EVERY == 0:
+                # not the last one, which may be on its way to diverge
+                self.sound, self.recent = self.recent, self.state.position.clone()
+            if self.steps == num_warmup // 2:
+                self.state = kernel.settle(self.state)
+            if self.steps == num_warmup:
+                self.limit = self._limit(self.point)
+            if self.steps == ends[self.kept]:
+                self._keep(size)
+            bar.update()
+            if self.journal is not None:
+                now = time.perf_counter()
+                if now - last_write >= _SECONDS_PER_WRITE or self.steps == ends[-1]:
+                    self._write(self.journal)
+                    last_write = now
+        return None
+
+    def _evaluated(self, position: Tensor) -> tuple[Point, Batch]:
+        """The log density and gradient of every chain on the next minibatch."""
+        batch = next(self.stream)
+        return Point(position, *self.scores(position, batch)), batch
+
+    def _limit(self, point: Point) -> Tensor:
+        """The log density (chains,) below which a chain counts as diverged.
+
+        In a stationary chain the potential energy varies by about T p / 2 around its mean.
+        """
+        slack = 1000.0 + 10.0 * self.kernel.temperature * point.position.shape[-1]
+        return point.log_density - slack - 10.0 * point.log_density.abs()
+
+    def _reason(self, chain: int, batch: Batch) -> str:
+        try:
+            check_finite(self.restriction.program.model, *batch)
+        except ValueError as error:
+            return f"a batch at step {self.steps} is bad: {error}"
+        return (
+            f"chain {chain} diverged at step {self.steps}: use a smaller step_size, which "
+            "mcmc.suggest_step_size(model, data, at=guide) computes from a trained guide, and "
+            "start from that guide (init=guide)"
+        )
+
+    def _keep(self, size: float) -> None:
+        point = self.point
+        rows = {
+            "step_size": torch.full_like(point.log_density, size),
+            "potential_energy": -point.log_density,
+            # E[(u - c)' grad U] = T p for every c; the variance is small for a c near the draws.
+            "configurational_temperature": -((point.position - self.start) * point.gradient).mean(
+                -1
+            ),
+            "vectors": point.position,
+            **self.kernel.statistics(self.state, point.gradient, size),
+        }
+        self._record({name: value[:, None] for name, value in rows.items()})
+
+    def _record(self, rows: Mapping[str, Tensor]) -> None:
+        """Append draws (chains, count, ...), by name, up to ``num_samples``."""
+        end = min(self.kept + rows["vectors"].shape[1], self.num_samples)
+        for name, value in rows.items():
+            if name not in self.draws:
+                shape = len(value), self.num_samples, *value.shape[2:]
+                self.draws[name] = self.start.new_empty(shape, dtype=value.dtype)
+            self.draws[name][:, self.kept : end] = value[:, : end - self.kept]
+        self.kept = end  # last, so that Ctrl-C loses at most this draw
+
+    def _write(self, journal: Journal) -> None:
+        """Write the draws since the last time, and all that the next step needs."""
+        parts: dict[str, Mapping[str, Any]] = {
+            "walk": {
+                "factor": torch.tensor(self.factor, dtype=torch.float64, device="cpu"),
+                "limit": self.limit, "sound": self.sound, "recent": self.recent,
+            },
+            "point": self.point._asdict(),
+            "state": {k: v for k, v in self.state._asdict().items() if v is not None},
+            "stream": self.stream.place(),
+            "random": torch_states(),
+        }  # fmt: skip
+        leaves = {
+            f"{part}/{name}": _array(value)
+            for part, values in parts.items()
+            for name, value in values.items()
+        }
+        block: Arrays | None = None
+        if self.kept > self.written:
+            new = slice(self.written, self.kept)
+            block = {name: _array(value[:, new]) for name, value in self.draws.items()}
+        journal.write(0, self.steps, leaves, block)
+        self.written = self.kept
+
+    def _restore(self, leaves: Mapping[str, Tensor]) -> None:
+        def part(name: str, device: Any = self.start.device) -> dict[str, Any]:
+            names = [path for path in leaves if path.startswith(f"{name}/")]
+            return {path.removeprefix(f"{name}/"): leaves[path].to(device) for path in names}
+
+        walk, fields = part("walk"), part("state")
+        self.limit, self.sound, self.recent = (walk[name] for name in ("limit", "sound", "recent"))
+        self.factor, self.point = float(walk["factor"]), Point(**part("point"))
+        for name, value in fields.items():
+            fields[name] = bool(value) if value.dtype == torch.bool else value
+        self.state = type(self.state)(**fields)
+        self.stream.go_to(part("stream", "cpu"))
+        set_torch_states(part("random", "cpu"))
+
+
+def _array(value: Any) -> Any:
+    return torch.as_tensor(value, device="cpu").detach().numpy()
+
+
+def _first_diverged(point: Point, limit: Tensor) -> int | None:
+    """The first chain whose log density is not finite or below the limit; None if there is none."""
+    sound = (point.log_density >= limit) & (point.log_density < float("inf"))
+    return None if bool(sound.all()) else int((~sound).nonzero()[0])
+
+
+def kept_steps(kernel: StochasticKernel, num_warmup: int, num_samples: int) -> list[int]:
+    """The steps, counted from 1, after which a draw is kept.
+
+    :raises ValueError: if ``step_size.explores`` is true for too many steps.
+    """
+    count = kernel.thinning * num_samples
+    steps = range(num_warmup, num_warmup + count * _MOST_EXPLORING)
+    sampling = (step + 1 for step in steps if not kernel.explores(step))
+    kept = list(itertools.islice(sampling, kernel.thinning - 1, count, kernel.thinning))
+    if len(kept) < num_samples:
+        raise ValueError(
+            f"step_size.explores is true for so many steps up to step {steps.stop} that "
+            f"{len(kept)} of {num_samples} draws can be kept: let it be False in a part of each "
+            "period"
+        )
+    return kept
