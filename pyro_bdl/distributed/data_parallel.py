@@ -142,8 +142,7 @@ class DataParallel_ELBO(ELBO):
         self._batch: JointBatch | None = None
         self._leaves: dict[str, Tensor] = {}
         self._used: dict[str, bool] = {}
-        self._sent: Tensor | None = None  # empty, of the dtype and device of what a step reduces
-        self._sizes = 0  # the numbers in it
+        self._form: tuple[int, torch.dtype] | None = None  # of what a step reduces
         self._seed: int | None = None
         self._draws = 0
 
@@ -160,18 +159,8 @@ class DataParallel_ELBO(ELBO):
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return the loss of the joint batch; every rank must call it."""
-        batch = self._prepared(model, guide, args, kwargs)
-        total = torch.full((2,), torch.nan, dtype=torch.float64, device=self._device())
-
-        def here() -> None:
-            weight = batch.weight(args, kwargs)
-            with torch.no_grad(), self._noise():
-                value = self.elbo.loss(batch.model, guide, *args, **kwargs)
-            total.copy_(torch.tensor([weight * value, weight], dtype=total.dtype, device="cpu"))
-
-        self._or_tell(here, total)
-        self.ranks.add(total)
-        value = (total[0] / total[1]).item()
+        with torch.no_grad():
+            value = self._joint_loss(self.elbo.loss, model, guide, args, kwargs).item()
         if math.isnan(value):
             self.ranks.together(lambda: None)  # a rank that failed tells why
         return value
@@ -185,48 +174,6 @@ class DataParallel_ELBO(ELBO):
         check = partial(self._check_data, model, guide, args, kwargs)
         return guarded(loss, check) if self.checks_loss else loss
 
-    def _step(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
-        batch = self._prepared(model, guide, args, kwargs)
-        if self._leaves and self.step and self.step % self.check_every == 0:
-            self.ranks.check_same(self._leaves)
-
-        def here() -> Any:
-            weight = batch.weight(args, kwargs)
-            with poutine.trace(param_only=True) as statements, self._noise(), unchecked(self.elbo):
-                loss = self.elbo.differentiable_loss(batch.model, guide, *args, **kwargs)
-            leaves: dict[str, Tensor] = {}
-            found: tuple[Tensor | None, ...] = ()
-            if isinstance(loss, Tensor) and loss.requires_grad:
-                leaves = tensor_leaves(model, guide, statements.trace)
-                found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-            return weight, loss, leaves, found
-
-        if self._sent is None:
-            weight, loss, leaves, found = self.ranks.together(here)
-        else:
-            nothing = self._sent.new_full((self._sizes,), torch.nan)
-            weight, loss, leaves, found = self._or_tell(here, nothing)
-        self.step += 1
-        if not leaves:
-            value = torch.as_tensor(loss, device=self._device())
-            return self._reduced([value.reshape(1)], weight)[0][0]
-        return self._joint(loss, leaves, found, weight, guide)
-
-    def _or_tell(self, function: Callable[[], Any], nothing: Tensor) -> Any:
-        """Call a function; if it fails, let the other ranks learn of it, and raise the error.
-
-        The others add up what the ranks send. NaN from this rank makes their joint loss NaN, for
-        which they search together, and get this rank's error as the reason.
-
-        :param nothing: NaN in the shape of what the ranks send.
-        """
-        try:
-            return function()
-        except Exception as error:
-            self.ranks.add(nothing)
-            self.ranks.gather(f"{type(error).__name__}: {error}")
-            raise
-
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return the loss of the joint batch and add its gradients to the parameters' gradients."""
         loss = self._step(model, guide, args, kwargs)
@@ -234,6 +181,13 @@ class DataParallel_ELBO(ELBO):
         if loss.requires_grad:
             loss.backward()
         return value
+
+    def _step(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
+        if self._leaves and self.step and self.step % self.check_every == 0:
+            self.ranks.check_same(self._leaves)
+        loss = self._joint_loss(self.elbo.differentiable_loss, model, guide, args, kwargs)
+        self.step += 1
+        return loss
 
     def _check_data(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
         """Search for bad data on all ranks; all ranks call it, since they have the same joint
@@ -262,7 +216,7 @@ class DataParallel_ELBO(ELBO):
         modules = [part for part in (model, guide) if isinstance(part, nn.Module)]
         self.ranks.broadcast(self._leaves | _values_of(modules))
         _, self._seed, self._draws = found[0]
-        self._used, self._sent, self._batch = {}, None, batch
+        self._used, self._form, self._batch = {}, None, batch
         return batch
 
     def _noise(self) -> AbstractContextManager[None]:
@@ -278,50 +232,87 @@ class DataParallel_ELBO(ELBO):
 
     # A step
 
-    def _joint(
-        self,
-        loss: Tensor,
-        leaves: dict[str, Tensor],
-        found: Sequence[Tensor | None],
-        weight: float,
-        guide: Callable,
+    def _joint_loss(
+        self, bound: Callable[..., Any], model: Callable, guide: Any, args: tuple, kwargs: dict
     ) -> Tensor:
+        """The loss of the joint batch; with gradients if they are turned on.
+
+        :param bound: ``loss`` or ``differentiable_loss`` of the rank's ELBO.
+        """
+        batch = self._prepared(model, guide, args, kwargs)
+
+        def here() -> tuple[float, Tensor, dict[str, Tensor], Sequence[Tensor | None]]:
+            weight = batch.weight(args, kwargs)
+            with poutine.trace(param_only=True) as statements, self._noise(), unchecked(self.elbo):
+                value = bound(batch.model, guide, *args, **kwargs)
+            loss = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.double)
+            if not loss.requires_grad:
+                return weight, loss, {}, ()
+            leaves = tensor_leaves(model, guide, statements.trace)
+            return (
+                weight,
+                loss,
+                leaves,
+                torch.autograd.grad(loss, [*leaves.values()], allow_unused=True),
+            )
+
+        form = self._form if torch.is_grad_enabled() else (2, torch.float64)
+        weight, loss, leaves, gradients = (
+            self.ranks.together(here) if form is None else self._or_tell(here, *form)
+        )
+        if not leaves:
+            (value,), _ = self._reduced([loss.to(self._device()).reshape(1)], weight, torch.float64)
+            return value[0]
         self._leaves = leaves
         if list(self._used) != list(leaves):  # the first step, or new parameters
-            here = [gradient is not None for gradient in found]
-            used = [any(flags) for flags in zip(*self.ranks.gather(here), strict=True)]
-            self._used = dict(zip(leaves, used, strict=True))
-        trained = [leaf for name, leaf in leaves.items() if self._used[name]]
-        gradients = [
-            torch.zeros_like(leaf) if gradient is None else gradient
-            for name, leaf, gradient in zip(leaves, leaves.values(), found, strict=True)
-            if self._used[name]
-        ]
-        values = [loss.detach().reshape(1), *gradients]
+            flags = self.ranks.gather([gradient is not None for gradient in gradients])
+            self._used = dict(zip(leaves, map(any, zip(*flags, strict=True)), strict=True))
+        pairs = zip(leaves.items(), gradients, strict=True)
+        used = [(leaf, gradient) for (name, leaf), gradient in pairs if self._used[name]]
+        values = [loss.detach().reshape(1)]
+        values += [torch.zeros_like(leaf) if g is None else g for leaf, g in used]
         step = getattr(guide, "last_step", None)
         has_draw = step is not None and step.draw is not None  # for IVON's control variate
+        (value, *joint), self._form = self._reduced(
+            [*values, step.draw] if has_draw else values, weight, torch.float32
+        )
         if has_draw:
-            values.append(step.draw)
-        value, *gradients = self._reduced(values, weight)
-        if has_draw:
-            guide.last_step = step._replace(draw=gradients.pop())  # type: ignore[attr-defined]
-        return with_gradients(value[0], gradients, trained)
+            guide.last_step = step._replace(draw=joint.pop())
+        return with_gradients(value[0], joint, [leaf for leaf, _ in used])
 
-    def _reduced(self, values: list[Tensor], weight: float) -> list[Tensor]:
-        """sum_k weight_k values_k / sum_k weight_k, by one reduction."""
+    def _or_tell(self, function: Callable[[], Any], count: int, dtype: torch.dtype) -> Any:
+        """Call a function; if it fails, let the other ranks learn of it, and raise the error.
+
+        The others add up what the ranks send. NaN from this rank makes their joint loss NaN, for
+        which they search together, and get this rank's error as the reason.
+
+        :param count: how many numbers the ranks send.
+        """
+        try:
+            return function()
+        except Exception as error:
+            self.ranks.add(torch.full((count,), torch.nan, dtype=dtype, device=self._device()))
+            self.ranks.gather(f"{type(error).__name__}: {error}")
+            raise
+
+    def _reduced(
+        self, values: list[Tensor], weight: float, dtype: torch.dtype
+    ) -> tuple[list[Tensor], tuple[int, torch.dtype] | None]:
+        """sum_k weight_k values_k / sum_k weight_k, by one reduction in at least this dtype.
+
+        :returns: the means, and how many numbers of which dtype were sent; None for one process.
+        """
         if self.ranks.size == 1:
-            return [value.detach() for value in values]
-        dtype = torch.float32
+            return [value.detach() for value in values], None
         for value in values:
             dtype = torch.promote_types(dtype, value.dtype)
         parts = [value.detach().reshape(-1).to(dtype) for value in values]
-        parts.append(parts[0].new_ones(1))
-        flat = torch.cat(parts).mul_(weight)
-        self._sent, self._sizes = flat.new_empty(0), flat.numel()
+        flat = torch.cat([*parts, parts[0].new_ones(1)]).mul_(weight)
         self.ranks.add(flat)
         flat /= flat[-1].clone()
         pieces = flat[:-1].split([value.numel() for value in values])
-        return [p.view(v.shape).to(v.dtype) for p, v in zip(pieces, values, strict=True)]
+        means = [p.view(v.shape).to(v.dtype) for p, v in zip(pieces, values, strict=True)]
+        return means, (flat.numel(), dtype)
 
 
 def tensor_leaves(model: Callable, guide: Callable, trace: Any) -> dict[str, Tensor]:

@@ -7,18 +7,17 @@ import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
-from torch import Tensor
 
 from pyro_bdl.curvature.fisher import check_scales, num_data
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.batch_norm import layers_called, uses_its_batch
+from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.subsampling import WholeData
 from pyro_bdl.program.trace import Run, is_deterministic, record, sum_out_discrete
 from pyro_bdl.program.wrappers import Handled
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
-from pyro_bdl.utils.trees import tree_leaves
 
 
 class BatchReading(NamedTuple):
@@ -43,7 +42,7 @@ class BatchReading(NamedTuple):
 def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> BatchReading:
     """Run program and guide once, without side effects, and read how the program counts the batch.
 
-    :raises ValueError: if observed sites have different numbers of rows.
+    :raises ValueError: if the program counts other rows than the arguments have.
     :raises UnsupportedProgramError: if a plate chooses rows at random.
     """
     seen = _Statements(args, kwargs)
@@ -57,7 +56,7 @@ def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> B
         q = record(guide, {}, args, kwargs)
         values = {name: site.value for name, site in q.latents.items()} | q.subsamples
         p = record(Handled(model, seen), values, args, kwargs, draw=sum_out_discrete)
-    rows, size = _rows(p)
+    rows, size = _rows(p, leading_size((args, kwargs)))
     stated = getattr(model, "num_data", None)
     stated = stated if isinstance(stated, int) else None
     factor = next(iter(p.factors), None)
@@ -65,8 +64,11 @@ def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> B
     return BatchReading(rows, size, stated, seen.local(), factor, normalized)
 
 
-def _rows(run: Run) -> tuple[int, int | None]:
-    """B_k and N of a run; N is None if no site is scaled up."""
+def _rows(run: Run, leading: int) -> tuple[int, int | None]:
+    """B_k and N of a run; N is None if no site is scaled up.
+
+    :param leading: the number of rows of the arguments.
+    """
     sites = {name: site for name, site in run.observed.items() if site.value is not None}
     if not sites and not run.factors:
         raise ValueError(
@@ -75,18 +77,15 @@ def _rows(run: Run) -> tuple[int, int | None]:
         )
     check_scales(sites)
     scaled = {name: site for name, site in sites.items() if site.subsampling != 1}
-    if not scaled:
-        return max(map(num_data, sites.values()), default=1), None
-    first, *others = scaled
-    rows, size = num_data(scaled[first]), round(num_data(scaled[first]) * scaled[first].subsampling)
-    for name in others:
-        if num_data(scaled[name]) != rows:
+    for name, site in scaled.items():
+        if num_data(site) != leading:
             raise ValueError(
-                f"the observed sites '{first}' and '{name}' have {rows} and "
-                f"{num_data(scaled[name])} rows of larger data, and ranks cannot count by both: "
-                "train the program in one process"
+                f"the observed site '{name}' has {num_data(site)} rows of larger data, and the "
+                f"arguments have {leading}, by which ranks count: train the program in one process"
             )
-    return rows, size
+    for site in scaled.values():
+        return leading, round(leading * site.subsampling)
+    return max(map(num_data, sites.values()), default=1), None
 
 
 class _Statements(WholeData):
@@ -114,34 +113,23 @@ class _Statements(WholeData):
         return next((name for name, plates in self.latents.items() if plates & self.leading), None)
 
 
-class JointBatch:
-    """The weights of the ranks' losses L_k in the loss of the joint batch, sum_k weight_k L_k /
-    sum_k weight_k.
-
-    A rank's weight is B_k if the program scales its rows up to N.
+class JointBatch(NamedTuple):
+    """How the losses L_k of the ranks add up to that of the joint batch, sum_k weight_k L_k / sum_k
+    weight_k.
 
     :param pair: the program and its guide.
     :param model: the program to run instead.
-    :param scaled: whether the program scales the batch up to N data by itself.
+    :param scaled: whether the program scales the batch up to N data by itself. The weights are then
+        B_k, and 1 otherwise.
     """
 
-    def __init__(self, pair: tuple[Callable, Callable], model: Callable, scaled: bool) -> None:
-        self.pair, self.model, self.scaled = pair, model, scaled
-        self._rows: dict[Any, int] = {}
+    pair: tuple[Callable, Callable]
+    model: Callable
+    scaled: bool
 
     def weight(self, args: tuple, kwargs: dict) -> float:
-        """The weight of this rank's loss; for new shapes of the arguments the program runs once
-        more."""
-        if not self.scaled:
-            return 1.0
-        key = tuple(_kind(leaf) for leaf in tree_leaves((args, kwargs)))
-        if key not in self._rows:
-            self._rows[key] = read_batch(*self.pair, args, kwargs).rows
-        return float(self._rows[key])
-
-
-def _kind(leaf: Any) -> Any:
-    return leaf.shape if isinstance(leaf, Tensor) else leaf if isinstance(leaf, int) else None
+        """The weight of this rank's loss."""
+        return float(leading_size((args, kwargs))) if self.scaled else 1.0
 
 
 def joint_batch(model: Callable, guide: Callable, ranks: Sequence[BatchReading]) -> JointBatch:

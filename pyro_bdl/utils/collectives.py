@@ -72,15 +72,7 @@ class Ranks:
 
         :raises RuntimeError: if the ranks' tensors differ in number, shape or dtype.
         """
-        if self.size == 1:
-            return
-        kinds = self.gather([f"{tuple(t.shape)} {t.dtype}" for t in tensors])
-        for rank, other in enumerate(kinds):
-            if other != kinds[0]:
-                raise RuntimeError(
-                    f"rank {rank} has other sums than rank 0 ({_first_difference(kinds[0], other)})"
-                    ": run the same program on all ranks, on data of the same kind"
-                )
+        self._check_kinds("sums", [f"{tuple(t.shape)} {t.dtype}" for t in tensors])
         for tensor in tensors:
             self.add(tensor)
 
@@ -110,18 +102,25 @@ class Ranks:
 
         :raises RuntimeError: if the ranks' tensors differ in name, shape or dtype.
         """
-        if self.size == 1:
-            return
-        kinds = self.gather([f"{n} {tuple(t.shape)} {t.dtype}" for n, t in named.items()])
-        for rank, other in enumerate(kinds):
-            if other != kinds[0]:
-                raise RuntimeError(
-                    f"rank {rank} has other parameters than rank 0 "
-                    f"({_first_difference(kinds[0], other)}): make the same program and guide on "
-                    "all ranks"
-                )
-        for tensor in named.values():
+        kinds = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in named.items()]
+        self._check_kinds("parameters", kinds)
+        for tensor in named.values() if self.size > 1 else ():
             tensor.detach().copy_(self._of_rank_0(tensor))
+
+    def _check_kinds(self, what: str, kinds: list[str]) -> None:
+        """Check that the ranks' tensors agree in number, name, shape and dtype."""
+        first, *others = self.gather(kinds)
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                pairs = zip(first, other, strict=False)
+                difference = next(
+                    (f"{theirs} instead of {ours}" for ours, theirs in pairs if ours != theirs),
+                    f"{len(other)} tensors instead of {len(first)}",
+                )
+                raise RuntimeError(
+                    f"rank {rank} has other {what} than rank 0 ({difference}): run the same "
+                    "program and guide on all ranks, on data of the same kind"
+                )
 
     def check_same(self, named: Mapping[str, Tensor]) -> None:
         """Check that tensors equal those of rank 0 up to rounding; names and shapes must agree.
@@ -130,16 +129,15 @@ class Ranks:
         """
         if self.size == 1:
             return
-        apart: tuple[str, float] | None = None
-        for name, tensor in named.items():
-            reference = self._of_rank_0(tensor)
-            difference = _difference(tensor.detach(), reference)
-            if apart is None and difference > 0:
-                apart = name, difference
-        for rank, found in enumerate(self.gather(apart)):
-            if found is not None:
+        differences = {
+            name: _difference(tensor.detach(), self._of_rank_0(tensor))
+            for name, tensor in named.items()
+        }
+        apart = {name: size for name, size in differences.items() if size > 0}
+        for rank, other in enumerate(self.gather(apart)):
+            for name, size in other.items():
                 raise RuntimeError(
-                    f"'{found[0]}' on rank {rank} lies up to {found[1]:.3g} from that of rank 0: "
+                    f"'{name}' on rank {rank} lies up to {size:.3g} from that of rank 0: "
                     "take the same steps on all ranks; pyro_bdl.distributed.broadcast(model, "
                     "guide) puts the values of rank 0 on all"
                 )
@@ -188,18 +186,11 @@ class Ranks:
 
 def _difference(value: Tensor, reference: Tensor) -> float:
     """The largest difference; 0 if it is only rounding. Equal infinities and NaN differ by 0."""
-    if not value.numel() or torch.equal(value, reference):
+    if not value.numel():
         return 0.0
     value, reference = value.double(), reference.double()
-    gap = (value - reference).abs()
-    gap[(value == reference) | (value.isnan() & reference.isnan())] = 0.0
-    largest = float(gap.nan_to_num(nan=torch.inf).max())
-    size = float(reference[reference.isfinite()].abs().max()) if reference.isfinite().any() else 0.0
-    return largest if largest > 1e-5 * size else 0.0
-
-
-def _first_difference(left: Sequence[str], right: Sequence[str]) -> str:
-    for one, other in zip(left, right, strict=False):
-        if one != other:
-            return f"{other} instead of {one}"
-    return f"{len(right)} tensors instead of {len(left)}"
+    finite = reference.where(reference.isfinite(), 0.0).abs()
+    rounding = 1e-5 * float(finite.max())
+    if torch.allclose(value, reference, rtol=0.0, atol=rounding, equal_nan=True):
+        return 0.0
+    return float((value - reference).abs().nan_to_num(nan=torch.inf).max())
