@@ -38,17 +38,16 @@ def against(name: str, guide: str, options: posteriors.Options) -> Row:
         processor = time.process_time() - before
         table = bdl.compare(
             problem.model, {guide: fit.posterior, "reference": reference.draws()}, data.x_test,
-            data.y_test, reference="reference", costs={guide: fit.costs}, target_scale=data.y_sd,
-            target_shift=data.y_mean, progress=False,
+            data.y_test, reference="reference", costs={guide: fit.costs},
+            units=(data.y_sd, data.y_mean), progress=False,
         )  # fmt: skip
     except Exception as error:  # one posterior's failure must not lose the others
         return row | {"failed": f"{type(error).__name__}: {error}"}
-    (place,) = table.ranking.rows
-    own = next(line for line in table.rows if line["posterior"] == guide)
+    own, point = table.numbers()[guide], table.table.attrs["point"]
     return row | {
-        "group": place.group,
-        "share": 1 - place.distance / table.ranking.point,
-        "error": place.error / table.ranking.point,
+        "group": own["group"],
+        "share": 1 - own["wasserstein"] / point,
+        "error": own["wasserstein_se"] / point,
         "sd_ratio": own.get("sd_ratio"),
         "nlpd_diff": own.get("nlpd_diff"),
         "nlpd_diff_se": own.get("nlpd_diff_se"),

@@ -59,7 +59,7 @@ def main() -> None:
         if psis is not None:
             gap, error = difference(psis, refitted)
             row |= {"psis": psis.elpd, "gap": gap, "gap_se": error, "high_k": psis.num_bad}
-            row["shown as"] = table.to_dict()[name]["loo_by"]
+            row["shown as"] = table.numbers()[name]["loo_by"]
         found[name] = row
         if not given.json:
             told = {k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}

@@ -125,7 +125,7 @@ def repeat(truth: tuple[Callable, Tensor, Tensor, Truth], reference: str, count:
         posteriors["nuts"] = bdl.Samples(draw(size, rho)[0])
         found = bdl.compare(model, posteriors, x, y, progress=False)
         for name, counter in groups.items():
-            counter[found.ranking.group_of(name)] += 1
+            counter[found.judgments[name].group] += 1
         said["not converged"] += "not converged" in found.summary + found.verdicts["nuts"]
         said["doubtful"] += bool(found.warnings)
     return {

@@ -24,9 +24,16 @@ from pyro_bdl import (
     training,
 )
 from pyro_bdl.arviz_export import to_arviz
-from pyro_bdl.comparison import Costs, KFold, PredictiveDraws, k_fold
+from pyro_bdl.comparison import (
+    Comparison,
+    Costs,
+    Evaluation,
+    KFold,
+    PredictiveDraws,
+    evaluate,
+    k_fold,
+)
 from pyro_bdl.comparison.compare import compare
-from pyro_bdl.comparison.result import Comparison
 from pyro_bdl.guides.saved import load_posterior
 from pyro_bdl.nn import BayesianModule, bayesianize
 from pyro_bdl.predictive.linearized import LinearizedPredictive
@@ -48,6 +55,7 @@ __all__ = [
     "Checkpoint",
     "Comparison",
     "Costs",
+    "Evaluation",
     "KFold",
     "LinearizedPredictive",
     "Predictive",
@@ -63,6 +71,7 @@ __all__ = [
     "diagnostics",
     "distributed",
     "elbo",
+    "evaluate",
     "evidence",
     "guides",
     "handlers",

@@ -289,7 +289,7 @@ def _compare(program):
     guide = _mean_field(program)
     options = dict(reference=None, num_samples=2)
     table = bdl.compare(program.model, {"mean-field": guide}, *program.test, **options)
-    return [table.to_dict()["mean-field"]["nlpd"]]
+    return [table.numbers()["mean-field"]["nlpd"]]
 
 
 def _inputs(program):

@@ -201,10 +201,10 @@ def test_compare_takes_dicts():
         model, {"map": guide, "laplace": laplace}, x, y,
         reference=None, train=(x, y), ood=other, num_samples=10,
     )  # fmt: skip
-    row = table.to_dict()["map"]
+    row = table.numbers()["map"]
     expected = nn.functional.cross_entropy(net(**x).logits, y).item()
     assert row["nlpd"] == pytest.approx(expected, rel=1e-6)
-    assert table.inputs[0].keys() == x.keys() and table.to_dict()["laplace"]["auroc"] >= 0
+    assert table.inputs[0].keys() == x.keys() and table.numbers()["laplace"]["auroc"] >= 0
     with pytest.raises(ValueError, match=r"x_test\['attention_mask'\] must have at least one row"):
         bad = x | {"attention_mask": x["input_ids"][:0]}
         bdl.compare(model, {"map": guide}, bad, y, reference=None)

@@ -8,10 +8,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from pyro_bdl import posteriors
+from pyro_bdl.comparison import Evaluation
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.guides.saved import load_posterior
 from pyro_bdl.posteriors import Fit, Options, Problem
@@ -41,7 +43,7 @@ class Finished:
 
     The checksum is that of the run: another command has a folder of its own there. A fit is the
     file of its posterior and, written last, ``NAME.json`` with its costs and the posterior's
-    checksum; ``NAME.scores.json`` has its scores. A crash at any moment leaves the finished fits.
+    checksum; ``NAME.evaluation`` has its scores. A crash at any moment leaves the finished fits.
 
     :param folder: of the results.
     :param run: see ``identity``.
@@ -88,18 +90,18 @@ class Finished:
         except (OSError, SafetensorError) as error:
             logger.warning("%s could not be kept in %s: %s", fit.name, self.folder, error)
 
-    def load_scores(self, name: str) -> dict[str, Any] | None:
-        """The scores of a finished fit, if they are there."""
+    def load_evaluation(self, name: str, device: torch.device) -> Evaluation | None:
+        """The evaluation of a finished fit, if it is there."""
         try:
-            return json.loads((self.folder / f"{name}.scores.json").read_text(encoding="utf-8"))
+            return Evaluation.load(self.folder / f"{name}.evaluation").to(device)
         except (ValueError, OSError):
             return None
 
-    def save_scores(self, name: str, scores: Mapping[str, Any]) -> None:
-        """Keep the scores of a finished fit on test data."""
+    def save_evaluation(self, name: str, evaluation: Evaluation) -> None:
+        """Keep the evaluation of a finished fit on test data."""
         try:
-            self._write(self.folder / f"{name}.scores.json", scores)
-        except OSError as error:
+            evaluation.save(self.folder / f"{name}.evaluation")
+        except (OSError, SafetensorError) as error:
             logger.warning("the scores of %s could not be kept: %s", name, error)
 
     def _write(self, path: Path, content: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,19 @@ from pyro_bdl.cli import cross_validation
 from pyro_bdl.cli.finished import Finished, identity
 from pyro_bdl.cli.options import Options
 from pyro_bdl.cli.provenance import provenance
-from pyro_bdl.comparison import costs
+from pyro_bdl.comparison import (
+    Comparison,
+    Costs,
+    Evaluation,
+    compare_evaluations,
+    costs,
+    evaluate,
+)
 from pyro_bdl.comparison.captions import CAPTIONS
-from pyro_bdl.comparison.compare import compare
-from pyro_bdl.comparison.held_out import PredictiveDraws
+from pyro_bdl.comparison.figures import shown_points
+from pyro_bdl.comparison.judge import criteria
 from pyro_bdl.comparison.metric import of_task
 from pyro_bdl.comparison.page import write_page
-from pyro_bdl.comparison.result import Comparison
 from pyro_bdl.comparison.scores import TEST_DATA
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.data.programs import check_memory, program
@@ -85,15 +90,14 @@ def run(options: Options, line: str) -> int:
     numbers = len(data.x_train) * max(options.hidden)
     with seeded(options.seed), limited_threads(numbers):
         fitter = Fitter(options, data, fresh=options.fresh)
-        fits, failures, failed = fitter.fit_all()
+        fits, evaluations, failures, failed = fitter.fit_all()
         if not fits:
             return FAILED if failures else INTERRUPTED
-        try:
-            shipped = None if reference is None else reference.draws()
-            comparison = _compared(fitter, fits, failures, shipped)
-        except ValueError as error:
-            logger.warning("the posteriors could not be compared: %s", error)
-            return FAILED
+        base = _REFERENCE if _REFERENCE in evaluations else None
+        if reference is not None:
+            base = _SHIPPED
+            evaluations[base] = fitter.evaluated(reference.draws().to(options.device))
+        comparison = compare_evaluations(evaluations, base, left_out=failures)
         made = provenance(line, options, data, fitter.words, fits)
         try:
             validated = _validated(options)
@@ -176,13 +180,15 @@ class Fitter:
         run = identity(data, self.words, options.settings())
         self.finished = Finished(options.out, run, fresh=fresh)
 
-    def fit_all(self) -> tuple[list[Fit], dict[str, str], bool]:
-        """The fits, the reasons of those that are not there, and whether one of these is an error.
+    def fit_all(self) -> tuple[list[Fit], dict[str, Evaluation], dict[str, str], bool]:
+        """The fits and their evaluations, the reasons of those that are not there, and whether one
+        of these is an error.
 
         Ctrl-C ends the loop, a failure does not.
         """
         names = self.options.names()
         fits: list[Fit] = []
+        evaluations: dict[str, Evaluation] = {}
         failures: dict[str, str] = {}
         failed = False
         finished = [name for name in names if name in self.finished]
@@ -203,46 +209,46 @@ class Fitter:
                     )
                     if not fit.interrupted:
                         self.finished.save(fit)
-                show.add(name, self._scores(fit), note)
+                evaluations[name] = self._evaluation(fit)
+                show.add(name, evaluations[name].scores, note)
+                fits.append(fit)
             except KeyboardInterrupt:
-                fit = None if fit is None else replace(fit, interrupted=True)
+                left = names[place + (name in evaluations) :]
+                logger.warning("interrupted; not fitted: %s", ", ".join(left) or "none")
+                break
             except _EXPLAINED as error:
                 failures[name] = f"left out: {error}"
                 failed |= not isinstance(error, _NO_MEMORY)  # too large for this machine
                 logger.warning("%s is %s", name, failures[name])
                 show.add(name, {}, failures[name])
                 continue
-            if fit is not None:
-                fits.append(fit)
-            if fit is None or fit.interrupted:
-                left = names[place + (fit is not None) :]
+            if fit.interrupted:
+                left = names[place + 1 :]
                 logger.warning("interrupted; not fitted: %s", ", ".join(left) or "none")
                 break
-        return fits, failures, failed
+        return fits, evaluations, failures, failed
 
-    def _scores(self, fit: Fit) -> Mapping[str, Any]:
-        row = self.finished.load_scores(fit.name)
-        if row is None:
-            row = self.compared({fit.name: fit.posterior}).rows[0]
+    def _evaluation(self, fit: Fit) -> Evaluation:
+        device = self.data.y_test.device
+        found = self.finished.load_evaluation(fit.name, device)
+        if found is None:
+            found = self.evaluated(fit.posterior, fit.costs)
             if not fit.interrupted:
-                self.finished.save_scores(fit.name, row)
-        return {**row, **fit.costs.row(fit.name, fit.posterior)}
+                self.finished.save_evaluation(fit.name, found)
+        return found
 
-    def compared(self, found: Mapping[str, Any], **more: Any) -> Comparison:
-        """The comparison of posteriors on the test part, in the units of the target.
-
-        :param more: further arguments of ``compare``.
-        """
+    def evaluated(self, posterior: Any, costs: Costs | None = None) -> Evaluation:
+        """A posterior on the test part, in the units of the target."""
         data = self.data
-        return compare(
+        return evaluate(
             self.problem.model,
-            dict(found),
+            posterior,
             data.x_test,
             data.y_test,
-            target_scale=data.y_sd,
-            target_shift=data.y_mean,
+            train=(data.x_train, data.y_train),
+            costs=costs,
+            units=(data.y_sd, data.y_mean),
             seed=self.options.seed,
-            **{"reference": None, **more},
         )
 
 
@@ -252,7 +258,7 @@ class _ProgressTable:
     def __init__(self, data: Dataset, names: Sequence[str], *, shown: bool) -> None:
         task = {"count": "regression"}.get(data.task, data.task)
         scores = [metric.column() for metric in of_task(TEST_DATA, task) if metric.key in _SCORES]
-        self.columns = [*costs.COLUMNS[1:], *scores]
+        self.columns = [*costs.COLUMNS, *scores]
         self.width, self.shown = max(map(len, names)), shown
         if shown:
             self._print("", [column.title for column in self.columns], "")
@@ -269,33 +275,6 @@ class _ProgressTable:
         print(line.rstrip(), flush=True)
 
 
-def _compared(
-    fitter: Fitter,
-    fits: Sequence[Fit],
-    failures: Mapping[str, str],
-    shipped: PredictiveDraws | None,
-) -> Comparison:
-    """Compare the posteriors with NUTS, or with a shipped reference.
-
-    :param failures: posteriors that are left out, which get a row without numbers.
-    """
-    data, model = fitter.data, fitter.problem.model
-    there: dict[str, Any] = {fit.name: fit.posterior for fit in fits}
-    reference = _REFERENCE if _REFERENCE in there else None
-    if shipped is not None:
-        reference, there[_SHIPPED] = _SHIPPED, shipped.to(data.y_test.device)
-    spent = {
-        fit.name: replace(
-            fit.costs, draw_seconds=costs.seconds_per_draw(model, fit.posterior, data.x_test)
-        )
-        for fit in fits
-    }
-    found = fitter.compared(
-        there, reference=reference, train=(data.x_train, data.y_train), costs=spent
-    )
-    return found.with_failures(failures)
-
-
 def _validated(options: Options) -> Further | None:
     """The table of scores over splits, if ``--folds`` asks for it."""
     folds = options.folds
@@ -308,8 +287,9 @@ def _validated(options: Options) -> Further | None:
         fitters = [Fitter(options, data, fresh=options.fresh) for data in parts]
         fits = _fit_folds(names, fitters)
         for fold, fitter in enumerate(fitters):
-            found = fitter.compared({name: each[fold].posterior for name, each in fits.items()})
-            yield {row["posterior"]: row for row in found.rows}
+            yield {
+                name: fitter.evaluated(each[fold].posterior).scores for name, each in fits.items()
+            }
 
     found, interrupted = cross_validation.splits(options.repeats, scores)
     if interrupted:
@@ -360,7 +340,7 @@ def _figures(comparison: Comparison, fits: Sequence[Fit], data: Dataset) -> dict
         features=[f"{name}{scaled}" for name in data.feature_names],
         train=(data.x_train, data.y_train * data.y_sd + data.y_mean) if known else None,
         posteriors={f.name: f.posterior for f in fits if f.name in comparison.evaluations},
-        points=[_point_name(data.point(place), place) for place in comparison.places],
+        points=[_point_name(data.point(p), p) for p in comparison.first.places.tolist()],
         scales={} if data.y_sd == 1 else {"noise": data.y_sd},
     )
 
@@ -381,6 +361,7 @@ def _write(
     """
     written: list[str] = []
     complete = True
+    places = comparison.first.places.tolist()
 
     def write(name: str, writer: Callable[[Path], object]) -> None:
         nonlocal complete
@@ -398,18 +379,22 @@ def _write(
 
         return draw_to
 
+    def table(path: Path) -> None:
+        with atomic_write(path) as part:
+            comparison.table.to_csv(part)
+
     def save(path: Path) -> None:
-        numbers = comparison.to_json() | {
+        numbers = _numbers(comparison) | {
             "about": about,
             "units": _units(data),
-            "points": [data.point(place) | {"place": place} for place in comparison.places],
+            "points": [data.point(place) | {"place": place} for place in places],
             "settings": settings,
             "cross_validation": None if validated is None else list(validated.rows),
         }
         with atomic_write(path) as part:
             part.write_text(json.dumps(numbers, indent=1, default=str), encoding="utf-8")
 
-    write("table.csv", comparison.to_csv)
+    write("table.csv", table)
     figures = _figures(comparison, fits, data)
     for name, figure in figures.items():
         write(f"{name}.png", draw(figure))
@@ -433,6 +418,23 @@ def _write(
     return written, complete
 
 
+def _numbers(comparison: Comparison) -> dict[str, Any]:
+    """All numbers and words of a comparison in JSON types."""
+    table = comparison.table.astype(object)
+    return {
+        "task": comparison.task,
+        "reference": comparison.reference,
+        "summary": comparison.summary,
+        "warnings": list(comparison.warnings),
+        "ranked by": criteria(comparison.reference),
+        "columns": [
+            {name: getattr(column, name) for name in ("key", "title", "group", "help")}
+            for column in (*table.attrs["columns"], *table.attrs["details"])
+        ],
+        "posteriors": table.where(table.notna(), None).to_dict("index"),
+    }
+
+
 def _point_name(point: dict[str, Any], place: int) -> str:
     """A test point's row in the source, or place in simulated data, and its target."""
     target = point["target"]
@@ -444,10 +446,10 @@ def _point_name(point: dict[str, Any], place: int) -> str:
 def _points(comparison: Comparison, data: Dataset) -> dict[str, str]:
     """The inputs of the test points in the figures, by their names."""
     found = {}
-    for place in comparison.shown_points():
-        point = data.point(comparison.places[place])
+    for place in comparison.first.places[shown_points(comparison)].tolist():
+        point = data.point(place)
         values = ", ".join(f"{name} {value:.4g}" for name, value in point["inputs"].items())
-        found[_point_name(point, comparison.places[place])] = values
+        found[_point_name(point, place)] = values
     return found
 
 

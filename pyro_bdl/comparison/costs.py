@@ -1,7 +1,6 @@
-"""Costs of a posterior: time and memory of the fit, size of the posterior, time per draw."""
+"""Costs of a posterior and what its fit tells: time, memory, size, bounds of the evidence."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,17 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.guides.draws import samples_of_mcmc
-from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
-from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.tables import Column
 from pyro_bdl.utils.trees import tree_leaves
 
-_DRAWS = 100
-
 COLUMNS = (
-    Column("posterior", "posterior", style="text"),
     Column("seconds", "seconds", help="Wall-clock time of the fit."),
     Column(
         "elbo",
@@ -54,6 +48,19 @@ FURTHER_COLUMNS = (
     ),
     Column("memory", "MiB", help="Peak memory of the fit beyond the memory in use before it."),
 )
+OF_PARAMETERS = (
+    Column(
+        "gamma",
+        "gamma",
+        help="Effective number of parameters: how many the data determine, the others being left "
+        "to the prior (MacKay 1992).",
+    ),
+    Column("latents", "of", help="How many parameters there are: the most that gamma can be."),
+)
+FURTHER_OF_PARAMETERS = (Column("fitted", "data", help="How many data gamma is about."),)
+
+
+GAMMA_NEARLY_ALL, GAMMA_NEARLY_NONE = 0.9, 0.05  # of what the data may determine
 
 
 @dataclass(frozen=True)
@@ -63,34 +70,30 @@ class Costs:
     :param seconds: wall-clock time of the fit; ``Samples`` hold their own.
     :param elbo: ELBO at temperature 1, in nats.
     :param log_evidence: log marginal likelihood, in nats.
-    :param draw_seconds: wall-clock time of one predictive draw, see ``seconds_per_draw``.
     :param peak_memory: peak memory of the fit in bytes, see ``peak_memory``.
     """
 
     seconds: float | None = None
     elbo: float | None = None
     log_evidence: float | None = None
-    draw_seconds: float | None = None
     peak_memory: int | None = None
 
-    def row(self, name: str, posterior: Any) -> dict[str, Any]:
-        """The numbers by the keys of the columns.
+    def scores(self, posterior: Any) -> dict[str, Any]:
+        """The known numbers by the keys of the columns.
 
-        :param name: name of the posterior.
         :param posterior: a guide, ``Samples`` or ``PredictiveDraws``.
         """
         seconds, memory = self.seconds, self.peak_memory
         if seconds is None and isinstance(posterior, Samples):
             seconds = posterior.info.get("seconds")
-        return {
-            "posterior": name,
+        found = {
             "seconds": seconds,
             "elbo": self.elbo,
             "log_evidence": self.log_evidence,
-            "draw_seconds": self.draw_seconds,
             "numbers": numbers_held(posterior),
             "memory": None if memory is None else memory / 2**20,
         }
+        return {key: value for key, value in found.items() if value is not None}
 
 
 @dataclass
@@ -139,25 +142,6 @@ def numbers_held(posterior: Any) -> int | None:
     return sum(seen.values()) or None
 
 
-def seconds_per_draw(
-    model: Callable, posterior: Any, *inputs: Tensor, num_samples: int = _DRAWS
-) -> float:
-    """Wall-clock time of one predictive draw at all inputs, including the draw of the latents.
-
-    :param inputs: the program's arguments without the targets.
-    :param num_samples: draws over which the time is averaged.
-    """
-    posterior = samples_of_mcmc(posterior)
-    if isinstance(posterior, Samples):
-        num_samples = min(num_samples, posterior.num_chains * posterior.num_draws)
-    kind: Any = LinearizedPredictive if is_linear(posterior) else Predictive
-    predictive = kind(model, posterior, num_samples)
-    wait_for(predictive(*inputs, None))  # warm up: some objects are made only once
-    started = time.perf_counter()
-    wait_for(predictive(*inputs, None))
-    return (time.perf_counter() - started) / num_samples
-
-
 def wait_for(results: Any) -> None:
     """Wait until the tensors among results are computed: a GPU works asynchronously."""
     tensors = (leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor))
@@ -180,3 +164,12 @@ def _resident(field: str) -> int | None:
         return None
     found = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
     return int(found[0]) * 1024 if found else None
+
+
+def determined(posterior: Any) -> dict[str, Any]:
+    """gamma of P parameters and N data by the keys of the columns; nothing for other posteriors."""
+    if not isinstance(posterior, LaplaceGuide):
+        return {}
+    with torch.no_grad():
+        gamma = float(posterior.effective_parameters())
+    return {"gamma": gamma, "latents": posterior.subset.size, "fitted": posterior.num_data}

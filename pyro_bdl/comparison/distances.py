@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 from pyro_bdl import importance, metrics
-from pyro_bdl.comparison.evaluation import Evaluation
-from pyro_bdl.comparison.metric import Metric, measure, of_task
+from pyro_bdl.comparison.evaluate import Evaluation
+from pyro_bdl.comparison.metric import Metric, evenly, measure, of_task
+from pyro_bdl.metrics.distances import wasserstein1_by_chance
+from pyro_bdl.utils.tables import Column
 
 # The largest number of draws of which all pairs are used, and for the fit of a k-hat.
 _MOST_PAIRED, _MOST_TAIL = 500, 1000
@@ -31,6 +33,8 @@ _MOST_PAIRED, _MOST_TAIL = 500, 1000
 _MOST_POINTS = 100
 _MOST_GROUPS = 10  # of the jackknife that gives these errors
 _LEAST_TAIL, _HIGH_K = 25, 0.7
+_LEAST_POINTS = 5  # in a region
+BY_CHANCE = 2.5  # Monte Carlo errors by which the distances of equal posteriors may differ
 _KL = (
     "KL divergence from the reference's predictive distribution, in nats per test point; of "
     "numbers between the Normals with their means and variances."
@@ -46,16 +50,6 @@ def sd_of_draws(draws: Tensor) -> Tensor:
     sd = (draws - draws[0]).double().std(0, correction=0)
     rounding = 4 * torch.finfo(draws.dtype).eps * draws.abs().max()
     return torch.where(sd <= rounding, 0.0, sd)  # NaN stays
-
-
-def evenly(draws: Tensor, chains: int, most: int) -> Tensor:
-    """At most ``most`` draws, evenly spaced, with equally many from each chain."""
-    by_chain = draws.unflatten(0, (chains, -1))
-    total, count = by_chain.shape[1], max(1, most // chains)
-    if total <= count:
-        return draws
-    chosen = (torch.arange(count, device=draws.device) * total) // count
-    return by_chain[:, chosen].flatten(0, 1)
 
 
 def sd_ratio(a: Tensor, b: Tensor) -> Tensor:
@@ -200,6 +194,31 @@ UNSHOWN_DISTANCES = (
     ),
 )
 ALL_DISTANCES = (*DISTANCES, *FURTHER_DISTANCES, *UNSHOWN_DISTANCES)
+RESOLUTION = Column(
+    "resolution",
+    "resolved",
+    help="W1 up to which an equal posterior may be by chance, with 2.5 Monte Carlo errors.",
+)
+REGION_COLUMNS = (
+    Column(
+        "sd_ratio_near",
+        "near",
+        error="sd_ratio_near_se",
+        help="sd ratio at the test inputs near training inputs.",
+    ),
+    Column(
+        "sd_ratio_between",
+        "between",
+        error="sd_ratio_between_se",
+        help="sd ratio at the test inputs between training inputs, far from all of them.",
+    ),
+    Column(
+        "sd_ratio_beyond",
+        "beyond",
+        error="sd_ratio_beyond_se",
+        help="sd ratio at the test inputs beyond the training inputs, far from all of them.",
+    ),
+)
 
 
 def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
@@ -207,7 +226,23 @@ def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
     inputs = _inputs(evaluation, reference)
     groups = groups_of(evaluation, reference)
     found = measure(ALL_DISTANCES, evaluation.task, inputs)
-    return found | _errors(evaluation.task, inputs, groups)
+    found |= _errors(evaluation.task, inputs, groups)
+    return found | {"resolution": resolution(evaluation, reference, found["wasserstein_se"])}
+
+
+def resolution(evaluation: Evaluation, reference: Evaluation, error: float) -> float:
+    """W1 up to which draws of an equal posterior may be by chance; NaN if it is unknown.
+
+    :param error: the Monte Carlo error of W1.
+    """
+    sizes = evaluation.effective, reference.effective
+    return wasserstein1_by_chance(reference.function, *sizes) + BY_CHANCE * error
+
+
+def distance_of_point(reference: Evaluation) -> float:
+    """W1 of a point at the reference's mean, a scale for the others."""
+    mean = reference.function.double().mean(0, keepdim=True)
+    return float(metrics.wasserstein1(mean, reference.function))
 
 
 def groups_of(evaluation: Evaluation, reference: Evaluation) -> int:
@@ -235,8 +270,14 @@ def _inputs(evaluation: Evaluation, reference: Evaluation) -> dict[str, Pair]:
     if scale > 0:
         found["scaled"] = few[0].double() / scale, few[1].double() / scale
     if evaluation.expected is not None and reference.expected is not None:
-        found["moments"] = evaluation.moments(), reference.moments()
+        found["moments"] = _moments(evaluation), _moments(reference)
     return found
+
+
+def _moments(evaluation: Evaluation) -> Tensor:
+    """Mean and variance of the target given the draw, ``(S, N, ..., 2)``."""
+    assert evaluation.expected is not None and evaluation.noise is not None
+    return torch.stack([evaluation.expected, evaluation.noise], -1)
 
 
 def _errors(task: str, inputs: dict[str, Pair], groups: int) -> Numbers:
@@ -267,3 +308,22 @@ def _joint_function(group: Iterable[Metric]) -> Callable[[Tensor, Tensor], Tenso
         return torch.stack([torch.as_tensor(v, device="cpu").double() for v in numbers])
 
     return values
+
+
+def sd_ratios(ours: Evaluation, theirs: Evaluation) -> Numbers:
+    """Ratio of the function's mean sds in each region, and its Monte Carlo error, by column.
+
+    :param ours: a posterior.
+    :param theirs: the reference.
+    :returns: the ratios; regions with fewer than 5 test inputs are left out.
+    """
+    found: Numbers = {}
+    groups = groups_of(ours, theirs)
+    for name, mask in theirs.regions.items():
+        if int(mask.sum()) >= _LEAST_POINTS:
+            a, b = (side.function.detach()[:, mask] for side in (ours, theirs))
+            few = at_some_points(a), at_some_points(b)
+            error = metrics.monte_carlo_error(sd_ratio, *few, groups=groups)
+            found[f"sd_ratio_{name}"] = float(sd_ratio(a, b))
+            found[f"sd_ratio_{name}_se"] = float(error)
+    return found

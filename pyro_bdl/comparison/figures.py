@@ -1,21 +1,23 @@
 """The figures of a comparison: the plots of :mod:`pyro_bdl.plots` that apply to it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from pyro_bdl import plots
 from pyro_bdl.comparison.captions import CAPTIONS
-from pyro_bdl.comparison.evaluation import Evaluation
 from pyro_bdl.comparison.judge import DISTANCE
-from pyro_bdl.comparison.scores import class_labels
+from pyro_bdl.comparison.observe import class_labels
 from pyro_bdl.diagnostics import summary
 from pyro_bdl.guides.draws import latent_draws, samples_of_mcmc
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.tables import number
+
+if TYPE_CHECKING:
+    from pyro_bdl.comparison.table import Comparison
 
 # The figures without their numbers, for those who cannot see them; "cost" is described by its
 # numbers.
@@ -41,25 +43,8 @@ _DRAWS = 500
 Draws = dict[str, Tensor]
 
 
-class Compared(Protocol):
-    """The fields of a ``Comparison`` that figures use."""
-
-    @property
-    def task(self) -> str: ...
-    @property
-    def reference(self) -> str | None: ...
-    @property
-    def rows(self) -> Sequence[Mapping[str, Any]]: ...
-    @property
-    def evaluations(self) -> Mapping[str, Evaluation]: ...
-    @property
-    def inputs(self) -> Sequence[Tensor]: ...
-    @property
-    def y(self) -> Tensor: ...
-
-
 def figures(
-    comparison: Compared,
+    comparison: "Comparison",
     *,
     target: str = "target",
     units: str = "",
@@ -69,7 +54,19 @@ def figures(
     points: Sequence[str] = (),
     scales: Mapping[str, float] | None = None,
 ) -> dict[str, Figure]:
-    """Figures of a comparison, by the names in :data:`CAPTIONS`; see ``Comparison.figures``."""
+    """Figures of a comparison, by the names in :data:`CAPTIONS`, which can be used for files.
+
+    :param target: name of the target, for labels.
+    :param units: units of the target, for labels.
+    :param features: names of the inputs, for labels.
+    :param train: training inputs and targets in the units of ``inputs`` and ``y``; shown if there
+        are one or two inputs.
+    :param posteriors: the compared posteriors, to show their latents too: hyperparameters, chains
+        and layers.
+    :param points: names of the kept test points; by default "point 17".
+    :param scales: site to a factor that brings its values to the target's units, for a noise that
+        the program sees in other units.
+    """
     functions = _functions(comparison)
     scales = scales or {}
     if posteriors is not None:
@@ -93,7 +90,7 @@ def figures(
 
 
 def _inputs(
-    comparison: Compared,
+    comparison: "Comparison",
     functions: Draws,
     target: str,
     features: Sequence[str],
@@ -130,7 +127,7 @@ def _inputs(
     return {}
 
 
-def _predictions(comparison: Compared) -> dict[str, Figure]:
+def _predictions(comparison: "Comparison") -> dict[str, Figure]:
     """Calibration of classes, or of posteriors with draws of the target."""
     if comparison.task == "classification":
         mean = {
@@ -155,7 +152,7 @@ def _predictions(comparison: Compared) -> dict[str, Figure]:
 
 
 def _against_reference(
-    comparison: Compared, functions: Draws, target: str, units: str, points: Sequence[str]
+    comparison: "Comparison", functions: Draws, target: str, units: str, points: Sequence[str]
 ) -> dict[str, Figure]:
     reference = comparison.reference
     if reference is None or len(functions) < 2:
@@ -182,13 +179,13 @@ def _against_reference(
     return found | cost(comparison, units)
 
 
-def cost(comparison: Compared, units: str = "") -> dict[str, Figure]:
+def cost(comparison: "Comparison", units: str = "") -> dict[str, Figure]:
     """Time to fit against distance, under its name; nothing where these are not known."""
     reference = comparison.reference
     if reference is None:
         return {}
     key = DISTANCE
-    *rows, floor = comparison.rows
+    *rows, floor = comparison.numbers().values()
     order = list(comparison.evaluations)  # not that of the ranking: the colors of every figure
     timed = sorted(
         (row for row in rows if row.get("seconds") is not None),
@@ -209,7 +206,7 @@ def cost(comparison: Compared, units: str = "") -> dict[str, Figure]:
     return {"cost": drawn}
 
 
-def shown_points(comparison: Compared) -> list[int]:
+def shown_points(comparison: "Comparison") -> list[int]:
     """The places, among the kept test points, of those that figures show one by one."""
     if comparison.reference is None:
         return []
@@ -218,7 +215,7 @@ def shown_points(comparison: Compared) -> list[int]:
     return sorted({place // outputs for place in plots.chosen_points(draws, _POINTS)})
 
 
-def _functions(comparison: Compared) -> Draws:
+def _functions(comparison: "Comparison") -> Draws:
     """Draws of each function; of two classes, those of the second's probability."""
     functions = {name: evaluation.function for name, evaluation in comparison.evaluations.items()}
     if comparison.task == "classification" and next(iter(functions.values())).shape[-1] == 2:
@@ -226,11 +223,11 @@ def _functions(comparison: Compared) -> Draws:
     return functions
 
 
-def alternative(name: str, comparison: Compared) -> str:
+def alternative(name: str, comparison: "Comparison") -> str:
     """The alternative text of a figure; that of "cost" holds its numbers."""
     if name != "cost":
         return _DESCRIPTIONS[name]
-    known = [row for row in comparison.rows if DISTANCE in row and row.get("seconds")]
+    known = [row for row in comparison.numbers().values() if DISTANCE in row and row.get("seconds")]
     told = "; ".join(
         f"{row['posterior']} {number(row[DISTANCE], 2)} after {number(row['seconds'], 2)} s"
         for row in sorted(known, key=lambda row: row[DISTANCE])
@@ -242,7 +239,7 @@ def alternative(name: str, comparison: Compared) -> str:
 
 
 def _latents(
-    comparison: Compared, posteriors: Mapping[str, Any], scales: Mapping[str, float]
+    comparison: "Comparison", posteriors: Mapping[str, Any], scales: Mapping[str, float]
 ) -> dict[str, Draws]:
     """Draws ``(S,)`` of each posterior's latents that are single numbers."""
     found = {}
@@ -287,7 +284,7 @@ def _in_units(site: str, scales: Mapping[str, float]) -> str:
 
 
 def _chains(
-    comparison: Compared,
+    comparison: "Comparison",
     functions: Draws,
     posteriors: Mapping[str, Any],
     points: Sequence[str],

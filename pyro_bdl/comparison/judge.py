@@ -9,17 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pyro_bdl import metrics
-from pyro_bdl.comparison.determined import reading
-from pyro_bdl.comparison.evaluation import Evaluation
-from pyro_bdl.metrics.distances import wasserstein1_by_chance
+from pyro_bdl.comparison.costs import GAMMA_NEARLY_ALL, GAMMA_NEARLY_NONE
+from pyro_bdl.comparison.evaluate import Evaluation
 from pyro_bdl.utils.tables import Column, listed, with_error
 
 Row = Mapping[str, Any]
 
 # The limits. Convergence has its own, by the length of the chains: ``limit_of_rhat``.
 ERRORS = 2.0  # standard errors that count as a difference
-BY_CHANCE = 2.5  # likewise, Monte Carlo errors by which equal posteriors may differ
 NEAR = 0.5  # largest distance of a usable posterior, in distances of a point at the mean
 RESOLVED = 0.25  # largest distance that draws may leave open to call anything alike, likewise
 SD = math.log(1.25)  # |log| of an sd ratio that counts as agreement
@@ -43,18 +40,23 @@ COLUMN = Column(
     "half as far from it as a point at its mean; far: farther; undecided: the draws are too few to "
     "say. Without a reference, by NLPD, alike: cannot be told from the best; worse: can be.",
 )
-_CRITERIA = {
-    DISTANCE: "Ranked by the Wasserstein-1 distance of the function to {reference}, averaged over "
-    "the test points. Alike: no farther than draws of an equal posterior may be by chance, where "
-    "these resolve a quarter of the distance of a point at {reference}'s mean. Usable: at most "
-    "half as far as that point. Far: farther. Undecided: the draws are too few to say.",
-    SCORE: "Ranked by NLPD on the test data, since there is no reference. Alike: within two "
-    "standard errors (of the paired difference over the test points) of the best. Worse: beyond "
-    "them.",
-}
+BY_DISTANCE = (
+    "Ranked by the Wasserstein-1 distance of the function to {reference}, averaged over the test "
+    "points. Alike: no farther than draws of an equal posterior may be by chance, where these "
+    "resolve a quarter of the distance of a point at {reference}'s mean. Usable: at most half as "
+    "far as that point. Far: farther. Undecided: the draws are too few to say."
+)
+BY_SCORE = (
+    "Ranked by NLPD on the test data, since there is no reference. Alike: within two standard "
+    "errors (of the paired difference over the test points) of the best. Worse: beyond them."
+)
+# The three sentences of the answer.
+_CLOSEST = "{begin}{names} {verb} the closest{to}, at W1 {distance} (the draws resolve {resolved}; "
+_CHEAPER = "For {share} % of {reference}'s time, {name} is {group}, at W1 {distance:.2g}{brief}."
+_FAR = "Far from it: {names}."
 _REGIONS = {
-    "between": "between the training data",
-    "beyond": "beyond the training data",
+    "_between": "between the training data",
+    "_beyond": "beyond the training data",
     "": "on average",
 }
 _LONGER = (
@@ -73,29 +75,21 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True)
 class Judgment:
-    """One posterior's place.
+    """What the numbers say about a posterior.
 
-    :param posterior: its name.
-    :param group: ``"alike"``, ``"usable"``, ``"undecided"`` or ``"far"``; without a reference
-        ``"alike"``, ``"worse"`` or ``"undecided"``.
+    :param group: ``"alike"``, ``"usable"``, ``"undecided"`` or ``"far"``, for the reference
+        ``"reference"``; without a reference ``"alike"``, ``"worse"`` or ``"undecided"``.
     :param reasons: what its numbers say, the gravest first.
-    :param distance: the Wasserstein-1 distance of the function's distributions from the reference,
-        averaged over the test points, in their units; without a reference the NLPD.
-    :param error: its Monte Carlo standard error; of the NLPD the standard error, over the test
-        points, of the difference from the best. NaN if unknown.
-    :param resolution: the distance up to which an equal posterior may be by chance; NaN if unknown.
-    :param seconds: wall-clock time of the fit; None if unknown.
-    :param time: seconds divided by the reference's; None if unknown.
     """
 
-    posterior: str
     group: str
     reasons: tuple[Reason, ...]
-    distance: float
-    error: float
-    resolution: float = math.nan
-    seconds: float | None = None
-    time: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """The reasons as one sentence."""
+        begin = "the reference: " if self.group == REFERENCE else ""
+        return begin + "; ".join(reason.words for reason in self.reasons)
 
     @property
     def fault(self) -> str:
@@ -103,100 +97,56 @@ class Judgment:
         return next((reason.fault for reason in self.reasons if reason.fault), "other shape")
 
 
-@dataclass(frozen=True)
-class Ranking:
-    """The posteriors in order, the closest to the reference first.
-
-    :param by: key of the ranked number in the rows: ``"wasserstein"``, or that of the NLPD without
-        a reference.
-    :param rows: the places; the reference itself has none.
-    :param point: the distance of a point at the reference's mean, a scale for the others.
-    :param reference: name of the reference; None without one.
-    """
-
-    by: str = DISTANCE
-    rows: tuple[Judgment, ...] = ()
-    point: float = math.nan
-    reference: str | None = None
-
-    @property
-    def criteria(self) -> str:
-        """The criteria of the groups, in words."""
-        by = SCORE if self.reference is None else DISTANCE
-        return _CRITERIA[by].format(reference=in_words(self.reference or ""))
-
-    def names(self, *groups: str) -> list[str]:
-        """Names of the posteriors in some groups, in order; all without an argument."""
-        return [row.posterior for row in self.rows if not groups or row.group in groups]
-
-    def group_of(self, posterior: str) -> str | None:
-        """The group of a posterior; None if it has no place, as the reference."""
-        return {row.posterior: row.group for row in self.rows}.get(posterior)
-
-    def ordered(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows of the table in this order, with their groups; the reference comes first."""
-        places = {name: place for place, name in enumerate(self.names())}
-        found = sorted(rows, key=lambda row: places.get(row["posterior"], -1))
-        return [row | {"group": self.group_of(row["posterior"]) or REFERENCE} for row in found]
-
-
 def judge(
-    rows: Sequence[Row],
+    rows: Mapping[str, Row],
     evaluations: Mapping[str, Evaluation],
-    *,
     reference: str | None,
-    points: int,
+    *,
+    point: float = math.nan,
     score: str = SCORE,
-) -> Ranking:
-    """Groups and reasons of all posteriors, by their distance d to the reference.
+) -> dict[str, Judgment]:
+    """Groups and reasons of all posteriors, the reference first, then the closest.
 
-    Draws of an equal posterior are by chance as far as ``wasserstein1_by_chance`` of the effective
-    draws of both. With e the Monte Carlo error of d, and d_0 the distance of a point at the
+    With the distance d to the reference, its Monte Carlo error e, the distance r that draws of an
+    equal posterior may have by chance (``resolution``), and the distance d_0 of a point at the
     reference's mean::
 
-        resolution r = chance + 2.5 e
         alike: d <= r <= d_0 / 4    usable: r < d <= d_0 / 2 - 2 e    far: d > r, d_0 / 2 + 2 e
 
     All others are undecided. Without a reference they are ranked by NLPD, and those without one
     stand last.
 
-    :param rows: the rows of the table.
-    :param evaluations: the posteriors by name.
-    :param points: number of test points, which determines the error of a coverage.
+    :param rows: the numbers of each posterior.
+    :param evaluations: the posteriors.
+    :param point: d_0.
     :param score: key of the NLPD that predictions are compared by.
     """
-    own = {row["posterior"]: row for row in rows}
-    base = own.get(reference)
-    said = {name: reasons(row, base, points, score) for name, row in own.items()}
-    found = []
-    if base is None:
-        for name, row, gap, error in _by_score(rows, evaluations, score):
-            group = UNDECIDED if math.isnan(gap + error) else ALIKE
-            group = WORSE if gap > ERRORS * error else group
-            number = _number(row, score)
-            found.append(
-                Judgment(name, group, said[name], number, error, seconds=row.get("seconds"))
-            )
-        return Ranking(score, tuple(found))
-    theirs = evaluations[base["posterior"]]
-    point = float(
-        metrics.wasserstein1(theirs.function.double().mean(0, keepdim=True), theirs.function)
-    )
-    for name, row in own.items():
-        if name == reference:
-            continue
-        sizes = evaluations[name].effective, theirs.effective
-        distance, error = row[DISTANCE], _number(row, f"{DISTANCE}_se")
-        resolution = wasserstein1_by_chance(theirs.function, *sizes) + BY_CHANCE * error
-        group = _group(distance, error, resolution, point)
-        seconds, base_seconds = row.get("seconds"), base.get("seconds")
-        time = seconds / base_seconds if seconds is not None and base_seconds else None
-        found.append(Judgment(name, group, said[name], distance, error, resolution, seconds, time))
-    found.sort(key=lambda row: row.distance)
-    return Ranking(DISTANCE, tuple(found), point, reference)
+    base = None if reference is None else rows[reference]
+    points = next(iter(evaluations.values())).rows
+    key = SCORE if base is None else DISTANCE
+    key = score if base is None else key
+    names = sorted(rows, key=lambda name: (name != reference, _known(rows[name], key)))
+    found = {}
+    for name in names:
+        row = rows[name]
+        if base is None:
+            group = _group_by_score(evaluations[name], evaluations[names[0]], score)
+        else:
+            group = REFERENCE if name == reference else _group(row, point)
+        other = None if name == reference else base
+        found[name] = Judgment(group, reasons(row, other, points, score))
+    return found
 
 
-def _group(distance: float, error: float, resolution: float, point: float) -> str:
+def _known(row: Row, key: str) -> float:
+    """A number to sort by: the largest if it is unknown."""
+    value = _number(row, key)
+    return math.inf if math.isnan(value) else value
+
+
+def _group(row: Row, point: float) -> str:
+    distance, error = _number(row, DISTANCE), _number(row, f"{DISTANCE}_se")
+    resolution = _number(row, "resolution")
     if math.isnan(resolution):
         return UNDECIDED
     if distance <= resolution:
@@ -206,18 +156,18 @@ def _group(distance: float, error: float, resolution: float, point: float) -> st
     return FAR if distance - ERRORS * error > NEAR * point else UNDECIDED
 
 
-def _by_score(
-    rows: Sequence[Row], evaluations: Mapping[str, Evaluation], score: str
-) -> Iterable[tuple[str, Row, float, float]]:
-    """Name, row, difference from the best NLPD and its error; first the best, last those without
-    an NLPD."""
-    known = sorted((row for row in rows if score in row), key=lambda row: row[score])
-    for row in known:
-        best, own = (evaluations[at["posterior"]].points[score] for at in (known[0], row))
-        yield row["posterior"], row, *own.difference(best)
-    for row in rows:
-        if score not in row:
-            yield row["posterior"], row, math.nan, math.nan
+def _group_by_score(evaluation: Evaluation, best: Evaluation, score: str) -> str:
+    if score not in evaluation.points:
+        return UNDECIDED
+    gap, error = evaluation.points[score].difference(best.points[score])
+    if math.isnan(gap + error):
+        return UNDECIDED
+    return WORSE if gap > ERRORS * error else ALIKE
+
+
+def criteria(reference: str | None) -> str:
+    """The criteria of the groups, in words."""
+    return BY_SCORE if reference is None else BY_DISTANCE.format(reference=in_words(reference))
 
 
 def in_words(reference: str) -> str:
@@ -229,13 +179,12 @@ def doubts(name: str, row: Row) -> list[str]:
     """A sentence on why a reference is in doubt: its chains disagree or diverge, or are too short
     to say."""
     found, needed = [], []
-    if "rhat" in row:
-        rhat, limit = row["rhat"], row["rhat_limit"]
-        if math.isnan(rhat):
-            found.append("R-hat is unknown, which needs two chains of 4 draws")
-        elif rhat > limit:
-            found.append(f"R-hat is {rhat:.3f} in function space, above {limit:.4g}")
-        needed += [_LONGER] if found else []
+    rhat, limit = _number(row, "rhat"), _number(row, "rhat_limit")
+    if not math.isnan(limit) and not rhat <= limit:
+        unknown = "R-hat is unknown, which needs two chains of 4 draws"
+        known = f"R-hat is {rhat:.3f} in function space, above {limit:.4g}"
+        found.append(unknown if math.isnan(rhat) else known)
+        needed.append(_LONGER)
     if _number(row, "divergent") > DIVERGENT:
         found.append(f"{100 * row['divergent']:.2g} % of its draws diverged")
         needed.append(_SMALLER)
@@ -253,28 +202,18 @@ def doubts(name: str, row: Row) -> list[str]:
 def reasons(row: Row, reference: Row | None, points: int, score: str = SCORE) -> tuple[Reason, ...]:
     """What the numbers of a posterior say, the gravest first.
 
-    :param row: its row of the table.
-    :param reference: the row of the reference; None without one.
+    :param row: its numbers.
+    :param reference: those of the reference; None without one, and of the reference itself.
     :param points: number of test points.
     :param score: key of the NLPD that predictions are compared by.
     """
     found: list[Reason | None] = []
-    if reference is not None and row["posterior"] != reference["posterior"]:
-        found += [
-            _predictions(row, score),
-            _spread(row),
-            _center(row),
-            _left_out(row, reference),
-        ]
+    if reference is not None:
+        found = [_predictions(row, score), _spread(row), _center(row), _left_out(row, reference)]
     found += [_coverage(row, points), _convergence(row)]
     known = [reason for reason in found if reason is not None] or [_calibrated(row, points)]
-    of_parameters = reading(row)
-    return (*known, *([Reason(of_parameters)] if of_parameters else []))
-
-
-def verdict(found: Iterable[Reason]) -> str:
-    """The reasons as one sentence."""
-    return "; ".join(reason.words for reason in found)
+    gamma = _parameters(row)
+    return (*known, Reason(gamma)) if gamma else tuple(known)
 
 
 def _is_clear(deviation: float, error: float, band: float) -> bool:
@@ -299,8 +238,8 @@ def _spread(row: Row) -> Reason | None:
         words = "the function has no spread where the reference's has: overconfident about it"
         return Reason(words, "no spread")
     region = _worst_region(row)
-    key = f"sd_ratio_{region}" if region else "sd_ratio"
-    ratio, error, near = row[key], _number(row, f"{key}_se"), _number(row, "sd_ratio_near")
+    ratio, error = _number(row, f"sd_ratio{region}"), _number(row, f"sd_ratio{region}_se")
+    near = _number(row, "sd_ratio_near")
     whose = f"the function's sd {_REGIONS[region]} is {_digits(ratio)} times the reference's"
     ratio = max(ratio, SD_NONE)
     deviation = abs(math.log(ratio))
@@ -309,11 +248,10 @@ def _spread(row: Row) -> Reason | None:
         return Reason(f"{whose}, {unknown}: undecided")
     if deviation <= SD:
         return Reason(f"{whose}: much alike")
-    beside = " there" if region else ""
-    beside += f" ({_digits(near)} times near them)" if region and not math.isnan(near) else ""
-    if ratio < 1:
-        return Reason(f"{whose}: overconfident about the function{beside}", "too narrow")
-    return Reason(f"{whose}: underconfident about the function{beside}", "too wide")
+    where = " there" if region else ""
+    where += f" ({_digits(near)} times near them)" if region and not math.isnan(near) else ""
+    word, fault = ("over", "too narrow") if ratio < 1 else ("under", "too wide")
+    return Reason(f"{whose}: {word}confident about the function{where}", fault)
 
 
 def _worst_region(row: Row) -> str:
@@ -322,14 +260,13 @@ def _worst_region(row: Row) -> str:
     near = _number(row, "sd_ratio_near")
     near = math.log(near) if near > 0 else 0.0
     found = {}
-    for region in ("between", "beyond"):
-        ratio, error = _number(row, f"sd_ratio_{region}"), _number(row, f"sd_ratio_{region}_se")
+    for region in ("_between", "_beyond"):
+        ratio, error = _number(row, f"sd_ratio{region}"), _number(row, f"sd_ratio{region}_se")
         if math.isnan(ratio):
             continue
-        ratio = max(ratio, SD_NONE)
-        off = math.log(ratio)
+        off = math.log(max(ratio, SD_NONE))
         more = math.copysign(1, off) * (off - near) > SD_APART
-        if more and abs(off) > SD and _is_clear(abs(off), error / ratio, SD):
+        if more and abs(off) > SD and _is_clear(abs(off), error / max(ratio, SD_NONE), SD):
             found[region] = abs(off)
     return max(found, key=lambda region: found[region], default="")
 
@@ -348,7 +285,7 @@ def _center(row: Row) -> Reason | None:
 def _left_out(row: Row, reference: Row) -> Reason | None:
     """A difference in elpd, where no k-hat is too high for it."""
     gap, error = _number(row, "elpd_diff"), _number(row, "elpd_diff_se")
-    if not abs(gap) > ERRORS * error or row.get("high_k") or reference.get("high_k"):
+    if not abs(gap) > ERRORS * error or any(_number(r, "high_k") > 0 for r in (row, reference)):
         return None
     word = "better" if gap > 0 else "worse"
     words = f"it predicts left-out data {word} than the reference, by {abs(gap):.1f} ± {error:.1f}"
@@ -382,137 +319,163 @@ def _interval(share: float, points: str) -> str:
 
 
 def _convergence(row: Row) -> Reason | None:
-    if "rhat" not in row:
+    rhat, limit, size = (_number(row, key) for key in ("rhat", "rhat_limit", "ess_low"))
+    if math.isnan(limit):
         return None
-    rhat, size, count = row["rhat"], _number(row, "ess_low"), row.get("divergences")
     if math.isnan(rhat):
         text = "convergence unknown: R-hat needs two chains of 4 draws"
     else:
-        state = "converged" if rhat <= row["rhat_limit"] else "not converged"
+        state = "converged" if rhat <= limit else "not converged"
         text = f"{state} (R-hat {rhat:.3f} in function space)"
     text += "" if math.isnan(size) else f", ESS at least {size:.0f}"
-    if count is not None:
-        text += f", {count or 'no'} divergence{'' if count == 1 else 's'}"
-    if rhat > row["rhat_limit"]:
-        text += ": it needs longer warm-up and more draws"
-    if _number(row, "divergent") > DIVERGENT:
-        text += ": draws may miss parts"
+    count = _number(row, "divergences")
+    if not math.isnan(count):
+        text += f", {count:.0f} divergence" if count else ", no divergence"
+        text += "" if count == 1 else "s"
+    text += ": it needs longer warm-up and more draws" if rhat > limit else ""
+    text += ": draws may miss parts" if _number(row, "divergent") > DIVERGENT else ""
     return Reason(text)
+
+
+def _parameters(row: Row) -> str:
+    """A clause on the number of parameters that the data determine if it is high or low.
+
+    A gamma near P means that all parameters are in use, so that more units may be worth a try. A
+    small gamma is one that is small beside both P and the number of data, which it cannot exceed
+    by much.
+    """
+    gamma, latents = _number(row, "gamma"), _number(row, "latents")
+    share = f"the data determine {gamma:.3g} of {latents:.0f} parameters, nearly"
+    if gamma >= GAMMA_NEARLY_ALL * latents:
+        return f"{share} all: the network may be too small"
+    data = _number(row, "fitted")
+    if gamma <= GAMMA_NEARLY_NONE * min(latents, latents if math.isnan(data) else data):
+        return f"{share} none: the prior decides"
+    return ""
 
 
 # ------------------------------------------------------------------------------------ answer
 
 
-def answer(ranking: Ranking, warnings: Sequence[str] = ()) -> str:
+def answer(
+    rows: Mapping[str, Row],
+    judgments: Mapping[str, Judgment],
+    reference: str | None,
+    *,
+    point: float = math.nan,
+    doubtful: bool = False,
+    score: str = SCORE,
+) -> str:
     """The closest, the cheapest and the ones to avoid, in two or three sentences.
 
-    :param ranking: the order of the posteriors.
-    :param warnings: reasons not to trust the reference.
+    :param rows: the numbers of each posterior.
+    :param judgments: of all, in order.
+    :param point: the distance of a point at the reference's mean.
+    :param doubtful: whether there are reasons not to trust the reference.
+    :param score: see ``judge``.
     """
-    if not ranking.rows:
+    names = [name for name in judgments if name != reference]
+    if not names:
         return ""
-    if ranking.reference is None:
-        return " ".join(_answer_by_score(ranking.rows))
-    reference = in_words(ranking.reference)
-    sentences = []
-    if warnings:
-        sentences.append(f"{reference} is in doubt, so that what follows may change.")
-    scale = f"a point at {reference}'s mean has {ranking.point:.2g}"
-    best, closest = _closest(reference, ranking.rows, scale)
-    sentences.append(closest)
-    times = [row for row in ranking.rows if row.time is not None and row.group in (ALIKE, USABLE)]
-    quick = min(times, key=_time, default=best)
-    if times and _time(quick) >= 1:
-        sentences.append(_none_faster(reference, ranking.rows))
-    elif quick is not best and _time(quick) <= QUICK * _time(best):
-        brief = "" if scale in closest else f" ({scale})"
-        sentences.append(
-            f"For {_share_of(_time(quick), reference)}, {quick.posterior} is {quick.group}, at W1 "
-            f"{quick.distance:.2g}{brief}."
+    if reference is None:
+        return " ".join(_answer_by_score(rows, judgments, score))
+    whose = in_words(reference)
+    group = {name: judgments[name].group for name in names}
+    base = _number(rows[reference], "seconds")
+    time = {name: _number(rows[name], "seconds") / base if base > 0 else math.nan for name in names}
+    sentences = [f"{whose} is in doubt, so that what follows may change."] if doubtful else []
+    scale = f"a point at {whose}'s mean has {point:.2g})"
+    alike = [name for name in names if group[name] == ALIKE]
+    if alike:
+        best = min(alike, key=lambda name: _known(time, name))
+        several = f"; the fastest of them, {best}, took" if len(alike) > 1 else ", in"
+        taken = "" if math.isnan(time[best]) else f"{several} {_share(time[best], 'its')}"
+        sentences.append(f"{listed(alike)} cannot be told from {whose}{taken}.")
+    else:
+        best = names[0]
+        none = group[best] == FAR
+        same = [name for name in names if not _is_apart(rows[best], rows[name])]
+        resolved = _number(rows[best], "resolution")
+        text = _CLOSEST.format(
+            begin=f"None comes near {whose}: " if none else "",
+            names=listed(same),
+            verb="is" if len(same) == 1 else "are",
+            to="" if none else f" to {whose}",
+            distance=_range([_number(rows[name], DISTANCE) for name in same]),
+            resolved="an unknown distance" if math.isnan(resolved) else f"{resolved:.2g}",
         )
+        known = group[best] == USABLE and not math.isnan(time[best])
+        taken = f", in {_share(time[best], 'its')}" if known else ""
+        sentences.append(f"{text}{scale}{taken}.")
+    cheap = [name for name in names if group[name] in (ALIKE, USABLE) and time[name] == time[name]]
+    quick = min(cheap, key=lambda name: time[name], default=best)
+    if cheap and time[quick] >= 1:
+        open_ = [name for name in names if group[name] == UNDECIDED and time[name] < 1]
+        known_to = "usable"
+        if open_:
+            known_to = f"known to be usable (of {listed(open_)} the draws are too few to say)"
+        sentences.append(f"None that is faster than {whose} is {known_to}.")
+    elif quick != best and time[quick] <= QUICK * _known(time, best):
+        sentences.append(
+            _CHEAPER.format(
+                share=_percent(time[quick]), reference=whose, name=quick, group=group[quick],
+                distance=_number(rows[quick], DISTANCE), brief=f" ({scale}" if alike else "",
+            )
+        )  # fmt: skip
     faults: dict[str, list[str]] = {}
-    for row in ranking.rows:
-        if row.group == FAR:
-            faults.setdefault(row.fault, []).append(row.posterior)
+    for name in names:
+        if group[name] == FAR:
+            faults.setdefault(judgments[name].fault, []).append(name)
     if faults:
-        parts = [f"{listed(names, MOST_NAMES)} ({fault})" for fault, names in faults.items()]
-        sentences.append(f"Far from it: {'; '.join(parts)}.")
+        parts = (f"{listed(far, MOST_NAMES)} ({fault})" for fault, far in faults.items())
+        sentences.append(_FAR.format(names="; ".join(parts)))
     return " ".join(sentences)
 
 
-def _closest(reference: str, rows: Sequence[Judgment], scale: str) -> tuple[Judgment, str]:
-    """The fastest of those that are alike, or else the closest, and a sentence on it."""
-    alike = [row for row in rows if row.group == ALIKE]
-    if alike:
-        best = min(alike, key=_time)
-        text = f"{listed([row.posterior for row in alike])} cannot be told from {reference}"
-        if best.time is not None:
-            several = f"; the fastest of them, {best.posterior}, took" if len(alike) > 1 else ", in"
-            text += f"{several} {_share_of(best.time, 'its')}"
-        return best, f"{text}."
-    first = rows[0]
-    same = [row for row in rows if not _is_apart(first, row)]
-    verb = "is" if len(same) == 1 else "are"
-    begin = f"None comes near {reference}: " if first.group == FAR else ""
-    text = f"{begin}{listed([row.posterior for row in same])} {verb} the closest"
-    text += "" if begin else f" to {reference}"
-    unknown = math.isnan(first.resolution)
-    resolved = "an unknown distance" if unknown else f"{first.resolution:.2g}"
-    text += f", at W1 {_range([row.distance for row in same])} (the draws resolve {resolved}; "
-    text += f"{scale})"
-    if first.group == USABLE and first.time is not None:
-        text += f", in {_share_of(first.time, 'its')}"
-    return first, f"{text}."
-
-
-def _none_faster(reference: str, rows: Sequence[Judgment]) -> str:
-    unknown = [row.posterior for row in rows if row.group == UNDECIDED and _time(row) < 1]
-    text = f"None that is faster than {reference} is"
-    if unknown:
-        return f"{text} known to be usable (of {listed(unknown)} the draws are too few to say)."
-    return f"{text} usable."
-
-
-def _answer_by_score(rows: Sequence[Judgment]) -> list[str]:
-    if len(rows) == 1:
-        return [f"There is only {rows[0].posterior}, and nothing to compare it with."]
-    alike = [row for row in rows if row.group == ALIKE]
-    worse = [row for row in rows if row.group == WORSE]
+def _answer_by_score(
+    rows: Mapping[str, Row], judgments: Mapping[str, Judgment], score: str
+) -> Iterable[str]:
+    if len(judgments) == 1:
+        return [f"There is only {next(iter(judgments))}, and nothing to compare it with."]
+    alike, worse = (
+        [name for name, judgment in judgments.items() if judgment.group == group]
+        for group in (ALIKE, WORSE)
+    )
     if not alike:
         return []
-    names = listed([row.posterior for row in alike])
-    said = f"{names} predicts the test data best by NLPD."
+    sentences = [f"{listed(alike)} predicts the test data best by NLPD."]
     if len(alike) > 1:
-        said = f"{names} predict the test data alike: their NLPDs differ by less than two standard "
-        said += "errors from the best."
-    sentences = [said]
-    times = [row for row in alike if row.seconds is not None]
+        sentences = [
+            f"{listed(alike)} predict the test data alike: their NLPDs differ by less than two "
+            "standard errors from the best."
+        ]
+    times = {name: t for name in alike if (t := _number(rows[name], "seconds")) == t}
     if len(times) > 1:
-        quick = min(times, key=lambda row: row.seconds or 0.0)
-        sentences.append(f"{quick.posterior} is the fastest of them ({quick.seconds:.2g} s).")
+        quick = min(times, key=lambda name: times[name])
+        sentences.append(f"{quick} is the fastest of them ({times[quick]:.2g} s).")
     if worse:
-        gaps = [row.distance - rows[0].distance for row in worse]
-        names = listed([row.posterior for row in worse], MOST_NAMES)
+        best = _number(rows[alike[0]], score)
+        gaps = _range([_number(rows[name], score) - best for name in worse])
         verb = "predicts" if len(worse) == 1 else "predict"
-        sentences.append(f"{names} {verb} worse, by {_range(gaps)} nats per datum.")
+        names = listed(worse, MOST_NAMES)
+        sentences.append(f"{names} {verb} worse, by {gaps} nats per datum.")
     return [*sentences, "Without a reference it is not known how near they are to the posterior."]
 
 
 # -------------------------------------------------------------------------------------- words
 
 
-def _is_apart(a: Judgment, b: Judgment) -> bool:
-    return abs(a.distance - b.distance) > ERRORS * math.hypot(a.error, b.error)
+def _is_apart(a: Row, b: Row) -> bool:
+    error = math.hypot(*(_number(row, f"{DISTANCE}_se") for row in (a, b)))
+    return abs(_number(a, DISTANCE) - _number(b, DISTANCE)) > ERRORS * error
 
 
-def _time(row: Judgment) -> float:
-    return math.inf if row.time is None else row.time
+def _percent(time: float) -> str:
+    return f"{100 * time:.0f}" if time >= 0.01 else f"{100 * time:.1g}"
 
 
-def _share_of(time: float, whose: str) -> str:
-    whose = whose if whose == "its" else f"{whose}'s"
-    percent = f"{100 * time:.0f}" if time >= 0.01 else f"{100 * time:.1g}"
-    return f"{percent} % of {whose} time" if time < 1.5 else f"{time:.2g} times {whose} time"
+def _share(time: float, whose: str) -> str:
+    return f"{_percent(time)} % of {whose} time" if time < 1.5 else f"{time:.2g} times {whose} time"
 
 
 def _range(values: Sequence[float]) -> str:

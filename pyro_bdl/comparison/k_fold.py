@@ -1,20 +1,17 @@
 """K-fold cross-validation: posteriors fitted again without a part of the data."""
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bdl.comparison.held_out import Test
-from pyro_bdl.comparison.program_sites import read_program, stated_num_data
-from pyro_bdl.comparison.scores import check_draws
+from pyro_bdl.comparison.observe import log_densities, read_kind
 from pyro_bdl.diagnostics.loo import log_mean_exp, standard_error
 from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
-from pyro_bdl.program.batches import as_dicts, device_of_rows
+from pyro_bdl.program.batches import as_dicts, device_of_rows, leading_size, taken
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
@@ -76,49 +73,41 @@ def k_fold(
     Source: Vehtari, Gelman, Gabry (2017), Practical Bayesian model evaluation using leave-one-out
     cross-validation and WAIC, section 2.3.
     """
-    rows = Test(tuple(map(as_dicts, data[:-1])), as_dicts(data[-1]))
-    device = device_of_rows(data)
-    if not 2 <= folds <= rows.rows:
-        raise ValueError(f"folds must lie between 2 and the {rows.rows} rows, got {folds}")
+    args, device = tuple(map(as_dicts, data)), device_of_rows(data)
+    rows = leading_size(args)
+    if not 2 <= folds <= rows:
+        raise ValueError(f"folds must lie between 2 and the {rows} rows, got {folds}")
     with seeded(seed):
-        order = torch.randperm(rows.rows, device="cpu")
-    fold = torch.empty(rows.rows, dtype=torch.int64, device="cpu")
-    fold[order] = torch.arange(rows.rows, device="cpu") % folds
-    pointwise = torch.zeros(rows.rows, dtype=torch.float64, device=device)
+        order = torch.randperm(rows, device="cpu")
+    fold = torch.empty(rows, dtype=torch.int64, device="cpu")
+    fold[order] = torch.arange(rows, device="cpu") % folds
+    pointwise = torch.zeros(rows, dtype=torch.float64, device=device)
     for k in shown(range(folds), "folds", progress):
-        known, held = (rows.part(m.nonzero().flatten().to(device)) for m in (fold != k, fold == k))
+        train, held = (
+            taken(args, m.nonzero().flatten().to(device)) for m in (fold != k, fold == k)
+        )
         with seeded(seed):
-            model, posterior = fit(*known.given())
+            model, posterior = fit(*train)
             found = _log_density(model, posterior, held, num_samples)
         pointwise[(fold == k).to(device)] = found.to(pointwise)
     return KFold(float(pointwise.sum()), standard_error(pointwise), pointwise, fold)
 
 
-def _as_one(
-    model: Callable, posterior: Any, test: Test, densities: Mapping[str, Tensor]
-) -> Iterable[Tensor]:
-    """The density of one observed site, or of several sites together."""
-    if len(densities) == 1:
-        return densities.values()
-    several = read_program(model, test, {"the posterior": posterior}).several
-    if several is None or not several.by_rows:
-        raise ValueError(
-            "k_fold leaves out rows, and the observed sites "
-            f"{', '.join(map(repr, densities))} have no common plate with a cell for each row"
-        )
-    return [several.densities(densities)]
-
-
 @torch.no_grad()
-def _log_density(model: Callable, posterior: Any, test: Test, num_samples: int) -> Tensor:
+def _log_density(model: Callable, posterior: Any, args: tuple, num_samples: int) -> Tensor:
     """log E p(y_n | w) of each row, ``(N,)``."""
-    kind: Any = LinearizedPredictive if is_linear(posterior) else Predictive
-    predictive = kind(model, posterior, None if isinstance(posterior, Samples) else num_samples)
-    size = min(test.rows, stated_num_data(model) or math.inf)
-    found = []
-    for start in range(0, test.rows, int(size)):
-        part = test.part(slice(start, start + int(size)))
-        (density,) = _as_one(model, posterior, part, predictive.log_likelihood(*part.given()))
-        check_draws("log likelihoods", density.isnan())
-        found.append(log_mean_exp(density.double().reshape(len(density), part.rows, -1).sum(-1).T))
+    kind = read_kind(model, args, posterior)
+    if not kind.by_rows or kind.is_joint:
+        raise ValueError(
+            f"k_fold leaves out rows, and the observed sites {', '.join(map(repr, kind.sites))} "
+            "have no common plate with a cell for each row"
+        )
+    count = None if isinstance(posterior, Samples) else num_samples
+    make: Any = LinearizedPredictive if is_linear(posterior) else Predictive
+    predictive, found = make(model, posterior, count), []
+    size = kind.most_rows or leading_size(args)
+    for start in range(0, leading_size(args), size):
+        part = taken(args, slice(start, start + size))
+        density = log_densities(predictive, kind, part).double()
+        found.append(log_mean_exp(density.reshape(len(density), leading_size(part), -1).sum(-1).T))
     return torch.cat(found)

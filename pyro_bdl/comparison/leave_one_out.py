@@ -2,23 +2,22 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_bdl import diagnostics
-from pyro_bdl.comparison.held_out import Test
 from pyro_bdl.comparison.k_fold import KFold
-from pyro_bdl.comparison.scores import log_likelihood
-from pyro_bdl.comparison.several_sites import Together
+from pyro_bdl.comparison.observe import Kind, log_densities
 from pyro_bdl.diagnostics.loo import LOO, log_mean_exp, standard_error
 from pyro_bdl.diagnostics.subsampled_loo import SubsampledLOO
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import log_densities_of
-from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.predictive.linearized import is_linear
+from pyro_bdl.program.batches import has_rows, leading_size, taken
 from pyro_bdl.program.program import Program
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -74,15 +73,15 @@ FURTHER_COLUMNS = (Column("p_loo", "p", help="Effective number of parameters by 
 
 def leave_one_out(
     model: Callable,
+    kind: Kind,
     posterior: Any,
     samples: Samples,
     predictive: Any,
-    site: str,
-    parts: Sequence[Test],
+    train: tuple,
     *,
     most: int = MOST_LEFT_OUT,
     progress: bool | None = None,
-) -> tuple[LOO | SubsampledLOO, str] | None:
+) -> tuple[LOO | SubsampledLOO | None, str]:
     """elpd_loo of the program under the posterior, and the kind of its draws.
 
     ``draws``: draws of the posterior from Markov chains. ``p / q``: draws of a guide with a
@@ -90,47 +89,40 @@ def leave_one_out(
     of any other guide, treated as draws of the posterior; also draws of a Laplace approximation,
     which is the posterior of the linear model.
 
+    :param kind: what the program observes.
     :param samples: the draws.
     :param predictive: computes the log likelihood at these draws.
-    :param site: the observed site.
-    :param parts: the training data in batches that limit memory.
+    :param train: the program's arguments, with the training data.
     :param most: of more data than this only so many are left out, and the sum over all of them is
         estimated; see ``diagnostics.subsampled_loo``.
     :param progress: show bars.
-    :returns: None for one or a few point masses, for which PSIS-LOO is not possible, and where the
-        data depend on each other through discrete sites, with a warning.
+    :returns: None for one or a few point masses, for which PSIS-LOO is not possible.
     """
-    plain = predictive.predictive if isinstance(predictive, Together) else predictive
-    linear = not isinstance(plain, Predictive)
+    linear = is_linear(posterior) and kind.linear
     if not linear and _number_of_values(samples) < _LEAST_VALUES:
-        return None
-    if not isinstance(predictive, Together):  # whose densities are those of whole data
-        program = Program(model, *parts[0].given())
-        with torch.no_grad():
-            coupled = program.run(program.initial).one_step_ahead()
-        if coupled is not None:
-            warnings.warn(f"{coupled}, and elpd_loo is left out", BdlWarning, stacklevel=2)
-            return None
-    rows, density, total, approximation = _likelihoods(predictive, site, parts, most, progress)
+        return None, ""
+    y = kind.targets(model, train, posterior)
+    parts = [args for args, _ in kind.batches(train, y, _number_of_draws(predictive, samples))]
+    rows, density, total, approximation = _likelihoods(predictive, kind, parts, most, progress)
     draws = density.unflatten(0, (samples.num_chains if isinstance(posterior, Samples) else 1, -1))
-    kind, log_q = PLAIN, None
+    by, log_q = PLAIN, None
     if isinstance(posterior, Samples):
-        kind = EXACT
+        by = EXACT
     elif not linear and not (isinstance(posterior, Guide) and not posterior.has_density):
-        log_p, log_q = _densities(model, posterior, samples, parts[0])
+        log_p, log_q = _densities(model, posterior, samples, train)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)  # the table holds the number of high k-hats
         if log_q is not None:
-            kind = CORRECTED
+            by = CORRECTED
             found = diagnostics.loo_approximate_posterior(
                 draws, (log_p + total)[None], log_q[None], progress=progress
             )
         else:
-            efficiency = None if kind == EXACT else 1.0
+            efficiency = None if by == EXACT else 1.0
             found = diagnostics.loo(draws, r_eff=efficiency, progress=progress)
     if len(rows) == len(approximation):
-        return found, kind
-    return diagnostics.subsampled_loo(found, approximation, rows), kind
+        return found, by
+    return diagnostics.subsampled_loo(found, approximation, rows), by
 
 
 def _left_out_rows(count: int, most: int) -> Tensor:
@@ -142,7 +134,7 @@ def _left_out_rows(count: int, most: int) -> Tensor:
 
 
 def _likelihoods(
-    predictive: Any, site: str, parts: Sequence[Test], most: int, progress: bool | None
+    predictive: Any, kind: Kind, parts: Sequence[tuple], most: int, progress: bool | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The numbers ``(m,)`` of the data that are left out, log p(y_n | draw) of these ``(S, m)``,
     its sum over all data ``(S,)``, and the log of its mean over the draws at all data ``(N,)``; the
@@ -151,11 +143,11 @@ def _likelihoods(
     total: Any = 0.0
     rows: Any = None
     for part in shown(parts, "leave-one-out", progress):
-        found = log_likelihood(predictive, site, part)
+        found = log_densities(predictive, kind, part)
         end = start + found.shape[1]
         if rows is None:  # a row may hold several data, or all rows may be one
-            in_all = sum(other.rows for other in parts)
-            rows = _left_out_rows(found.shape[1] * in_all // part.rows, most)
+            in_all = sum(leading_size(other) for other in parts)
+            rows = _left_out_rows(found.shape[1] * in_all // leading_size(part), most)
         inside = (rows >= start) & (rows < end)
         kept.append(found[:, (rows[inside] - start).to(found.device)])
         found = found.double()
@@ -165,41 +157,38 @@ def _likelihoods(
     return rows, torch.cat(kept, 1), total, torch.cat(means)
 
 
-def withheld(loo: LOO | SubsampledLOO, kind: str) -> str:
-    """The reason why a value of ``leave_one_out`` must not be relied on; empty if there is none."""
-    if kind == PLAIN:
-        return "not refitted"
-    return "k high" if loo.num_bad > _MOST_BAD * loo.pareto_k.numel() else ""
+def scores_of(left_out: LeftOut | None, by: str) -> dict[str, Any]:
+    """The numbers by the keys of the columns; without those that PSIS-LOO does not support.
 
-
-def row_of(left_out: tuple[LOO | SubsampledLOO, str] | KFold | None) -> dict[str, Any]:
-    """The numbers by the keys of the columns; a withheld value is NaN."""
+    :param by: the kind of draws, see ``leave_one_out``.
+    """
     if left_out is None:
         return {}
     if isinstance(left_out, KFold):
         by = f"{left_out.folds} folds"
         return {"elpd_loo": left_out.elpd, "elpd_loo_se": left_out.se, "loo_by": by}
-    loo, kind = left_out
-    reason = withheld(loo, kind)
+    many = left_out.num_bad > _MOST_BAD * left_out.pareto_k.numel()
+    reason = "not refitted" if by == PLAIN else "k high" if many else ""
     if reason:
-        return {
-            "elpd_loo": math.nan, "elpd_loo_se": math.nan, "p_loo": math.nan,
-            "high_k": loo.num_bad, "loo_by": f"withheld, {reason}",
-        }  # fmt: skip
-    error = loo.se
-    if isinstance(loo, SubsampledLOO):
-        error, kind = loo.total_se, f"{kind}, {len(loo.rows)} of {len(loo.approximation)} data"
+        return {"high_k": left_out.num_bad, "loo_by": f"withheld, {reason}"}
+    error = left_out.se
+    if isinstance(left_out, SubsampledLOO):
+        error = left_out.total_se
+        by = f"{by}, {len(left_out.rows)} of {len(left_out.approximation)} data"
     return {
-        "elpd_loo": loo.elpd, "elpd_loo_se": error, "p_loo": loo.p_loo, "high_k": loo.num_bad,
-        "loo_by": kind,
+        "elpd_loo": left_out.elpd, "elpd_loo_se": error, "p_loo": left_out.p_loo,
+        "high_k": left_out.num_bad, "loo_by": by,
     }  # fmt: skip
 
 
-def withheld_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Sentences on the posteriors whose elpd is withheld, and on what would give one."""
+def withheld_notes(scores: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Sentences on the posteriors whose elpd is withheld, and on what would give one.
+
+    :param scores: posterior to its numbers.
+    """
     by: dict[str, list[str]] = {}
-    for row in rows:
-        by.setdefault(str(row.get("loo_by")), []).append(row["posterior"])
+    for name, numbers in scores.items():
+        by.setdefault(str(numbers.get("loo_by")), []).append(name)
     notes = []
     if names := by.get("withheld, k high"):
         notes.append(
@@ -215,6 +204,34 @@ def withheld_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
             f"would be too high. {_AGAIN}"
         )
     return notes
+
+
+def state_of(loo: LeftOut) -> dict[str, Any]:
+    """A result as a tree for a file."""
+    state = dict(vars(loo))
+    if isinstance(loo, SubsampledLOO):
+        state["left_out"] = vars(loo.left_out)
+    return {"class": type(loo).__name__, "fields": state}
+
+
+def of_state(state: Mapping[str, Any]) -> LeftOut:
+    """The result of ``state_of``."""
+    fields = dict(state["fields"])
+    if state["class"] == "SubsampledLOO":
+        fields["left_out"] = LOO(**fields["left_out"])
+    return {"LOO": LOO, "SubsampledLOO": SubsampledLOO, "KFold": KFold}[state["class"]](**fields)
+
+
+def elpd_difference(evaluation: Any, reference: Any) -> dict[str, float]:
+    """elpd minus the reference's with its error, where both are about the posterior itself."""
+    sides = evaluation, reference
+    known = all("elpd_loo" in side.scores for side in sides)
+    if not known or any(str(side.scores["loo_by"]).startswith(CORRECTED) for side in sides):
+        return {}  # p / q is of the exact posterior
+    if not comparable(evaluation.loo, reference.loo):
+        return {}
+    gap, error = difference(evaluation.loo, reference.loo)
+    return {"elpd_diff": gap, "elpd_diff_se": error}
 
 
 def comparable(ours: LeftOut, theirs: LeftOut) -> bool:
@@ -243,17 +260,23 @@ def difference(ours: LeftOut, theirs: LeftOut) -> tuple[float, float]:
 
 @torch.no_grad()
 def _densities(
-    model: Callable, guide: Any, samples: Samples, data: Test
+    model: Callable, guide: Any, samples: Samples, args: tuple
 ) -> tuple[Tensor, Tensor | None]:
     """log p(u) and log q(u) over the unconstrained latents, ``(S,)`` each; log q is None for a
     guide without a density."""
     with evaluation_mode(model, guide):
-        program = Program(model, *data.given())
-        if not any(latent.plates for latent in program.latents.values()):
-            few = data.part(slice(0, 2))  # the prior does not depend on the data
-            program = Program(model, *few.given())
+        program = Program(model, *args)
+        if has_rows((args, {}), leading_size(args)) and not any(
+            latent.plates for latent in program.latents.values()
+        ):
+            few = taken(args, slice(0, 2))  # the prior does not depend on the data
+            program = Program(model, *few)
         log_p, log_q = log_densities_of(program, guide, samples, program.log_prior)
     return log_p.double(), None if log_q is None else log_q.double()
+
+
+def _number_of_draws(predictive: Any, samples: Samples) -> int:
+    return predictive.num_samples or samples.num_chains * samples.num_draws
 
 
 def _number_of_values(samples: Samples) -> int:

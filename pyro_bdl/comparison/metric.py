@@ -150,3 +150,13 @@ def standard_error_of_mean(values: Tensor) -> float:
     if len(values) < 2:
         return math.nan
     return float(values.std()) / math.sqrt(len(values))
+
+
+def evenly(draws: Tensor, chains: int, most: int) -> Tensor:
+    """At most ``most`` draws, evenly spaced, with equally many from each chain."""
+    by_chain = draws.unflatten(0, (chains, -1))
+    total, count = by_chain.shape[1], max(1, most // chains)
+    if total <= count:
+        return draws
+    chosen = (torch.arange(count, device=draws.device) * total) // count
+    return by_chain[:, chosen].flatten(0, 1)

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 from matplotlib.figure import Figure
 
 from pyro_bdl import plots
+from pyro_bdl.comparison import judge
 from pyro_bdl.comparison.captions import CAPTIONS
 from pyro_bdl.comparison.figures import alternative, cost
-from pyro_bdl.comparison.judge import ALIKE, FAR, UNDECIDED, USABLE, WORSE
+from pyro_bdl.comparison.judge import ALIKE, FAR, REFERENCE, UNDECIDED, USABLE, WORSE
+from pyro_bdl.comparison.table import NAME
 from pyro_bdl.report import Further, Picture, notebook_report, write_report
 from pyro_bdl.utils.tables import Column
 
 if TYPE_CHECKING:
-    from pyro_bdl.comparison.result import Comparison
+    from pyro_bdl.comparison.table import Comparison
 
 # Above the table stand the first of these and the first other one.
 _FIRST, _SECOND = "cost", ("bands", "sd_map", "forest", "calibration")
@@ -24,6 +26,7 @@ _MORE = "More figures"
 _SHOWN = ("test data", "distance to")
 _BOUNDS = ("elbo", "log_evidence")
 _GROUPS = {
+    REFERENCE: "The reference",
     ALIKE: "Alike",
     USABLE: "Usable",
     UNDECIDED: "Undecided: too few draws to say",
@@ -35,7 +38,7 @@ _GROUPS = {
 def write_page(
     comparison: "Comparison",
     path: str | Path,
-    figures: Mapping[str, Figure],
+    figures: Mapping[str, Figure] | None = None,
     *,
     title: str = "Posteriors compared",
     about: str = "",
@@ -47,7 +50,8 @@ def write_page(
     """Write the report of a comparison and return its path.
 
     :param path: the HTML file.
-    :param figures: those of ``Comparison.figures``, or some of them.
+    :param figures: those of ``Comparison.figures``, called with names and units of the data; by
+        default without them.
     :param title: heading of the page.
     :param about: a line on the data and the model.
     :param notes: paragraphs below the table, such as units.
@@ -55,8 +59,9 @@ def write_page(
     :param points: the inputs of the test points that figures show, by their names.
     :param further: more tables, after the first.
     """
-    columns = [_placed(column) for column in comparison.columns if column.key != "group"]
-    criteria = comparison.ranking.criteria
+    columns = [_placed(column) for column in _columns(comparison)]
+    figures = comparison.figures() if figures is None else figures
+    criteria = [judge.criteria(comparison.reference)] if comparison.summary else []
     first = [name for name in (_FIRST,) if name in figures]
     first += [name for name in _SECOND if name in figures][:1]
     order = [*first, *(name for name in figures if name not in first)]
@@ -65,10 +70,10 @@ def write_page(
         title=title,
         about=about,
         summary=[comparison.summary] if comparison.summary else [],
-        rows=comparison.rows,
+        rows=list(comparison.numbers().values()),
         ranked=_ranked(comparison),
         columns=sorted(columns, key=lambda column: bool(column.group)),
-        details=comparison.details,
+        details=comparison.table.attrs["details"],
         looks=plots.styles(comparison.evaluations, comparison.reference),
         hidden=[c.group for c in columns if c.group and not c.group.startswith(_SHOWN)],
         verdicts=comparison.verdicts,
@@ -83,18 +88,18 @@ def write_page(
             for name in order
         ],
         further=further,
-        notes=[*notes, *([criteria] if criteria else []), *comparison.notes],
+        notes=[*notes, *criteria, *comparison.notes],
         settings={**({"Test points in the figures": points} if points else {}), **(settings or {})},
     )
 
 
 def fragment(comparison: "Comparison") -> str:
     """The answer, the ranked table and the first picture, as HTML inside another page."""
-    columns = [column for column in comparison.columns if column.key != "group"]
+    columns = _columns(comparison)
     drawn = cost(comparison)
     return notebook_report(
         summary=[comparison.summary] if comparison.summary else [],
-        rows=comparison.rows,
+        rows=list(comparison.numbers().values()),
         columns=[c for c in columns if not c.group or c.group.startswith(_SHOWN)],
         ranked=_ranked(comparison),
         looks=plots.styles(comparison.evaluations, comparison.reference),
@@ -106,13 +111,17 @@ def fragment(comparison: "Comparison") -> str:
     )
 
 
+def _columns(comparison: "Comparison") -> list[Column]:
+    return [NAME, *(c for c in comparison.table.attrs["columns"] if c.key != "group")]
+
+
 def _ranked(comparison: "Comparison") -> list[tuple[str, list[str]]]:
     """The headings of the table's rows, each with its posteriors in order."""
-    found = [("The reference", [comparison.reference])] if comparison.reference else []
-    for group, words in _GROUPS.items():
-        found.append((words, comparison.ranking.names(group)))
-    failed = [name for name in comparison.verdicts if name not in comparison.evaluations]
-    return [*found, ("Not there", failed)]
+    members: dict[str, list[str]] = {group: [] for group in _GROUPS}
+    for name, judgment in comparison.judgments.items():
+        members[judgment.group].append(name)
+    found = [(words, members[group]) for group, words in _GROUPS.items()]
+    return [*found, ("Not there", list(comparison.left_out))]
 
 
 def _placed(column: Column) -> Column:

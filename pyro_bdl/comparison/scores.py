@@ -20,8 +20,7 @@ much memory: their metrics are means over the test points (``over_points``). Num
 target's units.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,13 +28,11 @@ import torch
 from torch import Tensor
 
 from pyro_bdl import metrics
-from pyro_bdl.comparison.held_out import Observation, PredictiveDraws, Test, Units
 from pyro_bdl.comparison.metric import Metric, PointScores, measure, measure_points, of_task
-from pyro_bdl.errors import UnusableDrawsError
+from pyro_bdl.comparison.observe import Block, Kind
 from pyro_bdl.utils.tables import listed
 
-Scores = dict[str, Any]
-
+Inputs = dict[str, tuple[Any, ...]]  # of metrics, by ``of``
 
 # Below this many effective draws the density of a mixture says more about their number.
 FEW_DRAWS = 10
@@ -271,143 +268,94 @@ UNCERTAINTY = (
 SCORES = (*TEST_DATA, *CALIBRATION, *UNCERTAINTY)
 
 
-@dataclass(frozen=True)
-class Predictions:
-    """Predictions for some rows of the test data, in the target's units.
+class Score:
+    """The scores of predictions that come batch by batch.
 
-    :param mean: ``(N, ...)``, the mean prediction; for classes ``(N, C)``, the mean probabilities.
-    :param y: the targets, with the shape of the mean; for classes ``(N,)``, class indices; None
-        where classes and other numbers stand in one mean, whose scores are then left out.
-    :param rows: the number of rows of the test data.
-    :param density: ``(S, N)``, log p(y_n | draw); ``(S, 1)`` for a joint distribution of all rows.
-    :param draws: ``(S, N, ...)``, draws of the target, including noise; None for classes.
-    :param variance: the predictive variance, with the shape of the mean, for Normal observations.
+    :param kind: what the program observes.
     """
 
-    mean: Tensor
-    y: Tensor | None
-    rows: int
-    density: Tensor | None = None
-    draws: Tensor | None = None
-    variance: Tensor | None = None
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self._means: list[Tensor] = []
+        self._targets: list[Tensor] = []
+        self._places: list[Tensor] = []
+        self._values: dict[str, list[Tensor]] = {}
 
-    def inputs(self) -> dict[str, tuple[Any, ...]]:
-        """The inputs of metrics that are computed for one batch of test data at a time."""
-        found: dict[str, tuple[Any, ...]] = {}
-        if self.variance is not None:
-            found["moments"] = (self.mean, self.variance, self.y)
-        if self.density is not None:
-            found["density"] = (self.density, self.rows)
-        if self.draws is not None:
-            found["draws"] = (self.draws, self.y)
-        return found
+    def add(self, block: Block) -> None:
+        """Score a batch."""
+        inputs: dict[str, tuple[Any, ...]] = {}
+        mean, y = block.mean.mean(0), block.y
+        if self.kind.is_normal and block.noise is not None:
+            variance = metrics.variance_parts(block.mean, block.noise).total
+            inputs["moments"] = mean, variance.reshape(mean.shape), y
+        elif self.kind.is_normal and block.draws is not None:
+            inputs["moments"] = mean, block.draws.double().var(0), y
+        if block.log_density is not None:
+            inputs["density"] = block.log_density, block.rows
+        if block.draws is not None and y is not None:
+            inputs["draws"] = block.draws, y
+            self._places.append(metrics.pit(block.draws, y))
+        for key, found in measure_points(SCORES, self.kind.task, inputs).items():
+            self._values.setdefault(key, []).append(found)
+        self._means.append(mean)
+        self._targets += [] if y is None else [y]
 
+    def mean(self) -> Tensor:
+        """The mean predictions."""
+        return torch.cat(self._means)
 
-def score(
-    task: str, parts: Iterable[Predictions]
-) -> tuple[Tensor, Tensor | None, Scores, dict[str, PointScores]]:
-    """Scores of predictions for batches of the test data.
+    def pit(self) -> Tensor | None:
+        """The probability integral transforms; None without draws of the target."""
+        return torch.cat(self._places) if self._places else None
 
-    :returns: the mean predictions, the probability integral transforms (for a regression with
-        draws, else None), the scores and their errors by key, and the scores that are means over
-        the test points with the points' influences.
-    """
-    means, targets, places = [], [], []
-    values: dict[str, list[Tensor]] = {}
-    for part in parts:
-        for key, found in measure_points(SCORES, task, part.inputs()).items():
-            values.setdefault(key, []).append(found)
-        if part.draws is not None and part.y is not None:
-            places.append(metrics.pit(part.draws, part.y))
-        means.append(part.mean)
-        targets += [] if part.y is None else [part.y]
-    mean = torch.cat(means)
-    inputs: dict[str, tuple[Any, ...]] = {"mean": (mean, torch.cat(targets))} if targets else {}
-    pit = torch.cat(places) if places else None
-    if pit is not None:
-        inputs["pit"] = (pit,)
-    of_points = {key: torch.cat(found) for key, found in values.items()}
-    of_points |= measure_points(SCORES, task, inputs)
-    points = {
-        metric.key: PointScores.of(metric, of_points[metric.key])
-        for metric in of_task(SCORES, task)
-        if metric.key in of_points
-    }
-    scores: Scores = {key: found.number for key, found in points.items()}
-    scores |= {f"{key}_se": found.error for key, found in points.items()}
-    return mean, pit, scores | measure(SCORES, task, inputs), points
+    def points(self) -> dict[str, PointScores]:
+        """The scores that are means over the test points."""
+        task = self.kind.task
+        values = {key: torch.cat(found) for key, found in self._values.items()}
+        values |= measure_points(SCORES, task, self._whole())
+        return {
+            metric.key: PointScores.of(metric, values[metric.key])
+            for metric in of_task(SCORES, task)
+            if metric.key in values
+        }
 
+    def numbers(self, inputs: Inputs) -> dict[str, Any]:
+        """All scores and their errors by key.
 
-def predictions(
-    predictive: Any, observation: Observation, parts: Iterable[Test], units: Units
-) -> Iterator[Predictions]:
-    """Yield the predictions of a posterior for one batch of test data after another.
+        :param inputs: inputs of metrics at the kept points.
+        """
+        points = self.points()
+        found: dict[str, Any] = {key: score.number for key, score in points.items()}
+        found |= {f"{key}_se": score.error for key, score in points.items()}
+        return found | measure(SCORES, self.kind.task, self._whole() | inputs)
 
-    :param predictive: a ``Predictive`` or an object with the same methods.
-    :param parts: the test data in batches that limit memory.
-    :param units: units of the target; ignored for classes.
-    """
-    site = observation.site
-    for part in parts:
-        if observation.is_class:
-            mean = predictive.mean(*part.asked())[site]
-            check_draws("class probabilities", ~mean.isfinite())
-            mean = observation.probabilities(mean).mean(0)
-            density = log_likelihood(predictive, site, part)
-            yield Predictions(mean, class_labels(part.y, mean), part.rows, density)
-            continue
-        moments = predictive.draw_moments(*part.asked())[site]
-        mean, variance = moments.mean.mean(0), None
-        if observation.mixed:
-            density = log_likelihood(predictive, site, part)
-            yield Predictions(mean, None, part.rows, density)
-            continue
-        if observation.kind == "Normal":
-            variance = metrics.variance_parts(*moments).total.reshape(mean.shape) * units.scale**2
-        y = _fitting(part.y, mean)
-        density = units.density(log_likelihood(predictive, site, part), y)
-        draws = predictive(*part.asked())[site]
-        check_draws("predictions", draws.isnan())
-        yield Predictions(
-            units.of(mean), units.of(y), part.rows, density, units.of(draws), variance
-        )
+    def _whole(self) -> Inputs:
+        pit = self.pit()
+        found: Inputs = {} if pit is None else {"pit": (pit,)}
+        return found | ({"mean": (self.mean(), torch.cat(self._targets))} if self._targets else {})
 
 
-def known_predictions(
-    draws: PredictiveDraws, y: Tensor, units: Units, *, normal: bool = False
-) -> Predictions:
-    """Predictions of a regression from ``PredictiveDraws``, as far as they are given.
-
-    :param normal: whether the observation is Normal, so that its moments are scored too.
-    """
-    known = draws.function if draws.targets is None else draws.targets
-    mean = known.mean(0)
-    y = _fitting(y, mean)
-    density = None
-    if draws.log_likelihood is not None:
-        density = units.density(draws.log_likelihood.flatten(1), y)
-    targets = None if draws.targets is None else units.of(draws.targets)
-    variance = targets.double().var(0) if normal and targets is not None else None
-    return Predictions(units.of(mean), units.of(y), len(y), density, targets, variance)
+def differences(evaluation: Any, reference: Any) -> dict[str, float]:
+    """The scores minus the reference's at the same test points, as ``key_diff`` and its error."""
+    found = {}
+    for metric in of_task(TEST_DATA, evaluation.task):
+        if metric.key in evaluation.points and metric.key in reference.points:
+            key = f"{metric.key}_diff"
+            found[key], found[f"{key}_se"] = evaluation.points[metric.key].difference(
+                reference.points[metric.key]
+            )
+    return found
 
 
-def known_class_predictions(probabilities: Tensor, y: Tensor) -> Predictions:
-    """Predictions of a classification from draws of the probabilities ``(S, N, C)``."""
-    mean = probabilities.mean(0)
-    labels = class_labels(y, mean)
-    of_labels = probabilities.double().gather(-1, labels.expand(len(probabilities), -1)[..., None])
-    return Predictions(mean, labels, len(labels), of_labels[..., 0].log())
-
-
-def few_draws(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+def few_draws(scores: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Names of the posteriors whose NLPD rests on few draws at more than a tenth of the points.
 
-    :param rows: the rows of the table.
+    :param scores: posterior to its numbers.
     """
     return [
-        row["posterior"]
-        for row in rows
-        if (row.get("nlpd_few") or 0.0) > _MANY_POINTS and "nlpd_normal" in row
+        name
+        for name, numbers in scores.items()
+        if numbers.get("nlpd_few", 0.0) > _MANY_POINTS and "nlpd_normal" in numbers
     ]
 
 
@@ -419,46 +367,3 @@ def few_draws_note(names: Sequence[str]) -> str:
         "the number of draws than about the posterior. NLPD, Normal does not: it scores the "
         "predictive mean and variance, and is used in its place."
     )
-
-
-def log_likelihood(predictive: Any, site: str, data: Test) -> Tensor:
-    """log p(y_n | draw) in nats, ``(S, N)``; ``(S, 1)`` for a joint distribution of all rows.
-
-    :raises UnusableDrawsError: if a value is NaN.
-    """
-    found = predictive.log_likelihood(*data.given())[site]
-    check_draws("log likelihoods", found.isnan())
-    return found.reshape(len(found), -1)
-
-
-def check_draws(name: str, bad: Tensor) -> None:
-    """Check that all draws can be used.
-
-    :param name: name of the values, for the message.
-    :param bad: bool ``(S, ...)``, true at values that cannot be used.
-    :raises UnusableDrawsError: if there is such a value, with the number of such draws.
-    """
-    draws = bad.reshape(len(bad), -1).any(1).nonzero().flatten().tolist()
-    if draws:
-        raise UnusableDrawsError(
-            f"{len(draws)} of {len(bad)} draws (the first is number {draws[0]}, counted from 0) "
-            f"have {name} that are NaN or infinite: leave these draws out, or fit it again"
-        )
-
-
-def class_labels(y: Tensor, probabilities: Tensor) -> Tensor:
-    """Targets as one class number for each row of probabilities ``(N, C)``.
-
-    :param y: class numbers or one-hot rows.
-    """
-    if y.numel() == probabilities.numel() and y.shape[-1:] == probabilities.shape[-1:]:
-        y = y.argmax(-1)
-    return y.reshape(-1).long()
-
-
-def _fitting(y: Tensor, mean: Tensor) -> Tensor:
-    if y.numel() != mean.numel() or len(y) != len(mean):
-        raise ValueError(
-            f"y_test has shape {tuple(y.shape)}, but the program predicts {tuple(mean.shape)}"
-        )
-    return y.reshape(mean.shape)

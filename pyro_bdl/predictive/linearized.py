@@ -31,7 +31,7 @@ from pyro_bdl.predictive.linearized_component import (
     mean_and_covariance,
     moments,
 )
-from pyro_bdl.predictive.sampled import PredictiveMoments
+from pyro_bdl.predictive.sampled import PredictiveMoments, SitePredictions
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.trace import Site
 from pyro_bdl.utils.random_state import seeded
@@ -322,6 +322,20 @@ class LinearizedPredictive:
             raise ValueError("no site is observed: pass the targets as well")
         return result
 
+    def observe(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[dict[str, SitePredictions], dict[str, Tensor]]:
+        """All predictions of each observed site, and the deterministic sites ``(S, ...)``, at the
+        same draws; see ``Predictive.observe``."""
+        sites, deterministic = self._mixed(
+            [
+                component.observe(number, args, kwargs)
+                for component, number in zip(self.components, self._shares(), strict=True)
+                if number
+            ]
+        )
+        return {name: SitePredictions(**parts) for name, parts in sites.items()}, deterministic
+
     # Over the components
 
     def _closed_forms(
@@ -353,7 +367,7 @@ class LinearizedPredictive:
         shares = self.posterior.shares(self.num_samples)
         return [shares[k] for k in self._kept]
 
-    def _mixed(self, found: list[dict[str, Any]]) -> dict[str, Any]:
+    def _mixed(self, found: list[Any]) -> Any:
         """The components' draws in random order."""
         if not isinstance(self.posterior, MixtureGuide):
             return found[0]

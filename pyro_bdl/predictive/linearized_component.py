@@ -26,7 +26,7 @@ from pyro_bdl.distributions.take_apart import (
 from pyro_bdl.guides.draws import check_posterior
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.predictive.covariances import PredictiveCovariance, total_covariance, with_noise
-from pyro_bdl.predictive.sampled import PredictiveMoments
+from pyro_bdl.predictive.sampled import PredictiveMoments, density_of, predictions_of
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.subsampling import on_whole_data
 from pyro_bdl.program.trace import Site
@@ -290,6 +290,20 @@ class LinearizedComponent:
             return drawn | part.deterministic(offsets, parameters)
 
         return self._over_draws(evaluate, num_samples, args, kwargs), _joined(found, rows, 0)
+
+    def observe(self, num_samples: int, args: tuple, kwargs: dict) -> tuple[dict, dict]:
+        """Predictions of each observed site, see ``Predictive.observe``, and the deterministic
+        sites, all at the same draws."""
+
+        def evaluate(part: LinearizedPart, offsets: LinearDraws, is_first: bool) -> Any:
+            parameters = {name: outputs.draws(offsets) for name, outputs in part.outputs.items()}
+            sites = {}
+            for name, outputs in part.outputs.items():
+                site = outputs.observed(parameters[name])
+                sites[name] = predictions_of(site.distribution) | density_of(site)
+            return sites, part.deterministic(offsets, parameters)
+
+        return self._over_draws(evaluate, num_samples, args, kwargs)
 
     def _in_closed_form(
         self,

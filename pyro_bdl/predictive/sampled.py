@@ -29,6 +29,7 @@ from pyro_bdl.program.batch_norm import computing_with, statistics_of_draws
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subsampling import on_whole_data
 from pyro_bdl.program.trace import (
+    Site,
     leave_any_open,
     leave_open,
     record,
@@ -62,6 +63,37 @@ class PredictiveMoments(NamedTuple):
         """
         spread = self.mean.var(0, correction=0)
         return PredictiveMoments(self.mean.mean(0), self.variance.mean(0) + spread)
+
+
+class SitePredictions(NamedTuple):
+    """Predictions for one observed site at S draws of the latents, all of one run of the program.
+
+    :param mean: E[y | w_s], ``(S, N, ...)``; for classes the probabilities ``(S, N, C)``.
+    :param variance: Var[y | w_s], as ``mean``.
+    :param draws: y ~ p(y | w_s), ``(S, N, ...)``.
+    :param log_density: log p(y_n | w_s) in nats, ``(S, *batch)``; None without targets.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    draws: Tensor
+    log_density: Tensor | None = None
+
+
+def predictions_of(distribution: Any, *, undefined: bool = False) -> dict[str, Tensor]:
+    """The fields of ``SitePredictions`` that need no targets.
+
+    :param undefined: whether some of its parameters are NaN, with which torch refuses to sample:
+        all draws are NaN then.
+    """
+    mean = observation_mean(distribution)
+    draws = mean.new_full(distribution.shape(), torch.nan) if undefined else distribution.sample()
+    return {"mean": mean, "variance": observation_variance(distribution), "draws": draws}
+
+
+def density_of(site: Site) -> dict[str, Tensor]:
+    """log p(value) of a site by its name in ``SitePredictions``; nothing without a value."""
+    return {} if site.value is None else {"log_density": site.unscaled_log_prob()}
 
 
 class Predictive:
@@ -237,6 +269,55 @@ class Predictive:
             return values
 
         return self._map(_always(function), args, kwargs)
+
+    def observe(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[dict[str, SitePredictions], dict[str, Tensor]]:
+        """All predictions of each observed site, and the deterministic sites ``(S, ...)``, of one
+        run of the program at each draw.
+
+        A site is predicted given the data of the sites before it, as in ``log_likelihood``.
+
+        :param args: the program's arguments, with targets for their log densities.
+        """
+        program = on_whole_data(self.model)
+
+        def at_draw(draw: Draws) -> tuple:
+            run = record(program, draw, args, kwargs, draw=leave_open)
+            sites = {
+                n: predictions_of(s.distribution) | density_of(s) for n, s in run.observed.items()
+            }
+            return sites, run.deterministic
+
+        def choose(draw: Draws) -> tuple[Callable, Callable | None]:
+            run = record(program, draw, args, kwargs, draw=leave_open)
+            parts = {name: take_apart(site.distribution) for name, site in run.observed.items()}
+            if run.discrete is not None or not all(parts.values()):
+                return at_draw, None
+            structures: dict[str, Any] = {n: part[0] for n, part in parts.items() if part}
+
+            def parameters(draw: Draws) -> tuple:
+                run = record(program, draw, args, kwargs, draw=leave_open)
+                taken: Any = {n: take_apart(site.distribution) for n, site in run.observed.items()}
+                densities = {n: density_of(site) for n, site in run.observed.items()}
+                return {n: part[1] for n, part in taken.items()}, densities, run.deterministic
+
+            def finish(result: tuple) -> tuple:
+                tensors, densities, deterministic = result
+                sites = {
+                    name: densities[name]
+                    | predictions_of(
+                        rebuild(structures[name], own),
+                        undefined=any(bool(value.isnan().any()) for value in own.values()),
+                    )
+                    for name, own in tensors.items()
+                }
+                return sites, deterministic
+
+            return parameters, finish
+
+        sites, deterministic = self._map(choose, args, kwargs)
+        return {name: SitePredictions(**parts) for name, parts in sites.items()}, deterministic
 
     def _of_observations(
         self, read: Callable[[Distribution], Any], args: tuple, kwargs: dict

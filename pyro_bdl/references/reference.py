@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pyro_bdl.comparison.held_out import PredictiveDraws
+from pyro_bdl.comparison.predictive_draws import PredictiveDraws
 from pyro_bdl.data import Dataset
 from pyro_bdl.data.programs import program
 from pyro_bdl.utils.files import atomic_write

@@ -2,15 +2,15 @@
 
 import csv
 import errno
-import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
 from pyro_bdl import posteriors
 from pyro_bdl.cli import main
-from pyro_bdl.comparison import Comparison
+from pyro_bdl.comparison import Comparison, Evaluation
 from pyro_bdl.guides import AutoMAP, AutoMeanField
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
@@ -128,10 +128,10 @@ def test_a_damaged_posterior_is_fitted_again(name, run, fitted, tmp_path):
 def test_scores_are_kept_too(run, tmp_path):
     run(guides="map")
     (folder,) = folders(tmp_path)
-    path = folder / "map.scores.json"
-    scores = json.loads(path.read_text())
-    assert scores["rmse"] == float(rows_of(tmp_path / "out")["map"]["rmse"])
-    path.write_text(json.dumps(scores | {"rmse": 1234.5}))
+    path = folder / "map.evaluation"
+    kept = Evaluation.load(path)
+    assert kept.scores["rmse"] == float(rows_of(tmp_path / "out")["map"]["rmse"])
+    replace(kept, scores={**kept.scores, "rmse": 1234.5}).save(path)
     assert "1234" in run(guides="map")[1]
 
 

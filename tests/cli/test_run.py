@@ -332,7 +332,7 @@ def test_defaults_converge(run, tmp_path):
     code, _, err = run("--example", "diabetes")
     rows = rows_of(tmp_path / "out")
     assert code == 0 and "warning" not in err
-    assert float(rows["nuts"]["rhat"]) < 1.05 and int(rows["nuts"]["divergences"]) < 10
+    assert float(rows["nuts"]["rhat"]) < 1.05 and float(rows["nuts"]["divergences"]) < 10
     assert -480 < float(rows["mean-field"]["elbo"]) < -465
     floor = float(rows["nuts, half to half"]["wasserstein"])
     assert all(float(rows[name]["wasserstein"]) > 3 * floor for name in ("map", "mean-field"))

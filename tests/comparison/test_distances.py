@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison.distances import distances, evenly
-from pyro_bdl.comparison.evaluation import Evaluation
+from pyro_bdl.comparison.distances import distances
+from pyro_bdl.comparison.evaluate import Evaluation
+from pyro_bdl.comparison.metric import evenly
 
 
 def shift(x, y=None):
@@ -41,7 +42,7 @@ def table():
 
 
 def test_between_normals_all_are_the_closed_forms(table):
-    row = table.to_dict()["a"]
+    row = table.numbers()["a"]
     assert row["wasserstein2"] == pytest.approx(math.sqrt(1 + 0.25), rel=1e-2)
     energy = 2 * folded(1, math.sqrt(1.25)) - folded(0, math.sqrt(0.5)) - folded(0, math.sqrt(2))
     assert row["energy"] == pytest.approx(energy, abs=4 * row["energy_se"])
@@ -60,7 +61,7 @@ def test_between_normals_all_are_the_closed_forms(table):
 
 
 def test_each_has_an_error_and_a_floor(table):
-    row, floor = table.to_dict()["a"], table.rows[-1]
+    row, floor = table.numbers()["a"], [*table.numbers().values()][-1]
     keys = ["mean_error", "sd_error", "wasserstein", "wasserstein2", "energy", "mmd", "kl"]
     for key in (*keys, "sd_ratio"):
         assert 0 < row[f"{key}_se"] < 0.2 * abs(row[key]) + 0.02
@@ -73,7 +74,10 @@ def test_each_has_an_error_and_a_floor(table):
 def of_draws(function):
     """The evaluation of draws of f (S, N), with noise of sd 1."""
     mean, noise = function.mean(0), torch.ones_like(function)
-    return Evaluation("regression", 2, function, mean, None, expected=function, noise=noise)
+    y, places = torch.zeros(2), torch.arange(2)
+    return Evaluation(
+        "regression", 2, places, (), y, {}, 2, function, mean, expected=function, noise=noise
+    )
 
 
 def test_the_error_is_that_of_other_draws():
@@ -96,7 +100,7 @@ def test_khat_finds_what_is_too_narrow():
         "point": bdl.Samples({"w": torch.zeros(4, 100)}),
         "nuts": normal_samples(0.0, 1.0, seed=2),
     }
-    rows = bdl.compare(shift, draws, x, y).to_dict()
+    rows = bdl.compare(shift, draws, x, y).numbers()
     found = [rows[name]["khat_high"] for name in ("narrow", "wide", "point")]
     assert found == [1.0, 0.0, 1.0]
     assert rows["point"]["sd_ratio"] == 0 and rows["point"]["mmd"] > 0.1
@@ -112,7 +116,7 @@ def test_errors_need_no_more_than_some_of_the_points():
     """The function is one number at all points, however many they are."""
     draws = {"a": normal_samples(1.0, 0.5, 400), "nuts": normal_samples(0.0, 1.0, 400, seed=1)}
     few, many = (
-        bdl.compare(shift, draws, torch.zeros(n, 1), torch.zeros(n)).to_dict()["a"]
+        bdl.compare(shift, draws, torch.zeros(n, 1), torch.zeros(n)).numbers()["a"]
         for n in (5, 350)
     )
     for key in ("mean_error", "wasserstein", "energy", "mmd", "kl"):

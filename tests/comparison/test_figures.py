@@ -151,9 +151,9 @@ def test_the_figure_of_classes_has_the_order_of_the_ranking():
     posteriors = {name: bdl.Samples({"w": value.clone()}) for name, value in draws.items()}
     costs = {name: bdl.Costs(seconds=1.0 + i) for i, name in enumerate(draws)}
     found = bdl.compare(coin, posteriors, torch.zeros(5, 1), torch.ones(5), costs=costs)
-    rows = found.to_dict()
+    rows = found.numbers()
     assert rows["point"]["total_variation"] < rows["near"]["total_variation"]
-    assert found.ranking.names() == ["near", "point"]
+    assert list(found.judgments) == ["nuts", "near", "point"]
     words = figures.alternative("cost", found)
     assert words.index("near") < words.index("point")
     heights = {line.get_label(): line.get_ydata() for line in found.figures()["cost"].axes[0].lines}

@@ -5,7 +5,7 @@ import pyro.distributions as dist
 import torch
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison.input_regions import regions
+from pyro_bdl.comparison.regions import regions
 
 
 def test_two_clusters_on_a_line():
@@ -50,7 +50,7 @@ def test_overconfidence_in_the_gap_is_named():
     narrow = draws.flip(1) * torch.tensor([1.0, 0.1])
     posteriors = {"vi": bdl.Samples({"w": narrow}), "nuts": bdl.Samples({"w": draws})}
     found = bdl.compare(gap_model, posteriors, test, torch.zeros(81), train=(x, torch.zeros(80)))
-    row = found.to_dict()["vi"]
+    row = found.numbers()["vi"]
     assert row["sd_ratio_between"] < 0.3 and row["sd_ratio_near"] > 0.8
     assert "sd_ratio_beyond" not in row
     said = found.verdicts["vi"]

@@ -48,9 +48,9 @@ def lengths(count=12):
 @pytest.mark.parametrize("scale", [1.0, 10.0])
 def test_nlpd_is_the_joint_density_per_row(scale):
     posterior = lengths()
-    found = compare(
-        process, {"a": posterior}, X, Y, reference=None, target_scale=scale, target_shift=2.0
-    ).to_dict()["a"]
+    found = compare(process, {"a": posterior}, X, Y, reference=None, units=(scale, 2.0)).numbers()[
+        "a"
+    ]
     densities = [
         dist.MultivariateNormal(torch.zeros_like(Y), covariance(X, length)).log_prob(Y)
         for length in posterior.flat()["length"]
@@ -69,12 +69,12 @@ def test_all_but_the_density_is_as_of_independent_rows():
     }
     rows = []
     for joint in (True, False):
-        found = compare(line(joint), posteriors, X, Y, reference="b", ood=X + 3).to_dict()["a"]
+        found = compare(line(joint), posteriors, X, Y, reference="b", ood=X + 3).numbers()["a"]
         rows.append(
             {
                 key: value
                 for key, value in found.items()
-                if not key.startswith(("nlpd", "expected_nll", "verdict"))
+                if not key.startswith(("nlpd", "expected_nll", "verdict", "draw_s"))
             }
         )
     assert rows[0].keys() == rows[1].keys()
@@ -87,7 +87,7 @@ def test_all_but_the_density_is_as_of_independent_rows():
 def test_of_a_fixed_mean_the_targets_are_compared():
     """The function of a process is integrated out, so its mean would agree for every posterior."""
     theirs = Samples({"length": 3 + lengths(200).latents["length"]})
-    row = compare(process, {"a": lengths(200), "b": theirs}, X, Y, reference="b").to_dict()["a"]
+    row = compare(process, {"a": lengths(200), "b": theirs}, X, Y, reference="b").numbers()["a"]
     assert row["sd_ratio"] == pytest.approx(1.0, abs=0.1)  # the marginals are the same
     assert row["energy"] > 5 * row["energy_se"]  # but not the correlations
     wide = Samples({"w": torch.randn(2, 50, dtype=torch.float64)})
@@ -100,20 +100,20 @@ def test_chains_of_a_process_that_disagree_are_found_out():
     values = lengths(50).latents["length"]
     apart = Samples({"length": values + torch.tensor([[0.0], [3.0]], dtype=torch.float64)})
     rows = [compare(process, {"a": q}, X, Y, reference="a") for q in (lengths(50), apart)]
-    assert rows[0].to_dict()["a"]["rhat"] < 1.1 < 1.5 < rows[1].to_dict()["a"]["rhat"]
+    assert rows[0].numbers()["a"]["rhat"] < 1.1 < 1.5 < rows[1].numbers()["a"]["rhat"]
     assert rows[1].warnings and "R-hat" in rows[1].warnings[0]
 
 
 def test_one_draw_has_the_density_of_independent_rows():
     same = Samples({"w": torch.full((1, 4), 0.3, dtype=torch.float64)})
-    found = [compare(line(j), {"a": same}, X, Y, reference=None).to_dict()["a"] for j in (0, 1)]
+    found = [compare(line(j), {"a": same}, X, Y, reference=None).numbers()["a"] for j in (0, 1)]
     assert found[1]["nlpd"] == pytest.approx(found[0]["nlpd"], rel=1e-12)
 
 
 def test_no_row_can_be_left_out_and_it_is_said():
     with pytest.warns(BdlWarning, match="'y' is one joint observation of all rows"):
         found = compare(process, {"a": lengths()}, X, Y, reference=None, train=(X, Y))
-    assert "elpd_loo" not in found.to_dict()["a"]
+    assert "elpd_loo" not in found.numbers()["a"]
 
 
 def test_laplace_of_a_process():
@@ -121,7 +121,7 @@ def test_laplace_of_a_process():
     with pytest.warns(BdlWarning, match="not at a maximum"):
         laplace = guide.laplace_approximation((X, Y))
     found = compare(process, {"laplace": laplace}, X, Y, reference=None, num_samples=20)
-    assert math.isfinite(found.to_dict()["laplace"]["nlpd"])
+    assert math.isfinite(found.numbers()["laplace"]["nlpd"])
     assert LinearizedPredictive(process, laplace, 5)(X)["y"].shape == (5, 7)
 
 
@@ -161,7 +161,7 @@ def test_processes_of_pyro_pass_through_compare_and_predictive(name):
     process = MODELS[name](X, Y)
     program = of_data(process)
     guide = guides.AutoMeanField(program).prototype(X, Y)
-    row = compare(program, {"a": guide}, X, Y, reference=None, num_samples=20).to_dict()["a"]
+    row = compare(program, {"a": guide}, X, Y, reference=None, num_samples=20).numbers()["a"]
     assert math.isfinite(row["nlpd"]) and row["crps"] > 0
     held = guides.AutoMeanField(process.model).prototype()
     drawn = Predictive(process.model, held, 200)()["y"]
@@ -195,7 +195,7 @@ def test_sparse_regression_passes():
         laplace = laplace.laplace_approximation((x, y))
     found = compare(
         of_data, {"vi": guide, "laplace": laplace}, x, y, reference="vi", num_samples=40
-    ).to_dict()["laplace"]
+    ).numbers()["laplace"]
     assert all(math.isfinite(found[key]) for key in ("nlpd", "crps", "wasserstein", "sd_ratio"))
     assert Predictive(program, guide, 5)(x, None, scales)["y"].shape == (5, 8)
 

@@ -10,8 +10,8 @@ import torch
 
 import pyro_bdl as bdl
 from pyro_bdl.comparison.convergence import convergence
-from pyro_bdl.comparison.distances import groups_of
-from pyro_bdl.comparison.evaluation import Evaluation
+from pyro_bdl.comparison.distances import distance_of_point, groups_of, resolution
+from pyro_bdl.comparison.evaluate import Evaluation
 from pyro_bdl.comparison.judge import (
     ALIKE,
     FAR,
@@ -19,13 +19,11 @@ from pyro_bdl.comparison.judge import (
     USABLE,
     WORSE,
     Judgment,
-    Ranking,
     Reason,
     answer,
     doubts,
     judge,
     reasons,
-    verdict,
 )
 from pyro_bdl.utils.tables import listed
 
@@ -64,25 +62,21 @@ def found():
 
 
 def test_distances_of_normals_are_exact(found):
-    assert found.ranking.names() == ["same", "narrow", "shifted"]
-    assert found.ranking.point == pytest.approx(POINT, rel=5e-3)
-    same, narrow, shifted = found.ranking.rows
-    assert (same.group, narrow.group, shifted.group) == (ALIKE, USABLE, FAR)
-    assert narrow.distance == pytest.approx(0.3 * POINT, abs=5e-3)
-    assert shifted.distance == pytest.approx(1, abs=1e-2) and shifted.fault == "mean off"
-    assert (same.time, narrow.time, shifted.seconds) == (0.5, 0.1, 1)
-    assert same.resolution < 0.15 and found.ranking.group_of("nuts") is None
+    assert list(found.judgments) == ["nuts", "same", "narrow", "shifted"]
+    assert found.table.attrs["point"] == pytest.approx(POINT, rel=5e-3)
+    groups = {name: judgment.group for name, judgment in found.judgments.items()}
+    assert groups == {"nuts": "reference", "same": ALIKE, "narrow": USABLE, "shifted": FAR}
+    rows = found.numbers()
+    assert rows["narrow"]["wasserstein"] == pytest.approx(0.3 * POINT, abs=5e-3)
+    assert rows["shifted"]["wasserstein"] == pytest.approx(1, abs=1e-2)
+    assert found.judgments["shifted"].fault == "mean off" and rows["same"]["resolution"] < 0.15
 
 
 def test_rows_follow_the_ranks_and_the_reference_comes_first(found):
-    names = [row["posterior"] for row in found.rows]
-    assert names == ["nuts", "same", "narrow", "shifted", "nuts, half to half"]
+    names = ["nuts", "same", "narrow", "shifted", "nuts, half to half"]
+    assert list(found.table.index) == names and list(found.verdicts) == names[:-1]
     assert list(found.evaluations) == ["shifted", "narrow", "nuts", "same"]
-    assert list(found.verdicts) == names[:-1]
-    frame = found.to_frame()
-    assert list(frame.index) == names
-    assert frame.loc["narrow", "group"] == USABLE and frame.loc["nuts", "group"] == "reference"
-    assert frame.loc["narrow", "wasserstein"] == found.ranking.rows[1].distance
+    assert found.table.loc["narrow", "group"] == USABLE
     assert len(repr(found)) < 120 and "4 posteriors" in repr(found)
 
 
@@ -97,13 +91,16 @@ def test_the_answer_comes_before_the_table(found):
 
 
 def evaluation(function, chains=4, **scores):
-    return Evaluation("regression", chains, function, function.mean(0), None, scores)
+    y, places = torch.zeros(9), torch.arange(9)
+    return Evaluation(
+        "regression", 9, places, (), y, {}, chains, function, function.mean(0), scores=scores
+    )
 
 
 def judged(distance, error, a, b):
-    row = {"posterior": "a", "wasserstein": distance, "wasserstein_se": error}
-    rows = [row, {"posterior": "b"}]
-    return judge(rows, {"a": a, "b": b}, reference="b", points=9).rows[0]
+    row = {"wasserstein": distance, "wasserstein_se": error}
+    row["resolution"] = resolution(a, b, error)
+    return judge({"a": row, "b": {}}, {"a": a, "b": b}, "b", point=distance_of_point(b))["a"].group
 
 
 @pytest.mark.parametrize(
@@ -124,14 +121,14 @@ def judged(distance, error, a, b):
 def test_groups_by_the_distance_its_error_and_the_effective_draws(distance, error, draws, group):
     function = normal(0.0, 1.0, 4000).flat()["w"][:, None]
     a = b = evaluation(function, ess_median=draws)
-    assert judged(distance, error, a, b).group == group
+    assert judged(distance, error, a, b) == group
 
 
 def test_the_distance_by_chance_goes_with_the_effective_draws():
     function = normal(0.0, 1.0, 4000).flat()["w"][:, None]
     independent, correlated = evaluation(function), evaluation(function, ess_median=40.0)
-    wide = judged(0.0, 0.0, independent, correlated).resolution
-    narrow = judged(0.0, 0.0, independent, independent).resolution
+    wide = resolution(independent, correlated, 0.0)
+    narrow = resolution(independent, independent, 0.0)
     assert wide / narrow == pytest.approx(math.sqrt((1 / 4000 + 1 / 40) / (2 / 4000)))
 
 
@@ -156,7 +153,7 @@ def test_equal_posteriors_are_seldom_told_apart_and_half_an_sd_always_is():
             a, b = draw(shift), draw(0.0)
             d = bdl.metrics.wasserstein1
             error = bdl.metrics.monte_carlo_error(d, a.function, b.function)
-            found.append(judged(float(d(a.function, b.function)), float(error), a, b).group)
+            found.append(judged(float(d(a.function, b.function)), float(error), a, b))
         return found
 
     equal = groups(0.0)
@@ -170,8 +167,8 @@ def test_without_a_reference_those_without_a_score_stand_last():
     posteriors = {"unscored": bdl.PredictiveDraws(f), "bad": normal(3.0, 1.0)}
     posteriors["good"] = normal(0.0, 0.1)
     found = bdl.compare(shift, posteriors, x, y, reference=None)
-    assert [row["posterior"] for row in found.rows] == ["good", "bad", "unscored"]
-    assert [row.group for row in found.ranking.rows] == [ALIKE, WORSE, UNDECIDED]
+    assert list(found.table.index) == ["good", "bad", "unscored"]
+    assert [judgment.group for judgment in found.judgments.values()] == [ALIKE, WORSE, UNDECIDED]
 
 
 def test_chains_that_stand_apart_decide_nothing():
@@ -182,7 +179,7 @@ def test_chains_that_stand_apart_decide_nothing():
     x, y = torch.zeros(3, 1, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     chains = bdl.PredictiveDraws(apart, chains=2)
     found = bdl.compare(shift, {"chains": chains, "near": normal(0, 0.1)}, x, y, reference="chains")
-    assert found.ranking.group_of("near") == UNDECIDED and found.warnings
+    assert found.judgments["near"].group == UNDECIDED and found.warnings
 
 
 @pytest.mark.parametrize("draws", [1, 2])
@@ -191,7 +188,7 @@ def test_a_reference_whose_diagnostics_are_unknown_is_in_doubt_and_decides_nothi
     x, y = torch.zeros(3, 1, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     few = bdl.Samples({"w": torch.randn(4, draws, dtype=torch.float64)})
     found = bdl.compare(shift, {"exact": normal(0, 1), "nuts": few}, x, y)
-    assert found.ranking.group_of("exact") == UNDECIDED
+    assert found.judgments["exact"].group == UNDECIDED
     assert "R-hat is unknown" in found.warnings[0] and "in doubt" in found.summary
 
 
@@ -209,7 +206,7 @@ def test_how_often_independent_draws_seem_not_to_have_converged_and_verdicts_are
             steps = torch.randn(4, length, dtype=torch.float64)
             for t in range(1, length if rho else 0):
                 steps[:, t] = rho * steps[:, t - 1] + (1 - rho**2) ** 0.5 * steps[:, t]
-            rows = [{"posterior": "nuts"}]
+            rows = {"nuts": {}}
             base = steps.flatten()[:, None]
             scores = convergence(base, 4)
             in_doubt += bool(doubts("nuts", scores))
@@ -220,11 +217,12 @@ def test_how_often_independent_draws_seem_not_to_have_converged_and_verdicts_are
                 d = bdl.metrics.wasserstein1
                 count = groups_of(found[name], found["nuts"])
                 error = bdl.metrics.monte_carlo_error(d, f, base, groups=count)
-                row = {"posterior": name, "wasserstein": float(d(f, base))}
-                rows.append(row | {"wasserstein_se": float(error)})
-            ranking = judge(rows, found, reference="nuts", points=2)
+                rows[name] = {"wasserstein": float(d(f, base)), "wasserstein_se": float(error)}
+                rows[name]["resolution"] = resolution(found[name], found["nuts"], float(error))
+            point = distance_of_point(found["nuts"])
+            judgments = judge(rows, found, "nuts", point=point)
             for name in ("exact", "narrow", "off"):
-                groups.setdefault((length, rho, name), []).append(ranking.group_of(name))
+                groups.setdefault((length, rho, name), []).append(judgments[name].group)
         assert in_doubt <= 1 or rho
     for (_, _, name), seen in groups.items():
         if name == "exact":
@@ -238,25 +236,26 @@ def test_how_often_independent_draws_seem_not_to_have_converged_and_verdicts_are
 # -------------------------------------------------------------------------------------- answer
 
 
-def ranking(*rows, point=1.0):
-    """Of name, group, distance, seconds and time, and a fault."""
-    judgments = []
+def answered(*rows, reference="nuts", **options):
+    """The answer for names, groups, distances, times in those of the reference, and faults."""
+    numbers, judgments = {reference: {"seconds": 1.0}}, {reference: Judgment("reference", ())}
     for name, group, distance, *rest in rows:
-        seconds, time, fault = (*rest, *(None, None, "")[len(rest) :])
-        found = (Reason("its function differs", fault),)
-        judgments.append(Judgment(name, group, found, distance, 0.01, 0.04, seconds, time))
-    return Ranking("wasserstein", tuple(judgments), point, "nuts")
+        numbers[name] = {"wasserstein": distance, "wasserstein_se": 0.01, "resolution": 0.04}
+        numbers[name] |= {"seconds": rest[0]} if rest else {}
+        judgments[name] = Judgment(group, (Reason("its function differs", "".join(rest[1:])),))
+    return answer(numbers, judgments, reference, **{"point": 1.0, **options})
 
 
 def test_the_closest_its_scale_and_the_faults_of_the_far_ones():
-    places = ranking(
-        ("close", USABLE, 0.3, 5.0, 0.25),
-        ("bad", FAR, 0.8, 1.0, 0.05, "predicts worse"),
-        ("flat", FAR, 0.9, 1.0, 0.05, "no spread"),
-        ("map", FAR, 0.9, 1.0, 0.05, "no spread"),
-        ("wide", FAR, 1.2, 1.0, 0.05, "too wide"),
+    text = answered(
+        ("close", USABLE, 0.3, 0.25),
+        ("bad", FAR, 0.8, 0.05, "predicts worse"),
+        ("flat", FAR, 0.9, 0.05, "no spread"),
+        ("map", FAR, 0.9, 0.05, "no spread"),
+        ("wide", FAR, 1.2, 0.05, "too wide"),
+        doubtful=True,
     )
-    assert answer(places, ["R-hat is 1.1"]) == (
+    assert text == (
         "nuts is in doubt, so that what follows may change. close is the closest to nuts, at W1 "
         "0.3 (the draws resolve 0.04; a point at nuts's mean has 1), in 25 % of its time. Far from "
         "it: bad (predicts worse); flat and map (no spread); wide (too wide)."
@@ -264,53 +263,50 @@ def test_the_closest_its_scale_and_the_faults_of_the_far_ones():
 
 
 def test_where_only_slow_ones_are_usable_it_says_so():
-    places = ranking(("slow", ALIKE, 0.01, 9.0, 3.6), ("quick", FAR, 0.9, 1.0, 0.1))
-    text = answer(places)
+    text = answered(("slow", ALIKE, 0.01, 3.6), ("quick", FAR, 0.9, 0.1))
     assert text.startswith("slow cannot be told from nuts, in 3.6 times its time. None that is ")
     assert "None that is faster than nuts is usable. Far from it: quick" in text
 
 
 def test_a_quick_one_of_too_few_draws_is_not_called_unusable():
-    places = ranking(("slow", ALIKE, 0.01, 9.0, 3.6), ("open", UNDECIDED, 0.5, 1.0, 0.1))
-    text = answer(places)
+    text = answered(("slow", ALIKE, 0.01, 3.6), ("open", UNDECIDED, 0.5, 0.1))
     assert "nuts is known to be usable (of open the draws are too few to say)." in text
 
 
 def test_those_whose_distances_are_not_clearly_apart_are_the_closest_together():
-    text = answer(ranking(("a", USABLE, 0.3), ("b", USABLE, 0.31), ("c", USABLE, 0.4)))
+    text = answered(("a", USABLE, 0.3), ("b", USABLE, 0.31), ("c", USABLE, 0.4))
     assert text.startswith("a and b are the closest to nuts, at W1 0.3 to 0.31 (")
-    unknown = Judgment("b", UNDECIDED, (), 0.9, math.nan)
-    both = Ranking("wasserstein", (ranking(("a", USABLE, 0.3)).rows[0], unknown), 1.0, "nuts")
-    assert answer(both).startswith("a and b are the closest")
+    numbers = {"nuts": {}, "a": {"wasserstein": 0.3, "wasserstein_se": 0.01}}
+    numbers["b"] = {"wasserstein": 0.9, "wasserstein_se": math.nan}
+    groups = {"nuts": "reference", "a": USABLE, "b": UNDECIDED}
+    unknown = {name: Judgment(group, ()) for name, group in groups.items()}
+    assert answer(numbers, unknown, "nuts", point=1.0).startswith("a and b are the closest")
 
 
 def test_a_shipped_reference_has_an_article_and_times_may_be_unknown():
-    shipped = Ranking("wasserstein", ranking(("a", FAR, 0.9)).rows, 1.0, "reference")
-    text = answer(shipped)
+    text = answered(("a", FAR, 0.9), reference="reference")
     assert text.startswith("None comes near the reference: a is the closest, at W1 0.9")
     assert "a point at the reference's mean" in text and "time" not in text
     x, y = torch.zeros(4, 1, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     alone = bdl.compare(shift, {"only": normal(0.0, 1.0)}, x, y, reference="only")
-    assert alone.summary == "" and alone.ranking.rows == ()
+    assert alone.summary == "" and list(alone.judgments) == ["only"]
     assert listed("abcdef", 3) == "a, b, c and 3 others" and listed("abcd", 3) == "a, b, c and d"
 
 
 def test_without_a_reference_it_says_by_how_much_some_predict_worse():
-    rows = (
-        Judgment("a", ALIKE, (), 1.0, 0.0),
-        Judgment("b", WORSE, (), 1.003, 0.001),
-        Judgment("c", WORSE, (), 1.2, 0.02),
-    )
-    text = answer(Ranking("nlpd", rows))
+    rows = {"a": {"nlpd": 1.0}, "b": {"nlpd": 1.003}, "c": {"nlpd": 1.2}}
+    groups = {"a": ALIKE, "b": WORSE, "c": WORSE}
+    text = answer(rows, {name: Judgment(group, ()) for name, group in groups.items()}, None)
     assert "b and c predict worse, by 0.003 to 0.2 nats per datum." in text
 
 
 # ------------------------------------------------------------------------------------- reasons
 
 
-def said(reference=None, **row):
-    given = {"posterior": "q", "sd_ratio_se": 0.01, "mean_shift_se": 0.01} | row
-    return verdict(reasons(given, reference or {"posterior": "nuts"}, 100))
+def said(reference=True, **row):
+    """The verdict on a row; of the reference itself, or without one, for None."""
+    given = {"sd_ratio_se": 0.01, "mean_shift_se": 0.01} | row
+    return Judgment(FAR, reasons(given, {} if reference is True else reference, 100)).verdict
 
 
 @pytest.mark.parametrize(
@@ -431,7 +427,7 @@ def test_worse_predictions_come_first(row, words):
         ({"elpd_diff": -5.0}, ""),
         ({"elpd_diff": -12.0, "high_k": 7}, ""),
         ({"elpd_diff": 12.0, "elpd_diff_se": math.nan}, ""),
-        ({"elpd_diff": 12.0, "reference": {"posterior": "nuts", "high_k": 1}}, ""),
+        ({"elpd_diff": 12.0, "reference": {"high_k": 1}}, ""),
     ],
 )
 def test_left_out_data_count_where_they_can_be_relied_on(row, words):
@@ -448,7 +444,7 @@ def test_left_out_data_count_where_they_can_be_relied_on(row, words):
     ],
 )
 def test_coverage(coverage, words):
-    assert words in said({"posterior": "q"}, coverage=coverage)
+    assert words in said(None, coverage=coverage)
 
 
 def test_coverage_within_what_one_function_may_give():
@@ -508,4 +504,4 @@ def test_doubts(row, words):
 
 def test_without_numbers_nothing_is_claimed():
     assert said() == "nothing to hold it against"
-    assert said({"posterior": "q"}, sd_ratio=0.1) == "nothing to hold it against"
+    assert said(None, sd_ratio=0.1) == "nothing to hold it against"

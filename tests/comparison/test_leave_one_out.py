@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison import held_out
 from pyro_bdl.comparison import leave_one_out as module
 from pyro_bdl.comparison.leave_one_out import difference, leave_one_out
+from pyro_bdl.comparison.observe import read_kind
 
 N = 20
 OLD = arviz.__version__.startswith("0.")
@@ -28,7 +28,7 @@ def shift(x, y=None):
 @pytest.fixture
 def data():
     torch.manual_seed(0)
-    return held_out.Test((torch.zeros(N, 1),), 0.5 + torch.randn(N))
+    return torch.zeros(N, 1), 0.5 + torch.randn(N)
 
 
 def posterior(y):
@@ -51,9 +51,10 @@ def chains(y, count=4000, width=1.0):
     return bdl.Samples({"w": mean + width * sd * torch.randn(4, count // 4)})
 
 
-def found(q, samples, data, parts=None):
-    predictive = bdl.Predictive(shift, samples)
-    return leave_one_out(shift, q, samples, predictive, "y", parts or [data])
+def found(q, samples, data, predictive=None, **options):
+    predictive = predictive or bdl.Predictive(shift, samples)
+    kind = read_kind(shift, data, q)
+    return leave_one_out(shift, kind, q, samples, predictive, data, **options)
 
 
 def guide(y, width=1.0):
@@ -66,54 +67,55 @@ def guide(y, width=1.0):
 
 
 def test_of_exact_draws_it_is_exact(data):
-    samples = chains(data.y)
+    samples = chains(data[1])
     loo, kind = found(samples, samples, data)
     assert kind == "draws" and loo.num_bad == 0
-    assert loo.elpd == pytest.approx(exact(data.y), abs=0.02)
+    assert loo.elpd == pytest.approx(exact(data[1]), abs=0.02)
 
 
 def test_a_guide_that_is_too_wide_is_mended_by_its_density(data):
     """Without the correction a guide with twice the sd is wrong."""
-    q = guide(data.y, width=2.0)
+    q = guide(data[1], width=2.0)
     samples = bdl.Samples({"w": q.sample_latents(4000)["w"].detach()[None]})
     loo, kind = found(q, samples, data)
     assert kind == "p / q" and loo.num_bad == 0
-    assert loo.elpd == pytest.approx(exact(data.y), abs=0.02)
+    assert loo.elpd == pytest.approx(exact(data[1]), abs=0.02)
     plain = bdl.diagnostics.loo(
-        bdl.Predictive(shift, samples).log_likelihood(*data.inputs, data.y)["y"][None],
+        bdl.Predictive(shift, samples).log_likelihood(*data)["y"][None],
         progress=False,
     )
-    assert abs(plain.elpd - exact(data.y)) > 0.1
+    assert abs(plain.elpd - exact(data[1])) > 0.1
 
 
 def test_a_laplace_approximation_is_taken_for_the_posterior(data):
-    point = bdl.guides.AutoLaplaceGGN(shift, structure="full").prototype(*data.inputs, data.y)
+    point = bdl.guides.AutoLaplaceGGN(shift, structure="full").prototype(*data)
     with torch.no_grad():
-        point.loc.fill_(posterior(data.y)[0])
+        point.loc.fill_(posterior(data[1])[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        q = point.laplace_approximation((*data.inputs, data.y))
+        q = point.laplace_approximation(data)
     predictive = bdl.LinearizedPredictive(shift, q, 4000)
     one = bdl.Samples({"w": q.sample_latents(1)["w"][None]})
-    loo, kind = leave_one_out(shift, q, one, predictive, "y", [data])
-    assert kind == "plain" and loo.elpd == pytest.approx(exact(data.y), abs=0.03)
+    loo, kind = found(q, one, data, predictive)
+    assert kind == "plain" and loo.elpd == pytest.approx(exact(data[1]), abs=0.03)
 
 
 def test_nothing_can_be_left_out_of_points(data):
-    point = bdl.guides.AutoMAP(shift).prototype(*data.inputs, data.y)
+    point = bdl.guides.AutoMAP(shift).prototype(*data)
     samples = bdl.Samples({"w": point.sample_latents(50)["w"].detach()[None]})
-    assert found(point, samples, data) is None
+    assert found(point, samples, data) == (None, "")
     few = bdl.Samples({"w": torch.randn(5).repeat(20)[None]})
-    assert found(point, few, data) is None
+    assert found(point, few, data) == (None, "")
 
 
 def test_parts_change_nothing(data):
-    for q in (chains(data.y), guide(data.y, width=1.5)):
+    for q in (chains(data[1]), guide(data[1], width=1.5)):
         samples = q
         if not isinstance(q, bdl.Samples):
             samples = bdl.Samples({"w": q.sample_latents(1000)["w"].detach()[None]})
         whole, _ = found(q, samples, data)
-        parts, _ = found(q, samples, data, [data.part(slice(0, 7)), data.part(slice(7, N))])
+        with bdl.working_memory(8 * 10 * len(samples.flat()["w"])):
+            parts, _ = found(q, samples, data)
         torch.testing.assert_close(parts.pointwise, whole.pointwise)
         assert (parts.elpd, parts.se, parts.p_loo) == pytest.approx(
             (whole.elpd, whole.se, whole.p_loo)
@@ -123,14 +125,13 @@ def test_parts_change_nothing(data):
 def test_two_posteriors_are_compared_as_by_arviz(data):
     """elpd and the difference, from the exported draws."""
     torch.manual_seed(1)
-    posteriors = {"a": chains(data.y), "b": chains(data.y, width=2.5)}
+    posteriors = {"a": chains(data[1]), "b": chains(data[1], width=2.5)}
     loos, theirs = {}, {}
     for name, samples in posteriors.items():
-        predictive = bdl.Predictive(shift, samples)
-        loos[name], _ = leave_one_out(shift, samples, samples, predictive, "y", [data])
+        loos[name], _ = found(samples, samples, data)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exported = bdl.to_arviz(shift, samples, *data.inputs, data.y, prior_samples=0)
+            exported = bdl.to_arviz(shift, samples, *data, prior_samples=0)
             theirs[name] = arviz.loo(exported, reff=1.0, pointwise=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -153,10 +154,10 @@ def test_the_error_of_a_difference_is_unknown_for_one_datum():
 
 def test_folds_reach_the_verdict_and_p_over_q_never_does(data):
     """The same guide and chains: by p / q no difference is said, by refits it is."""
-    posteriors = {"wide": guide(data.y, width=3.0), "nuts": chains(data.y)}
-    known = (*data.inputs, data.y)
+    posteriors = {"wide": guide(data[1], width=3.0), "nuts": chains(data[1])}
+    known = data
     found = bdl.compare(shift, posteriors, *known, train=known, num_samples=4000)
-    rows = found.to_dict()
+    rows = found.numbers()
     assert rows["wide"]["loo_by"] == "p / q" and "elpd_diff" not in rows["wide"]
     assert "left-out" not in found.verdicts["wide"]
 
@@ -169,19 +170,21 @@ def test_folds_reach_the_verdict_and_p_over_q_never_does(data):
         for name, width in (("wide", 40.0), ("nuts", 1.0))
     }
     found = bdl.compare(shift, posteriors, *known, train=known, left_out=left_out)
-    assert found.to_dict()["wide"]["elpd_diff"] < -10
+    assert found.numbers()["wide"]["elpd_diff"] < -10
     assert "predicts left-out data worse than the reference" in found.verdicts["wide"]
 
 
 def test_in_the_table(data):
-    posteriors = {"guide": guide(data.y), "map": bdl.guides.AutoMAP(shift), "nuts": chains(data.y)}
-    posteriors["map"].prototype(*data.inputs, data.y)
-    table = bdl.compare(
-        shift, posteriors, *data.inputs, data.y, train=(*data.inputs, data.y), num_samples=2000
-    )
-    rows = table.to_dict()
+    posteriors = {
+        "guide": guide(data[1]),
+        "map": bdl.guides.AutoMAP(shift),
+        "nuts": chains(data[1]),
+    }
+    posteriors["map"].prototype(*data)
+    table = bdl.compare(shift, posteriors, *data, train=data, num_samples=2000)
+    rows = table.numbers()
     for name in ("guide", "nuts"):
-        assert rows[name]["elpd_loo"] == pytest.approx(exact(data.y), abs=0.1)
+        assert rows[name]["elpd_loo"] == pytest.approx(exact(data[1]), abs=0.1)
         assert rows[name]["p_loo"] == pytest.approx(1.0, abs=0.5)
     assert "elpd_diff" not in rows["guide"] and "elpd_loo" not in rows["map"]
     assert rows["guide"]["loo_by"] == "p / q" and "elpd_diff" not in rows["nuts"]
@@ -196,58 +199,59 @@ def test_without_each_datum_the_conjugate_posterior_is_exact(data):
         assert len(x) == len(y) == N - 1
         return shift, chains(y)
 
-    result = bdl.k_fold(fit, *data.inputs, data.y, folds=N, progress=False)
-    assert result.elpd == pytest.approx(exact(data.y), abs=0.02)
+    result = bdl.k_fold(fit, *data, folds=N, progress=False)
+    assert result.elpd == pytest.approx(exact(data[1]), abs=0.02)
     assert sorted(result.fold.tolist()) == list(range(N)) and result.folds == N
     assert result.se == pytest.approx(math.sqrt(N) * result.pointwise.std().item())
-    again = bdl.k_fold(fit, *data.inputs, data.y, folds=N, progress=False)
+    again = bdl.k_fold(fit, *data, folds=N, progress=False)
     assert torch.equal(again.pointwise, result.pointwise)
     with pytest.raises(ValueError, match="folds must lie between 2 and the 20 rows"):
-        bdl.k_fold(fit, *data.inputs, data.y, folds=N + 1)
+        bdl.k_fold(fit, *data, folds=N + 1)
 
 
 def test_what_psis_does_not_support_is_withheld_with_its_reason(data):
     wide = bdl.Samples({"w": 8.0 + 4 * torch.randn(4, 200)})  # far from each posterior without one
-    narrow = guide(data.y, width=0.05)
-    posteriors = {"nuts": chains(data.y), "wide": wide, "narrow": narrow}
-    known = (*data.inputs, data.y)
+    narrow = guide(data[1], width=0.05)
+    posteriors = {"nuts": chains(data[1]), "wide": wide, "narrow": narrow}
+    known = data
     found = bdl.compare(shift, posteriors, *known, train=known)
-    rows = found.to_dict()
+    rows = found.numbers()
     assert rows["narrow"]["loo_by"] == "withheld, k high" and rows["narrow"]["high_k"] > 1
-    assert rows["narrow"]["elpd_loo"] is None and "elpd_diff" not in rows["narrow"]
+    assert "elpd_loo" not in rows["narrow"] and "elpd_diff" not in rows["narrow"]
     assert found.evaluations["narrow"].loo.elpd  # kept for who asks
-    assert rows["nuts"]["elpd_loo"] is not None
+    assert rows["nuts"]["elpd_loo"]
     text = " ".join(str(found).split())
     assert "is withheld, since k-hat is too high" in text and "answers another question" in text
 
 
 def test_a_posterior_at_what_was_fitted_to_all_data_is_not_refitted(data):
-    point = bdl.guides.AutoLaplaceGGN(shift, structure="full").prototype(*data.inputs, data.y)
+    point = bdl.guides.AutoLaplaceGGN(shift, structure="full").prototype(*data)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        laplace = point.laplace_approximation((*data.inputs, data.y))
-        known = (*data.inputs, data.y)
+        laplace = point.laplace_approximation(data)
+        known = data
         folds = bdl.k_fold(lambda x, y: (shift, chains(y, 400)), *known, folds=4, progress=False)
         found = bdl.compare(
-            shift, {"a": laplace, "nuts": chains(data.y)}, *known, train=known,
+            shift, {"a": laplace, "nuts": chains(data[1])}, *known, train=known,
             left_out={"nuts": folds},
         )  # fmt: skip
-    rows = found.to_dict()
-    assert rows["a"]["loo_by"] == "withheld, not refitted" and rows["a"]["elpd_loo"] is None
+    rows = found.numbers()
+    assert rows["a"]["loo_by"] == "withheld, not refitted" and "elpd_loo" not in rows["a"]
     assert rows["nuts"]["loo_by"] == "4 folds" and rows["nuts"]["elpd_loo"] == folds.elpd
     assert any("fitted to all data" in note for note in found.notes)
 
 
 def test_of_many_data_a_part_is_left_out_and_the_errors_say_so(data):
-    samples = chains(data.y, 1000)
-    predictive = bdl.Predictive(shift, samples)
-    options = {"site": "y", "parts": [data.part(slice(0, 8)), data.part(slice(8, N))]}
-    whole, _ = leave_one_out(shift, samples, samples, predictive, **options)
-    part, kind = leave_one_out(shift, samples, samples, predictive, **options, most=10)
+    samples = chains(data[1], 1000)
+    with bdl.working_memory(8 * 10 * 1000):
+        whole, _ = found(samples, samples, data)
+        part, kind = found(samples, samples, data, most=10)
     assert kind == "draws" and len(part.rows) == 10 and part.subsampling_se > 0
     torch.testing.assert_close(part.pointwise, whole.pointwise[part.rows])
     assert abs(part.elpd - whole.elpd) < 4 * part.subsampling_se
-    row = module.row_of((part, kind))
+    row = module.scores_of(part, kind)
     assert row["loo_by"] == "draws, 10 of 20 data" and row["elpd_loo_se"] == part.total_se
     assert difference(part, part) == (0.0, 0.0)
     assert module.comparable(part, part) and not module.comparable(part, whole)
+    again = module.of_state(module.state_of(part))
+    assert again.total_se == part.total_se and again.num_bad == part.num_bad

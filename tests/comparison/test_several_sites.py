@@ -22,7 +22,7 @@ def draws(*shape, scale=1.0, count=15):
 
 
 def of_one(posterior, program, *data, **options):
-    return compare(program, {"a": posterior}, *data, reference=None, **options).to_dict()["a"]
+    return compare(program, {"a": posterior}, *data, reference=None, **options).numbers()["a"]
 
 
 def weights(*shape):
@@ -128,7 +128,7 @@ def test_sites_that_share_a_component_have_one_density_a_row():
     density = (terms + torch.tensor([0.3, 0.7]).log()).logsumexp(-1)
     found = of_one(posterior, pair, torch.zeros(5), y, train=(torch.zeros(5), y))
     assert found["nlpd"] == pytest.approx(log_mean(density).mean().item(), rel=1e-9)
-    assert "elpd_loo" in found
+    assert "loo_by" in found
 
 
 def test_a_mixture_over_classes_has_class_probabilities():
@@ -180,7 +180,7 @@ def test_distances_are_between_the_functions_of_all_sites():
     data = torch.zeros(3), torch.zeros(5)
     near = draws(2)
     far = Samples({"w": near.latents["w"] + torch.tensor([1.0, 2.0])})
-    row = compare(two_groups, {"far": far, "near": near}, *data, reference="near").to_dict()["far"]
+    row = compare(two_groups, {"far": far, "near": near}, *data, reference="near").numbers()["far"]
     assert row["mean_error"] == pytest.approx((23 / 8) ** 0.5, rel=1e-9)
     assert row["sd_ratio"] == pytest.approx(1.0)
 
@@ -197,7 +197,7 @@ def test_classes_beside_numbers_are_scored_by_the_density():
     torch.manual_seed(0)
     data = torch.randn(4), {"a": torch.randn(4), "b": torch.tensor([0, 2, 1, 2])}
     found = compare(classes_and_numbers, {"a": draws(2), "b": draws(2)}, *data, reference="b")
-    row = found.to_dict()["a"]
+    row = found.numbers()["a"]
     assert "rmse" not in row and row["nlpd"] > 0 and row["mean_error"] == 0
     assert found.figures()
 
@@ -242,7 +242,7 @@ def test_cross_validation_adds_the_sites_of_a_row():
 
 def test_what_one_site_alone_can_have():
     data = torch.zeros(3), torch.zeros(5)
-    for options in ({"ood": torch.zeros(3)}, {"target_scale": 2.0}):
+    for options in ({"ood": torch.zeros(3)}, {"units": (2.0, 0.0)}):
         with pytest.raises(ValueError, match="at one site, and this one has the data of 'a', 'b'"):
             of_one(draws(2), two_groups, *data, **options)
 

@@ -21,8 +21,8 @@ from torch.distributions.transforms import StickBreakingTransform
 
 import pyro_bdl as bdl
 from pyro_bdl import importance
-from pyro_bdl.comparison.held_out import Test as Data
 from pyro_bdl.comparison.leave_one_out import CORRECTED, leave_one_out
+from pyro_bdl.comparison.observe import read_kind
 from pyro_bdl.diagnostics import loo_approximate_posterior
 from pyro_bdl.guides.draws import log_densities_of, to_samples
 
@@ -151,8 +151,8 @@ def test_leave_one_out_is_weighted_by_the_ratios():
     pyro.set_rng_seed(1)
     samples, program = to_samples(guide, 50, X, Y), bdl.Program(model, X, Y)
     kept = bdl.Samples({s: samples.latents[s] for s in "wsp"}, samples.stats, samples.info)
-    predictive, data = bdl.Predictive(model, kept), Data((X,), Y)
-    found, kind = leave_one_out(model, guide, kept, predictive, "y", [data])
+    predictive, observed = bdl.Predictive(model, kept), read_kind(model, (X, Y), guide)
+    found, kind = leave_one_out(model, observed, guide, kept, predictive, (X, Y))
     assert kind == CORRECTED
     log_p, log_q = log_densities_of(program, guide, kept)
     density = predictive.log_likelihood(X, Y)["y"]
@@ -163,7 +163,7 @@ def test_leave_one_out_is_weighted_by_the_ratios():
         )
     assert found.elpd == pytest.approx(expected.elpd)
     table = bdl.compare(model, {"mvn": guide}, X, Y, reference=None, train=(X, Y), num_samples=50)
-    assert table.to_dict()["mvn"]["loo_by"] == "withheld, k high"  # of p / q
+    assert table.numbers()["mvn"]["loo_by"] == "withheld, k high"  # of p / q
 
 
 def test_guides_without_a_density_have_none():
@@ -179,4 +179,4 @@ def test_guides_without_a_density_have_none():
         with pytest.raises(ValueError, match="no density over all latents"):
             importance.ratios(model, guide, X, Y, num_samples=25)
     table = bdl.compare(model, {"more": guide}, X, Y, reference=None, train=(X, Y), num_samples=25)
-    assert table.to_dict()["more"]["loo_by"] == "withheld, not refitted"
+    assert table.numbers()["more"]["loo_by"] == "withheld, not refitted"

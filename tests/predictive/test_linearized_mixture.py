@@ -7,9 +7,6 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl import LinearizedPredictive
-from pyro_bdl.comparison import evaluation
-from pyro_bdl.comparison.held_out import Units
-from pyro_bdl.comparison.program_sites import read_program
 from pyro_bdl.guides import AutoEnsemble, AutoLaplaceGGN, AutoMAP, MixtureGuide
 
 WEIGHTS = [0.25, 0.75]
@@ -123,10 +120,7 @@ def test_class_probabilities_are_averaged(classes, method):
 def test_in_a_comparison(classes):
     """A mixture of Laplace approximations is evaluated in the linear model, as its members are."""
     model, mixture, x, y = classes
-    settings = {"num_samples": 400, "kept": torch.arange(30), "units": Units(), "seed": 0}
-    test = evaluation.Test((x,), y)
-    subject = read_program(model, test, {"mixture": mixture})
-    found = evaluation.evaluate("mixture", subject, mixture, test, **settings)
+    found = bdl.evaluate(model, mixture, x, y, num_samples=400)
     linear = LinearizedPredictive(model, mixture, 2000).mean(x)["y"].mean(0)
     torch.testing.assert_close(found.mean, linear, rtol=0, atol=0.06)
 

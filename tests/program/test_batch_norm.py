@@ -134,7 +134,7 @@ def test_compare_scores_draws_with_their_own_statistics(posterior):
     own = bdl.Predictive(model, result, 6, batch_norm_data=(x, y))
     torch.testing.assert_close(found.evaluations["q"].function, own(inputs)["f"])
     expected = -(own.log_likelihood(inputs, targets)["y"].logsumexp(0) - math.log(6)).mean()
-    assert found.to_dict()["q"]["nlpd"] == pytest.approx(expected.item())
+    assert found.numbers()["q"]["nlpd"] == pytest.approx(expected.item())
     plain = bdl.compare(model, {"q": result}, inputs, targets, **given)
     assert (plain.evaluations["q"].function - own(inputs)["f"]).abs().max() > 0.05
 

@@ -1,42 +1,14 @@
-"""Regions of test inputs: near the training inputs, between them or beyond them."""
+"""Test inputs near, between and beyond the training inputs."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bdl import metrics
-from pyro_bdl.comparison.distances import at_some_points, groups_of, sd_ratio
-from pyro_bdl.comparison.evaluation import Evaluation
-from pyro_bdl.utils.tables import Column
 from pyro_bdl.utils.trees import tree_leaves
 
 _MOST_TRAINING = 4096
 _FAR = 2.0  # times the spacing of the training inputs
-# Regions with fewer test points are left out.
-_LEAST_POINTS = 5
-
-COLUMNS = (
-    Column(
-        "sd_ratio_near",
-        "near",
-        error="sd_ratio_near_se",
-        help="sd ratio at the test inputs near training inputs.",
-    ),
-    Column(
-        "sd_ratio_between",
-        "between",
-        error="sd_ratio_between_se",
-        help="sd ratio at the test inputs between training inputs, far from all of them.",
-    ),
-    Column(
-        "sd_ratio_beyond",
-        "beyond",
-        error="sd_ratio_beyond_se",
-        help="sd ratio at the test inputs beyond the training inputs, far from all of them.",
-    ),
-)
 
 
 def regions(test: tuple[Any, ...], train: tuple[Any, ...]) -> dict[str, Tensor]:
@@ -70,28 +42,6 @@ def regions(test: tuple[Any, ...], train: tuple[Any, ...]) -> dict[str, Tensor]:
     near = torch.cdist(points / sd, known / sd).amin(1) <= _FAR * spacing
     within = ((points >= low) & (points <= high)).all(1)
     return {"near": near, "between": ~near & within, "beyond": ~near & ~within}
-
-
-def sd_ratios(
-    ours: Evaluation, theirs: Evaluation, masks: Mapping[str, Tensor]
-) -> dict[str, float]:
-    """Ratio of the function's mean sds in each region, and its Monte Carlo error, by column.
-
-    :param ours: a posterior.
-    :param theirs: the reference.
-    :param masks: the regions, from ``regions``.
-    :returns: the ratios; regions with fewer than 5 test inputs are left out.
-    """
-    found: dict[str, float] = {}
-    groups = groups_of(ours, theirs)
-    for name, mask in masks.items():
-        if int(mask.sum()) >= _LEAST_POINTS:
-            a, b = (side.function.detach()[:, mask] for side in (ours, theirs))
-            few = at_some_points(a), at_some_points(b)
-            error = metrics.monte_carlo_error(sd_ratio, *few, groups=groups)
-            found[f"sd_ratio_{name}"] = float(sd_ratio(a, b))
-            found[f"sd_ratio_{name}_se"] = float(error)
-    return found
 
 
 def _flat(inputs: list[Tensor]) -> Tensor:

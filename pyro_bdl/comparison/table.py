@@ -1,0 +1,327 @@
+"""The table of a comparison: its numbers, columns and words, as a DataFrame and as text."""
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from pyro_bdl.comparison import convergence, costs, judge, leave_one_out
+from pyro_bdl.comparison.distances import (
+    DISTANCES,
+    FURTHER_DISTANCES,
+    REGION_COLUMNS,
+    RESOLUTION,
+    distance_of_point,
+    distances,
+    floor,
+    sd_ratios,
+)
+from pyro_bdl.comparison.evaluate import Evaluation
+from pyro_bdl.comparison.judge import Judgment
+from pyro_bdl.comparison.leave_one_out import elpd_difference
+from pyro_bdl.comparison.metric import Metric, of_task
+from pyro_bdl.comparison.scores import (
+    CALIBRATION,
+    TEST_DATA,
+    UNCERTAINTY,
+    differences,
+    few_draws,
+    few_draws_note,
+)
+from pyro_bdl.utils.progress import shown
+from pyro_bdl.utils.tables import Column, groups, to_text
+
+# matplotlib and pandas take long to import, and are imported when they are needed.
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+_WIDTH = 100
+_LEAST_WIDTH = 40  # of a verdict, also beside long names
+NAME = Column("posterior", "posterior", style="text")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of ``compare``; print it for the answer, the table and the verdicts.
+
+    :param table: a row for each posterior, the reference first, then the others as they are ranked,
+        and a last one that compares two halves of the reference, the floor of the distances; all
+        numbers, standard errors under ``key_se``, groups and verdicts. ``table.attrs`` holds
+        ``"columns"`` and ``"details"``: the shown and the further columns, ``Column`` with title,
+        group, help and key of the error each, and ``"point"``, the W1 of a point at the reference's
+        mean, a scale for the others.
+    :param reference: name of the reference, or None.
+    :param evaluations: posterior to its evaluation.
+    :param judgments: posterior to its group and reasons, in the order of the table.
+    :param summary: the answer in two or three sentences, as far as the errors of the numbers bear
+        it out.
+    :param warnings: reasons not to trust the reference; empty if there are none.
+    :param notes: sentences on numbers of the table that must be read with care.
+    :param left_out: posterior that is not there to the reason.
+    """
+
+    table: "pd.DataFrame"
+    reference: str | None
+    evaluations: Mapping[str, Evaluation] = field(repr=False)
+    judgments: Mapping[str, Judgment]
+    summary: str = ""
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        against = f", reference {self.reference!r}" if self.reference is not None else ""
+        return (
+            f"<Comparison of {len(self.evaluations)} posteriors at {len(self.y)} test points, "
+            f"{self.task}{against}; print it for the table>"
+        )
+
+    @property
+    def first(self) -> Evaluation:
+        """The evaluation of the reference, or of the first posterior."""
+        return self.evaluations[self.reference or next(iter(self.evaluations))]
+
+    @property
+    def task(self) -> str:
+        """``"regression"`` or ``"classification"``."""
+        return self.first.task
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """The kept test points."""
+        return self.first.inputs
+
+    @property
+    def y(self) -> Tensor:
+        """Their targets; for a regression in the target's own units."""
+        return self.first.y
+
+    @property
+    def verdicts(self) -> dict[str, str]:
+        """Posterior to a sentence computed from its numbers."""
+        return {name: found.verdict for name, found in self.judgments.items()} | self.left_out
+
+    def to_text(self, width: int | None = _WIDTH, *, details: bool = False) -> str:
+        """Summary, warnings, table, verdicts and notes.
+
+        :param width: the largest number of characters in a line. Wider groups of columns are
+            printed below each other, and sentences are wrapped; None for one wide table.
+        :param details: show the further columns too.
+        """
+        longest = max(map(len, self.verdicts)) + 2
+        verdicts = [
+            textwrap.fill(
+                text,
+                10**6 if width is None else max(width, longest + _LEAST_WIDTH),
+                initial_indent=name.ljust(longest),
+                subsequent_indent=" " * longest,
+                break_on_hyphens=False,
+            )
+            for name, text in self.verdicts.items()
+        ]
+        columns = [*self.table.attrs["columns"], *(self.table.attrs["details"] if details else ())]
+        rows = list(self.numbers().values())
+        tables = [to_text(rows, [NAME, *part]) for part in _blocks(rows, columns, width)]
+        above = [self.summary] if self.summary else []
+        above += [f"Warning: {text}" for text in self.warnings]
+        above, notes = (
+            [textwrap.fill(text, width or 10**6, break_on_hyphens=False) for text in texts]
+            for texts in (above, self.notes)
+        )
+        return "\n\n".join([*above, *tables, "\n".join(verdicts), *notes])
+
+    def numbers(self) -> dict[str, dict[str, Any]]:
+        """The rows of the table by name, each a dict of what is known, with its ``posterior``."""
+        return {
+            name: {"posterior": name, **row.dropna().to_dict()}
+            for name, row in self.table.iterrows()
+        }
+
+    def report(self, path: str | Path, **options: Any) -> Path:
+        """Write one self-contained HTML file: the answer, figures, the table; return its path.
+
+        :param path: the HTML file; missing folders are made.
+        :param options: see :func:`pyro_bdl.comparison.page.write_page`.
+        """
+        from pyro_bdl.comparison.page import write_page
+
+        return write_page(self, path, **options)
+
+    def figures(self, **options: Any) -> "dict[str, Figure]":
+        """Figures of the comparison, by names that can be used for files.
+
+        :param options: see :func:`pyro_bdl.comparison.figures.figures`.
+        """
+        from pyro_bdl.comparison.figures import figures
+
+        return figures(self, **options)
+
+    def _repr_html_(self) -> str:
+        """The answer, the ranked table and the picture of cost against distance, for notebooks."""
+        from pyro_bdl.comparison.page import fragment
+
+        return fragment(self)
+
+
+def compare_evaluations(
+    evaluations: Mapping[str, Evaluation],
+    reference: str | None = None,
+    *,
+    left_out: Mapping[str, str] | None = None,
+    progress: bool | None = None,
+) -> Comparison:
+    """Compare posteriors that ``evaluate`` has scored on the same data.
+
+    :param evaluations: name to evaluation.
+    :param reference: name of the posterior with which the others are compared.
+    :param left_out: name to the reason, for posteriors that could not be evaluated.
+    :param progress: show a bar.
+    :raises ValueError: for evaluations on other data, or functions of other shapes.
+    """
+    first = evaluations[reference] if reference is not None else next(iter(evaluations.values()))
+    found: dict[str, dict[str, Any]] = {name: dict(e.scores) for name, e in evaluations.items()}
+    for name, evaluation in shown(evaluations.items(), "distances", progress):
+        _check_same(name, evaluation, first)
+        if reference is not None and name != reference:
+            found[name] |= distances(evaluation, first) | sd_ratios(evaluation, first)
+            found[name] |= differences(evaluation, first)
+            found[name] |= elpd_difference(evaluation, first)
+    few = few_draws(found)
+    score = "nlpd_normal" if few else judge.SCORE
+    point, warned = float("nan"), []
+    if reference is not None:
+        point = distance_of_point(first)
+        warned = judge.doubts(reference, found[reference])
+    judgments = judge.judge(found, evaluations, reference, point=point, score=score)
+    answer = judge.answer(
+        found, judgments, reference, point=point, doubtful=bool(warned), score=score
+    )
+    rows: dict[str, dict[str, Any]] = {
+        name: found[name] | {"group": judgment.group, "verdict": judgment.verdict}
+        for name, judgment in judgments.items()
+    }
+    rows |= {name: {"verdict": reason} for name, reason in (left_out or {}).items()}
+    if reference is not None:
+        rows[f"{reference}, half to half"] = floor(first)
+    heading = f"{reference} (doubtful)" if warned else reference
+    return Comparison(
+        table=_frame(rows, first.task, heading, few=bool(few), point=point),
+        reference=reference,
+        evaluations=evaluations,
+        judgments=judgments,
+        summary=answer,
+        warnings=tuple(warned),
+        notes=(
+            *([few_draws_note(few)] if few else []),
+            *leave_one_out.withheld_notes({name: found[name] for name in judgments}),
+        ),
+        left_out=left_out or {},
+    )
+
+
+def _check_same(name: str, evaluation: Evaluation, first: Evaluation) -> None:
+    if (evaluation.task, evaluation.rows) != (first.task, first.rows):
+        raise ValueError(f"posterior {name!r} was evaluated on other data than the first one")
+    shapes = evaluation.function.shape[1:], first.function.shape[1:]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"the posteriors' functions must have the shape of the reference's at each draw, "
+            f"{tuple(shapes[1])}, got {tuple(shapes[0])}"
+        )
+
+
+# ------------------------------------------------------------------------------------- columns
+
+
+def columns(task: str, reference: str | None) -> list[Column]:
+    """The columns of the table for ``"regression"`` or ``"classification"``, in order.
+
+    :param reference: heading of the reference's columns; None without a reference.
+    """
+    difference = () if reference is None else (leave_one_out.DIFFERENCE,)
+    return _grouped(
+        {
+            "": (judge.COLUMN, *costs.COLUMNS),
+            "parameters that the data determine": costs.OF_PARAMETERS,
+            "test data": _of_metrics(TEST_DATA, task),
+            f"distance to {reference}": _of_metrics(DISTANCES, task),
+            "leave one out": (*leave_one_out.COLUMNS, *difference),
+            "Markov chains": convergence.COLUMNS,
+        }
+    )
+
+
+def details(task: str, reference: str | None) -> list[Column]:
+    """Further columns, in the order of their groups."""
+    paired = [metric for metric in of_task(TEST_DATA, task) if metric.over_points]
+    return _grouped(
+        {
+            "costs": costs.FURTHER_COLUMNS,
+            "parameters that the data determine": costs.FURTHER_OF_PARAMETERS,
+            "calibration": _of_metrics(CALIBRATION, task),
+            "uncertainty": _of_metrics(UNCERTAINTY, task),
+            f"test data, difference to {reference}": [m.difference_column() for m in paired],
+            f"distance to {reference}": [*_of_metrics(FURTHER_DISTANCES, task), RESOLUTION],
+            f"sd ratio to {reference}": REGION_COLUMNS,
+            "leave one out": leave_one_out.FURTHER_COLUMNS,
+            "Markov chains": convergence.FURTHER_COLUMNS,
+        }
+    )
+
+
+def _of_metrics(metrics: Iterable[Metric], task: str) -> list[Column]:
+    return [metric.column() for metric in of_task(metrics, task)]
+
+
+def _grouped(groups: Mapping[str, Iterable[Column]]) -> list[Column]:
+    return [replace(column, group=group) for group, part in groups.items() for column in part]
+
+
+def _frame(
+    rows: Mapping[str, Mapping[str, Any]], task: str, reference: str | None, *, few: bool,
+    point: float,
+) -> "pd.DataFrame":  # fmt: skip
+    """The rows as a DataFrame whose attributes are the columns that hold a number."""
+    import pandas as pd
+
+    table = pd.DataFrame.from_dict(rows, orient="index").rename_axis("posterior")
+    first, further = columns(task, reference), details(task, reference)
+    if not few:  # then it says what NLPD says
+        further = [*(c for c in first if c.key == "nlpd_normal"), *further]
+        first = [c for c in first if c.key != "nlpd_normal"]
+    known = set(table.columns[table.notna().any()])
+    first, further = ([c for c in part if c.key in known] for part in (first, further))
+    order = [key for c in (*first, *further) for key in (c.key, c.error) if key in known]
+    rest = [key for key in table.columns if key not in order and key != "verdict"]
+    table = table[[*order, *rest, "verdict"]]
+    table.attrs = {"columns": tuple(first), "details": tuple(further), "point": point}
+    return table
+
+
+def _blocks(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], width: int | None
+) -> list[list[Column]]:
+    """The columns in blocks that fit into the width, groups together where they fit."""
+
+    def fits(block: list[Column]) -> bool:
+        lines = to_text(rows, [NAME, *block]).splitlines()
+        return width is None or max(map(len, lines)) <= width
+
+    blocks: list[list[Column]] = [[]]
+    rest = list(columns)
+    for _, count in groups(rest):
+        group, rest = rest[:count], rest[count:]
+        # A group is split only if it is too wide by itself.
+        for part in [group] if fits(group) else [[column] for column in group]:
+            if not blocks[-1] or fits([*blocks[-1], *part]):
+                blocks[-1] += part
+            else:
+                blocks.append(part)
+    return blocks
