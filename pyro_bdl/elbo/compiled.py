@@ -22,9 +22,8 @@ from pyro_bdl.elbo.tempered import (
 from pyro_bdl.estimators.per_datum import active
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.tracing.arguments import Arguments, split
-from pyro_bdl.tracing.backends import BACKENDS
 from pyro_bdl.tracing.compiled import CompiledLoss, Evaluation
-from pyro_bdl.tracing.step import Outcome
+from pyro_bdl.tracing.step import BACKENDS, Outcome
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 
 from pyro_bdl.mcmc.chains import Chains, Plan, Target, progress_bar, stack_chains
 from pyro_bdl.mcmc.kernels import Hamiltonian, Kernel
-from pyro_bdl.tracing.density import CompiledDensity
+from pyro_bdl.tracing.compiled import CompiledDensity
 from pyro_bdl.utils.autograd import with_gradients
 from pyro_bdl.utils.random_state import seeded
 

@@ -260,11 +260,11 @@ class Program:
         """The log density as a graph of torch's operators, for many evaluations: a function of u
         (P,) whose gradient can be taken once.
 
-        See :class:`pyro_bdl.tracing.density.CompiledDensity`.
+        See :class:`pyro_bdl.tracing.compiled.CompiledDensity`.
 
         :param args: the program's arguments; by default those of the construction.
         """
-        from pyro_bdl.tracing.density import CompiledDensity
+        from pyro_bdl.tracing.compiled import CompiledDensity
 
         program = Program(self.model, *args, **kwargs) if args or kwargs else self
         return CompiledDensity(program.log_density, program.model)

@@ -1,10 +1,11 @@
-"""Losses as graphs of torch's operators, run in place of the program and compared with it now and
-then."""
+"""Losses and log densities as graphs of torch's operators, run in place of the program and compared
+with it now and then."""
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyro
 import torch
@@ -12,11 +13,12 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.tracing.step import Outcome, Step, agree, trace_step
+from pyro_bdl.tracing.step import Outcome, Step, agree, first_line, trace_step
 from pyro_bdl.tracing.trace import NotTraceable
-from pyro_bdl.utils.autograd import with_gradients
+from pyro_bdl.utils.autocast import castings
+from pyro_bdl.utils.autograd import is_transformed, with_gradients
 from pyro_bdl.utils.memory import keep_freed_blocks
-from pyro_bdl.utils.module_state import as_written
+from pyro_bdl.utils.module_state import as_written, modules_of
 from pyro_bdl.utils.side_effects import without_side_effects
 
 
@@ -88,7 +90,7 @@ class CompiledLoss:
     else did, the program is traced again, with a warning.
 
     :param subject: the name that warnings begin with.
-    :param backend: of ``pyro_bdl.tracing.backends.BACKENDS``.
+    :param backend: of ``pyro_bdl.tracing.step.BACKENDS``.
     :param max_graphs: the largest number of keys of one owner, and of traces of one key; beyond it
         the program runs uncompiled.
     """
@@ -164,8 +166,7 @@ class CompiledLoss:
         except NotTraceable as error:
             self._refuse(graph, str(error))
         except Exception as error:  # what make_fx cannot run can still be run
-            lines = str(error).strip().splitlines() or [""]
-            self._refuse(graph, f"tracing it failed ({type(error).__name__}: {lines[0]})")
+            self._refuse(graph, f"tracing it failed ({first_line(error)})")
         else:
             stored = dict(pyro.get_param_store().named_parameters())
             names = statements.trace.nodes.keys() & stored.keys()
@@ -218,3 +219,49 @@ class CompiledLoss:
                 "far used the old value: pass what changes as an argument"
             )
             self._trace(graph, evaluation)
+
+
+# ------------------------------------------------------------------------------ log densities
+
+
+class CompiledDensity:
+    """A scalar function of a vector and its gradient, as a graph that is traced once.
+
+    ``CompiledLoss`` says when the program itself runs, and what it must be. The gradient is that in
+    the vector and in parameters, and can be taken once. Calls under ``vmap``, ``torch.func.grad``,
+    autocast or without gradients run the program itself.
+
+    :param function: of a vector (P,), a scalar.
+    :param model: the program, whose modules' buffers are restored after a trace.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], model: Any) -> None:
+        self.function, self.model = function, model
+        self.graphs = CompiledLoss("Program.compile")
+
+    def __call__(self, vector: Tensor) -> Tensor:
+        """The value at a vector, to be differentiated once."""
+        if not torch.is_grad_enabled() or is_transformed() or castings():
+            return self.function(vector)
+        leaf = vector if vector.requires_grad else vector.detach().requires_grad_()
+        outcome = self.graphs(_DensityEvaluation(self, leaf))
+        return outcome if isinstance(outcome, Tensor) else outcome.differentiable()
+
+
+class _DensityEvaluation(Evaluation):
+    def __init__(self, density: CompiledDensity, vector: Tensor) -> None:
+        self.density, self.vector = density, vector
+        self.owner = density.model
+        self.key = vector.shape, vector.dtype, vector.device
+
+    def plain(self) -> Tensor:
+        return self.density.function(self.vector)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.vector]
+
+    def traced(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return (self.density.function(*tensors),)
+
+    def modules(self) -> list[nn.Module]:
+        return modules_of(self.density.model)

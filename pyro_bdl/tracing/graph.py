@@ -1,31 +1,13 @@
 """Queries and changes of a graph of ATen operators from ``make_fx``."""
 
-import linecache
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.fx.graph_module import _loader
 
 # Their schemas do not show that in training they change the running statistics, arguments 3 and 4.
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
-
-
-@contextmanager
-def without_kept_text() -> Iterator[None]:
-    """Drop the text of the code that graphs are run by, which torch.fx keeps for tracebacks.
-
-    It would keep it for the rest of the process, for every graph that was ever made.
-    """
-    before = len(_loader.eval_cache)
-    try:
-        yield
-    finally:
-        for name in list(_loader.eval_cache)[before:]:
-            _loader.eval_cache.pop(name, None)
-            linecache.cache.pop(name, None)
 
 
 def schema_of(node: fx.Node) -> Any:
@@ -59,22 +41,16 @@ def mutates(node: fx.Node) -> bool:
 def changed(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operator changes in place."""
     if name_of(node) in _BATCH_NORMS:
-        arguments: Iterable[Any] = node.args[3:5] if node.args[5] else ()
+        arguments: list[Any] = list(node.args[3:5]) if node.args[5] else []
     elif mutates(node):
-        written = [a.alias_info is not None and a.alias_info.is_write for a in _arguments(node)]
-        given = zip(node.args, written, strict=False)
-        arguments = [a for a, is_written in given if is_written]
-        names = {
-            a.name for a, is_written in zip(_arguments(node), written, strict=True) if is_written
-        }
-        arguments += [value for name, value in node.kwargs.items() if name in names]
+        schema = schema_of(node).arguments
+        written = [a for a in schema if a.alias_info is not None and a.alias_info.is_write]
+        values = {a.name: value for a, value in zip(schema, node.args, strict=False)}
+        values |= node.kwargs
+        arguments = [values.get(a.name) for a in written]
     else:
         return []
     return [a for a in arguments if isinstance(a, fx.Node)]
-
-
-def _arguments(node: fx.Node) -> Any:
-    return schema_of(node).arguments
 
 
 def is_needed(node: fx.Node) -> bool:

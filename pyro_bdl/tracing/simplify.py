@@ -1,7 +1,7 @@
 """Simplification of a graph to fewer and cheaper operators with the same results.
 
 ``make_fx`` records all operators of autograd and the densities. Many are not needed: aliases,
-products with one, sums with zero, repeated operators, and functions of constants.
+products with one, sums with zero, and functions of constants.
 """
 
 import operator
@@ -43,7 +43,6 @@ def simplify(graph: fx.Graph, known: Known) -> None:
     """
     touched = _touched(graph)
     _join_parts(graph, touched)
-    seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or node in touched or is_random(node) or mutates(node):
             continue
@@ -55,10 +54,7 @@ def simplify(graph: fx.Graph, known: Known) -> None:
             continue
         take_all_as_view(node, known)
         other = _simpler(node, known)
-        if other is None:
-            key = (node.target, _hashable(node.args), _hashable(node.kwargs))
-            other = seen.setdefault(key, node)
-        if other is not node:
+        if other is not None:
             node.replace_all_uses_with(other)
     graph.eliminate_dead_code(is_needed)
     for node in [node for node in known if node.graph is not graph or node._erased]:
@@ -97,14 +93,6 @@ def _empty(node: fx.Node) -> Tensor | None:
     if kind is None:
         return None
     return torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=kind.device)
-
-
-def _hashable(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(map(_hashable, value))
-    if isinstance(value, dict):
-        return tuple((key, _hashable(v)) for key, v in value.items())
-    return type(value), value  # 1, 1.0 and True differ
 
 
 # Removal of operators ----------------------------------------------------------------------------

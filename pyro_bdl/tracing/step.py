@@ -1,20 +1,22 @@
-"""A loss and its gradient as one graph, and as a function that autograd knows."""
+"""A loss and its gradient as one graph, which torch or inductor runs."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from pyro_bdl.tracing.backends import BACKENDS, Run
-from pyro_bdl.tracing.graph import lift, without_kept_text
-from pyro_bdl.tracing.simplify import simplify
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.tracing.graph import lift
+from pyro_bdl.tracing.simplify import call_directly, simplify
 from pyro_bdl.tracing.trace import NotTraceable, mutated, tensor_of, trace, variable_nodes
 from pyro_bdl.utils.autocast import rounding, without_autocast, without_cached_casts
 from pyro_bdl.utils.autograd import leaves_behind, with_gradients
 
 Loss = Callable[..., tuple[Tensor, ...]]
+Run = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass
@@ -58,7 +60,6 @@ class Outcome(NamedTuple):
         return with_gradients(self.results[0], self.gradients, self.leaves)
 
 
-@without_kept_text()
 def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
     """Trace a loss and its gradient.
 
@@ -111,3 +112,48 @@ def agree(a: Tensor, b: Tensor, size: Tensor) -> bool:
         return torch.equal(a, b)
     tolerance = max(torch.finfo(b.dtype).eps, rounding()) ** 0.5
     return bool((a - b).norm() <= tolerance * size)
+
+
+# ------------------------------------------------------------------------------------- backends
+
+
+def eager(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Run:
+    """Run the graph's operators one after another."""
+    call_directly(graph.graph)
+    graph.recompile()
+    return graph.forward
+
+
+def inductor(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Run:
+    """Compile fused kernels for the examples' shapes, which takes seconds to a minute.
+
+    Random numbers are torch's own.
+    """
+    from torch._inductor import compile as compile_graph
+
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            inputs = [example.detach() for example in examples]
+            compiled = compile_graph(graph, inputs, options={"fallback_random": True})
+    except Exception as error:  # of the compiler, of many classes
+        warnings.warn(
+            f'backend="inductor" could not compile the graph ({first_line(error)}), whose '
+            'operators run one by one as with backend="eager": it needs a C++ compiler on the '
+            "CPU and Triton on a GPU",
+            BdlWarning,
+            stacklevel=2,
+        )
+        return eager(graph, examples)
+    return lambda *inputs: compiled(*[value.detach() for value in inputs])
+
+
+BACKENDS: dict[str, Callable[[fx.GraphModule, Sequence[Tensor]], Run]] = {
+    "eager": eager,
+    "inductor": inductor,
+}
+
+
+def first_line(error: Exception) -> str:
+    """The class and the first line of an error."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -1,13 +1,15 @@
 """Graphs of ATen operators that are valid for other tensors than the traced ones.
 
 ``trace`` keeps exactly the operators that the function ran, including random and in-place ones, so
-that torch gives the same numbers. ``pyro_bdl.tracing.pure`` builds on it.
+that torch gives the same numbers. ``trace_pure`` has none that change a tensor in place, for a
+translation to JAX.
 """
 
 import operator
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from pyro_bdl.tracing.graph import base, changed, is_random, name_of, reached, tagged
+from pyro_bdl.tracing.graph import (
+    base,
+    changed,
+    is_border,
+    is_random,
+    lift,
+    name_of,
+    reached,
+    tagged,
+)
+from pyro_bdl.utils.module_state import vmappable
 from pyro_bdl.utils.trees import tree_map_only
 
 _FOLDERS = [Path(str(file)).parent for file in (__file__, torch.__file__, pyro.__file__)]
@@ -232,3 +244,79 @@ def _shape_varies(node: fx.Node, live: set[fx.Node]) -> bool:
         return True
     indices = [n for n in node.all_input_nodes[1:] if n in live]
     return any(n.meta["val"].dtype in (torch.bool, torch.uint8) for n in indices)
+
+
+# ------------------------------------------------------------- pure functions, for translations
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Run without gradients, fused kernels and validation, which hide values from a trace or branch
+    on them."""
+    with (
+        torch.no_grad(),
+        vmappable(),
+        torch.backends.mkldnn.flags(enabled=False),
+        torch.backends.cudnn.flags(enabled=False),
+        pyro.validation_enabled(False),
+    ):
+        yield
+
+
+def trace_pure(
+    function: Callable,
+    examples: Sequence[Tensor],
+    decompositions: Mapping[Any, Callable] | None = None,
+) -> fx.GraphModule:
+    """The graph of a pure function of tensors, without operators that change a tensor in place.
+
+    It is valid for the shapes and dtypes of the examples. Tensors that are not arguments are
+    constants (nodes ``get_attr``), including parameters. Validation, fused attention and oneDNN are
+    off while tracing and restored afterwards.
+
+    :param function: returns a pytree of tensors.
+    :param decompositions: operators to be replaced by simpler ones, as in ``make_fx``.
+    :raises NotTraceable: if control flow or a shape depends on the arguments, or if the function
+        changes a tensor in place that it did not make.
+    """
+    examples = [example.detach() for example in examples]
+    with plain_torch():
+        graph, places = record(function, examples, decompositions)
+        refuse_reads(graph, graph.graph.find_nodes(op="placeholder"), places)
+        graph.graph.eliminate_dead_code(lambda node: is_border(node) or bool(changed(node)))
+        if any(map(changed, graph.graph.nodes)):
+            graph = _functional(graph, examples, decompositions)
+    for node in graph.graph.nodes:
+        if changed(node):
+            raise NotTraceable(
+                "it changes a tensor that it did not make, in place (a module in train mode?)",
+                str(node.target),
+            )
+    graph.graph.eliminate_dead_code(is_border)
+    graph.recompile()
+    return graph
+
+
+def _functional(
+    graph: fx.GraphModule,
+    examples: Sequence[Tensor],
+    decompositions: Mapping[Any, Callable] | None,
+) -> fx.GraphModule:
+    """The graph without in-place operators; ``functionalize`` needs all tensors as inputs."""
+    attributes = {n: tensor_of(graph, n) for n in graph.graph.find_nodes(op="get_attr")}
+    constants = lift(graph.graph, attributes).values()
+    graph.recompile()
+
+    def run(*tensors: Tensor) -> Any:
+        return graph(*tensors)
+
+    functional = operators_of(
+        torch.func.functionalize(run), [*examples, *constants], decompositions
+    )
+    inputs = list(functional.graph.find_nodes(op="placeholder"))[len(examples) :]
+    for number, (node, value) in enumerate(zip(inputs, constants, strict=True)):
+        functional.register_buffer(f"constant_{number}", value.detach())
+        with functional.graph.inserting_before(node):
+            node.replace_all_uses_with(functional.graph.get_attr(f"constant_{number}"))
+        functional.graph.erase_node(node)
+    return functional

@@ -436,13 +436,6 @@ def test_inductor_with_noise_in_the_network_and_statistics():
     )
 
 
-def test_draws_before_the_graph_of_inductor(monkeypatch):
-    """The graph runs here uncompiled."""
-    monkeypatch.setattr("pyro_bdl.tracing.backends._compiled", lambda graph, _: graph.forward)
-    same_steps({"backend": "inductor", "num_particles": 2}, [(X, Y)] * 6)
-    same_steps({"backend": "inductor"}, [(X, Y)] * 6, kind=AutoMCDropout)
-
-
 def test_without_a_compiler_the_operators_run_one_by_one(monkeypatch):
     def fails(*args, **kwargs):
         raise RuntimeError("No working C++ compiler found")

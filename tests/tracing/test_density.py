@@ -1,6 +1,5 @@
 """A program's log density as a graph: values, gradients, and when the program itself runs."""
 
-import linecache
 import random
 import warnings
 
@@ -9,12 +8,10 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.nn import PyroModule, PyroParam
-from torch.fx.graph_module import _loader
 
 import pyro_bdl as bdl
 from pyro_bdl import Program
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.tracing.pure import trace_pure
 
 
 class Chain(PyroModule):
@@ -124,18 +121,6 @@ def test_random_numbers_of_torch_are_drawn_in_each_run_others_are_refused(of_tor
             density(torch.tensor([0.5]))
     assert density.graphs.num_replays == of_torch
     assert len({float(density(torch.tensor([0.5]))) for _ in range(3)}) == 3
-
-
-def test_the_text_of_graphs_is_not_kept():
-    """torch.fx keeps it for the rest of the process."""
-    before = set(linecache.cache), len(_loader.eval_cache)
-    density = Program(Chain(), torch.ones(3)).compile()
-    for _ in range(4):
-        density(torch.zeros(2, requires_grad=True)).backward()
-    assert density.graphs.num_traces == 1
-    trace_pure(torch.exp, [torch.zeros(2)])
-    made = {name for name in set(linecache.cache) - before[0] if "eval_with_key" in name}
-    assert not made and len(_loader.eval_cache) == before[1]
 
 
 def test_a_graph_that_does_not_run_leaves_the_program():

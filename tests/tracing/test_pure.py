@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_bdl.tracing.pure import trace_pure
-from pyro_bdl.tracing.trace import NotTraceable
+from pyro_bdl.tracing.trace import NotTraceable, trace_pure
 
 X = torch.tensor([0.5, -1.0, 2.0])
 
@@ -41,8 +40,6 @@ def flags():
         torch.backends.cuda.math_sdp_enabled(),
         torch.backends.cuda.flash_sdp_enabled(),
         torch.is_grad_enabled(),
-        torch.distributions.Distribution._validate_args,
-        torch.distributions.Distribution._validate_sample,
         pyro.distributions.is_validation_enabled(),
         pyro.poutine.is_validation_enabled(),
         pyro.infer.is_validation_enabled(),

@@ -19,9 +19,8 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 from pyro_bdl.errors import MissingOperatorError
 from pyro_bdl.mcmc.jax.ops.registry import as_dtype, aten, cast, lookup
 from pyro_bdl.tracing.graph import is_random
-from pyro_bdl.tracing.pure import plain_torch, trace_pure
-from pyro_bdl.tracing.simplify import LARGE, take_all_as_view
-from pyro_bdl.tracing.trace import NotTraceable, tensor_of
+from pyro_bdl.tracing.simplify import LARGE
+from pyro_bdl.tracing.trace import NotTraceable, plain_torch, tensor_of, trace_pure
 
 WAY_OUT = 'Sample with backend="pyro", which runs any program.'
 # Options of creation operators that concern memory: device, layout and the like.
@@ -105,8 +104,6 @@ def to_jax(
     _refuse_randomness(graph)
     known = _known(graph)
     operators = [n for n in graph.graph.nodes if n.op == "call_function" and n not in known]
-    for node in operators:
-        take_all_as_view(node, known)
     _refuse_unknown(operators)
     steps = [_step(node) for node in operators]
     inputs = list(graph.graph.find_nodes(op="placeholder"))
