@@ -33,6 +33,7 @@ from typing import Any
 import harness
 import numpy as np
 import torch
+from networks import resnet
 from torch import Tensor, nn
 
 import pyro_bdl as bdl
@@ -53,36 +54,6 @@ def mlp(inputs: int = 784, hidden: int = 100) -> nn.Module:
         nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU(),
         nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10),
     )  # fmt: skip
-
-
-class Block(nn.Module):
-    """Two convolutions around a short cut (He et al. 2016)."""
-
-    def __init__(self, into: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(into, out, 3, stride, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(out)
-        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(out)
-        self.short = nn.Sequential()
-        if stride > 1 or into != out:
-            self.short = nn.Sequential(
-                nn.Conv2d(into, out, 1, stride, bias=False), nn.BatchNorm2d(out)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm2(self.conv2(self.norm1(self.conv1(x)).relu()))
-        return (y + self.short(x)).relu()
-
-
-def resnet(width: int = 64) -> nn.Module:
-    """ResNet-18 for 3 x 32 x 32 images, 11 173 962 weights at width 64."""
-    layers = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    into = width
-    for out, stride in ((width, 1), (2 * width, 2), (4 * width, 2), (8 * width, 2)):
-        layers += [Block(into, out, stride), Block(out, out, 1)]
-        into = out
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(into, 10))
 
 
 NETS = {"LeNet": lenet, "MLP": mlp, "small": lambda: mlp(hidden=2)}

@@ -1,6 +1,6 @@
 """The exact linearized posterior of a ResNet-18 by samples, under a g-prior: time and memory.
 
-ResNet-18 for 32 x 32 images (11 173 962 weights, of ``laplace.py``) and random images; times and
+ResNet-18 for 32 x 32 images (11 173 962 weights) and random images; times and
 memory depend little on their values. The diagonal of the curvature gives the g-prior
 (``nn.with_g_prior``), conjugate gradients give samples of the exact posterior of the linearized
 network (``structure="samples"``), and the EM-like fixed point sets the prior's scale from them,
@@ -16,7 +16,7 @@ from typing import Any
 
 import harness
 import torch
-from laplace import resnet
+from networks import resnet
 from pyro.infer.autoguide.initialization import init_to_value
 from pyro.nn import PyroParam
 from torch.distributions import constraints

@@ -1,6 +1,6 @@
 """``subnetwork.py --task large``: time and memory in a network of 11 million weights.
 
-ResNet-18 for 32 x 32 images (11 173 962 weights, of ``laplace.py``) and random images; times and
+ResNet-18 for 32 x 32 images (11 173 962 weights) and random images; times and
 memory do not depend on their values. Each size runs in a process of its own: the selection by
 predictive variance (a diagonal Laplace approximation over all weights), the full matrix over the
 chosen ones, and linearised class probabilities. Times are of the processor, memory is the peak of
@@ -18,7 +18,7 @@ from typing import Any
 
 import harness
 import torch
-from laplace import resnet
+from networks import resnet
 
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning

@@ -28,6 +28,7 @@ SMALL = {
     "distributed": [
         *("--steps", "1", "--batches", "8", "4", "--rows", "20", "--repeats", "1"),
     ],
+    "gpu": ["--device", "cpu", "--quick"],
     "large": ["--quick"],
     "peers": ["--steps", "1", "--repeats", "1"],
     "networks_in_plate": ["--quick", "--networks", "2", "--methods", "SVI"],
