@@ -23,8 +23,9 @@ from networks import resnet
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import selectors
-from pyro_bdl.guides.laplace import LaplaceGuide
+from pyro_bdl.guides.gaussian import approximate
 from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.subset import Subset
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +63,8 @@ def one(options: argparse.Namespace) -> dict[str, float]:
         warnings.simplefilter("ignore", BdlWarning)  # the network is not trained
         chosen = guide.choose(data, select=select, size=options.only_count)
         mark()
-        posterior = LaplaceGuide(guide, guide.config, chosen, Batches(data))
+        subset = Subset(guide.require_layout(), chosen)
+        posterior = approximate(guide, guide.config, subset, Batches(data))
         mark()
         predicted = x[: options.predicted]
         bdl.LinearizedPredictive(model, posterior).probabilities(predicted)

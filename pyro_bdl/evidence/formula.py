@@ -32,7 +32,7 @@ from pyro_bdl.curvature.hyperparameters import (
 from pyro_bdl.curvature.prior import PriorPrecision, flat_entries, hyperpriors, prior_precision
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint
-from pyro_bdl.guides.laplace import LaplaceGuide
+from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import record, sum_out_discrete
 from pyro_bdl.utils.autograd import with_gradients
@@ -59,7 +59,7 @@ def log_marginal_likelihood(guide: LaplaceGuide, *, linearized: bool = False) ->
     reading = read_guide(guide)
     point = None
     if linearized:
-        guide.follow(reading)
+        guide.refresh(reading)
         point = LinearizedModel(guide).optimum()
         point.warn(stacklevel=2)
     with torch.enable_grad():
@@ -131,7 +131,7 @@ class Formula:
 
     def follow(self) -> None:
         """Adapt the guide to the present values."""
-        self.guide.follow(self._reading())
+        self.guide.refresh(self._reading())
 
     def _scales(self) -> "tuple[list[Scaled], Hyperparameter | None]":
         """The hyperparameters that scale Normal priors, and the one that scales the noise."""

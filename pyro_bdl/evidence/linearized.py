@@ -22,7 +22,7 @@ from pyro_bdl.curvature.linear_outputs import LinearOutputs
 from pyro_bdl.curvature.linearized_data import LinearizedBatch, LinearizedData
 from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides.laplace import LaplaceGuide
+from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils.memory import available_memory
 from pyro_bdl.utils.module_state import evaluation_mode

@@ -19,8 +19,8 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.evidence.formula import NoFixedPointError, formula_of, read_guide
 from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint
 from pyro_bdl.evidence.shared_scales import warn_of_shared_scales
-from pyro_bdl.guides.laplace import LaplaceGuide
-from pyro_bdl.guides.last_layer import LastLayerGuide
+from pyro_bdl.guides.gaussian import LaplaceGuide
+from pyro_bdl.guides.mode import find_mode
 from pyro_bdl.program.unconstrained_parameters import are_known
 from pyro_bdl.utils.progress import shown
 
@@ -121,19 +121,18 @@ def maximize(
     warn_of_shared_scales(guide, guide.subset, reading, guide.passes[0][0].first(), stacklevel=2)
     if hyperpriors(reading.run, reading.leaves):
         method = "gradient"  # the fixed point knows no hyperpriors
-    last_layer = isinstance(guide, LastLayerGuide)
-    if last_layer:
+    if guide.mode is not None:
         linearized = False  # the guide is at the optimum, and goes along with it
     elif linearized is None:
         linearized = are_known(reading.run.observed.values())
     with restored_on_error(reading.parameters, guide.refresh):
-        for _ in range(_ROUNDS if last_layer and not guide.quadratic else 1):
+        for _ in range(_ROUNDS):
             before = guide.hyperparameters()
             search = _Search(guide, reading, linearized, progress)
             result = search.run(method, steps, learning_rate, tolerance)
-            if not last_layer or guide.quadratic:
+            if guide.mode != "steps":
                 break
-            guide.find_mode()
+            find_mode(guide)
             reading = read_guide(guide)
             if _are_close(result.hyperparameters, before, tolerance):
                 break
@@ -157,7 +156,7 @@ class _Search:
     ) -> None:
         self.guide, self.progress = guide, progress
         self.formula, self.tuned = formula_of(guide, reading), followed(reading)
-        guide.follow(reading)
+        guide.refresh(reading)
         self.model = LinearizedModel(guide) if linearized else None
 
     def run(self, method: str, steps: int, learning_rate: float, tolerance: float) -> Evidence:

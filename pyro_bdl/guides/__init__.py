@@ -5,8 +5,9 @@ from pyro_bdl.guides.amortized import AutoAmortized
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.dropout.guide import AutoMCDropout
 from pyro_bdl.guides.ensemble import AutoEnsemble
-from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
-from pyro_bdl.guides.last_layer import AutoLastLayer, LastLayerGuide
+from pyro_bdl.guides.gaussian import LaplaceGuide
+from pyro_bdl.guides.laplace import AutoLaplaceGGN
+from pyro_bdl.guides.last_layer import AutoLastLayer
 from pyro_bdl.guides.low_rank import AutoLowRank
 from pyro_bdl.guides.matrix_normal import AutoMatrixNormal
 from pyro_bdl.guides.mean_field import AutoMeanField
@@ -34,7 +35,6 @@ __all__ = [
     "GaussianNoise",
     "Guide",
     "LaplaceGuide",
-    "LastLayerGuide",
     "MixtureGuide",
     "SWAGGuide",
     "SubsetNormal",

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide, last_layer
+from pyro_bdl.guides.gaussian import LaplaceGuide, approximate
+from pyro_bdl.guides.laplace import AutoLaplaceGGN, last_layer
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.layout import Latent
-from pyro_bdl.program.subset import select
+from pyro_bdl.program.subset import Subset, select
 
 Size = int | float | str | None
 
@@ -158,8 +159,9 @@ class LargestPredictiveVariance(Selector):
 
 def diagonal_laplace(trained: Trained) -> LaplaceGuide:
     """A diagonal Laplace approximation of all latents."""
-    config = replace(trained.guide.config, structure="diag")
-    return LaplaceGuide(trained.guide, config, None, trained.batches, check=False)
+    guide = trained.guide
+    config, subset = replace(guide.config, structure="diag"), Subset(guide.require_layout())
+    return approximate(guide, config, subset, trained.batches, check=False)
 
 
 class LargestMagnitude(Selector):

@@ -1,7 +1,6 @@
 """Subnetwork inference: full covariance over a few weights, with the others at the MAP."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 from pyro_bdl.curvature.config import check_memory
 from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.gaussian import LaplaceGuide, approximate
 from pyro_bdl.guides.joint import JointGuide, restored_source
-from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
+from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.guides.saved import described, from_description
 from pyro_bdl.guides.selectors import (
     LargestPredictiveVariance,
@@ -112,18 +112,16 @@ class AutoSubnetwork(AutoLaplaceGGN):
         *,
         select: Selector | None = None,
         size: Size = None,
-        progress: bool | None = None,
-        **changes: Any,
+        **options: Any,
     ) -> LaplaceGuide:
         """A Gaussian with the full Gauss-Newton matrix over the chosen weights.
 
-        :param data: as in ``AutoLaplaceGGN.laplace_approximation``.
+        :param data: as in ``AutoLaplaceGGN.laplace_approximation``, which takes the options too.
         :raises MemoryError: if the matrix does not fit; raised before any work.
         """
         batches = Batches(data)
-        config = replace(self.config, **changes)
         chosen = self.choose(batches, select=select, size=size)
-        return LaplaceGuide(self, config, chosen, batches, progress=progress)
+        return super().laplace_approximation(batches, subset=chosen, **options)
 
     def variational(
         self,
@@ -159,10 +157,11 @@ class AutoSubnetwork(AutoLaplaceGGN):
 
         model = self.program_model
         indices = self.choose(args, select=select, size=size)
-        start = LaplaceGuide(self, self.config, indices, Batches(args)) if init is None else init
         subset = Subset(self.require_layout(), indices.cpu())
+        if init is None:
+            init = approximate(self, self.config, subset, Batches(args))
         at = self.location().detach()
-        return mcmc.sample(model, *args, init=start, subset=(subset, at), **options)
+        return mcmc.sample(model, *args, init=init, subset=(subset, at), **options)
 
 
 def _selector(select: Any) -> Selector:

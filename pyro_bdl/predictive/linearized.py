@@ -22,7 +22,7 @@ from pyro_bdl.distributions.take_apart import (
     observation_mean,
     observation_variance,
 )
-from pyro_bdl.guides.laplace import LaplaceGuide
+from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive.covariances import PredictiveCovariance
 from pyro_bdl.predictive.linearized_component import (

@@ -24,7 +24,7 @@ from pyro_bdl.distributions.take_apart import (
     parameters_of,
 )
 from pyro_bdl.guides.draws import check_posterior
-from pyro_bdl.guides.laplace import LaplaceGuide
+from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.predictive.covariances import PredictiveCovariance, total_covariance, with_noise
 from pyro_bdl.predictive.sampled import PredictiveMoments, density_of, predictions_of
 from pyro_bdl.program.batches import leading_size

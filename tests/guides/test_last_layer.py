@@ -18,6 +18,7 @@ from pyro_bdl.bayesian_linear import SufficientStatistics, maximize, predict
 from pyro_bdl.bayesian_linear import posterior as linear_posterior
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer
+from pyro_bdl.guides.mode import find_mode
 
 D = torch.float64
 N, NOISE = 30, 0.4
@@ -96,7 +97,7 @@ def test_it_is_linear_regression_on_the_features(outputs):
     model = models.Regression(bayesianize(net, uneven), noise=NOISE)
     exact = BruteForce(net, uneven, x, y)
     posterior = AutoLastLayer(model).laplace_approximation((x, y))
-    assert posterior.quadratic
+    assert posterior.mode == "closed"
     assert posterior.subset.sites == ("2.weight", "2.bias")
     torch.testing.assert_close(posterior.subset.take(posterior.loc), exact.mean)
     torch.testing.assert_close(covariance(posterior), exact.covariance)
@@ -211,7 +212,7 @@ def test_hidden_scales_of_the_prior():
     posterior = guide.laplace_approximation((x, y))
     scale = next(v for k, v in guide.median().items() if k.startswith("2.") and "scale" in k)
     exact = linear_posterior(SufficientStatistics.of(features(model, x), y), scale**-2, NOISE**-2)
-    assert posterior.quadratic and posterior.subset.sites == ("2.weight", "2.bias")
+    assert posterior.mode == "closed" and posterior.subset.sites == ("2.weight", "2.bias")
     torch.testing.assert_close(posterior.subset.take(posterior.loc), exact.mean[0])
     torch.testing.assert_close(covariance(posterior), exact.covariance[0])
 
@@ -221,7 +222,7 @@ def test_a_prior_that_is_not_normal():
     y = targets(x)
     model = models.Regression(bayesianize(network(), priors.StudentT(4.0, 0.5)), noise=NOISE)
     posterior = AutoLastLayer(model).laplace_approximation((x, y))
-    assert not posterior.quadratic
+    assert posterior.mode == "steps"
     assert slope(model, posterior, x, y).abs().max() < 1e-8
 
 
@@ -348,7 +349,7 @@ def test_it_finds_the_mode(case, batches):
     with warnings.catch_warnings():
         warnings.simplefilter("error", BdlWarning)
         posterior = AutoLastLayer(model).laplace_approximation(data)
-    assert not posterior.quadratic
+    assert posterior.mode == "steps"
     first_order = case in ("student", "heteroscedastic")
     assert slope(model, posterior, x, y).abs().max() < (1e-4 if first_order else 1e-8)
     assert torch.isfinite(evidence.log_marginal_likelihood(posterior))
@@ -401,8 +402,8 @@ def test_a_mode_that_is_not_reached_is_said():
     with torch.no_grad():
         scale += math.log(10.0)
     posterior.refresh()
-    with pytest.warns(BdlWarning, match="mode of the last layer was not reached in 2 steps"):
-        posterior.find_mode(steps=2)
+    with pytest.warns(BdlWarning, match="the mode was not reached in 2 steps"):
+        find_mode(posterior, steps=2)
 
 
 # What is asked for, and what is kept
@@ -479,7 +480,7 @@ def test_copies(how):
         other.load_state_dict(posterior.state_dict())
     assert torch.equal(other.loc, posterior.loc)
     torch.testing.assert_close(covariance(other), covariance(posterior))
-    assert other.quadratic
+    assert other.mode == "closed"
     if how == "deepcopy":
         evidence.maximize(other)
         assert not torch.equal(other.loc, posterior.loc)

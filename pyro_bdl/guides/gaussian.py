@@ -1,0 +1,479 @@
+"""The Gaussian posterior of a Laplace approximation: N(u*, (curvature + prior precision)^-1)."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.automatic_structure import with_chosen_structure
+from pyro_bdl.curvature.config import CurvatureConfig
+from pyro_bdl.curvature.factor_statements import check_factors
+from pyro_bdl.curvature.fit import SCALED_UP, fit_curvature
+from pyro_bdl.curvature.hyperparameters import (
+    ParameterReading,
+    few_rows,
+    followed,
+    learned_noise,
+    read,
+)
+from pyro_bdl.curvature.known_information import with_known_information
+from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
+from pyro_bdl.curvature.structures.base import Curvature, Precision, log_prob
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.held_out import HeldOut, search
+from pyro_bdl.guides.joint import JointGuide, restored_source
+from pyro_bdl.guides.mode import find_mode
+from pyro_bdl.program.batch_norm import layers_called
+from pyro_bdl.program.batches import Batch, Batches
+from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior, joint_prior
+from pyro_bdl.program.subset import Subset, select
+from pyro_bdl.utils.trees import tree_map_only
+
+_SMALLEST = 1e-30  # of squares that are divided by
+
+
+class LaplaceGuide(JointGuide):
+    """A Gaussian N(loc, precision^-1) over a subset of the unconstrained latents; others are fixed
+    at ``loc``.
+
+    ``AutoLaplaceGGN.laplace_approximation`` makes it. The precision is the sum of ``curvature``,
+    from the likelihood, and ``prior``. ``refresh()`` adapts it to changed hyperparameters of the
+    program, ``update(data)`` adds data, and ``fit_width(held_out)`` multiplies the covariance by a
+    factor. At first it has no curvature: ``fit`` or ``restored`` gives it one.
+
+    :param source: a guide whose center is u*.
+    :param subset: the latents with a covariance.
+    """
+
+    normal_marginals = True
+    loc: Tensor  # u*, (P,)
+    width: Tensor  # the factor of the covariance, 1 before ``fit_width``
+    held_out: HeldOut | None = None  # what the rows of ``fit_width`` said
+    # None where the training left it; "closed" or "steps" at the mode of the subset, which it
+    # follows in closed form or by ``find_mode``, see ``AutoLastLayer``
+    mode: str | None = None
+
+    # Sums over the data at loc and the noise of the fit, tempered
+    curvature: Curvature
+    num_data: int = 0
+    log_likelihood: Tensor
+    squares: Tensor  # of residuals of Normal observations in units of their noise
+    cells: Tensor  # the number of these
+    score: Tensor  # the gradient of the log likelihood in the subset, (p,)
+
+    # The program's hyperparameters
+    prior_quadratic: bool = False
+    prior_slope: Tensor  # the gradient of the log prior at loc, (p,)
+    noise_factor: Tensor  # (noise of the fit / present noise)^2
+    reference_noise: Tensor | None  # that of the fit, if it is a parameter
+    _in_likelihood: Mapping[str, Tensor] = MappingProxyType({})  # other parameters at the fit
+
+    _precision: Precision | None = None  # until it is asked for
+    _passes: list[tuple[Batches, float]] | None = None  # None for a posterior from a file
+
+    def __init__(self, source: Guide, subset: Subset, config: CurvatureConfig) -> None:
+        super().__init__(source)
+        self.subset, self.config = subset, config
+        self.few: Batch = (), {}
+        self.register_buffer("loc", source.location().detach().clone())
+        self.register_buffer("width", self.loc.new_ones(()))
+
+    def __repr__(self) -> str:
+        chosen, size = self.config, self.subset.size
+        of = "" if size == self.require_layout().size else f", {size} with a covariance"
+        said = "" if self.held_out is None else f"; {self.held_out}"
+        return f"{super().__repr__()[:-1]}{of}, structure={chosen.structure!r}{said})"
+
+    # Data
+
+    def fit(self, batches: Batches, *, progress: bool | None = None) -> Self:
+        """Compute the curvature from data, with the structure that fits them; return the guide."""
+        model = self.program_model
+        self.few = few_rows(model, self.require_layout(), self.loc, batches.first())
+        config = with_known_information(model, self.subset, self.loc, self.few, self.config)
+        self.config = with_chosen_structure(model, self.subset, self.loc, batches, config)
+        reading = self._fit([batches], progress)
+        check_factors(reading.run, reading.leaves, self.config)
+        return self
+
+    def refit(self, progress: bool | None = None) -> None:
+        """Compute the curvature anew from the same data, at another ``loc``."""
+        self._fit([batches for batches, _ in self.passes], progress)
+
+    def _fit(self, data: list[Batches], progress: bool | None) -> ParameterReading:
+        self._passes, self.num_data, self._in_likelihood = [], 0, {}
+        for number, batches in enumerate(data):
+            self._add(batches, self.curvature if number else None, progress)
+        reading = self.read()
+        self._in_likelihood = {
+            name: reading.parameters[name].value.detach().clone() for name in reading.in_likelihood
+        }
+        self.register_buffer("noise_factor", torch.ones_like(self.squares))
+        self.register_buffer("reference_noise", learned_noise(reading))
+        self.refresh(reading)
+        return reading
+
+    def _add(self, batches: Batches, before: Curvature | None, progress: bool | None) -> None:
+        fitted = fit_curvature(
+            self.program_model, self.subset, self.loc, batches, self.config,
+            before=before, progress=progress,
+        )  # fmt: skip
+        self.curvature = fitted.curvature
+        self.num_data += fitted.num_data
+        sums = {name: getattr(fitted, name) for name in ("log_likelihood", "squares", "cells")}
+        for name, value in {**sums, "score": fitted.gradient}.items():
+            value = value.to(self.loc.device)
+            self.register_buffer(name, value if before is None else value + getattr(self, name))
+        if self._passes is not None:
+            self._passes.append((batches, fitted.factor))
+
+    @property
+    def passes(self) -> list[tuple[Batches, float]]:
+        """The data of each pass, and the factor of its sums.
+
+        :raises RuntimeError: for a posterior from a file, which holds no data.
+        """
+        if self._passes is None:
+            raise RuntimeError(
+                "this posterior was loaded from a file without its data: call "
+                "laplace_approximation(data) again, at the same point"
+            )
+        return self._passes
+
+    def update(self, data: Any, *, progress: bool | None = None) -> Self:
+        """Add the curvature of more data at the same point; return the guide, which moves if it
+        is at the mode of a last layer.
+
+        :param data: as in ``laplace_approximation``.
+        :raises ValueError: if the noise of a Normal observation has changed since the fit, or the
+            program scales parts of the data up to a number that it states.
+        """
+        if any(factor != 1.0 for _, factor in self._passes or ()):
+            raise ValueError(SCALED_UP)
+        before, noise = self.reference_noise, learned_noise(self.read())
+        if before is not None and noise is not None and not torch.allclose(noise, before):
+            raise ValueError(
+                "the noise has changed since the curvature was computed, so that the curvature of "
+                "more data cannot be added: call laplace_approximation with all data"
+            )
+        self._add(Batches(data), self.curvature, progress)
+        self.refresh()
+        if self.mode == "steps":
+            find_mode(self, progress=progress)
+        return self
+
+    def fit_width(self, held_out: Any) -> Self:
+        """Multiply the covariance by the factor under which held-out rows are most probable;
+        return the guide.
+
+        The posterior is then N(u*, t precision^-1), the Laplace approximation of
+        (likelihood x prior)^(1/t). At t = 0 it is the network itself, so that the linearized
+        predictive is never worse on these rows. ``print(guide.held_out)`` says what was found, see
+        ``HeldOut``. The evidence is that of t = 1 and refuses the guide.
+
+        :param held_out: ``(x, y)`` or an iterable of batches that the weights were not trained on.
+        :raises ValueError: for fewer than two rows, or rows without targets.
+        """
+        self._precision, self.width = None, torch.ones_like(self.width)
+        model, batches = self.program_model, Batches(held_out)
+        self.held_out = search(model, self.subset, self.loc, self.precision, batches)
+        self._precision, self.width = None, torch.full_like(self.width, self.held_out.factor)
+        return self
+
+    # Hyperparameters
+
+    def read(self) -> ParameterReading:
+        """A run of the program on a few of the data, at its present hyperparameters.
+
+        :raises ValueError: where a parameter of the likelihood has changed since the fit.
+        """
+        reading = read(self.program_model, self.subset, self.loc, *self.few)
+        _check_unchanged(reading, self._in_likelihood)
+        return reading
+
+    def hyperparameters(self) -> dict[str, Tensor]:
+        """The present values of the hyperparameters that the evidence can set, by name."""
+        return {name: p.value.detach().clone() for name, p in followed(self.read()).items()}
+
+    def effective_parameters(self) -> Tensor:
+        """The effective number of parameters gamma = sum_i (1 - prior precision_i * posterior
+        variance_i), a scalar from 0 to p: how many the data determine (MacKay 1992, equation
+        3.2)."""
+        return self.subset.size - (self.prior.diagonal * self.precision.variances()).sum()
+
+    @torch.enable_grad()
+    def refresh(self, reading: ParameterReading | None = None) -> None:
+        """Adapt to the program's hyperparameters: the prior precision and a Normal noise.
+
+        :param reading: a run of the program; by default one at the present hyperparameters.
+        """
+        reading = reading or self.read()
+        factor = None
+        if self.reference_noise is not None:
+            noise: Any = learned_noise(reading)
+            factor = (self.reference_noise / noise).square().mean()
+        slope = _slope_of_prior(reading, self.require_layout())
+        prior = prior_precision(reading.run, reading.leaves, self.subset)
+        self.adapt(prior, self.subset.take(slope), factor)
+
+    @torch.no_grad()
+    def adapt(self, prior: PriorPrecision, slope: Tensor, noise_factor: Tensor | None) -> None:
+        """Adapt to another prior and noise of the program; move along with a mode in closed form.
+
+        :param slope: the gradient of the log prior in the subset, (p,).
+        :param noise_factor: of the curvature, where a Normal's noise is a parameter.
+        """
+        self.prior_quadratic = prior.quadratic
+        self.register_buffer("prior_diagonal", prior.diagonal.detach())
+        for name, value in (("prior_indices", prior.indices), ("prior_dense", prior.dense)):
+            self.register_buffer(name, None if value is None else value.detach())
+        if noise_factor is not None:
+            self.noise_factor = noise_factor.detach().to(self.squares)
+        self.register_buffer("prior_slope", slope, persistent=False)
+        self._precision = None
+        if self.mode == "closed":
+            _shift(self, self.newton_step(self.gradient()))
+
+    @property
+    def prior(self) -> PriorPrecision:
+        """The prior precision in this posterior."""
+        return PriorPrecision(
+            self.prior_diagonal,
+            self.prior_indices,
+            self.prior_dense,
+            quadratic=self.prior_quadratic,
+        )
+
+    @property
+    def precision(self) -> Precision:
+        """The posterior precision in the subset: curvature plus prior, divided by ``width``."""
+        if self._precision is None:
+            with torch.no_grad():
+                factor = self.curvature_factor(self.noise_factor).to(self.prior_diagonal)
+                prior = self.prior.divided(self.width)
+                self._precision = self.curvature.with_prior(prior, factor / self.width)
+        return self._precision
+
+    def gradient(self) -> Tensor:
+        """The gradient of the log joint density in the subset at ``loc``, (p,)."""
+        return self.noise_factor.to(self.score) * self.score + self.prior_slope
+
+    def newton_step(self, gradient: Tensor) -> Tensor:
+        """(curvature + prior)^-1 gradient, (p,)."""
+        return (self.precision.solve(gradient.to(self.prior_diagonal)) / self.width).to(self.loc)
+
+    def curvature_factor(self, noise_factor: Tensor) -> Tensor:
+        """The factor by which a change of the noise scales the curvature.
+
+        :param noise_factor: (noise of the fit / current noise)^2.
+        """
+        empirical = self.config.curvature == "empirical-fisher"
+        return noise_factor.square() if empirical else noise_factor
+
+    def curvature_diagonals(self) -> dict[str, Tensor]:
+        """The diagonal of the curvature sum_n J_n' F_n J_n, without the prior, by site.
+
+        :returns: flat tensors of the entries in the subset. That of "kron" and "low_rank" is an
+            approximation.
+        """
+        diagonal = self.curvature_factor(self.noise_factor) * self.curvature.diagonal()
+        return {name: diagonal[part] for name, part in self.subset.parts.items()}
+
+    # Files and copies
+
+    def saved(self) -> dict[str, Any]:
+        found = {"config": asdict(self.config), "subset": self.subset.indices, "few": self.few}
+        said = None if self.held_out is None else asdict(self.held_out)
+        numbers = {"num_data": self.num_data, "held_out": said, "mode": self.mode}
+        return {**super().saved(), **found, **numbers}
+
+    @classmethod
+    def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> "LaplaceGuide":
+        source, config = restored_source(model, batch), CurvatureConfig(**saved["config"])
+        device = source.location().device
+        args, kwargs = tree_map_only(Tensor, lambda value: value.to(device), saved["few"])
+        guide = cls(source, select(source.require_layout(), saved["subset"]), config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BdlWarning)  # said in the fit
+            guide.fit(Batches([args or kwargs]))
+        guide.load_state_dict(saved["state"])
+        guide.num_data, guide.mode, guide._passes = saved["num_data"], saved["mode"], None
+        guide.held_out = None if saved["held_out"] is None else HeldOut(**saved["held_out"])
+        guide.curvature.connect(None)
+        guide.refresh()
+        return guide
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._precision = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, function: Callable, recurse: bool = True) -> Any:
+        self._precision = None
+        self.few = tree_map_only(Tensor, function, self.few)
+        return super()._apply(function, recurse)
+
+    def _shared_on_copy(self) -> tuple[str, ...]:
+        return (*super()._shared_on_copy(), "few", "_passes", "prior_quadratic")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the data, as in a file."""
+        return super().__getstate__() | {"_passes": None}
+
+    # The guide
+
+    @property
+    def has_density(self) -> bool:
+        return self.subset.complete and not self.curvature.is_sampled
+
+    def location(self) -> Tensor:
+        return self.loc
+
+    @property
+    def independent_draws(self) -> bool:
+        return not self.curvature.is_sampled
+
+    def sample_vectors(self, num_samples: int) -> Tensor:
+        draws = self.precision.sample(num_samples).to(self.loc)
+        return self.subset.put(self.loc, self.subset.take(self.loc) + draws)
+
+    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        """log q(w) of the latents in the subset; the others are fixed. Zero for samples without a
+        matrix, whose density would take a pass over the data for every draw."""
+        if self.curvature.is_sampled:
+            return torch.zeros_like(log_det)
+        offset = self.subset.take(vector - self.loc)
+        return log_prob(self.precision, offset).to(vector) - log_det
+
+    def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        constant = self.subset.size * (1.0 + math.log(2 * math.pi))
+        return (0.5 * (constant - self.precision.logdet())).to(log_det) + log_det
+
+    def as_prior(self) -> GaussianPrior:
+        """A Gaussian prior over the subset, with the other latents fixed; see ``Guide.as_prior``.
+
+        :raises ValueError: if the subset holds only some of a site's entries, or for
+            structure="samples", whose density takes a pass over the data.
+        """
+        return _as_prior(self)
+
+    def variances(self) -> Tensor:
+        """The marginal variances of the unconstrained vector (P,), zero outside the subset."""
+        variances = self.precision.variances().to(self.loc)
+        return self.subset.put(torch.zeros_like(self.loc), variances)
+
+
+def approximate(
+    source: Guide,
+    config: CurvatureConfig,
+    subset: Subset,
+    batches: Batches,
+    *,
+    check: bool = True,
+    progress: bool | None = None,
+) -> LaplaceGuide:
+    """The Gaussian around a guide's center, with the curvature over data.
+
+    :param check: warn if the guide is not at a maximum.
+    :raises UnsupportedProgramError: if latents are in subsampled plates.
+    """
+    if source.subsampled:
+        raise UnsupportedProgramError(
+            f"the latent site '{min(source.subsampled)}' is in a subsampled plate, so that "
+            "no run of the program holds all latents: integrate it out where it is Gaussian "
+            "(handlers.integrate), call the program with all of its data, or use AutoMeanField "
+            "or AutoAmortized"
+        )
+    guide = LaplaceGuide(source, subset, config).fit(batches, progress=progress)
+    if check:
+        _check_maximum(guide)
+    return guide
+
+
+def _shift(guide: LaplaceGuide, step: Tensor) -> None:
+    """Move by ``step`` (p,), where the log likelihood is quadratic with a matrix."""
+    curvature: Any = guide.curvature
+    bend = curvature.matrix @ step.to(curvature.matrix)
+    gain = (step.double() * (guide.score.double() - 0.5 * bend.double())).sum()
+    guide.log_likelihood = guide.log_likelihood + gain
+    guide.squares = guide.squares - 2.0 * gain
+    guide.score = guide.score - bend.to(guide.score)
+    guide.prior_slope = guide.prior_slope - guide.prior.times(step)
+    guide.loc = guide.subset.put(guide.loc, guide.subset.take(guide.loc) + step)
+
+
+def _check_unchanged(reading: ParameterReading, before: Mapping[str, Tensor]) -> None:
+    """Refuse other values of a likelihood's parameters than at the fit."""
+    for name, value in before.items():
+        if not torch.allclose(reading.parameters[name].value, value):
+            raise ValueError(
+                f"the parameter '{name}' of the likelihood has changed since the curvature was "
+                "computed, and the curvature cannot follow it (it follows the priors' "
+                "parameters, and one number that scales a Normal's noise): call "
+                "laplace_approximation(data) again"
+            )
+
+
+def _as_prior(guide: LaplaceGuide) -> GaussianPrior:
+    if guide.curvature.is_sampled:
+        raise ValueError(
+            f'structure="{guide.config.structure}" has samples and no matrix that could be a '
+            'prior: call laplace_approximation(data, structure="kron") or "diag" for it'
+        )
+    precision = copy.deepcopy(guide.precision)
+    if precision.independent and guide.subset.complete:
+        scale = precision.variances().sqrt()
+        return independent_prior(guide.require_layout(), guide.loc, scale)
+    with torch.no_grad():
+        factor = guide.curvature_factor(guide.noise_factor).to(guide.prior_diagonal)
+        diagonal = (guide.curvature.diagonal() * factor + guide.prior_diagonal) / guide.width
+    return joint_prior(guide.subset, guide.loc, precision, diagonal)
+
+
+def _slope_of_prior(reading: ParameterReading, layout: Any) -> Tensor:
+    """The gradient of log p(T(u)) + log |det dT/du|, (P,)."""
+    leaves = list(reading.leaves.values())
+    total = reading.run.log_prior()
+    total = total + layout.constrain(torch.cat([leaf.reshape(-1) for leaf in leaves]))[1]
+    if not total.requires_grad:
+        return torch.cat([torch.zeros_like(leaf).reshape(-1) for leaf in leaves])
+    found = torch.autograd.grad(  # others may read the run too
+        total, leaves, retain_graph=True, materialize_grads=True
+    )
+    return torch.cat([gradient.reshape(-1) for gradient in found])
+
+
+def _check_maximum(guide: LaplaceGuide) -> None:
+    """Warn, once for a program, if a Newton step would still gain a lot under this prior and under
+    any other scale of it: weight decay is such a scale."""
+    gradient, size = guide.gradient(), guide.subset.size
+    variances = guide.precision.variances().to(gradient)
+    if size > 1:  # what another scale leaves, per degree of freedom
+        slope = guide.prior_slope.to(gradient)
+        weighted, likelihood = variances * slope, gradient - slope
+        scale = -(weighted @ likelihood) / (weighted @ slope).clamp(min=_SMALLEST)
+        gradient = likelihood + scale.clamp(min=0.0) * slope
+    gain = 0.5 * float(variances @ gradient.square()) * size / max(1, size - 1)
+    if not gain > 1.0 + 0.1 * size or "not at a maximum" in guide.told:
+        return
+    guide.told.add("not at a maximum")
+    with layers_called((guide.program_model,)) as layers:
+        guide.read()
+    ending = (
+        "; a BatchNorm layer is in training mode, and the approximation computes with its "
+        "running statistics: train the last steps after model.eval()"
+    )
+    warnings.warn(
+        f"the guide is not at a maximum, a step would gain about {gain:.3g} nats: train "
+        "longer, with a learning rate that falls to zero, or let rows that a trained network "
+        "has not seen choose the width, laplace_approximation(data, held_out=(x, y))"
+        + (ending if any(layer.training for layer in layers) else ""),
+        BdlWarning,
+        stacklevel=5,
+    )

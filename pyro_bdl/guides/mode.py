@@ -1,0 +1,80 @@
+"""The mode of p(y, u) in a subset of the latents, by Newton steps with a Gaussian's precision."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.program.trace import leave_open, record, sum_out_discrete
+from pyro_bdl.utils.module_state import evaluation_mode
+
+STEPS = 100
+_HALVINGS = 30
+
+
+@torch.no_grad()
+def find_mode(guide: Any, *, steps: int = STEPS, progress: bool | None = None) -> None:
+    """Move a ``LaplaceGuide`` to the maximum of log p(y, u) in its subset, given other latents.
+
+    Each step takes a pass over the data; a step that does not increase the density is halved. One
+    step is enough for a quadratic log density. Of a last layer with classes or rates, whose
+    Gauss-Newton matrix is the Hessian, it takes a few steps; others (StudentT, noise that depends
+    on x) converge more slowly.
+
+    :param steps: the largest number of steps; a warning says if they do not suffice.
+    :param progress: show a bar over batches, in every pass; by default in terminals and
+        notebooks.
+    """
+    eps = torch.finfo(guide.loc.dtype).eps
+    before, value = float("inf"), _log_joint(guide, guide.loc)
+    for _ in range(steps):
+        gradient = guide.gradient()
+        step = guide.newton_step(gradient)
+        gain = 0.5 * float((step.double() * gradient.double()).sum())
+        rounding = 1e3 * eps * max(1.0, abs(value))
+        is_slow = gain > 0.1 * before  # slower than quadratic convergence
+        if gain <= eps**1.25 or (gain < rounding and is_slow):
+            return
+        if gain > rounding:  # a smaller gain is lost in rounding
+            step, value = _halved(guide, step, value)
+        guide.loc = guide.subset.put(guide.loc, guide.subset.take(guide.loc) + step)
+        guide.refit(progress)
+        before = gain
+    if steps > 1:
+        warnings.warn(
+            f"the mode was not reached in {steps} steps: the last one gained {gain:.3g} nats",
+            BdlWarning,
+            stacklevel=3,
+        )
+
+
+def _halved(guide: Any, step: Tensor, value: float) -> tuple[Tensor, float]:
+    """The longest of the step, its half, its quarter, ... that increases the density; its value
+    there."""
+    start = guide.subset.take(guide.loc)
+    for _ in range(_HALVINGS):
+        moved = _log_joint(guide, guide.subset.put(guide.loc, start + step))
+        if moved > value:
+            return step, moved
+        step = 0.5 * step
+    return step, value
+
+
+def _log_joint(guide: Any, vector: Tensor) -> float:
+    """The tempered log p(y, w) + log |det dw/du| in nats at a vector (P,)."""
+    model = guide.program_model
+    latents, log_det = guide.require_layout().constrain(vector)
+    with evaluation_mode(model):
+        run = record(model, latents, *guide.few, draw=leave_open)
+        total = torch.as_tensor(run.log_prior() + log_det, device=vector.device).double()
+        for batches, factor in guide.passes:
+            part = torch.zeros_like(total)
+            for args, kwargs in batches.part():
+                run = record(model, latents, args, kwargs, draw=sum_out_discrete)
+                for site in (*run.observed.values(), *run.factors.values()):
+                    part = part + site.batch_log_prob().double()
+            batches.add_up(part)
+            total = total + factor * part
+    return float(total)
