@@ -1,6 +1,5 @@
 """Export to ArviZ: an ``InferenceData`` for ArviZ 0.23, an ``xarray.DataTree`` for ArviZ 1.x."""
 
-import inspect
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.draws import as_posterior, log_densities_of, samples_of_program, to_samples
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.program.check import named_arguments
 from pyro_bdl.program.observed_arguments import Targets
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import record
@@ -28,7 +28,6 @@ from pyro_bdl.version import __version__
 if TYPE_CHECKING:
     import xarray
 
-_OLDEST = (0, 23)
 # ArviZ's names of the statistics that samplers report.
 _STATISTICS = {
     "num_steps": "n_steps",
@@ -77,11 +76,9 @@ def to_arviz(
     :param coords: dimension to the labels along it.
     :param seed: seed of the draws.
     :returns: an ``arviz.InferenceData`` for ArviZ 0.23, else an ``xarray.DataTree``.
-    :raises ImportError: if ArviZ is older than 0.23.
     :raises ValueError: for a posterior of another program, a program without data, ``sites`` that
         match no latent, or dims that do not fit.
     """
-    convert = _converter()
     kwargs = dict(model_kwargs or {})
     with evaluation_mode(model, posterior, args, kwargs), seeded(seed):
         posterior = as_posterior(posterior, model, args, kwargs)
@@ -106,7 +103,11 @@ def to_arviz(
         groups["observed_data"] = labels.fixed(
             {name: site.value for name, site in targets.observed.items()}
         )
-    constants = _constants(model, args, kwargs, targets)
+    constants = {
+        name: value
+        for name, value in named_arguments(model, args, kwargs).items()
+        if isinstance(value, Tensor) and targets.site_of(value) is None
+    }
     if constants:
         groups["constant_data"] = labels.fixed(constants)
     for group in groups.values():
@@ -115,9 +116,11 @@ def to_arviz(
             "inference_library": "pyro_bdl",
             "inference_library_version": __version__,
         }
-    import xarray  # imported when needed, it takes long
+    import arviz  # both are imported when needed, they take long
+    import xarray
 
-    return convert(xarray.DataTree.from_dict(groups))
+    tree = xarray.DataTree.from_dict(groups)
+    return arviz.InferenceData.from_datatree(tree) if arviz.__version__ < "1" else tree
 
 
 class Labels:
@@ -217,18 +220,16 @@ def _traced(model: Callable, samples: Samples, args: tuple, kwargs: dict) -> Any
 
 
 def _matching(latents: Mapping[str, Tensor], sites: str | Sequence[str]) -> dict[str, Tensor]:
-    patterns = [sites] if isinstance(sites, str) else list(sites)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in latents):
+    chosen: set[str] = set()
+    for pattern in [sites] if isinstance(sites, str) else sites:
+        names = [name for name in latents if fnmatchcase(name, pattern)]
+        if not names:
             raise ValueError(
                 f"sites has {pattern!r}, which matches no latent site; there are: "
                 f"{', '.join(latents)}"
             )
-    return {
-        name: value
-        for name, value in latents.items()
-        if any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
+        chosen.update(names)
+    return {name: value for name, value in latents.items() if name in chosen}
 
 
 def _about(posterior: Any) -> dict[str, Any]:
@@ -306,43 +307,3 @@ def _prior(
 
 def _split(values: Mapping[str, Tensor], leading: tuple[int, int]) -> dict[str, Tensor]:
     return {name: value.reshape(*leading, *value.shape[1:]) for name, value in values.items()}
-
-
-# ------------------------------------------------------------------------------------ the data
-
-
-def _constants(model: Any, args: tuple, kwargs: dict, targets: Targets) -> dict[str, Tensor]:
-    """The tensors among the arguments that are not targets, by name."""
-    function = model.forward if isinstance(model, torch.nn.Module) else model
-    try:
-        named = inspect.signature(function).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        named = {f"argument_{i}": value for i, value in enumerate(args)} | kwargs
-    found: dict[str, Tensor] = {}
-    for name, value in named.items():
-        parts = {name: value}
-        if isinstance(value, tuple):
-            parts = {f"{name}_{i}": part for i, part in enumerate(value)}
-        elif isinstance(value, dict):
-            parts = value
-        for key, part in parts.items():
-            if isinstance(part, Tensor) and targets.site_of(part) is None:
-                found[key] = part
-    return found
-
-
-# -------------------------------------------------------------------------------------- ArviZ
-
-
-def _converter() -> "Callable[[xarray.DataTree], Any]":
-    import arviz
-
-    version = tuple(int(part) for part in arviz.__version__.split(".")[:2])
-    if version < _OLDEST:
-        raise ImportError(
-            f"to_arviz needs ArviZ 0.23 or newer, and this is {arviz.__version__}: "
-            "pip install -U arviz"
-        )
-    if version < (1, 0):
-        return arviz.InferenceData.from_datatree
-    return lambda tree: tree

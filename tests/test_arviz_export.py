@@ -380,13 +380,6 @@ def test_a_likelihood_that_is_a_factor():
     np.testing.assert_allclose(data["sample_stats"]["lp"].values[0], expected, rtol=1e-5)
 
 
-def test_an_old_arviz_is_refused(fitted, monkeypatch):
-    model, guide, x, y = fitted
-    monkeypatch.setattr(arviz, "__version__", "0.17.1")
-    with pytest.raises(ImportError, match=r"0\.23 or newer, and this is 0\.17\.1"):
-        to_arviz(model, guide, x, y)
-
-
 def test_an_improper_prior_is_left_out():
     def improper(y=None):
         flat = dist.ImproperUniform(dist.constraints.real, (), ())
