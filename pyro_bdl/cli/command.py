@@ -19,7 +19,7 @@ from pyro_bdl.cli.options import Options
 from pyro_bdl.data.examples import EXAMPLES
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.utils.files import LenientStream
-from pyro_bdl.utils.progress import logger, quiet
+from pyro_bdl.utils.progress import logger
 from pyro_bdl.version import __version__
 
 BAD_INPUT = 2
@@ -76,8 +76,7 @@ def _app(line: str) -> typer.Typer:
         and a report. By default on a built-in problem."""
         chosen = Options(**options)
         try:
-            with quiet(chosen.quiet):
-                return run.run(chosen, line)
+            return run.run(chosen, line)
         except KeyboardInterrupt:
             logger.warning("interrupted")
             return run.INTERRUPTED

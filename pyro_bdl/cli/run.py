@@ -205,7 +205,7 @@ class Fitter:
             try:
                 if fit is None:
                     fit = posteriors.fit(
-                        name, self.problem, self.options.settings(), progress=not hidden(None)
+                        name, self.problem, self.options.settings(), progress=self.bars
                     )
                     if not fit.interrupted:
                         self.finished.save(fit)
@@ -249,7 +249,13 @@ class Fitter:
             costs=costs,
             units=(data.y_sd, data.y_mean),
             seed=self.options.seed,
+            progress=self.bars,
         )
+
+    @property
+    def bars(self) -> bool:
+        """Whether progress bars are shown."""
+        return not (self.options.quiet or hidden(None))
 
 
 class _ProgressTable:
@@ -317,7 +323,7 @@ def _fit_folds(names: Sequence[str], fitters: Sequence[Fitter]) -> dict[str, lis
             continue
         try:
             fits[name] = posteriors.fit_together(
-                name, problems, fitters[0].options.settings(), progress=not hidden(None)
+                name, problems, fitters[0].options.settings(), progress=fitters[0].bars
             )
         except _EXPLAINED as error:
             logger.warning("%s is left out of the splits: %s", name, error)

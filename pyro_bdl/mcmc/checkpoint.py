@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pyro_bdl.utils.files import atomic_write
-from pyro_bdl.utils.fingerprint import require_same
+from pyro_bdl.utils.files import atomic_write, require_same
 
 Arrays = dict[str, np.ndarray]
 

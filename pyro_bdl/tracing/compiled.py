@@ -18,8 +18,7 @@ from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed, with_gradients
 from pyro_bdl.utils.memory import keep_freed_blocks
-from pyro_bdl.utils.module_state import as_written, modules_of
-from pyro_bdl.utils.side_effects import without_side_effects
+from pyro_bdl.utils.module_state import as_written, modules_of, without_side_effects
 
 
 class Evaluation(ABC):

@@ -17,7 +17,7 @@ from torch.distributions import transform_to
 
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.utils.collectives import writes_files
-from pyro_bdl.utils.fingerprint import require_same
+from pyro_bdl.utils.files import require_same
 from pyro_bdl.utils.random_state import random_states, set_random_states
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
 from pyro_bdl.utils.validation import whole_number

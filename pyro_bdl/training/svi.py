@@ -184,19 +184,19 @@ def _in_batches(args: tuple, size: int = _ROWS_AT_ONCE) -> list[tuple]:
 
 def _settings(guide: Any, elbo: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The settings of a guide, a bound and an optimizer before its first step, by name."""
-    settings = {
+    groups = [
+        {name: v for name, v in group.items() if isinstance(v, bool | int | float | str | tuple)}
+        for group in optimizer.param_groups
+    ]
+    return {
         "guide": type(guide).__name__,
         "elbo": type(elbo).__name__,
         "temperature": getattr(elbo, "temperature", None),
         "num_particles": getattr(elbo, "num_particles", None),
         "estimator": getattr(getattr(elbo, "estimator", None), "name", None),
         "optimizer": type(optimizer).__name__,
+        "optimizer's options": groups,
     }
-    for number, group in enumerate(optimizer.param_groups):
-        suffix = f" of group {number}" if number else ""
-        plain = {n: v for n, v in group.items() if isinstance(v, bool | int | float | str | tuple)}
-        settings |= {name + suffix: value for name, value in plain.items()}
-    return settings
 
 
 @torch.no_grad()

@@ -19,11 +19,11 @@ class Casting(NamedTuple):
 
 def castings() -> tuple[Casting, ...]:
     """The device types for which autocast is active, with their dtypes."""
-    if not torch._C._is_any_autocast_enabled():
-        return ()
+    device = torch.accelerator.current_accelerator()
+    kinds = ("cpu",) if device is None else ("cpu", device.type)
     return tuple(
         Casting(kind, torch.get_autocast_dtype(kind))
-        for kind in torch._C._autocast_supported_devices()
+        for kind in kinds
         if torch.is_autocast_enabled(kind)
     )
 

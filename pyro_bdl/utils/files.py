@@ -1,16 +1,21 @@
-"""Files that are written completely or not at all; output to streams that may be closed early."""
+"""Files that are written completely or not at all, and what saved work is recognized by; output to
+streams that may be closed early."""
 
 import io
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 # Substitutes of the same length for characters in tables that an encoding may lack.
 _PLAIN = {"± ": "+-", "±": "~", "–": "-", "²": "2"}
+_SAME = 1e-4  # relative: sums in float32 depend on the number of threads
 
 
 @contextmanager
@@ -41,6 +46,38 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def require_same(place: str, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Check that saved work is of a run with this run's fingerprint.
+
+    :param place: the saved work in words, for errors.
+    :param saved: its settings (numbers, strings, sequences) and arrays, such as log densities.
+    :param ours: those of this run. Settings must be equal, arrays up to 1e-4 of their largest.
+    :raises ValueError: if they differ, with the first name that does.
+    """
+    for name in {**saved, **ours}:
+        theirs, own = saved.get(name), ours.get(name)
+        if isinstance(own, np.ndarray | Tensor):
+            if theirs is None or not _equal(np.asarray(theirs), np.asarray(own)):
+                raise ValueError(
+                    f"{place} is of another run (its {name} differ): it belongs to another "
+                    "program, other data or other starts; give the same, or name another place"
+                )
+        elif theirs != own:
+            raise ValueError(
+                f"{place} is of a run with {name}={theirs!r}, and this one has {name}={own!r}: "
+                "give the same, or name another place"
+            )
+
+
+def _equal(theirs: np.ndarray, own: np.ndarray) -> bool:
+    if theirs.shape != own.shape:
+        return False
+    scale = np.abs(own[np.isfinite(own)]).max(initial=0.0)
+    with np.errstate(invalid="ignore"):
+        near = (theirs == own) | (np.abs(theirs - own) <= _SAME * scale)
+    return bool((near | (np.isnan(theirs) & np.isnan(own))).all())
 
 
 class LenientStream(io.TextIOBase):

@@ -6,15 +6,19 @@ threads are not affected.
 
 import contextlib
 import functools
+import random
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pyro_bdl.utils.random_state import own_randomness
 
 _MOST_ENTRIES = 1000  # longer containers are taken for data and not searched for modules
 _CONTAINERS = (list, tuple, set, frozenset, dict)
@@ -138,6 +142,30 @@ def saved_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
             buffer.data.copy_(value)
 
     return restore
+
+
+@contextmanager
+def without_side_effects(
+    modules: Iterable[nn.Module], tensors: Iterable[Tensor] = ()
+) -> Iterator[None]:
+    """Run without side effects: random states and buffers are restored on exit.
+
+    Random numbers of Python and numpy follow a fixed seed: a trace takes them for constants.
+
+    :param modules: the modules whose buffers are restored.
+    :param tensors: other tensors to restore.
+    """
+    saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    restore = saved_buffers(modules)
+    try:
+        with own_randomness():
+            random.seed(0)
+            np.random.seed(0)
+            yield
+    finally:
+        restore()
+        for tensor, value in saved:
+            tensor.data.copy_(value)
 
 
 @contextmanager

@@ -1,14 +1,12 @@
 """One policy for progress bars, and the package's logger.
 
 Bars are shown in terminals and notebooks, and not where the output goes to a file. An argument
-``progress`` is None for this policy, or True or False. ``quiet`` hides all bars of a block.
+``progress`` is None for this policy, or True or False.
 """
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -18,16 +16,12 @@ logger.addHandler(logging.NullHandler())
 
 T = TypeVar("T")
 
-_quiet: ContextVar[bool] = ContextVar("quiet", default=False)
-
 
 def hidden(progress: bool | None) -> bool:
     """Return whether a bar is hidden, the argument ``disable`` of tqdm.
 
     :param progress: True or False to show it or not; None to show it in terminals and notebooks.
     """
-    if _quiet.get():
-        return True
     if progress is not None:
         return not progress
     return not ("ipykernel" in sys.modules or _is_terminal(sys.stderr))
@@ -39,19 +33,6 @@ def shown(parts: Iterable[T], description: str, progress: bool | None = None) ->
     :param progress: see :func:`hidden`.
     """
     return tqdm(parts, desc=description, leave=False, delay=1, disable=hidden(progress))
-
-
-@contextmanager
-def quiet(on: bool = True) -> Iterator[None]:
-    """Show no bars inside the context, whatever ``progress`` says.
-
-    :param on: False leaves everything as it is.
-    """
-    token = _quiet.set(on or _quiet.get())
-    try:
-        yield
-    finally:
-        _quiet.reset(token)
 
 
 def _is_terminal(stream: object) -> bool:

@@ -21,18 +21,8 @@ def test_bars_are_for_terminals(stream, shown, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     assert progress.hidden(None) == (not shown)
     assert not progress.hidden(True) and progress.hidden(False)
-    with progress.quiet():
-        assert progress.hidden(None) and progress.hidden(True)
-    with progress.quiet(False):
-        assert progress.hidden(None) == (not shown)
 
 
 def test_bars_are_for_notebooks(monkeypatch):
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
     assert not progress.hidden(None)
-
-
-def test_quiet_stays_within_its_block_and_within_a_quiet_one():
-    with progress.quiet(), progress.quiet(False):
-        assert progress.hidden(True)
-    assert not progress.hidden(True)
