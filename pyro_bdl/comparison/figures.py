@@ -12,6 +12,7 @@ from pyro_bdl.comparison.judge import DISTANCE
 from pyro_bdl.comparison.observe import class_labels
 from pyro_bdl.diagnostics import summary
 from pyro_bdl.guides.draws import latent_draws, samples_of_mcmc
+from pyro_bdl.plots.intervals import chosen_points, point_name
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.tables import number
@@ -160,13 +161,13 @@ def _against_reference(
     is_class = comparison.task == "classification"
     unit = f" ({units})" if units else ""
     base = functions[reference]
-    places = plots.chosen_points(base, _POINTS)
+    places = chosen_points(base, _POINTS)
     found = {
         "forest": plots.forest(
             functions,
             reference=reference,
             points=places,
-            labels=[plots.point_name(place, base, points) for place in places],
+            labels=[point_name(place, base, points) for place in places],
             quantity="class probability" if is_class else f"{target}{unit}",
         ),
         "function_space": plots.function_space(
@@ -212,7 +213,7 @@ def shown_points(comparison: "Comparison") -> list[int]:
         return []
     draws = _functions(comparison)[comparison.reference]
     outputs = max(1, draws[0, 0].numel())
-    return sorted({place // outputs for place in plots.chosen_points(draws, _POINTS)})
+    return sorted({place // outputs for place in chosen_points(draws, _POINTS)})
 
 
 def _functions(comparison: "Comparison") -> Draws:
@@ -301,8 +302,8 @@ def _chains(
     count = comparison.evaluations[name].chains
     flat = draws.flatten(1).unflatten(0, (count, -1))
     found = {
-        plots.point_name(place, draws, points): flat[..., place]
-        for place in plots.chosen_points(draws, _POINTS)
+        point_name(place, draws, points): flat[..., place]
+        for place in chosen_points(draws, _POINTS)
     }
     if isinstance(samples, Samples):
         scalars = {

@@ -14,6 +14,7 @@ from pyro_bdl.plots.style import (
     GRAY,
     array,
     check_level,
+    check_points,
     check_posteriors,
     legend_below,
     panels,
@@ -45,13 +46,8 @@ def forest(
     :raises ValueError: for no posterior, an unknown reference, or draws at different points.
     """
     check_posteriors(draws, reference)
+    check_points(draws)
     first = draws[reference or next(iter(draws))]
-    for name, values in draws.items():
-        if values.shape[1:] != first.shape[1:]:
-            raise ValueError(
-                f"all draws must be at the same test points, but draws[{name!r}] has shape "
-                f"{tuple(values.shape)} beside {tuple(first.shape)}"
-            )
     chosen = chosen_points(first) if points is None else list(points)
     titles = [point_name(place, first) for place in chosen] if labels is None else list(labels)
     return intervals(
@@ -117,14 +113,14 @@ def intervals(
         axis.set_xlabel(label)
     axes[0].set_yticks(range(len(names)), names)
     axes[0].set_ylim(len(names) - 0.5, -0.5)
-    key = [
+    entries = [
         (
             Line2D([], [], color=GRAY, linewidth=3.5, marker="o"),
             f"median, {100 * _INNER:.0f} % interval",
         ),
         (Line2D([], [], color=GRAY, linewidth=1.2), f"{100 * level:.4g} % interval"),
     ]
-    legend_below(figure, *zip(*key, strict=True))
+    legend_below(figure, entries)
     return figure
 
 

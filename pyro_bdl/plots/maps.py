@@ -20,6 +20,7 @@ from pyro_bdl.plots.style import (
     TEXT,
     WHITE,
     array,
+    check_points,
     check_posteriors,
     panels,
     styles,
@@ -77,12 +78,7 @@ def sd_ratio_maps(
     check_posteriors(draws, reference)
     if x.dim() != 2 or x.shape[1] != 2:
         raise ValueError(f"x must have shape (N, 2), but has {tuple(x.shape)}")
-    for name, values in draws.items():
-        if values.dim() < 2 or values.shape[1] != len(x):
-            raise ValueError(
-                f"draws[{name!r}] must have shape (S, {len(x)}, ...), a function value for each "
-                f"row of x, but has {tuple(values.shape)}"
-            )
+    check_points(draws, len(x))
     shown = [name for name in draws if name != reference]
     if not shown:
         raise ValueError(f"there is no posterior besides the reference {reference!r}")

@@ -11,6 +11,8 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import offset_copy
 from torch import Tensor
@@ -104,6 +106,23 @@ def check_posteriors(given: Mapping[str, object], reference: str | None) -> None
         )
 
 
+def check_points(draws: Mapping[str, Tensor], count: int | None = None) -> None:
+    """Check that all draws are at the same points.
+
+    :param count: the number of points, if it is known.
+    :raises ValueError: if not.
+    """
+    first = next(iter(draws.values()))
+    for name, values in draws.items():
+        if values.dim() < 2 or values.shape[1:] != first.shape[1:]:
+            raise ValueError(
+                f"all draws must be (S, N, ...) at the same test points, but draws[{name!r}] has "
+                f"shape {tuple(values.shape)} beside {tuple(first.shape)}"
+            )
+    if count is not None and first.shape[1] != count:
+        raise ValueError(f"there are {count} inputs, but draws of shape {tuple(first.shape)}")
+
+
 def check_level(level: float) -> None:
     """Check the level of an interval.
 
@@ -137,9 +156,30 @@ def panels(
     return figure, list(axes[:count])
 
 
-def columns_for(count: int) -> int:
-    """One column for a few panels, two for many."""
-    return 1 if count <= 3 else 2
+def titled_panels(
+    names: Sequence[str],
+    *,
+    height: float,
+    xlabel: str = "",
+    ylabel: str = "",
+    columns: int | None = None,
+    looks: Mapping[str, Mapping[str, Any]] | None = None,
+    **shared: Any,
+) -> tuple[Figure, list[Axes]]:
+    """Panels with titles, and labels at the left and below; returns figure and panels.
+
+    :param columns: by default one for a few panels, two for many.
+    :param looks: color and marker of each title, from ``styles``.
+    """
+    columns = (1 if len(names) <= 3 else 2) if columns is None else columns
+    figure, axes = panels(len(names), height=height, columns=columns, sharex=True, **shared)
+    for place, (axis, name) in enumerate(zip(axes, names, strict=True)):
+        title(axis, name, None if looks is None else looks[name])
+        if place % columns == 0:
+            axis.set_ylabel(ylabel)
+    for axis in axes[-columns:]:
+        axis.set_xlabel(xlabel)
+    return figure, axes
 
 
 def diagonal(axis: Axes) -> None:
@@ -178,10 +218,58 @@ def title(axis: Axes, text: str, look: Mapping[str, Any] | None = None) -> None:
     )  # fmt: skip
 
 
-def legend_below(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
-    """Add a legend below all panels, in as many columns as fit; none without labels."""
-    if not labels:
+def legend_below(figure: Figure, entries: Sequence[tuple[Artist, str]] | Axes) -> None:
+    """Add a legend below all panels, in as many columns as fit; none without labels.
+
+    :param entries: artists and labels, or a panel with labeled lines.
+    """
+    if isinstance(entries, Axes):
+        entries = list(zip(*entries.get_legend_handles_labels(), strict=True))
+    if not entries:
         return
+    handles, labels = zip(*entries, strict=True)
     columns = max(1, min(3, len(labels), 60 // (max(map(len, labels)) + 6)))
     with matplotlib.rc_context(_STYLE):
         figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+def bars(
+    axis: Axes,
+    edges: np.ndarray,
+    heights: np.ndarray,
+    *,
+    band: tuple[float, float],
+    expected: float,
+    color: Any,
+) -> None:
+    """Draw bars in front of the band; the band's ends are drawn over the bars.
+
+    :param edges: edges of the bins, ``(B + 1,)``.
+    :param heights: ``(B,)``.
+    :param band: the lower and upper end of the band.
+    :param expected: expected count of a bin.
+    :param color: color of all bars, or one for each bar.
+    """
+    axis.axhspan(*band, color=BAND, linewidth=0, zorder=0)
+    axis.bar(
+        edges[:-1],
+        heights,
+        width=np.diff(edges),
+        align="edge",
+        color=color,
+        edgecolor="white",
+        linewidth=0.8,
+    )
+    for end in band:
+        axis.axhline(end, color=SOFT, linewidth=0.8)
+    axis.axhline(expected, color=GRAY, linestyle="--", linewidth=1)
+    axis.set_xlim(edges[0], edges[-1])
+    axis.grid(visible=False)
+
+
+def key(level: float) -> list[tuple[Artist, str]]:
+    """Entries of the legend for band and line."""
+    return [
+        (Patch(facecolor=BAND, edgecolor=SOFT, linewidth=0.8), f"{100 * level:.4g} % band"),
+        (Line2D([], [], color=GRAY, linestyle="--", linewidth=1), "expected"),
+    ]

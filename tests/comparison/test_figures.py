@@ -75,7 +75,7 @@ def test_labels_and_training_data(compared):
     bands = found.figures(target="height (m)", features=["age"], train=train)["bands"]
     assert bands.axes[0].get_xlabel() == "age"
     assert bands.axes[0].get_ylabel() == "height (m)"
-    np.testing.assert_allclose(bands.axes[0].lines[-2].get_ydata(), train[1])
+    np.testing.assert_allclose(bands.axes[0].lines[-1].get_ydata(), train[1])
     found, _ = compared(2)
     axis = found.figures(features=["east", "north"])["sd_map"].axes[0]
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("east", "north")

@@ -109,3 +109,45 @@ def test_twenty_posteriors_are_told_apart_and_dark_pages_know_every_color():
     first = pairs[1:13]
     assert len({color for color, _ in first}) == len({marker for _, marker in first}) == 12
     assert {color for color, _ in pairs} <= set(style.DARK)
+
+
+DRAWS = {"a": torch.zeros(4, 8), "b": torch.zeros(4, 8)}
+X = torch.zeros(8, 2)
+
+
+@pytest.mark.parametrize(
+    "draw, words",
+    [
+        (lambda: plots.predictive_bands(torch.zeros(5), DRAWS), "there are 5 inputs"),
+        (lambda: plots.predictive_bands(torch.zeros(8), DRAWS, level=90), "level must lie between"),
+        (lambda: plots.calibration(DRAWS, torch.zeros(8), task="ranking"), "task='ranking'"),
+        (lambda: plots.calibration({}, torch.zeros(8), task="regression"), "no posterior"),
+        (lambda: plots.pit_histogram(DRAWS, torch.zeros(7)), r"y has shape \(7,\)"),
+        (lambda: plots.pit_histogram(DRAWS, torch.zeros(8), bins=1), "bins must be at least 2"),
+        (lambda: plots.function_space(DRAWS, reference="vi"), "'vi' is not among"),
+        (lambda: plots.function_space({"a": X}, reference="a"), "no posterior besides"),
+        (lambda: plots.forest({"a": X, "b": X[:, :1]}), "same test points"),
+        (lambda: plots.intervals({"a": {}}), "no quantity"),
+        (lambda: plots.cost_against_quality({"a": 1.0}, {}), "no value for 'a'"),
+        (lambda: plots.temperature_curves({"NLPD": {}}), "no curve, or a curve without points"),
+        (lambda: plots.ranks({"a": torch.randn(1, 20)}), "a single one"),
+        (lambda: plots.ranks({"a": torch.randn(2, 20)}, bins=21), "between 1 and the 20 draws"),
+        (lambda: plots.trace({"a": X, "b": X[:3]}), "the same for all"),
+        (lambda: plots.trace({}), "no quantity"),
+        (lambda: plots.pairs({"a": dict.fromkeys("abcdefg", X[0])}), "1 to 6 quantities, got 7"),
+        (lambda: plots.pairs({"a": {"x": X[0]}, "b": {"y": X[0]}}), "has the quantities y"),
+        (lambda: plots.sd_ratio_maps(X[:, :1], DRAWS, reference="a"), "x must have shape"),
+        (lambda: plots.sd_ratio_maps(X, {"a": X}, reference="a"), "there are 8 inputs|besides"),
+        (lambda: plots.probability_maps(X, {"a": 2 * torch.ones(8)}), "between 0 and 1"),
+        (lambda: plots.probability_maps(X, {"a": torch.ones(8)}), "rectangular grid"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said(draw, words):
+    with pytest.raises(ValueError, match=words):
+        draw()
+
+
+def test_the_highest_bar_of_any_panel_is_inside():
+    mixed = torch.randn(2, 200)
+    figure = plots.ranks({"a": mixed, "b": mixed + 10 * torch.arange(2.0)[:, None]})
+    assert all(axis.get_ylim()[0] == 0 and axis.get_ylim()[1] > 20 for axis in figure.axes)

@@ -1,10 +1,10 @@
 """Forest plots."""
 
 import numpy as np
-import pytest
 import torch
 
 from pyro_bdl import plots
+from pyro_bdl.plots.intervals import chosen_points, point_name
 
 
 def test_intervals_are_quantiles(draws):
@@ -35,14 +35,14 @@ def test_titles_of_neighbors_have_a_line_for_each_part(draws):
 def test_points_run_from_the_surest_to_the_least_sure():
     sd = torch.tensor([3.0, 1.0, 7.0, 5.0, 4.0, 2.0, 6.0])
     draws = torch.randn(200, 1).sign() * sd
-    assert plots.chosen_points(draws, 4) == [1, 0, 3, 2]
-    assert plots.chosen_points(draws[:, :2], 4) == [1, 0]
+    assert chosen_points(draws, 4) == [1, 0, 3, 2]
+    assert chosen_points(draws[:, :2], 4) == [1, 0]
 
 
 def test_points_have_names():
-    assert plots.point_name(5, torch.zeros(2, 8)) == "point 5"
-    assert plots.point_name(5, torch.zeros(2, 8, 1)) == "point 5"
-    assert plots.point_name(5, torch.zeros(2, 4, 3)) == "point 1 [2]"
+    assert point_name(5, torch.zeros(2, 8)) == "point 5"
+    assert point_name(5, torch.zeros(2, 8, 1)) == "point 5"
+    assert point_name(5, torch.zeros(2, 4, 3)) == "point 1 [2]"
 
 
 def test_a_posterior_may_lack_a_quantity():
@@ -50,12 +50,3 @@ def test_a_posterior_may_lack_a_quantity():
     first, second = plots.intervals(draws).axes
     assert len(first.lines) == 6 and len(second.lines) == 3
     assert set(second.lines[0].get_ydata()) == {1}
-
-
-def test_bad_input_of_forests(draws):
-    with pytest.raises(ValueError, match="same test points"):
-        plots.forest({"a": torch.zeros(4, 2), "b": torch.zeros(4, 3)})
-    with pytest.raises(ValueError, match="no quantity"):
-        plots.intervals({"a": {}})
-    with pytest.raises(ValueError, match="level must lie"):
-        plots.forest(draws, level=0)

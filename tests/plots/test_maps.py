@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from pyro_bdl import plots
+from pyro_bdl.plots.maps import sd_ratio
 
 X = torch.cartesian_prod(torch.arange(4.0), torch.arange(3.0)).double()
 
@@ -17,24 +18,20 @@ def known():
     return {"nuts": reference, "a": reference * torch.arange(12).double() / 10}
 
 
-def test_ratio_is_exact(known):
-    np.testing.assert_allclose(plots.sd_ratio(known["a"], known["nuts"]), np.arange(12) / 10)
-
-
 def test_ratio_of_several_outputs_is_of_the_summed_variances(known):
     """Outputs with variances (1, 0) and (1/4, 3/4) spread as much."""
     z = torch.randn(40, 5, dtype=torch.float64)
     one = torch.stack([z, torch.zeros_like(z)], -1)
     two = torch.stack([0.5 * z, 0.75**0.5 * z], -1)
-    np.testing.assert_allclose(plots.sd_ratio(two, one), np.ones(5))
+    np.testing.assert_allclose(sd_ratio(two, one), np.ones(5))
 
 
 def test_ratio_where_nothing_varies():
     """A constant such as 0.1 has no rounding for a spread."""
     constant, moving = torch.full((7, 1), 1e5 / 3), torch.randn(7, 1)
-    assert plots.sd_ratio(constant, moving) == 0
-    assert np.isinf(plots.sd_ratio(moving, constant))
-    assert np.isnan(plots.sd_ratio(constant, constant))
+    assert sd_ratio(constant, moving) == 0
+    assert np.isinf(sd_ratio(moving, constant))
+    assert np.isnan(sd_ratio(constant, constant))
 
 
 def test_tiles_show_the_ratio_at_their_place(known):
@@ -60,17 +57,6 @@ def test_scattered_points_are_dots(known):
     np.testing.assert_allclose(figure.axes[0].lines[0].get_xydata(), X[:3])
 
 
-def test_bad_input_of_maps(known):
-    with pytest.raises(ValueError, match=r"x must have shape \(N, 2\), but has \(12, 3\)"):
-        plots.sd_ratio_maps(torch.zeros(12, 3), known, reference="nuts")
-    with pytest.raises(ValueError, match=r"draws\['nuts'\] must have shape \(S, 11, ...\)"):
-        plots.sd_ratio_maps(X[:11], known, reference="nuts")
-    with pytest.raises(ValueError, match="no posterior besides the reference 'nuts'"):
-        plots.sd_ratio_maps(X, {"nuts": known["nuts"]}, reference="nuts")
-    with pytest.raises(ValueError, match="at the same points"):
-        plots.sd_ratio(torch.zeros(4, 3), torch.zeros(4, 2))
-
-
 def test_probabilities_are_at_their_place():
     """The reference comes last; each class has its marker."""
     order = torch.randperm(12)
@@ -87,16 +73,3 @@ def test_probabilities_are_at_their_place():
     expected = (np.arange(12) / 11).reshape(4, 3).T
     np.testing.assert_allclose(first.collections[0].get_array(), expected)
     assert [len(line.get_xdata()) for line in first.lines[:2]] == [2, 3]
-
-
-@pytest.mark.parametrize(
-    ("x", "p", "match"),
-    [
-        (X, torch.rand(12, 1), "must have shape"),
-        (X, 2 * torch.ones(12), "between 0 and 1"),
-        (X + torch.rand(12, 2), torch.rand(12), "rectangular grid"),
-    ],
-)
-def test_what_is_no_map_of_probabilities_is_said(x, p, match):
-    with pytest.raises(ValueError, match=match):
-        plots.probability_maps(x, {"map": p})
