@@ -250,13 +250,24 @@ def _shape_varies(node: fx.Node, live: set[fx.Node]) -> bool:
 
 
 @contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Turn oneDNN off; ``torch.backends.mkldnn.flags`` warns about GPUs that are not there."""
+    enabled = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = enabled
+
+
+@contextmanager
 def plain_torch() -> Iterator[None]:
     """Run without gradients, fused kernels and validation, which hide values from a trace or branch
     on them."""
     with (
         torch.no_grad(),
         vmappable(),
-        torch.backends.mkldnn.flags(enabled=False),
+        _without_onednn(),
         torch.backends.cudnn.flags(enabled=False),
         pyro.validation_enabled(False),
     ):
