@@ -70,7 +70,7 @@ def main() -> None:
     flat = torch.cat([h[name] for name in h])
     squares = (guide.location().detach().square() * flat).sum()  # sum_i h_i w_i^2
     scale = PyroParam(torch.tensor(1.0), constraint=constraints.positive)
-    scaled = nn.with_g_prior(model, h, scale)
+    scaled = nn.with_prior(model, bdl.priors.GPrior(h, scale))
     at = bdl.guides.AutoLaplaceGGN(
         scaled, structure="samples", num_samples=options.samples, tolerance=options.tolerance,
         init_loc_fn=init_to_value(values=guide.median()),

@@ -31,7 +31,7 @@ from pyro_bdl import metrics
 from pyro_bdl.data import corrupt
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import selectors
-from pyro_bdl.nn import with_learnable_prior
+from pyro_bdl.nn import with_prior
 from pyro_bdl.optim import VOGN, GaussNewton_ELBO
 from pyro_bdl.training import collect_swag, train
 
@@ -166,12 +166,12 @@ def posteriors(
         return moving.swag_approximation()
 
     def diagonal() -> tuple[Probabilities, dict[str, Any]]:
-        free = with_learnable_prior(model)  # so that the scale can be chosen afterwards
+        free = with_prior(model, bdl.priors.learnable)  # so that the scale can be chosen afterwards
         plain = bdl.guides.AutoLaplaceGGN(free, structure="diag", init_loc_fn=start)
         return laplace(problem, plain.laplace_approximation(data), free, options)
 
     def subnetwork(select: Any, size: float | None) -> tuple[Probabilities, dict[str, Any]]:
-        free = with_learnable_prior(model)
+        free = with_prior(model, bdl.priors.learnable)
         some = bdl.guides.AutoSubnetwork(free, select=select(), init_loc_fn=start)
         return laplace(problem, some.laplace_approximation(data, size=size), free, options)
 

@@ -21,6 +21,14 @@ from torch import Tensor
 
 from pyro_bdl.utils.linear_algebra import cholesky
 
+__all__ = [
+    "SufficientStatistics",
+    "log_evidence",
+    "maximize",
+    "posterior",
+    "predict",
+]
+
 _SMALLEST = 1e-12  # lower bound of divisors, and of residuals relative to the targets' squares
 
 

@@ -1,5 +1,14 @@
 """The package's own exceptions and its warning."""
 
+__all__ = [
+    "ArgumentError",
+    "BdlWarning",
+    "FailedStepError",
+    "MissingOperatorError",
+    "UnsupportedProgramError",
+    "UnusableDrawsError",
+]
+
 
 class BdlWarning(UserWarning):
     """A call succeeded, but with limits or approximations that the user should know."""

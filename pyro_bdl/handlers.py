@@ -1,5 +1,5 @@
-"""Effect handlers: programs with a tempered or cold posterior, or another prior; and contexts that
-estimate the expected log likelihood with separate noise for every datum."""
+"""Effect handlers: programs with a tempered or cold posterior, or without Gaussian local latents;
+and contexts that estimate the likelihood with noise for every datum."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,9 +11,7 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import nn
 
 from pyro_bdl.estimators import flipout, local_reparameterization, per_example_dropout
-from pyro_bdl.program.gaussian_prior import GaussianPrior, as_gaussian_prior
 from pyro_bdl.program.trace import is_deterministic
-from pyro_bdl.program.wrappers import Handled, Wrapped
 from pyro_bdl.utils.validation import check_temperature
 
 if TYPE_CHECKING:
@@ -26,7 +24,6 @@ __all__ = [
     "local_reparameterization",
     "per_example_dropout",
     "temper",
-    "with_prior",
 ]
 
 
@@ -44,29 +41,16 @@ class _ScaleSites(Messenger):
             msg["scale"] = msg["scale"] * self.factor
 
 
-class UnderPrior(Wrapped):
-    """A program with another prior."""
+class Handled(nn.Module):
+    """A program under a Pyro handler, with the same parameters and modules."""
 
-    def __init__(self, model: Callable, prior: GaussianPrior) -> None:
-        super().__init__(model)
-        self.prior = prior
+    def __init__(self, model: Callable, handler: AbstractContextManager) -> None:
+        super().__init__()
+        self.model, self.handler = model, handler
 
-    def context(self) -> AbstractContextManager:
-        return self.prior.run()
-
-
-def with_prior(model: Callable, posterior: Any) -> nn.Module:
-    """The program with a posterior as its prior, for continual learning (Nguyen et al. 2018).
-
-    The guide's current density q(w) replaces the program's prior. With q(w) = p(w | y_1) the
-    posterior given y_2 is p(w | y_1, y_2). Latents that q does not cover keep the program's prior;
-    latents that q fixes stay fixed.
-
-    :param model: any Pyro program with the guide's latents; it is not changed.
-    :param posterior: a Gaussian guide, or its ``as_prior()``.
-    :raises TypeError: for a posterior that is not Gaussian.
-    """
-    return UnderPrior(model, as_gaussian_prior(posterior))
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.handler:
+            return self.model(*args, **kwargs)
 
 
 def integrate(model: Callable, *sites: str) -> "WithoutLocals":

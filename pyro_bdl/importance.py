@@ -21,6 +21,13 @@ from pyro_bdl.program.program import Program
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
 
+__all__ = [
+    "Importance",
+    "function_khat",
+    "ratios",
+    "site_khat",
+]
+
 
 @dataclass(frozen=True)
 class Importance:

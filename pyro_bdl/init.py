@@ -16,6 +16,12 @@ from pyro_bdl.program.layout import transform_of
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY
 from pyro_bdl.program.supports import feasible_value
 
+__all__ = [
+    "init_afresh",
+    "init_to_network",
+    "relative_scale",
+]
+
 
 def init_to_network(site: Any = None) -> Any:
     """Start at the network's own value, or at fan-in noise for weights of a hand-written program.

@@ -40,6 +40,17 @@ from pyro_bdl.scales import Hyperprior, Scale, beside, checked, hyperparameter
 from pyro_bdl.utils.autocast import uncast
 from pyro_bdl.utils.validation import whole_number
 
+__all__ = [
+    "BinaryClassification",
+    "Classification",
+    "HeteroscedasticRegression",
+    "MultiOutput",
+    "ObservationModel",
+    "PoissonRegression",
+    "Regression",
+    "StudentTRegression",
+]
+
 Output = str | int | Callable[[Any], Tensor] | None
 Scales = Scale | Tensor | Sequence[float]
 

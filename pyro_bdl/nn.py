@@ -1,9 +1,10 @@
 """``bayesianize``: a copy of a torch network as a Pyro program with priors on its weights."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any, cast
 
 import pyro
@@ -17,38 +18,24 @@ from torch.distributions import Distribution
 from pyro_bdl.adapters import lora, merged
 from pyro_bdl.distributions.copies import moved_like, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.priors import (
-    ByName,
-    GPrior,
-    Normal,
-    PriorFunction,
-    check_prior,
-    is_constant,
-    learnable,
-)
+from pyro_bdl.priors import Normal, Prior, PriorFunction, check_prior, is_constant
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.check import refuse_sharded
 from pyro_bdl.program.checkpointing import checkpoint, refuse_reentrant, substituted
-from pyro_bdl.program.gaussian_prior import TaskPrior
-from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, Each, SampledNetwork, each
+from pyro_bdl.program.gaussian_prior import (
+    GaussianPrior,
+    TaskPrior,
+    UnderPrior,
+    as_gaussian_prior,
+)
+from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork, each
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.vmap import DrawMap
-from pyro_bdl.scales import Hyperprior, Scale, beside, hyperparameter_scope
+from pyro_bdl.scales import Hyperprior, beside, hyperparameter_scope
 from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.names import Names, chooser
 
-__all__ = [
-    "BayesianModule",
-    "Each",
-    "bayesianize",
-    "checkpoint",
-    "each",
-    "lora",
-    "merged",
-    "with_g_prior",
-    "with_learnable_prior",
-    "with_prior",
-]
+__all__ = ["checkpoint", "each", "lora", "merged", "with_prior"]
 
 _NO_BATCH = torch.Size()
 _SHOWN = 4  # names in a message
@@ -332,72 +319,42 @@ def bayesianize(
     return result
 
 
-def with_prior(model: nn.Module, prior: PriorFunction) -> nn.Module:
-    """A copy of a program whose networks of ``bayesianize`` have another prior.
+def with_prior(model: Any, prior: Any) -> nn.Module:
+    """A copy of a program under another prior.
 
-    :param model: a module that holds such networks; it is not changed.
-    :raises ValueError: if it holds no such network.
-    """
-    return _with_priors(model, lambda network: prior)
-
-
-def with_g_prior(
-    model: nn.Module, curvature: Mapping[str, Tensor], scale: Scale = 1.0
-) -> nn.Module:
-    """A copy of a program whose networks have the prior Normal(0, scale^2 / h), ``priors.GPrior``::
-
-        h = guide.laplace_approximation((x, y), structure="diag").curvature_diagonals()
-        model = with_g_prior(model, h, PyroParam(torch.tensor(1.0), constraint=positive))
-        guide = AutoLaplaceGGN(
-            model, structure="samples", init_loc_fn=init_to_value(values=guide.median())
-        )
-
-    :param curvature: h by site.
-    :param scale: a number, or a ``PyroParam`` that the evidence sets.
+    :param model: a module that holds networks of ``bayesianize``, or for a posterior any program;
+        it is not changed.
+    :param prior: a prior for the weights that have one (``pyro_bdl.priors``); a function of each
+        network's present prior, such as ``priors.learnable``; or a posterior, a Gaussian guide or
+        its ``as_prior()``, whose density replaces the program's prior for continual learning
+        (Nguyen et al. 2018): with q(w) = p(w | y_1) the posterior given y_2 is p(w | y_1, y_2).
+        Latents that a posterior does not cover keep the program's prior; those it fixes stay fixed.
     :raises ValueError: if the program holds no network of ``bayesianize``.
+    :raises TypeError: for a posterior that is not Gaussian.
     """
+    if isinstance(prior, GaussianPrior) or hasattr(prior, "as_prior"):
+        return UnderPrior(model, as_gaussian_prior(prior))
+    check_prior(prior, "prior")
+    takes_prior = not isinstance(prior, Prior) and len(signature(prior).parameters) == 1
 
-    def choose(network: BayesianModule) -> PriorFunction:
-        return GPrior({n.removeprefix(network.site_prefix): h for n, h in curvature.items()}, scale)
+    def changed(network: BayesianModule) -> BayesianModule:
+        return network.with_prior(prior(network.prior) if takes_prior else prior)
 
-    return _with_priors(model, choose)
-
-
-def _with_priors(model: nn.Module, choose: Callable[[BayesianModule], PriorFunction]) -> nn.Module:
     if isinstance(model, BayesianModule):
-        return model.with_prior(choose(model))
+        return changed(model)
     result = copy.deepcopy(model)
     for module in list(result.modules()):
         module._modules.pop("task_prior", None)
-    changed: dict[nn.Module, BayesianModule] = {}  # a network may be held by several modules
+    networks: dict[nn.Module, BayesianModule] = {}  # one may be held by several modules
     for module in list(result.modules()):
         for name, child in list(module._modules.items()):
             if isinstance(child, BayesianModule):
-                if child not in changed:
-                    changed[child] = child.with_prior(choose(child))
-                setattr(module, name, changed[child])
-    if not changed:
+                if child not in networks:
+                    networks[child] = changed(child)
+                setattr(module, name, networks[child])
+    if not networks:
         raise ValueError("the program holds no network of bayesianize, whose prior could change")
     return result
-
-
-def with_learnable_prior(model: nn.Module, *, only: str | None = None) -> nn.Module:
-    """A copy of a program whose networks' prior scales are PyroParams (``priors.learnable``).
-
-    :param only: a pattern (shell wildcards) of the weights that get such a prior, with separate
-        scales; other weights keep their prior. By default all weights.
-    :raises ValueError: if the program holds no network of ``bayesianize``.
-    :raises TypeError: if the scale of a prior is not a number, or the prior is a posterior
-        (``update_prior``).
-    """
-    if any(isinstance(part, TaskPrior) and part.has_task_prior for part in model.modules()):
-        raise TypeError("the program's prior is the posterior of a guide, which has no scale")
-
-    def choose(network: BayesianModule) -> PriorFunction:
-        changed = learnable(network.prior)
-        return changed if only is None else ByName({only: changed, "*": network.prior})
-
-    return _with_priors(model, choose)
 
 
 class _Declarations:

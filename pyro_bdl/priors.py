@@ -24,6 +24,26 @@ from pyro_bdl.program.batch_norm import without_running_statistics
 from pyro_bdl.program.normalized import NORMALIZATIONS, normalized_groups
 from pyro_bdl.scales import Hyperprior, Scale, checked, hyperparameter, present_scope
 
+__all__ = [
+    "ARD",
+    "ByName",
+    "FanIn",
+    "GPrior",
+    "Horseshoe",
+    "Hyperprior",
+    "Laplace",
+    "LogUniform",
+    "MatrixNormal",
+    "Moped",
+    "Normal",
+    "PerLayer",
+    "PerNormalizedGroup",
+    "Pooled",
+    "Pretrained",
+    "StudentT",
+    "learnable",
+]
+
 PriorFunction = Callable[[str, nn.Module, Tensor], Distribution | None]
 
 
@@ -319,8 +339,8 @@ class GPrior(Prior):
 
     The diagonal g-prior of the linearized model (Zellner 1986; Antoran et al. 2023, section 4): the
     predictive does not depend on the units of a layer's inputs and weights, and the scale is the
-    only hyperparameter. ``nn.with_g_prior`` gives it to a program, whose MAP was trained with
-    another prior.
+    only hyperparameter. ``nn.with_prior(model, GPrior(h))`` gives it to a program, whose MAP was
+    trained with another prior.
 
     :param curvature: h by the parameter's name, flat or with its shape.
     :param floor: the smallest h, as a share of the largest of the parameter, so that weights that

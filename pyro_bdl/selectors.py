@@ -11,17 +11,10 @@ from pyro_bdl.guides.selectors import (
     Predicate,
     Random,
     Selector,
-    Size,
-    Trained,
-    diagonal_laplace,
-    number_of,
 )
-
-ByName = BySite  # its earlier name
 
 __all__ = [
     "ByModule",
-    "ByName",
     "BySite",
     "LargestMagnitude",
     "LargestPredictiveVariance",
@@ -30,8 +23,4 @@ __all__ = [
     "Predicate",
     "Random",
     "Selector",
-    "Size",
-    "Trained",
-    "diagonal_laplace",
-    "number_of",
 ]

@@ -75,7 +75,7 @@ def test_learned_hyperparameters_stand_beside_the_network():
         for prior in (bdl.priors.Normal(start), bdl.priors.FanIn(2.0)):
             model = bdl.models.Regression(bdl.bayesianize(net, prior), noise=start)
             assert model.noise.device.type == "meta"
-            network = bdl.nn.with_learnable_prior(model).network
+            network = bdl.nn.with_prior(model, bdl.priors.learnable).network
             assert {parameter.device.type for parameter in network.parameters()} == {"meta"}
 
 

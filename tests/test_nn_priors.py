@@ -14,7 +14,7 @@ import pyro_bdl as bdl
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField
-from pyro_bdl.nn import with_g_prior, with_learnable_prior, with_prior
+from pyro_bdl.nn import with_prior
 from pyro_bdl.program import record
 
 # Another prior
@@ -59,8 +59,6 @@ def test_with_prior_of_a_network_alone_and_of_constants():
         with_prior(bnn, priors.ByName({"*.weight": priors.Normal(1.0)}))
     with pytest.raises(ValueError, match="holds no network of bayesianize"):
         with_prior(nn.Linear(2, 2), priors.Normal(1.0))
-    with pytest.raises(ValueError, match="holds no network of bayesianize"):
-        with_learnable_prior(nn.Linear(2, 2))
 
 
 class _Two(PyroModule):
@@ -78,7 +76,7 @@ class _Two(PyroModule):
 
 def test_each_network_learns_from_its_own_prior():
     model, x = _Two(), torch.randn(4, 2)
-    found = with_learnable_prior(model)
+    found = with_prior(model, priors.learnable)
     assert found.again is found.first and found.first is not model.first
     scales = _scales(found, x)
     assert scales["first.0.bias"] == pytest.approx(0.5)
@@ -93,7 +91,9 @@ def test_each_network_learns_from_its_own_prior():
 
 def test_only_some_weights_learn_their_scale():
     model, x = bayesianize(small_mlp(), priors.FanIn(2.0)), torch.randn(4, 2)
-    found = with_learnable_prior(model, only="2.*")
+    found = with_prior(
+        model, lambda prior: priors.ByName({"2.*": priors.learnable(prior), "*": prior})
+    )
     (scale,) = found.parameters()
     before = _scales(found, x)
     assert before == pytest.approx(_scales(model, x))
@@ -105,7 +105,7 @@ def test_only_some_weights_learn_their_scale():
 
 def test_guides_find_the_other_prior():
     model = models.Regression(bayesianize(small_mlp()), noise=0.5)
-    found = with_learnable_prior(model)
+    found = with_prior(model, priors.learnable)
     x, y = torch.randn(4, 2), torch.randn(4)
     guide = AutoMeanField(found)
     loss = TemperedTraceMeanField_ELBO()(found, guide)(x, y)
@@ -191,7 +191,8 @@ def test_under_a_g_prior_predictions_do_not_depend_on_units():
         guide = AutoLaplaceGGN(model, structure="diag").prototype(inputs, y)
         h = guide.laplace_approximation((inputs, y)).curvature_diagonals()
         torch.testing.assert_close(h["net.weight"], inputs.square().sum(0) / 0.25)
-        guide = AutoLaplaceGGN(with_g_prior(model, h, 2.0), structure="full")
+        scaled = priors.GPrior({n.removeprefix("net."): value for n, value in h.items()}, 2.0)
+        guide = AutoLaplaceGGN(with_prior(model, scaled), structure="full")
         posterior = guide.prototype(inputs, y).laplace_approximation((inputs, y))
         predictive = bdl.LinearizedPredictive(guide.program_model, posterior)
         found.append(predictive.moments(inputs, sites=["f"])["f"].variance)

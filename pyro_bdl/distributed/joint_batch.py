@@ -11,11 +11,11 @@ from pyro.poutine.subsample_messenger import _Subsample
 from pyro_bdl.curvature.fisher import check_scales, num_data
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.handlers import Handled
 from pyro_bdl.program.batch_norm import layers_called, uses_its_batch
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.subsampling import WholeData
 from pyro_bdl.program.trace import Run, is_deterministic, record, sum_out_discrete
-from pyro_bdl.program.wrappers import Handled
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 

@@ -333,7 +333,7 @@ class Guide(SavedGuide, OwnParameters, AutoGuide):
     def as_prior(self) -> GaussianPrior:
         """A copy of this posterior as the prior of a next task (continual learning).
 
-        See ``model.update_prior`` and ``handlers.with_prior``.
+        See ``model.update_prior`` and ``nn.with_prior``.
 
         :raises TypeError: for a posterior that is not Gaussian in the unconstrained vector.
         """

@@ -8,8 +8,9 @@ from torch import nn
 from pyro_bdl import evidence
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer, AutoSubnetwork, LaplaceGuide
-from pyro_bdl.nn import BayesianModule, with_learnable_prior
+from pyro_bdl.nn import BayesianModule, with_prior
 from pyro_bdl.posteriors.registry import Problem, Result, register, trained
+from pyro_bdl.priors import ByName, learnable
 from pyro_bdl.training.svi import train
 
 
@@ -39,10 +40,15 @@ def _tuned(posterior: LaplaceGuide) -> dict[str, str]:
     return result
 
 
+def _learnable(prior: Any, only: str | None) -> Any:
+    changed = learnable(prior)
+    return changed if only is None else ByName({only: changed, "*": prior})
+
+
 def _with_learnable_scale(problem: Problem, only: str | None = None) -> nn.Module:
     """The program with a PyroParam as the scale of its prior, if possible."""
     try:
-        return with_learnable_prior(problem.model, only=only)
+        return with_prior(problem.model, lambda prior: _learnable(prior, only))
     except (TypeError, ValueError):  # a program of its own, or a prior without a scale
         return problem.model
 

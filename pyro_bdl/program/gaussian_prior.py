@@ -269,7 +269,7 @@ class GaussianPrior(nn.Module):
     """Independent Gaussian blocks over a program's latents.
 
     It is a copy of the guide's distribution, which further training of the guide does not change.
-    Use it by ``model.update_prior(prior)`` or ``handlers.with_prior(program, prior)``. Latents
+    Use it by ``model.update_prior(prior)`` or ``nn.with_prior(program, prior)``. Latents
     without a block, such as the output layer of a new task, keep the program's prior.
 
     :param blocks: the blocks; each site is in at most one of them.
@@ -335,6 +335,18 @@ def joint_prior(
     return GaussianPrior(blocks)
 
 
+class UnderPrior(nn.Module):
+    """A program with a Gaussian as its prior."""
+
+    def __init__(self, model: Callable, prior: GaussianPrior) -> None:
+        super().__init__()
+        self.model, self.prior = model, prior
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.prior.run():
+            return self.model(*args, **kwargs)
+
+
 class TaskPrior:
     """Mixin of programs whose prior can be replaced by a posterior: ``update_prior``."""
 
@@ -348,7 +360,7 @@ class TaskPrior:
         that it fixes stay fixed. New guides start at the posterior's mean. Hyperparameters of the
         networks' priors (``PyroParam``s) have no effect any more and become fixed numbers. Compute
         the evidence of a Laplace guide before this call, since it reads the program's prior.
-        ``handlers.with_prior`` leaves the program unchanged.
+        ``nn.with_prior`` leaves the program unchanged.
 
         :param posterior: a Gaussian guide, or its ``as_prior()``.
         :raises TypeError: for a posterior that is not Gaussian.

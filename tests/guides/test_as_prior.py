@@ -29,7 +29,7 @@ from pyro_bdl.guides import (
     selectors,
 )
 from pyro_bdl.mcmc.jax.translate import to_jax
-from pyro_bdl.nn import with_learnable_prior, with_prior
+from pyro_bdl.nn import with_prior
 from pyro_bdl.program import Program, record
 from pyro_bdl.program.subset import Subset
 
@@ -107,7 +107,7 @@ def test_online_laplace_is_exact_for_a_linear_gaussian_model(tasks, how, covaria
     if how == "update_prior":
         assert model.update_prior(first) is model
     else:
-        model = handlers.with_prior(model, first.as_prior())
+        model = with_prior(model, first.as_prior())
     with warnings.catch_warnings():
         warnings.simplefilter("error", BdlWarning)
         second = laplace(model, tasks.second, structure="full")
@@ -268,7 +268,7 @@ def test_the_programs_prior_is_the_guides_density(name):
     ).detach()
     plain = Program(model, x, y)
     before = plain.log_prior(plain.constrain(vectors[0])[0])
-    under = handlers.with_prior(model, guide)
+    under = with_prior(model, guide)
     torch.testing.assert_close(plain.log_prior(plain.constrain(vectors[0])[0]), before)
     model.update_prior(guide)
     for program in (Program(under, x, y), Program(model, x, y)):
@@ -315,7 +315,7 @@ def test_a_large_prior_counts_by_its_diagonal():
 def test_draws_of_the_program_have_the_guides_moments(name):
     model, x, y = network()
     guide = gaussian_guide(name, model, x, y)
-    under = handlers.with_prior(model, guide)
+    under = with_prior(model, guide)
     draws = []
     with torch.no_grad():
         for _ in range(100):
@@ -338,7 +338,7 @@ def test_the_prior_is_a_copy_that_can_be_copied(name):
     values = guide.layout.constrain(guide.sample_vectors(1)[0].detach())[0]
 
     def density(prior):
-        return Program(handlers.with_prior(model, prior), x, y).log_prior(values)
+        return Program(with_prior(model, prior), x, y).log_prior(values)
 
     expected = density(prior)
     with torch.no_grad():
@@ -442,7 +442,7 @@ def test_a_program_written_by_hand_and_a_constrained_latent():
 
     y = torch.tensor([0.3, -0.2], dtype=D)
     guide = AutoLowRank(model, rank=2, init_scale=0.6).prototype(y)
-    under = handlers.with_prior(model, guide)
+    under = with_prior(model, guide)
     program = Program(under, y)
     assert list(program.latents) == ["s", "w"]
     u = torch.tensor([0.2, -0.5, 0.4], dtype=D)
@@ -486,11 +486,11 @@ def test_a_new_output_layer_keeps_its_own_prior():
 
     model, x, y = TwoHeads(), torch.randn(5, 2, dtype=D), torch.randn(5, dtype=D)
     guide = AutoMeanField(model).prototype(x, y)
-    under = handlers.with_prior(model, guide)
+    under = with_prior(model, guide)
     with pytest.raises(ValueError, match=r"about the site 'head0.weight', which the program does"):
         record(under, {}, (x, y, 1))
     body = AutoMeanField(pyro.poutine.block(model, expose=["body.weight", "body.bias"]))
-    under = handlers.with_prior(model, body.prototype(x, y))
+    under = with_prior(model, body.prototype(x, y))
     run = record(under, {}, (x, y, 1))
     assert (
         run.latents["body.weight"].distribution.base_dist.scale == body.scale[:6].view(3, 2)
@@ -526,7 +526,7 @@ def test_a_subnetworks_normal():
     normal = guide.prototype(x, y).variational((x, y), init_scale=0.3)
     with torch.no_grad():
         normal.scale_tril = 0.3 * torch.eye(4, dtype=D) + 0.1 * torch.ones(4, 4, dtype=D).tril(-1)
-    program = Program(handlers.with_prior(model, normal), x, y)
+    program = Program(with_prior(model, normal), x, y)
     u = torch.randn(4, dtype=D)
     expected = MultivariateNormal(normal.loc, scale_tril=normal.scale_tril).log_prob(u)
     torch.testing.assert_close(program.log_prior(program.constrain(u)[0]), expected.detach())
@@ -554,8 +554,6 @@ def test_learned_prior_scales_become_numbers():
     elbo = TemperedTraceMeanField_ELBO()(model, AutoMeanField(model).prototype(x, y))
     elbo(x, y).backward()
     assert model.noise_unconstrained.grad is not None
-    with pytest.raises(TypeError, match="is the posterior of a guide"):
-        with_learnable_prior(model)
     again = with_prior(model, priors.Normal(3.0))
     assert [name for name, _ in again.named_parameters()] == ["noise_unconstrained"]
     assert "hyper_prior_scale" not in dict(again.network.named_buffers())
@@ -619,7 +617,7 @@ def test_posteriors_that_are_no_gaussians(tasks):
         with pytest.raises(TypeError, match=f"{kind.__name__} is not a Gaussian"):
             model.update_prior(kind(model).prototype(*tasks.first))
     with pytest.raises(TypeError, match="Gaussian guide or its as_prior"):
-        handlers.with_prior(model, priors.Normal(1.0))
+        model.update_prior(priors.Normal(1.0))
     assert not model.has_task_prior
 
 
@@ -653,7 +651,7 @@ def test_latents_in_plates():
             kind(model).prototype(x).as_prior()
     for kind in (AutoMeanField, AutoLowRank):
         guide = kind(whole, init_scale=0.3).prototype(x)
-        program = Program(handlers.with_prior(whole, guide), x)
+        program = Program(with_prior(whole, guide), x)
         u = torch.randn(4)
         torch.testing.assert_close(
             program.log_prior({"z": u}), guide.get_posterior().log_prob(u).detach()
@@ -671,7 +669,7 @@ def test_two_steps_of_laplace_are_one_for_networks_in_a_plate(tasks, covariance)
 
     first, second = ((x, torch.stack([y, -y], -1)) for x, y in (tasks.first, tasks.second))
     before = laplace(model, first, structure="full")
-    after = laplace(handlers.with_prior(model, before), second, structure="full")
+    after = laplace(with_prior(model, before), second, structure="full")
     mean, exact = tasks.posterior(tasks.x, tasks.y)
     latents, found = Program(model, *first).unflatten(after.location()), covariance(after)
     for group, sign in ((0, 1.0), (1, -1.0)):

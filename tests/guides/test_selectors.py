@@ -7,8 +7,8 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl.guides import selectors
+from pyro_bdl.guides.selectors import Trained, number_of
 from pyro_bdl.program.batches import Batches
-from pyro_bdl.selectors import Trained, number_of
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from torch import nn
 from pyro_bdl import bayesianize, models, training
 from pyro_bdl.elbo import CompiledELBO, TemperedTrace_ELBO
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField
-from pyro_bdl.handlers import temper, with_prior
+from pyro_bdl.handlers import temper
+from pyro_bdl.nn import with_prior
 from pyro_bdl.program import record
 from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.supports import check_support

@@ -15,7 +15,7 @@ from pyro_bdl.curvature.linear_outputs import LinearOutputs
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.evidence.linearized import LinearizedModel
 from pyro_bdl.guides import AutoLaplaceGGN
-from pyro_bdl.nn import with_g_prior
+from pyro_bdl.nn import with_prior
 
 pytestmark = [
     pytest.mark.usefixtures("double"),
@@ -250,7 +250,7 @@ def test_under_a_g_prior_the_posterior_is_that_of_the_dense_matrix(name):
     matrix = exact.curvature.matrix
     close(torch.cat(list(h.values())), matrix.diagonal())
     _, _, y = case(name)
-    model = with_g_prior(model, h, learned(0.7))
+    model = with_prior(model, priors.GPrior(h, learned(0.7)))
     guide = AutoLaplaceGGN(model, structure="samples", num_samples=8, tolerance=1e-12)
     guide.prototype(x, y).loc.data.copy_(exact.loc)
     posterior = guide.laplace_approximation((x, y))
