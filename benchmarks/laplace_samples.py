@@ -2,7 +2,7 @@
 
 ResNet-18 for 32 x 32 images (11 173 962 weights) and random images; times and
 memory depend little on their values. The diagonal of the curvature gives the g-prior
-(``nn.with_g_prior``), conjugate gradients give samples of the exact posterior of the linearized
+(``priors.GPrior``), conjugate gradients give samples of the exact posterior of the linearized
 network (``structure="samples"``), and the EM-like fixed point sets the prior's scale from them,
 scale^2 = sum_i h_i w_i^2 / gamma (Antoran et al. 2023, arXiv 2210.04994). Seconds are of the
 processor, memory is the peak of the process, torch and the network included.
