@@ -20,7 +20,6 @@ from pyro_bdl.elbo.tempered import (
     check_data,
 )
 from pyro_bdl.estimators.per_datum import active
-from pyro_bdl.guides.base import Guide
 from pyro_bdl.tracing.arguments import Arguments, split
 from pyro_bdl.tracing.compiled import CompiledLoss, Evaluation
 from pyro_bdl.tracing.step import BACKENDS, Outcome
@@ -235,8 +234,6 @@ class _Evaluation(Evaluation):
     def traced(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = self.arguments.rebuild(tensors[:-1])
         bound, guide = self.bound, self.guide
-        if isinstance(guide, Guide):
-            guide.require_layout().kept = None  # no cached values: the graph computes them
         terms = bound.terms(self.model, guide, args, kwargs)
         loss = bound.negative_bound(terms, tensors[-1])
         return loss, *(part for part in terms if part is not None)

@@ -138,8 +138,8 @@ class TemperedTrace_ELBO(Trace_ELBO):
         if self._trained != (model, guide):
             self._check_once(model, guide, args, kwargs)
             self._begin(model, guide)
-        with self.batches.step():
-            step = self._evaluate(model, guide, args, kwargs)
+        self.batches.expect()
+        step = self._evaluate(model, guide, args, kwargs)
         self.finish(step)
         return step
 
@@ -206,8 +206,10 @@ class TemperedTrace_ELBO(Trace_ELBO):
         :raises UnsupportedProgramError: if the data depend on each other.
         """
         estimator = self.estimator or active()
+        if estimator is None:
+            return None
         key = model, leading_size((args, kwargs))
-        if estimator is not None and key not in self._rows:
+        if key not in self._rows:
             with poutine.block(), torch.no_grad(), preserved_buffers(guide), own_randomness():
                 values = _values(record(guide, {}, args, kwargs))
             self._rows[key] = RowwiseLikelihood(estimator.name, model, values, args, kwargs)
@@ -309,7 +311,8 @@ class TemperedTrace_ELBO(Trace_ELBO):
         :raises ValueError: if the program drew other latents, such as missing targets.
         """
         _require_values(run, latents)
-        self.batches.see(run.observed)
+        if self.batches.expected:
+            self.batches.see(run.observed)
         return nan_outside_support(run.log_likelihood(), run)
 
     def _row_by_row(
@@ -325,7 +328,8 @@ class TemperedTrace_ELBO(Trace_ELBO):
 
         rows = self._rows[model, leading_size((args, kwargs))]
         likelihood, run = rows(values, args, kwargs, run=of_datum)
-        self.batches.see(run.observed)
+        if self.batches.expected:
+            self.batches.see(run.observed)
         return likelihood, run
 
     def _site_kl(self, q: Run, p: Run) -> Tensor:

@@ -1,8 +1,7 @@
 """A warning if a program treats minibatches as its complete data."""
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -32,24 +31,17 @@ class UnscaledBatches:
     def restart(self) -> None:
         """Look at the next steps, which are those of another program or guide."""
         self._steps_left = _STEPS if self.enabled else 0
-        self._is_open = False
+        self.expected = False
         self._first: dict[str, tuple[int, list[float]]] = {}
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """One training step: ``see`` looks at the first run in it."""
-        self._is_open = self._steps_left > 0
-        try:
-            yield
-        finally:
-            self._steps_left -= self._steps_left > 0
-            self._is_open = False
+    def expect(self) -> None:
+        """Begin a training step: the first run in it is to be seen, if it is an early step."""
+        self.expected = self._steps_left > 0
+        self._steps_left -= self.expected
 
     def see(self, observed: Mapping[str, Site]) -> None:
         """Compare the targets of a run with those of the first step; warn once if they differ."""
-        if not self._is_open:
-            return
-        self._is_open = False
+        self.expected = False
         for name, site in observed.items():
             if _counts_as_all(site) and self._differs(name, site.value):
                 self._steps_left = 0

@@ -225,9 +225,8 @@ class Guide(SavedGuide, OwnParameters, AutoGuide):
     def values(self) -> dict[str, Tensor]:
         """The parameters by name, for ``holding``."""
         self.require_layout()
-        names = [name for name, value in self._parameters.items() if value is not None]
-        plain = [name.removesuffix("_unconstrained") for name in names]
-        return {name: self._parameter(name) for name in plain}
+        plain = (name.removesuffix("_unconstrained") for name in self._parameters)
+        return {name: value for name in plain if (value := self._parameter(name)) is not None}
 
     # The family
 

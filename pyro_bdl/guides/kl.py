@@ -58,21 +58,16 @@ def diagonal_normal_kl(
     (m_i - n_i)^2) / (2 t_i^2) - 1/2 for a prior Normal(n, t^2). Other sites are evaluated one by
     one at ``values``, the constrained draw.
     """
-    terms, names, priors = [], [], []
+    normals, terms = _normal_priors(p), []
     for name, latent in layout.latents.items():
-        prior, normal = p[name], _normal(p[name])
-        if normal is not None:
-            names.append(name)
-            priors.append(normal)
-        else:
-            shape = latent.unconstrained_shape
-            own = (layout.take(vector, [name]).view(shape) for vector in (loc, scale))
-            q = marginal(latent, *own)
+        if name not in normals:
+            where, shape = layout.slices[name], latent.unconstrained_shape
+            q = marginal(latent, loc[where].view(shape), scale[where].view(shape))
             q = q.to_event(latent.event_dim - q.event_dim)
-            terms.append(_site_kl(Site(q, values[name], 1.0, None), prior))
-    if names:
-        prior_loc, prior_scale = _side_by_side(layout, priors)
-        m, s = layout.take(loc, names), layout.take(scale, names)
+            terms.append(_site_kl(Site(q, values[name], 1.0, None), p[name]))
+    if normals:
+        prior_loc, prior_scale = _as_vectors(normals)
+        m, s = layout.take(loc, list(normals)), layout.take(scale, list(normals))
         distance = (m - prior_loc) / prior_scale
         terms.append(_scale_terms(s / prior_scale) + 0.5 * torch.dot(distance, distance))
     return _sum(terms)
@@ -105,38 +100,32 @@ def expected_log_prior(
     :param at_draw: further sites to evaluate at the draw, because their prior depends on a latent
         that is not independent of them under q.
     """
-    terms, names, priors = [], [], []
-    for name in layout.latents:
-        normal = None if name in at_draw else _normal(p[name])
-        if normal is None:
-            terms.append(p[name].log_prob().sum())
-        else:
-            names.append(name)
-            priors.append(normal)
-    if names:
-        prior_loc, prior_scale = _side_by_side(layout, priors)
-        m, v = layout.take(loc, names), layout.take(variance, names)
+    normals = _normal_priors({name: site for name, site in p.items() if name not in at_draw})
+    terms = [site.log_prob().sum() for name, site in p.items() if name not in normals]
+    if normals:
+        prior_loc, prior_scale = _as_vectors(normals)
+        m, v = layout.take(loc, list(normals)), layout.take(variance, list(normals))
         square = v + (m - prior_loc).square()
         quadratic = (square / prior_scale.square()).sum() + len(square) * math.log(2 * math.pi)
         terms.append(-0.5 * quadratic - prior_scale.log().sum())
     return _sum(terms)
 
 
-def _side_by_side(layout: Layout, normals: list[Normal]) -> tuple[Tensor, Tensor]:
-    """Locations and scales as two vectors, cached while the tensors are the same."""
-    tensors = [tensor for normal in normals for tensor in (normal.loc, normal.scale)]
-    if layout.kept is not None:
-        before, versions, vectors = layout.kept
-        if len(before) == len(tensors) and all(
-            old is new and version == new._version
-            for old, new, version in zip(before, tensors, versions, strict=True)
-        ):
-            return vectors
-    locs = torch.cat([normal.loc.reshape(-1) for normal in normals])
-    scales = torch.cat([normal.scale.reshape(-1) for normal in normals])
-    if not (locs.requires_grad or scales.requires_grad or any(t.is_inference() for t in tensors)):
-        layout.kept = tensors, [tensor._version for tensor in tensors], (locs, scales)
-    return locs, scales
+def _normal_priors(p: Mapping[str, Site]) -> dict[str, Normal]:
+    """The independent Normals among the priors, in the program's order."""
+    normals = {}
+    for name, site in p.items():
+        plain = isinstance(site.scale, int | float) and site.scale == 1.0 and site.mask is None
+        base = base_distribution(site.distribution, through_masks=False)
+        if plain and isinstance(base, Normal):
+            normals[name] = base
+    return normals
+
+
+def _as_vectors(normals: Mapping[str, Normal]) -> tuple[Tensor, Tensor]:
+    """Locations and scales, side by side."""
+    locs = torch.cat([normal.loc.reshape(-1) for normal in normals.values()])
+    return locs, torch.cat([normal.scale.reshape(-1) for normal in normals.values()])
 
 
 def entropy(q: Mapping[str, Site]) -> Tensor:
@@ -182,13 +171,6 @@ def _site_kl(site: Site, prior: Site) -> Tensor:
         except NotImplementedError:
             pass
     return site.log_prob().sum() - prior.log_prob().sum()
-
-
-def _normal(site: Site) -> Normal | None:
-    base = base_distribution(site.distribution, through_masks=False)
-    if not isinstance(base, Normal) or site.mask is not None:
-        return None
-    return base if isinstance(site.scale, int | float) and site.scale == 1.0 else None
 
 
 # KL(q || p) = -H(q) - E_q[log p(w)] for q = LogNormal(m, s^2), the distribution of mean-field

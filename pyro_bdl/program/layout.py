@@ -123,7 +123,6 @@ class Layout:
         self.latents = {latent.name: latent for latent in latents}
         self._sizes = [latent.size for latent in latents]
         self.size = sum(self._sizes)
-        self.kept: Any = None  # values that functions of the priors cache between steps
         ends = torch.tensor([0, *self._sizes], device="cpu").cumsum(0).tolist()
         self.slices = {
             latent.name: slice(start, stop)

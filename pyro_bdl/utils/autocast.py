@@ -28,11 +28,16 @@ def castings() -> tuple[Casting, ...]:
     )
 
 
+def without_autocast() -> contextlib.AbstractContextManager:
+    """A context that computes in the tensors' own dtypes."""
+    active = castings()
+    return _without(active) if active else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def without_autocast() -> Iterator[None]:
-    """Compute in the tensors' own dtypes."""
+def _without(active: tuple[Casting, ...]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for kind, dtype in castings():
+        for kind, dtype in active:
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=False))
         yield
 
