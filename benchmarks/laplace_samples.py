@@ -72,9 +72,10 @@ def main() -> None:
     scale = PyroParam(torch.tensor(1.0), constraint=constraints.positive)
     scaled = nn.with_prior(model, bdl.priors.GPrior(h, scale))
     at = bdl.guides.AutoLaplaceGGN(
-        scaled, structure="samples", num_samples=options.samples, tolerance=options.tolerance,
+        scaled,
+        structure=bdl.curvature.Samples(options.samples, options.tolerance),
         init_loc_fn=init_to_value(values=guide.median()),
-    )  # fmt: skip
+    )
     posterior = at.laplace_approximation(data)
     for number in range(options.rounds):
         gamma = posterior.effective_parameters()

@@ -73,7 +73,7 @@ def device(request):
     return torch.device(request.param)
 
 
-EXACT = [name for name, kind in STRUCTURES.items() if not kind.is_sampled]
+EXACT = [name for name, kind in STRUCTURES.items() if not kind.curvature.is_sampled]
 
 
 # Structures left to the slow run: each resembles another diagonal or Kronecker structure, and

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from pyro_bdl.curvature.config import AUTOMATIC, CurvatureConfig
+from pyro_bdl.curvature.config import CurvatureConfig, fits
 from pyro_bdl.curvature.prior import prior_precision, run_at
 from pyro_bdl.curvature.row_counts import rows_of
+from pyro_bdl.curvature.structures import Auto, Full, Kernel, Kron
 from pyro_bdl.curvature.structures.prior_root import PriorRoot
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.utils.memory import available_memory
 
 
 def with_chosen_structure(
@@ -35,27 +35,21 @@ def with_chosen_structure(
     :param full_up_to: latents, whose matrix is factorized in a fraction of a second.
     :param kernel_up_to: rows, whose kernel is factorized in about a second.
     """
-    if config.structure != AUTOMATIC:
+    if not isinstance(config.structure, Auto):
         return config
     if config.curvature == "hessian":
-        return replace(config, structure="full")
+        return replace(config, structure=Full())
     whole = all(entries is None for entries in subset.chosen.values())
-    available = available_memory(vector.device)
-
-    def fits(name: str, num_rows: int = 0) -> bool:
-        needed = replace(config, structure=name).memory(subset.size, vector, num_rows)
-        return available is None or needed <= available
-
-    if subset.size <= full_up_to and fits("full"):
-        return replace(config, structure="full")
+    if subset.size <= full_up_to and fits(Full(), subset.size, vector):
+        return replace(config, structure=Full())
     if batches.ranks is None:
         run, leaves = run_at(model, subset, vector, *batches.first())
         rows = rows_of(run, batches, config)
         is_small = rows < subset.size and rows <= kernel_up_to
-        if is_small and fits("kernel", rows):
+        if is_small and fits(Kernel(), subset.size, vector, rows):
             try:
                 PriorRoot(prior_precision(run, leaves, subset), subset.parts, '"kernel"')
-                return replace(config, structure="kernel")
+                return replace(config, structure=Kernel())
             except ValueError:  # a prior without a covariance
                 pass
-    return replace(config, structure="kron" if whole else "full")
+    return replace(config, structure=Kron() if whole else Full())

@@ -124,7 +124,7 @@ def _accumulated(
     offset: Tensor | None,
     progress: bool | None,
 ) -> tuple[Curvature, LikelihoodSums]:
-    curvature = config.kind.empty(subset, like, config, before)
+    curvature = config.structure.empty(subset, like, before)
     known: dict[Any, Alignment] = {}
     seen = LikelihoodSums(subset.take(vector), batches, earlier=before is not None)
     states = torch_states()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.config import CurvatureConfig
+from pyro_bdl.curvature.structures import Full
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import leave_open, record
@@ -44,4 +45,4 @@ def with_known_information(
         BdlWarning,
         stacklevel=5,
     )
-    return replace(config, structure="full", curvature="hessian")
+    return replace(config, structure=Full(), curvature="hessian")

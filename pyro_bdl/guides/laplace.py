@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.hyperparameters import few_rows
+from pyro_bdl.curvature.structures import structure_of
+from pyro_bdl.curvature.structures.base import Structure
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.gaussian import LaplaceGuide, approximate
 from pyro_bdl.guides.point import UnconstrainedMAP
@@ -29,18 +31,11 @@ class AutoLaplaceGGN(UnconstrainedMAP):
     Grosse 2015; Immer et al. 2021, section 3).
 
     :param model: a Pyro program with continuous latents.
-    :param structure: "auto" (the default), "kron" (KFAC), "ekfac", "full", "diag", "low_rank",
-        "kernel" or "samples".
-        "kernel" is the posterior of "full", from the Jacobian's N K rows of p numbers for N data
-        with K outputs instead of p x p numbers; it needs a prior of finite variance. "samples" is
-        the posterior of "full" as ``num_samples`` samples, solved for with products J v and J' v
-        alone, so that nothing grows with p^2, (N K)^2 or a layer's width squared; its sd's have a
-        relative error of about 1/sqrt(2 num_samples); see ``SamplesCurvature``. "auto" is
-        "full" for up to 2000 latents, "kernel" if N K is below p and at most 4096, if they fit in
-        memory, and else "kron"; the printed approximation names it. "kron" loses the covariance
-        between layers, and a layer's weights get the covariance of its inputs times that of its
-        outputs' gradients, each averaged over the data; off the data its standard deviations are
-        often too small.
+    :param structure: one of ``bdl.curvature``, such as ``Kron(reduce=True)``, or its name: "auto"
+        (the default), "kron" (KFAC), "ekfac", "full", "diag", "low_rank", "kernel" or "samples".
+        "auto" is "full" for up to 2000 latents, "kernel" if N K is below p and at most 4096 for N
+        data with K outputs, if they fit in memory, and else "kron"; the printed approximation names
+        it.
     :param curvature: "ggn"; "ggn-mc", from ``num_draws`` drawn observations per datum;
         "empirical-fisher"; or "hessian" (for "full" only).
     :param subset: the latents with a covariance; the others stay at the MAP. Possible are names or
@@ -50,10 +45,6 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         default, used only if the Fisher information has no closed form and is estimated
         (``curvature.fisher.cell_roots`` lists the closed forms). The relative error of the estimate
         falls with the square root of draws times data.
-    :param rank: the number of eigenpairs of "low_rank".
-    :param reduce: how "kron" and "ekfac" treat weight sharing, see ``KroneckerCurvature``.
-    :param num_samples: the number of samples of "samples".
-    :param tolerance: of the solves of "samples": their error, in posterior standard deviations.
     :param init_loc_fn: where u starts; by default the network's own values.
     :param create_plates: as in Pyro's autoguides.
     :raises ValueError: for an unknown structure or curvature.
@@ -63,21 +54,14 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         self,
         model: Callable,
         *,
-        structure: str = "auto",
+        structure: str | Structure = "auto",
         curvature: str = "ggn",
         subset: Any = None,
         num_draws: int | None = None,
-        rank: int = 50,
-        reduce: bool = False,
-        num_samples: int = 32,
-        tolerance: float = 1e-3,
         init_loc_fn: Callable = init_to_network,
         create_plates: Callable | None = None,
     ) -> None:
-        config = CurvatureConfig(
-            structure, curvature, num_draws,
-            rank=rank, reduce=reduce, num_samples=num_samples, tolerance=tolerance,
-        )  # fmt: skip
+        config = CurvatureConfig(structure_of(structure), curvature, num_draws)
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.config = config
         self._selection = (subset,)  # in a tuple: a module in it is the program's own
@@ -110,8 +94,8 @@ class AutoLaplaceGGN(UnconstrainedMAP):
             datum counts once.
         :param held_out: the same for rows that the weights were not trained on, some hundreds.
         :param progress: show a bar over batches; by default in terminals and notebooks.
-        :param changes: ``structure``, ``curvature``, ``subset``, ``num_draws``, ``rank``,
-            ``reduce``, ``num_samples`` or ``tolerance`` for this approximation alone.
+        :param changes: ``structure``, ``curvature``, ``subset`` or ``num_draws`` for this
+            approximation alone.
         :raises MemoryError: if the structure does not fit in memory.
         :raises UnsupportedProgramError: if latents are in subsampled plates.
         :raises ValueError: for an empty iterable, a missing target, a target outside its support

@@ -81,7 +81,7 @@ class AutoLastLayer(AutoLaplaceGGN):
         :raises UnsupportedProgramError: if the program uses the last layer's weights more than
             once, as with tied weights.
         """
-        if config.structure != "full":
+        if config.structure.name != "full":
             raise ValueError(
                 'AutoLastLayer has structure="full" alone: use AutoLaplaceGGN with '
                 f'subset="last-layer" for structure="{config.structure}"'

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.site_jacobians import site_jacobians
-from pyro_bdl.curvature.structures.base import StructureOptions
 from pyro_bdl.curvature.structures.kron.curvature import KroneckerCurvature
 from pyro_bdl.curvature.structures.kron.factors import WeightFactors, decompose
 from pyro_bdl.guides.base import Guide
@@ -49,9 +48,7 @@ class KroneckerGaussNewton_ELBO(GaussNewton_ELBO):
         variances = guide.variances()
         total = variances.new_zeros(())
         for name, site in at.run.observed.items():
-            curvature = KroneckerCurvature.empty(
-                at.subset, at.vector.detach(), StructureOptions(), None
-            )
+            curvature = KroneckerCurvature(at.subset, at.vector.detach())
             for jacobian in site_jacobians(at, name, self.config):
                 curvature.add(jacobian)
             curvature.end_batch()

@@ -26,7 +26,7 @@ def _laplace(problem: Problem, *, steps: int = 3000, **choice: Any) -> Result:
         problem.model, guide, *problem.data, steps=steps, rounds=options.rounds,
         progress=problem.label,
     )  # fmt: skip
-    settings = {**choice, "structure": posterior.config.structure, **_tuned(posterior)}
+    settings = {**choice, "structure": posterior.config.structure.name, **_tuned(posterior)}
     return Result(posterior, {"steps": steps, **settings}, interrupted)
 
 

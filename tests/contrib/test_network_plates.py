@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pyro_bdl import LinearizedPredictive, Predictive, Program, bayesianize, compare, evidence
+from pyro_bdl.curvature import LowRank
 from pyro_bdl.elbo import CompiledELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP, AutoMeanField
@@ -125,7 +126,7 @@ def test_nested_plates_lie_from_left_to_right_by_their_dims():
 @pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
 def test_laplace_posteriors_are_those_of_the_networks(structure):
     net = _net()
-    options = {"structure": structure} | ({"rank": 30} if structure == "low_rank" else {})
+    options = {"structure": LowRank(30) if structure == "low_rank" else structure}
 
     def laplace(model, x, y):
         guide = AutoLaplaceGGN(model, **options).prototype(x, y)

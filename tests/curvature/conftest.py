@@ -1,5 +1,7 @@
 """Curvature by brute force: Jacobians of whole outputs by autograd, Fisher matrices by formula."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ def _double(_fresh):
     torch.set_default_dtype(torch.float64)
 
 
-@pytest.fixture(params=[name for name, kind in STRUCTURES.items() if not kind.is_sampled])
+@pytest.fixture(params=[name for name, kind in STRUCTURES.items() if not kind.curvature.is_sampled])
 def structure(request):
     """A curvature structure's name; here every one runs."""
     return request.param
@@ -79,7 +81,13 @@ class Oracle:
     @staticmethod
     def fit(program, vector, data, subset=None, **options):
         subset = Subset(program.layout, subset) if not isinstance(subset, Subset) else subset
-        return fit_curvature(program.model, subset, vector, data, CurvatureConfig(**options))
+        names = ("structure", "curvature", "num_draws")
+        config = {name: options.pop(name) for name in names if name in options}
+        if options:  # of the structure, if it has them
+            kind = STRUCTURES[config["structure"]]
+            own = {field.name for field in fields(kind)}
+            config["structure"] = kind(**{k: v for k, v in options.items() if k in own})
+        return fit_curvature(program.model, subset, vector, data, CurvatureConfig(**config))
 
     @staticmethod
     def regression(net, x, outputs=1, noise=0.5, prior=None):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from pyro_bdl import bayesianize, models, priors
-from pyro_bdl.curvature import automatic_structure
+from pyro_bdl.curvature import Full, automatic_structure
 from pyro_bdl.curvature.automatic_structure import with_chosen_structure
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program.batches import Batches
@@ -38,7 +38,7 @@ def chosen(prior=None, data=None, *, subset=None, full_up_to=40, kernel_up_to=40
 
 def test_by_size():
     guide, data = guide_and_data()
-    assert guide.laplace_approximation(data).config.structure == "full"
+    assert guide.laplace_approximation(data).config.structure == Full()
     assert chosen(full_up_to=2000) == "full"
     assert chosen() == "kernel"  # 40 rows: of location and noise
     x, y = torch.randn(30, 3), torch.randn(30, 2)
@@ -70,6 +70,6 @@ def test_a_hessian_is_full():
 def test_it_is_the_default_and_the_printed_guide_names_it():
     guide, data = guide_and_data()
     posterior = AutoLaplaceGGN(guide.program_model).laplace_approximation(data)
-    assert repr(posterior) == "LaplaceGuide(51 latent numbers, 5 sites, structure='full')"
+    assert repr(posterior) == "LaplaceGuide(51 latent numbers, 5 sites, structure=Full())"
     kron = guide.laplace_approximation(data, structure="kron", subset="2.*")
-    assert repr(kron).endswith("18 with a covariance, structure='kron')")
+    assert repr(kron).endswith("18 with a covariance, structure=Kron(reduce=False))")

@@ -9,6 +9,7 @@ import torch
 from helpers.observations import observations
 
 from pyro_bdl import working_memory
+from pyro_bdl.curvature import LowRank
 from pyro_bdl.curvature import config as config_module
 from pyro_bdl.curvature.config import CurvatureConfig, check_memory
 from pyro_bdl.curvature.fit import fit_curvature
@@ -29,7 +30,7 @@ def test_configs():
     with pytest.raises(ValueError, match="num_draws must be at least 1"):
         CurvatureConfig(num_draws=0)
     with pytest.raises(ValueError, match="rank must be at least 1"):
-        CurvatureConfig(rank=0)
+        LowRank(rank=0)
 
 
 def test_missing_targets(oracle):

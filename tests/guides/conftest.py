@@ -12,6 +12,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
+from pyro_bdl.curvature import LowRank, Samples
 from pyro_bdl.guides import (
     AutoEnsemble,
     AutoLaplaceGGN,
@@ -65,8 +66,8 @@ def _moved(guide):
 
 
 def _laplace(structure):
-    options = {"low_rank": {"rank": 3}, "samples": {"num_samples": 1000}}.get(structure, {})
-    guide = _moved(AutoLaplaceGGN(program, structure=structure, **options))
+    chosen = {"low_rank": LowRank(3), "samples": Samples(1000)}.get(structure, structure)
+    guide = _moved(AutoLaplaceGGN(program, structure=chosen))
     return guide.laplace_approximation((X, Y))
 
 

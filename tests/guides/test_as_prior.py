@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributions import MultivariateNormal, constraints
 
 from pyro_bdl import bayesianize, evidence, handlers, models, priors
+from pyro_bdl.curvature import LowRank
 from pyro_bdl.curvature.prior import prior_precision, run_at
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
@@ -158,7 +159,7 @@ def test_the_mode_after_any_structure(tasks, structure, covariance):
     """The next mode solves (P1 + X2' X2 / noise^2) u = P1 u1 + X2' y2 / noise^2."""
     model = tasks.model()
     first = laplace(
-        model, tasks.first, structure=structure, **({"rank": 2} if structure == "low_rank" else {})
+        model, tasks.first, structure=LowRank(2) if structure == "low_rank" else structure
     )
     precision = covariance(first).inverse()
     model.update_prior(first)

@@ -23,7 +23,7 @@ STRUCTURES = {
     "kron": {"structure": "kron"},
     "ekfac": {"structure": "ekfac"},
     "diag": {"structure": "diag"},
-    "low_rank": {"structure": "low_rank", "rank": 6},
+    "low_rank": {"structure": bdl.curvature.LowRank(6)},
     "hessian": {"structure": "full", "curvature": "hessian"},
     "empirical": {"structure": "kron", "curvature": "empirical-fisher"},
 }

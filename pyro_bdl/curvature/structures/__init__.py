@@ -1,24 +1,48 @@
 """Curvature structures by name; ``base.py`` defines their protocol."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
-from pyro_bdl.curvature.structures.base import Curvature
-from pyro_bdl.curvature.structures.diagonal import DiagonalCurvature
-from pyro_bdl.curvature.structures.full import FullCurvature
-from pyro_bdl.curvature.structures.kernel import KernelCurvature
-from pyro_bdl.curvature.structures.kron.curvature import EKFACCurvature, KroneckerCurvature
-from pyro_bdl.curvature.structures.low_rank import LowRankCurvature
-from pyro_bdl.curvature.structures.samples import SamplesCurvature
+from pyro_bdl.curvature.structures.base import Structure, named
+from pyro_bdl.curvature.structures.diagonal import Diagonal
+from pyro_bdl.curvature.structures.full import Full
+from pyro_bdl.curvature.structures.kernel import Kernel
+from pyro_bdl.curvature.structures.kron.curvature import EKFAC, Kron
+from pyro_bdl.curvature.structures.low_rank import LowRank
+from pyro_bdl.curvature.structures.samples import Samples
 
-STRUCTURES: Mapping[str, type[Curvature]] = MappingProxyType(
+STRUCTURES: Mapping[str, type[Structure]] = MappingProxyType(
     {
-        "kron": KroneckerCurvature,
-        "ekfac": EKFACCurvature,
-        "full": FullCurvature,
-        "diag": DiagonalCurvature,
-        "low_rank": LowRankCurvature,
-        "kernel": KernelCurvature,
-        "samples": SamplesCurvature,
+        "kron": Kron,
+        "ekfac": EKFAC,
+        "full": Full,
+        "diag": Diagonal,
+        "low_rank": LowRank,
+        "kernel": Kernel,
+        "samples": Samples,
     }
 )
+
+
+@dataclass(frozen=True)
+class Auto(Kron):
+    """``structure="auto"``: chosen from the data, and Kronecker factors where no other fits."""
+
+    name: str = named("auto")
+
+
+def structure_of(value: Any) -> Structure:
+    """The structure that a name, a mapping of its fields from a file, or itself stands for.
+
+    :raises ValueError: for an unknown name.
+    """
+    if isinstance(value, Structure):
+        return value
+    kinds = {**STRUCTURES, "auto": Auto}
+    options = dict(value) if isinstance(value, Mapping) else {"name": value}
+    name = options.pop("name")
+    if name not in kinds:
+        raise ValueError(f"unknown structure {name!r} (there are {', '.join(kinds)})")
+    return kinds[name](**options)

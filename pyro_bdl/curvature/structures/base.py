@@ -1,16 +1,17 @@
 """The protocols of a curvature structure.
 
-A structure is one file with two classes. Its ``Curvature`` sums Jacobians over the data in a
-compressed form. ``Curvature.with_prior`` adds the prior precision and returns a ``Precision``, the
-Gaussian's inverse covariance with its algebra. ``structures/__init__.py`` lists the structures by
-name; code outside a structure's file does not depend on the structure.
+A structure is one file with three classes. A ``Structure`` holds its options. The ``Curvature``
+that it makes sums Jacobians over the data in a compressed form. ``Curvature.with_prior`` adds the
+prior precision and returns a ``Precision``, the Gaussian's inverse covariance with its algebra.
+``structures/__init__.py`` lists the structures by name; code outside a structure's file does not
+depend on the structure.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor, nn
@@ -24,20 +25,41 @@ from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.collectives import Ranks
 
 
-@dataclass(frozen=True, kw_only=True)
-class StructureOptions:
-    """Options of the structures; each structure reads its own and ignores the others.
+@dataclass(frozen=True)
+class Structure(ABC):
+    """The choice of a structure, with its options; a string stands for it with their defaults.
 
-    :param rank: the number of eigenpairs of "low_rank".
-    :param reduce: an option of "kron" and "ekfac", see ``KroneckerCurvature``.
-    :param num_samples: the number of posterior samples of "samples".
-    :param tolerance: of their solves, see ``SamplesCurvature``.
+    ``curvature`` is the class that it makes, whose fields say what the passes over data need.
     """
 
-    rank: int = 50
-    reduce: bool = False
-    num_samples: int = 32
-    tolerance: float = 1e-3
+    name: str = field(init=False, repr=False)
+    curvature: ClassVar[type["Curvature"]]
+
+    @abstractmethod
+    def empty(self, subset: Subset, like: Tensor, before: Any) -> "Curvature":
+        """Return a curvature over no data yet.
+
+        :param subset: the latents; ``subset.parts`` are the sites' slices.
+        :param like: a tensor with the dtype and device.
+        :param before: the curvature of earlier data, which ``finish`` gets as well; or None.
+        """
+
+    def memory(self, size: int, num_rows: int = 0) -> int:
+        """The largest number of numbers that it stores at once over p latents.
+
+        :param size: p.
+        :param num_rows: the number of rows of the data's Jacobians, for ``stores_rows``.
+        :returns: 0 if this depends on the data and is never large.
+        """
+        return 0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def named(name: str) -> Any:
+    """The field ``name`` of a structure."""
+    return field(default=name, init=False, repr=False)
 
 
 Whitened = tuple[Any, Tensor | None]  # a block of a Jacobian, and weights of its entries
@@ -153,28 +175,6 @@ class Curvature(nn.Module, ABC):
     takes_softmax: ClassVar[bool] = False
     passes: int = 1
     size: int
-
-    @classmethod
-    @abstractmethod
-    def empty(
-        cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
-    ) -> Self:
-        """Return a curvature over no data yet.
-
-        :param subset: the latents; ``subset.parts`` are the sites' slices.
-        :param like: a tensor with the dtype and device.
-        :param before: the curvature of earlier data, which ``finish`` gets as well.
-        """
-
-    @classmethod
-    @abstractmethod
-    def memory(cls, size: int, options: StructureOptions, num_rows: int = 0) -> int:
-        """Return the largest number of numbers that it stores at once over p latents.
-
-        :param size: p.
-        :param num_rows: the number of rows of the data's Jacobians, for ``stores_rows``.
-        :returns: 0 if this depends on the data and is never large.
-        """
 
     @classmethod
     def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:

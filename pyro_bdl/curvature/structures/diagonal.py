@@ -1,14 +1,15 @@
 """Diagonal curvature: the diagonal of sum_n J_n' J_n."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.base import Curvature, Precision, StructureOptions, Whitened
+from pyro_bdl.curvature.structures.base import Curvature, Precision, Structure, Whitened, named
 from pyro_bdl.program.subset import Subset
 
 
@@ -22,16 +23,6 @@ class DiagonalCurvature(Curvature):
         super().__init__()
         self.size = size
         self.register_buffer("values", like.new_zeros(size))
-
-    @classmethod
-    def empty(
-        cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
-    ) -> Self:
-        return cls(subset.size, like)
-
-    @classmethod
-    def memory(cls, size: int, options: StructureOptions, num_rows: int = 0) -> int:
-        return 3 * size
 
     @classmethod
     def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
@@ -60,6 +51,20 @@ class DiagonalCurvature(Curvature):
         self, prior: PriorPrecision, factor: Tensor | float = 1.0
     ) -> "DiagonalPrecision":
         return DiagonalPrecision(self.values * factor + prior.diagonal)
+
+
+@dataclass(frozen=True)
+class Diagonal(Structure):
+    """``structure="diag"``: independent latents."""
+
+    name: str = named("diag")
+    curvature: ClassVar = DiagonalCurvature
+
+    def empty(self, subset: Subset, like: Tensor, before: Any) -> DiagonalCurvature:
+        return DiagonalCurvature(subset.size, like)
+
+    def memory(self, size: int, num_rows: int = 0) -> int:
+        return 3 * size
 
 
 class DiagonalPrecision(Precision):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import (
     Curvature,
     Precision,
-    StructureOptions,
+    Structure,
     Whitened,
+    named,
     whole_rows,
 )
 from pyro_bdl.program.subset import Subset
@@ -37,20 +38,10 @@ class FullCurvature(Curvature):
         self.register_buffer("matrix", widened(like, size).new_zeros(size, size))
 
     @classmethod
-    def empty(
-        cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
-    ) -> Self:
-        return cls(subset.size, like)
-
-    @classmethod
     def from_matrix(cls, matrix: Tensor) -> Self:
         result = cls(0, matrix)
         result.size, result.matrix = len(matrix), matrix
         return result
-
-    @classmethod
-    def memory(cls, size: int, options: StructureOptions, num_rows: int = 0) -> int:
-        return 3 * size * size
 
     @classmethod
     def numbers_per_column(cls, size: int, largest_shared: int) -> int:
@@ -112,6 +103,20 @@ class FullCurvature(Curvature):
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> "FullPrecision":
         matrix = prior.added_to(self.matrix * factor)
         return FullPrecision(matrix, dtype=prior.diagonal.dtype)
+
+
+@dataclass(frozen=True)
+class Full(Structure):
+    """``structure="full"``: the whole matrix."""
+
+    name: str = named("full")
+    curvature: ClassVar = FullCurvature
+
+    def empty(self, subset: Subset, like: Tensor, before: Any) -> FullCurvature:
+        return FullCurvature(subset.size, like)
+
+    def memory(self, size: int, num_rows: int = 0) -> int:
+        return 3 * size * size
 
 
 @dataclass

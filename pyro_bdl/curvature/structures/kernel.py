@@ -12,8 +12,9 @@ section 3.3).
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -23,8 +24,9 @@ from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import (
     Curvature,
     Precision,
-    StructureOptions,
+    Structure,
     Whitened,
+    named,
     whole_rows,
 )
 from pyro_bdl.curvature.structures.full import FullPrecision
@@ -50,16 +52,6 @@ class KernelCurvature(Curvature):
         self.register_buffer("rows", like.new_zeros(0, size))
         self._found: list[Tensor] = []
         self._kernels: tuple[Tensor, dict[str, Tensor]] | None = None
-
-    @classmethod
-    def empty(
-        cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
-    ) -> Self:
-        return cls(subset.size, like, subset.parts)
-
-    @classmethod
-    def memory(cls, size: int, options: StructureOptions, num_rows: int = 0) -> int:
-        return 4 * num_rows * size + 6 * num_rows**2
 
     def add(self, jacobian: Jacobian) -> None:
         self._found.append(jacobian.rows().flatten(0, 1))
@@ -109,6 +101,23 @@ class KernelCurvature(Curvature):
         for name, kernel in self._kernels[1].items():
             total = total + kernel / precisions[name].double()
         return total
+
+
+@dataclass(frozen=True)
+class Kernel(Structure):
+    """``structure="kernel"``: the posterior of "full" from the N K rows of the data's Jacobians.
+
+    It needs a prior of finite variance, and is cheaper than a matrix where N K is below p.
+    """
+
+    name: str = named("kernel")
+    curvature: ClassVar = KernelCurvature
+
+    def empty(self, subset: Subset, like: Tensor, before: Any) -> KernelCurvature:
+        return KernelCurvature(subset.size, like, subset.parts)
+
+    def memory(self, size: int, num_rows: int = 0) -> int:
+        return 4 * num_rows * size + 6 * num_rows**2
 
 
 class KernelPrecision(Precision):

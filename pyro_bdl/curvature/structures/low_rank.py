@@ -4,17 +4,19 @@ Randomized subspace iteration (Halko, Martinsson & Tropp 2011, algorithm 4.4) ov
 the matrix; each pass over the data multiplies the p x (rank + oversampling) basis once.
 """
 
-from typing import Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.base import Curvature, StructureOptions
+from pyro_bdl.curvature.structures.base import Curvature, Structure, named
 from pyro_bdl.curvature.structures.kernel import KernelPrecision
 from pyro_bdl.curvature.structures.prior_root import PriorRoot
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.validation import whole_number
 
 _OVERSAMPLING = 10
 _ITERATIONS = 2
@@ -47,16 +49,6 @@ class LowRankCurvature(Curvature):
         self._product = torch.zeros_like(self._basis)
         self._factor = 1.0
         self._before = start
-
-    @classmethod
-    def empty(
-        cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
-    ) -> Self:
-        return cls(subset, like, rank=options.rank, start=before)
-
-    @classmethod
-    def memory(cls, size: int, options: StructureOptions, num_rows: int = 0) -> int:
-        return 6 * (options.rank + _OVERSAMPLING) * size
 
     def start_pass(self, number: int) -> None:
         if number:
@@ -100,6 +92,27 @@ class LowRankCurvature(Curvature):
         root = PriorRoot(PriorPrecision(prior.diagonal), self.parts, 'structure="low_rank"')
         rows = (self.vectors * self.values.sqrt()).mT
         return KernelPrecision(rows, factor, root, dtype=prior.diagonal.dtype)
+
+
+@dataclass(frozen=True)
+class LowRank(Structure):
+    """``structure="low_rank"``: the leading eigenpairs.
+
+    :param rank: their number.
+    """
+
+    rank: int = 50
+    name: str = named("low_rank")
+    curvature: ClassVar = LowRankCurvature
+
+    def __post_init__(self) -> None:
+        whole_number(self.rank, "rank")
+
+    def empty(self, subset: Subset, like: Tensor, before: Any) -> LowRankCurvature:
+        return LowRankCurvature(subset, like, rank=self.rank, start=before)
+
+    def memory(self, size: int, num_rows: int = 0) -> int:
+        return 6 * (self.rank + _OVERSAMPLING) * size
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ preconditioner w is the prior's draw there, whatever the solve's tolerance.
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -29,8 +30,9 @@ from pyro_bdl.curvature.structures.base import (
     Curvature,
     Precision,
     Products,
-    StructureOptions,
+    Structure,
     Whitened,
+    named,
     whole_rows,
 )
 from pyro_bdl.curvature.structures.prior_root import PriorRoot
@@ -38,6 +40,7 @@ from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.autograd import with_gradients
 from pyro_bdl.utils.conjugate_gradients import conjugate_gradients, lanczos_quadrature
+from pyro_bdl.utils.validation import whole_number
 
 # right-hand sides of some numbers (S, p), and their norms (S,)
 _RightSides = Callable[[range, Callable[[Tensor], Tensor]], tuple[Tensor, Tensor]]
@@ -52,17 +55,9 @@ class SamplesCurvature(Curvature):
     The samples are solved for again, from where they are, when the prior or the noise changes; this
     passes over the data. A posterior that was loaded from a file has its samples alone.
 
-    Variances and covariances are estimates whose relative error (standard deviation) is
-    sqrt(2 / S), so that that of a standard deviation is about 1 / sqrt(2 S).
-
-    Memory is about (2 S + 40) p numbers and, during solves, the graphs of the data where they fit
-    in an eighth of the free memory, else those of one batch.
-
     :param parts: the slices of the sites.
     :param num_samples: S.
-    :param tolerance: the error of a solve at which it ends, in posterior standard deviations (root
-        mean square over the latents, a bound). Products in float32 cannot resolve curvature below
-        1e-6 of the largest; such directions keep the prior's variance.
+    :param tolerance: see ``Samples``.
     """
 
     is_sampled = True
@@ -92,17 +87,6 @@ class SamplesCurvature(Curvature):
         self.register_buffer("seed", seed)
         self.register_buffer("solved_prior", like.new_full((size,), torch.nan))
         self.register_buffer("solved_factor", like.new_zeros(()))
-
-    @classmethod
-    def empty(
-        cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
-    ) -> Self:
-        return cls(subset.size, like, subset.parts, options.num_samples, options.tolerance)
-
-    @classmethod
-    def memory(cls, size: int, options: StructureOptions, num_rows: int = 0) -> int:
-        at_once = min(options.num_samples, _AT_ONCE)
-        return (2 * options.num_samples + 5 * at_once + 4) * size
 
     @classmethod
     def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
@@ -179,6 +163,39 @@ class _NoData(Products):
 
     def __add__(self, other: Products) -> Products:
         return other
+
+
+@dataclass(frozen=True)
+class Samples(Structure):
+    """``structure="samples"``: the posterior of "full" as samples, from products with the Jacobian.
+
+    Nothing grows with p^2, (N K)^2 or a layer's width squared. Variances and covariances are
+    estimates whose relative error (standard deviation) is sqrt(2 / S), so that that of a standard
+    deviation is about 1 / sqrt(2 S). Memory is about (2 S + 40) p numbers and, during solves, the
+    graphs of the data where they fit in an eighth of the free memory, else those of one batch.
+
+    :param num_samples: S.
+    :param tolerance: the error of a solve at which it ends, in posterior standard deviations (root
+        mean square over the latents, a bound). Products in float32 cannot resolve curvature below
+        1e-6 of the largest; such directions keep the prior's variance.
+    """
+
+    num_samples: int = 32
+    tolerance: float = 1e-3
+    name: str = named("samples")
+    curvature: ClassVar = SamplesCurvature
+
+    def __post_init__(self) -> None:
+        whole_number(self.num_samples, "num_samples")
+        if not 0 < self.tolerance < 1:
+            raise ValueError(f"tolerance must be between 0 and 1, got {self.tolerance}")
+
+    def empty(self, subset: Subset, like: Tensor, before: Any) -> SamplesCurvature:
+        return SamplesCurvature(subset.size, like, subset.parts, self.num_samples, self.tolerance)
+
+    def memory(self, size: int, num_rows: int = 0) -> int:
+        at_once = min(self.num_samples, _AT_ONCE)
+        return (2 * self.num_samples + 5 * at_once + 4) * size
 
 
 class SamplesPrecision(Precision):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import pyro_bdl as bdl
+from pyro_bdl.curvature import LowRank
 from pyro_bdl.curvature.jacobian.linearization import Pullback
 from pyro_bdl.curvature.jacobian.output_layers import IdentityBlock, SoftmaxBlock
 
@@ -20,7 +21,9 @@ def case(bias: bool = True):
 
 
 def results(model, guide, x, y, structure):
-    posterior = guide.laplace_approximation((x, y), structure=structure, rank=8)
+    posterior = guide.laplace_approximation(
+        (x, y), structure=LowRank(8) if structure == "low_rank" else structure
+    )
     predictive = bdl.LinearizedPredictive(model, posterior)
     return [
         posterior.curvature.diagonal(),

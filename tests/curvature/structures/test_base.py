@@ -3,7 +3,7 @@
 import copy
 import functools
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pyro
 import pyro.distributions as dist
@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from pyro_bdl import bayesianize, models
-from pyro_bdl.curvature import structures
-from pyro_bdl.curvature.config import STRUCTURES, CurvatureConfig
+from pyro_bdl.curvature import STRUCTURES, CurvatureConfig, LowRank
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.jacobian.block_position import BlockPosition
 from pyro_bdl.curvature.jacobian.jacobian import DenseBlock
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.base import StructureOptions, log_prob
+from pyro_bdl.curvature.structures import structure_of
+from pyro_bdl.curvature.structures.base import log_prob
 from pyro_bdl.curvature.structures.diagonal import DiagonalPrecision
 from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.curvature.structures.kron.precision import WeightPrecision
@@ -79,8 +79,13 @@ class Case:
         y = torch.randn(len(x), 2)
         program, vector = oracle.program(model, x, y)
         subset = Subset(program.layout)
+        config = CurvatureConfig(LowRank(5) if structure == "low_rank" else structure)
         self.curvature = fit_curvature(
-            model, subset, vector, (x, y), CurvatureConfig(structure, rank=5)
+            model,
+            subset,
+            vector,
+            (x, y),
+            config,
         ).curvature
         diagonal = torch.rand(program.size) + 0.5 if varied else torch.full((program.size,), 0.7)
         self.prior = PriorPrecision(diagonal)
@@ -120,11 +125,14 @@ def case(request, oracle, structure):
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_every_structure_is_one_class(name):
     """Fields that the passes over data ask for, and an empty curvature."""
-    kind = structures.STRUCTURES[name]
-    assert kind.passes >= 1 and kind.memory(10, StructureOptions(rank=3)) >= 0
+    structure = STRUCTURES[name]()
+    kind = structure.curvature
+    assert structure.name == name and structure_of(name) == structure
+    assert structure_of(asdict(structure)) == structure  # as in files
+    assert kind.passes >= 1 and structure.memory(10) >= 0
     assert kind.numbers_per_gradient(10, 5) in (0, 5, 10)
     layout = Program(lambda: pyro.sample("w", dist.Normal(torch.zeros(4), 1.0).to_event(1))).layout
-    curvature = kind.empty(Subset(layout), torch.zeros(0), StructureOptions(rank=3), None)
+    curvature = structure.empty(Subset(layout), torch.zeros(0), None)
     assert curvature.size == 4 and curvature.finish(None) is curvature
     torch.testing.assert_close(curvature.diagonal(), torch.zeros(4))
     precision = curvature.with_prior(PriorPrecision(torch.full((4,), 2.0)))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pyro_bdl import LinearizedPredictive, bayesianize, models, priors
-from pyro_bdl.curvature.config import CurvatureConfig
+from pyro_bdl.curvature import CurvatureConfig, LowRank
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program.subset import Subset
@@ -46,7 +46,7 @@ def test_more_rank_than_the_matrix_has(oracle):
 
 def test_more_data(oracle):
     program, vector, x, y = mlp(oracle)
-    subset, config = Subset(program.layout), CurvatureConfig("low_rank", rank=program.size)
+    subset, config = Subset(program.layout), CurvatureConfig(LowRank(program.size))
     first = fit_curvature(program.model, subset, vector, (x[:8], y[:8]), config).curvature
     both = fit_curvature(
         program.model, subset, vector, (x[8:], y[8:]), config, before=first

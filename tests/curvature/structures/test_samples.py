@@ -9,6 +9,7 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl import LinearizedPredictive, bayesianize, evidence, models, priors, working_memory
+from pyro_bdl.curvature import Samples
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import LinearOutputs
@@ -40,9 +41,9 @@ def case(name):
     return models.Regression(bayesianize(net, prior), noise=learned(0.4)), x, torch.randn(8, 2)
 
 
-def approximate(name, structure, data=None, **options):
+def approximate(name, structure, data=None):
     model, x, y = case(name)
-    guide = AutoLaplaceGGN(model, structure=structure, **options).prototype(x, y)
+    guide = AutoLaplaceGGN(model, structure=structure).prototype(x, y)
     torch.manual_seed(5)
     with torch.no_grad():
         guide.loc.copy_(0.3 * torch.randn_like(guide.loc))
@@ -50,9 +51,9 @@ def approximate(name, structure, data=None, **options):
     return model, guide.laplace_approximation(batches), x
 
 
-def both(name, **options):
-    options = {"num_samples": 8, "tolerance": 1e-12, **options}
-    return approximate(name, "full")[1].precision, approximate(name, "samples", **options)[1]
+def both(name):
+    full, samples = approximate(name, "full")[1], approximate(name, Samples(8, 1e-12))[1]
+    return full.precision, samples
 
 
 def right_sides(precision, count):
@@ -86,7 +87,7 @@ def test_draws_for_the_data_have_the_curvature_as_covariance(monkeypatch):
         return torch.eye(24).reshape(shape) if len(shape) == 3 else plain(*shape, **kwargs)
 
     model, x, y = case("classes")
-    guide = AutoLaplaceGGN(model, structure="samples", num_samples=24).prototype(x, y)
+    guide = AutoLaplaceGGN(model, structure=Samples(num_samples=24)).prototype(x, y)
     guide.loc.data.copy_(exact.loc)
     monkeypatch.setattr(torch, "randn", units)
     targets = guide.laplace_approximation((x, y)).curvature.targets
@@ -96,7 +97,7 @@ def test_draws_for_the_data_have_the_curvature_as_covariance(monkeypatch):
 def test_the_posterior_is_that_of_full():
     """Within five standard errors of 64 samples."""
     model, exact, x = approximate("normal", "full")
-    _, guide, _ = approximate("normal", "samples", num_samples=COUNT)
+    _, guide, _ = approximate("normal", Samples(num_samples=COUNT))
     full, ours = exact.precision, guide.precision
     matrix = full.solve(torch.eye(full.size))
     variances = matrix.diagonal()
@@ -123,9 +124,7 @@ def test_the_posterior_is_that_of_full():
 def test_variances_without_data_are_exactly_the_priors():
     """A latent that the data do not inform has no Monte Carlo error, and adds nothing to gamma."""
     model, x, y = case("normal")
-    guide = AutoLaplaceGGN(model, structure="samples", num_samples=4, tolerance=1e-12).prototype(
-        x, y
-    )
+    guide = AutoLaplaceGGN(model, structure=Samples(num_samples=4, tolerance=1e-12)).prototype(x, y)
     x[:, 0] = 0.0  # the first column of weights sees no input
     guide = guide.laplace_approximation((x, y))
     column = torch.arange(guide.subset.size)[
@@ -137,7 +136,7 @@ def test_variances_without_data_are_exactly_the_priors():
 def test_the_log_determinant_and_its_gradient():
     """Sixteen probes: five standard errors, from the matrix itself; the gradient by samples."""
     model, exact, _ = approximate("normal", "full")
-    other, guide, _ = approximate("normal", "samples", num_samples=COUNT)
+    other, guide, _ = approximate("normal", Samples(num_samples=COUNT))
     full, ours = exact.precision, guide.precision
     root = exact.prior_diagonal.sqrt()
     matrix = exact.curvature.matrix + exact.prior_diagonal.diag()
@@ -166,11 +165,11 @@ def test_batches_and_updates_add_up():
     full, _ = both("classes")
     vectors = torch.randn(3, full.size)
     _, x, y = case("classes")
-    _, together, _ = approximate("classes", "samples", halves, num_samples=2, tolerance=1e-12)
+    _, together, _ = approximate("classes", Samples(num_samples=2, tolerance=1e-12), halves)
     close(together.precision.quadratic(vectors), full.quadratic(vectors))
     with working_memory(1):
         close(together.precision.quadratic(vectors), full.quadratic(vectors))
-    _, guide, _ = approximate("classes", "samples", halves[:1], num_samples=2, tolerance=1e-12)
+    _, guide, _ = approximate("classes", Samples(num_samples=2, tolerance=1e-12), halves[:1])
     guide.update((x[3:], y[3:]))
     close(guide.precision.quadratic(vectors), full.quadratic(vectors))
     close(guide.precision.samples, full.solve(right_sides(guide.precision, 2)))
@@ -178,7 +177,7 @@ def test_batches_and_updates_add_up():
 
 def test_another_noise_and_prior():
     """After a change the samples are solved for again, at the same noise of the objectives."""
-    model, guide, _ = approximate("normal", "samples", num_samples=3, tolerance=1e-12)
+    model, guide, _ = approximate("normal", Samples(num_samples=3, tolerance=1e-12))
     before = guide.precision.samples
     other, exact, _ = approximate("normal", "full")
     for program, posterior in ((model, guide), (other, exact)):
@@ -192,22 +191,22 @@ def test_the_evidence_is_maximized_as_with_full():
     """Two steps of the fixed point. With gamma about 2 in a layer, theta = (w'w / gamma)^1/2 has
     a relative error of (2 gamma / 64)^1/2 / (2 gamma) = 6 %; five times that."""
     found = {}
-    for structure in ("full", "samples"):
-        _, guide, _ = approximate("normal", structure, num_samples=COUNT)
+    for structure in ("full", Samples(COUNT)):
+        _, guide, _ = approximate("normal", structure)
         found[structure] = evidence.maximize(guide, steps=2, linearized=False).hyperparameters
-    for ours, value in zip(found["samples"].values(), found["full"].values(), strict=True):
+    for ours, value in zip(found[Samples(COUNT)].values(), found["full"].values(), strict=True):
         torch.testing.assert_close(ours, value, rtol=0.3, atol=0)
 
 
 def test_the_linear_optimum_is_reached():
     _, exact, _ = approximate("classes", "full")
-    _, guide, _ = approximate("classes", "samples", num_samples=2)
+    _, guide, _ = approximate("classes", Samples(num_samples=2))
     found, expected = (LinearizedModel(g).optimum(tolerance=1e-10).offset for g in (guide, exact))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_draws_are_the_samples_up_to_their_sign():
-    _, guide, _ = approximate("normal", "samples", num_samples=4)
+    _, guide, _ = approximate("normal", Samples(num_samples=4))
     samples, draws = guide.precision.samples, guide.precision.sample(4)
     close((draws.mT @ draws), samples.mT @ samples)
     assert guide.precision.sample(9).shape == (9, guide.subset.size)
@@ -216,7 +215,7 @@ def test_draws_are_the_samples_up_to_their_sign():
 
 
 def test_a_saved_posterior_has_its_samples_alone(tmp_path):
-    model, guide, _ = approximate("normal", "samples", num_samples=4)
+    model, guide, _ = approximate("normal", Samples(num_samples=4))
     samples = guide.precision.samples
     guide.save(tmp_path / "posterior.pt")
     loaded = bdl.load_posterior(tmp_path / "posterior.pt", model)
@@ -228,13 +227,12 @@ def test_a_saved_posterior_has_its_samples_alone(tmp_path):
 
 def test_memory_and_limits():
     """For 11 million weights (ResNet-18) in float32, 16 samples take 3.4 GB."""
-    config = CurvatureConfig("samples", num_samples=16)
-    assert config.memory(11_200_000, torch.zeros(0, dtype=torch.float32)) < 4e9
+    assert 4 * Samples(num_samples=16).memory(11_200_000) < 3.6e9
     with pytest.raises(ValueError, match='"samples" needs curvature="ggn"'):
         CurvatureConfig("samples", "empirical-fisher")
     with pytest.raises(ValueError, match="tolerance must be between 0 and 1, got 2"):
-        CurvatureConfig("samples", tolerance=2.0)
-    _, guide, _ = approximate("normal", "samples", num_samples=2)
+        Samples(tolerance=2.0)
+    _, guide, _ = approximate("normal", Samples(num_samples=2))
     with pytest.raises(UnsupportedProgramError, match="one process"):
         guide.curvature.sums()
     assert not guide.has_density
@@ -251,7 +249,7 @@ def test_under_a_g_prior_the_posterior_is_that_of_the_dense_matrix(name):
     close(torch.cat(list(h.values())), matrix.diagonal())
     _, _, y = case(name)
     model = with_prior(model, priors.GPrior(h, learned(0.7)))
-    guide = AutoLaplaceGGN(model, structure="samples", num_samples=8, tolerance=1e-12)
+    guide = AutoLaplaceGGN(model, structure=Samples(8, 1e-12))
     guide.prototype(x, y).loc.data.copy_(exact.loc)
     posterior = guide.laplace_approximation((x, y))
     precision = matrix + matrix.diagonal().diag() / 0.7**2
@@ -280,7 +278,7 @@ def test_directions_that_data_do_not_determine(dtype):
         bayesianize(nn.Linear(5, 1, bias=False), priors.Normal(1e3)), noise=0.5
     )
     x, y = x.to(dtype), torch.randn(40, dtype=dtype)
-    guide = AutoLaplaceGGN(model.to(dtype), structure="samples", num_samples=200).prototype(x, y)
+    guide = AutoLaplaceGGN(model.to(dtype), structure=Samples(num_samples=200)).prototype(x, y)
     posterior = guide.laplace_approximation((x, y))
     found, exact = posterior.precision.variances().double(), covariance.diagonal()
     assert ((found - exact).abs() <= 5 * exact * (2 / 200) ** 0.5).all()
@@ -297,7 +295,7 @@ def test_weakly_determined_directions():
     model = models.Regression(bayesianize(nn.Linear(12, 1, bias=False)), noise=1.0)
     y = torch.randn(12)
     full = AutoLaplaceGGN(model, structure="full").prototype(x, y).laplace_approximation((x, y))
-    guide = AutoLaplaceGGN(model, structure="samples", num_samples=8).prototype(x, y)
+    guide = AutoLaplaceGGN(model, structure=Samples(num_samples=8)).prototype(x, y)
     ours = guide.laplace_approximation((x, y)).precision
     error = ours.samples - full.precision.solve(right_sides(ours, 8))
     assert (full.precision.quadratic(error) <= 12 * 1e-4).all()

@@ -16,8 +16,8 @@ expand and reduce; George et al. 2018 for EKFAC.
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from pyro_bdl.curvature.jacobian.block_position import BlockPosition
 from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock, Jacobian, ProductBlock
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.base import Curvature, Precision, StructureOptions
+from pyro_bdl.curvature.structures.base import Curvature, Precision, Structure, named
 from pyro_bdl.curvature.structures.diagonal import DiagonalPrecision
 from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.curvature.structures.kron.factors import (
@@ -121,16 +121,6 @@ class KroneckerCurvature(Curvature):
         self._seen: set[tuple[tuple[str, int], tuple[int, ...]]] = set()
         self._rotated: dict[Any, Any] = {}
         self._pass = 0
-
-    @classmethod
-    def empty(
-        cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
-    ) -> Self:
-        return cls(subset, like, reduce=options.reduce)
-
-    @classmethod
-    def memory(cls, size: int, options: StructureOptions, num_rows: int = 0) -> int:
-        return 0
 
     @classmethod
     def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
@@ -295,12 +285,6 @@ class EKFACCurvature(KroneckerCurvature):
         self._earlier = {key: before.parts[name] for key, name in named.items()}
 
     @classmethod
-    def empty(
-        cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
-    ) -> Self:
-        return cls(subset, like, reduce=options.reduce, before=before)
-
-    @classmethod
     def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
         return largest_shared
 
@@ -313,3 +297,37 @@ class EKFACCurvature(KroneckerCurvature):
             if isinstance(self.parts[name], WeightFactors):
                 self.parts[name].start_correction(self._earlier.get(key))
         self._earlier = {}
+
+
+@dataclass(frozen=True)
+class Kron(Structure):
+    """``structure="kron"``: Kronecker factors of every layer's weights (KFAC).
+
+    It loses the covariance between layers, and a layer's weights get the covariance of its inputs
+    times that of its outputs' gradients, each averaged over the data; off the data its standard
+    deviations are often too small.
+
+    :param reduce: average inputs and sum gradients over the positions that share weights, instead
+        of treating every position as a separate datum.
+    """
+
+    reduce: bool = False
+    name: str = named("kron")
+    curvature: ClassVar = KroneckerCurvature
+
+    def empty(self, subset: Subset, like: Tensor, before: Any) -> KroneckerCurvature:
+        return KroneckerCurvature(subset, like, reduce=self.reduce)
+
+
+@dataclass(frozen=True)
+class EKFAC(Kron):
+    """``structure="ekfac"``: Kronecker factors with corrected eigenvalues, in two passes.
+
+    :param reduce: see ``Kron``.
+    """
+
+    name: str = named("ekfac")
+    curvature: ClassVar = EKFACCurvature
+
+    def empty(self, subset: Subset, like: Tensor, before: Any) -> EKFACCurvature:
+        return EKFACCurvature(subset, like, reduce=self.reduce, before=before)
