@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from pyro_bdl import bayesianize, models, priors
-from pyro_bdl.curvature import Full
+from pyro_bdl.curvature import Full, config
 from pyro_bdl.curvature.automatic_structure import with_chosen_structure
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program.batches import Batches
