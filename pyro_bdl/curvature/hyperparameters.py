@@ -149,7 +149,7 @@ def few_rows(
     try:
         few = tree_map_only(Tensor, torch.clone, rows(batch, 0, number, count))
         with torch.no_grad(), evaluation_mode(model):
-            record(model, layout.constrain(vector)[0], *few, draw=leave_open)
+            record(model, layout.constrain(vector)[0], *few, draw=leave_open).log_likelihood()
     except Exception:  # it needs all of its data, or they have no rows to take, as sparse tensors
         return batch
     return few

@@ -1,16 +1,15 @@
 """Posterior predictive distributions: sampled, linearized, in closed form.
 
-The linearized predictive has four files. ``linearized.py`` holds the public class, with averages
-over a mixture's members. ``linearized_component.py`` treats one member, batch by batch.
-``closed_forms.py`` holds densities and class probabilities for Gaussian outputs; ``covariances.py``
-the law of total covariance, which ``sampled.py`` uses too.
-``curvature/linear_outputs.py`` holds the outputs as linear functions of the latents, which the
-evidence uses too. It uses the unconstrained parameters of ``program/unconstrained_parameters.py``.
+``sampled.py`` runs the program at draws of any posterior. ``linearized.py`` holds the predictive of
+a Gaussian, or a mixture of Gaussians, ``linearized_component.py`` one member of it, batch by batch.
+``observations.py`` is what both say of an observed site. Outputs as linear functions of the latents
+are in ``curvature/linear_outputs.py``, closed forms for Gaussian outputs in
+``curvature/closed_forms.py``.
 """
 
-from pyro_bdl.predictive.covariances import PredictiveCovariance
 from pyro_bdl.predictive.linearized import LinearizedPredictive
-from pyro_bdl.predictive.sampled import Predictive, PredictiveMoments
+from pyro_bdl.predictive.observations import PredictiveCovariance, PredictiveMoments
+from pyro_bdl.predictive.sampled import Predictive
 
 __all__ = [
     "LinearizedPredictive",

@@ -17,23 +17,23 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_bdl.curvature import closed_forms
-from pyro_bdl.curvature.linear_outputs import GaussianOutputs, LinearOutputs
-from pyro_bdl.distributions.take_apart import (
-    observation_mean,
-    observation_variance,
-)
+from pyro_bdl.curvature.linear_outputs import GaussianOutputs
+from pyro_bdl.distributions.take_apart import base_distribution, observation_mean
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.mixture import MixtureGuide
-from pyro_bdl.predictive.covariances import PredictiveCovariance
 from pyro_bdl.predictive.linearized_component import (
     LinearizedComponent,
     ParameterMoments,
     mean_and_covariance,
     moments,
 )
-from pyro_bdl.predictive.sampled import PredictiveMoments, SitePredictions
+from pyro_bdl.predictive.observations import (
+    AtDraws,
+    DrawPredictions,
+    PredictiveCovariance,
+    PredictiveMoments,
+)
 from pyro_bdl.program.batches import Batches
-from pyro_bdl.program.trace import Site
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import tree_map
 from pyro_bdl.utils.validation import whole_number
@@ -64,7 +64,7 @@ def is_linear(posterior: Any) -> bool:
     return isinstance(posterior, LaplaceGuide)
 
 
-class LinearizedPredictive:
+class LinearizedPredictive(DrawPredictions):
     """Predictions of the linearized program under a Gaussian guide or a mixture of Gaussian guides.
 
     ``LinearizedPredictive(model, guide)(x)`` gives draws ``{"y": (S, N, ...), "f": (S, N, ...)}``
@@ -239,24 +239,21 @@ class LinearizedPredictive:
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r} (there are {', '.join(METHODS)})")
 
-        def is_discrete(outputs: LinearOutputs) -> bool:
-            return outputs.kind in closed_forms.DISCRETE
-
         def closed(gaussian: GaussianOutputs) -> Tensor | None:
-            known = is_discrete(gaussian.outputs)
+            known = gaussian.outputs.kind in closed_forms.DISCRETE
             return closed_forms.class_probabilities(gaussian, method) if known else None
 
         if method == "monte-carlo":
-            draws = [
-                c.at_draws(_mean, self.num_samples, args, kwargs, chosen=is_discrete)
-                for c in self.components
+            found = [
+                {name: value.mean(0) for name, value in draws.values.items() if len(value)}
+                for component in self.components
+                for draws in [component.at_draws(_class_means, self.num_samples, args, kwargs)]
             ]
-            found = [{name: value.mean(0) for name, value in each.items()} for each in draws]
         else:
             found = self._closed_forms(closed, args, kwargs)
         if not found[0]:
             raise ValueError("no observed site is Categorical or Bernoulli")
-        return {name: self._averaged([each[name] for each in found]) for name in found[0]}
+        return {name: self._averaged([values[name] for values in found]) for name in found[0]}
 
     def log_density(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """log p(y_n | x_n, data) in nats for each observed site, (N, ...). The arguments include
@@ -279,62 +276,20 @@ class LinearizedPredictive:
     def _log_density(
         self, component: LinearizedComponent, args: tuple, kwargs: dict
     ) -> dict[str, Tensor]:
-        others: set[str] = set()
-
         def closed(gaussian: GaussianOutputs) -> Tensor | None:
             site, name = gaussian.outputs.site, gaussian.outputs.name
             assert site is not None
             if site.value is None:
                 raise ValueError(f"site '{name}' has no observation: pass the targets as well")
             density = closed_forms.log_density(site, gaussian)
-            if density is None:
-                others.add(name)
-                return None
-            return scale_and_mask(density, 1.0, site.mask)
+            return None if density is None else scale_and_mask(density, 1.0, site.mask)
 
-        result = component.closed_forms(closed, args, kwargs)
-        if others:
-            found = component.at_draws(
-                Site.unscaled_log_prob, self.num_samples, args, kwargs,
-                chosen=lambda outputs: outputs.name in others,
-            )  # fmt: skip
-            for name, draws in found.items():
-                result[name] = draws.logsumexp(0) - math.log(len(draws))
-        return result
-
-    # Draws, with the methods of Predictive
-
-    def mean(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """E[y | draw, x] for each observed site, (S, N, ...); for classes the probabilities."""
-        return self._at_draws(_mean, args, kwargs)
-
-    def draw_moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
-        """E[y | draw, x] and Var[y | draw, x] for each observed site and draw, (S, N, ...)."""
-        return self._at_draws(_mean_and_variance, args, kwargs)
-
-    def log_likelihood(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """log p(y_n | draw, x_n) for each observed site, (S, N); the arguments include targets.
-
-        :raises ValueError: if no target is given.
-        """
-        result = self._at_draws(Site.unscaled_log_prob, args, kwargs, chosen=_has_target)
-        if not result:
-            raise ValueError("no site is observed: pass the targets as well")
-        return result
-
-    def observe(
-        self, *args: Any, **kwargs: Any
-    ) -> tuple[dict[str, SitePredictions], dict[str, Tensor]]:
-        """All predictions of each observed site, and the deterministic sites ``(S, ...)``, at the
-        same draws; see ``Predictive.observe``."""
-        sites, deterministic = self._mixed(
-            [
-                component.observe(number, args, kwargs)
-                for component, number in zip(self.components, self._shares(), strict=True)
-                if number
-            ]
+        result, drawn = component.closed_forms_or_draws(
+            closed, args, kwargs, self.num_samples, densities=True
         )
-        return {name: SitePredictions(**parts) for name, parts in sites.items()}, deterministic
+        for name, draws in drawn.densities.items():
+            result[name] = draws.logsumexp(0) - math.log(len(draws))
+        return result
 
     # Over the components
 
@@ -350,11 +305,11 @@ class LinearizedPredictive:
         ]
 
     def _at_draws(
-        self, function: Callable[[Site], Any], args: tuple, kwargs: dict, **options: Any
-    ) -> dict[str, Any]:
+        self, read: Callable[[Any], Any], args: tuple, kwargs: dict, **options: Any
+    ) -> AtDraws:
         return self._mixed(
             [
-                component.at_draws(function, number, args, kwargs, **options)
+                component.at_draws(read, number, args, kwargs, **options)
                 for component, number in zip(self.components, self._shares(), strict=True)
                 if number
             ]
@@ -424,13 +379,7 @@ class LinearizedPredictive:
         return result
 
 
-def _mean(site: Site) -> Tensor:
-    return observation_mean(site.distribution)
-
-
-def _mean_and_variance(site: Site) -> PredictiveMoments:
-    return PredictiveMoments(_mean(site), observation_variance(site.distribution))
-
-
-def _has_target(outputs: LinearOutputs) -> bool:
-    return outputs.site is not None and outputs.site.value is not None
+def _class_means(distribution: Any) -> Any:
+    """The probabilities of a discrete distribution; nothing of another."""
+    known = type(base_distribution(distribution)).__name__ in closed_forms.DISCRETE
+    return observation_mean(distribution) if known else ()

@@ -25,11 +25,16 @@ from pyro_bdl.distributions.take_apart import (
 )
 from pyro_bdl.guides.draws import check_posterior
 from pyro_bdl.guides.gaussian import LaplaceGuide
-from pyro_bdl.predictive.covariances import PredictiveCovariance, total_covariance, with_noise
-from pyro_bdl.predictive.sampled import PredictiveMoments, density_of, predictions_of
+from pyro_bdl.predictive.observations import (
+    AtDraws,
+    PredictiveCovariance,
+    PredictiveMoments,
+    densities_of,
+    total_covariance,
+    with_noise,
+)
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.subsampling import on_whole_data
-from pyro_bdl.program.trace import Site
 from pyro_bdl.program.unconstrained_parameters import constrained_value
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -94,35 +99,51 @@ class LinearizedPart:
             )
         return LinearOutputs.of_deterministic(self.at, name, differentiable=self.differentiable)
 
-    def deterministic(
+    def at_draws(
+        self,
+        offsets: LinearDraws,
+        read: Callable[[Any], Any],
+        *,
+        densities: bool = False,
+        deterministic: bool = False,
+        sites: Collection[str] | None = None,
+    ) -> AtDraws:
+        """What ``read`` returns of the observed sites' distributions at draws, and what else is
+        asked for.
+
+        :param sites: names of the observed sites; by default all.
+        """
+        names = self.outputs if sites is None else sites
+        parameters = {name: self.outputs[name].draws(offsets) for name in names}
+        drawn = {n: self.outputs[n].observed(values) for n, values in parameters.items()}
+        return AtDraws(
+            {name: read(site.distribution) for name, site in drawn.items()},
+            densities_of(drawn) if densities else {},
+            self._deterministic_draws(offsets, parameters) if deterministic else {},
+        )
+
+    def _deterministic_draws(
         self, offsets: LinearDraws, parameters: dict[str, dict[str, Tensor]]
     ) -> dict[str, Tensor]:
-        """Draws of the deterministic sites, linearized.
-
-        :param parameters: draws of the observed sites' parameters. They are reused if a
-            deterministic site is one of these parameters.
-        """
+        """Draws of the deterministic sites, linearized; of one that is a parameter of an observed
+        site, the draws of this parameter."""
         result = {}
         for name, value in self.at.run.deterministic.items():
             if isinstance(value, Tensor) and value.is_floating_point():
-                drawn = self._drawn_already(value, parameters)
+                drawn = self._parameter_draws(value, parameters)
                 if drawn is None:
                     drawn = self._deterministic(name).draws(offsets)["value"]
                 result[name] = drawn
         return result
 
-    def _drawn_already(
+    def _parameter_draws(
         self, value: Tensor, parameters: dict[str, dict[str, Tensor]]
     ) -> Tensor | None:
-        """Draws of a deterministic site that is a parameter of an observed site."""
-        for name, outputs in self.outputs.items():
+        for name, drawn in parameters.items():
             base = base_distribution(self.at.run.observed[name].distribution)
-            given = parameters_of(base)
-            for key, parameter in outputs.values.items():
-                if torch.equal(parameter, value):
-                    return parameters[name][key]
-                if key in given and torch.equal(given[key], value):
-                    return constrained_value(base, key, parameters[name][key])
+            for key, parameter in parameters_of(base).items():
+                if key in drawn and _is_same_tensor(parameter, value):
+                    return constrained_value(base, key, drawn[key])
         return None
 
 
@@ -146,18 +167,47 @@ class LinearizedComponent:
         args: tuple,
         kwargs: dict,
         sites: Collection[str] | None = None,
+        *,
+        whole: bool = False,
     ) -> dict[str, Any]:
         """Apply a function to the Gaussian outputs of each observed site, or of those that are
         named; None leaves a site out.
 
         :param function: returns tensors (n, ...), nested or not.
+        :param whole: linearize all data at once.
         """
         found, rows = [], []
         with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
-            for part in self.parts(args, kwargs):
+            for part in [self.whole(args, kwargs)] if whole else self.parts(args, kwargs):
                 found.append(self._in_closed_form(function, part, sites))
                 rows.append(part.rows)
             return _joined(found, rows, 0)
+
+    def closed_forms_or_draws(
+        self,
+        function: Callable[[GaussianOutputs], Any],
+        args: tuple,
+        kwargs: dict,
+        num_samples: int,
+        read: Callable[[Any], Any] = lambda distribution: (),
+        *,
+        densities: bool = False,
+        whole: bool = False,
+    ) -> tuple[dict[str, Any], AtDraws]:
+        """``closed_forms``, and of the sites without one what is read at draws."""
+        others: dict[str, None] = {}
+
+        def noted(gaussian: GaussianOutputs) -> Any:
+            value = function(gaussian)
+            if value is None:
+                others[gaussian.outputs.name] = None
+            return value
+
+        result = self.closed_forms(noted, args, kwargs, whole=whole)
+        if not others:
+            return result, AtDraws({}, {}, {})
+        drawn = self.at_draws(read, num_samples, args, kwargs, densities=densities, sites=[*others])
+        return result, drawn
 
     def joint_covariance(
         self, args: tuple, kwargs: dict, sites: Collection[str] | None = None
@@ -185,39 +235,29 @@ class LinearizedComponent:
 
         :param num_samples: the number of draws where there is no closed form.
         """
-        others: set[str] = set()
 
         def closed(gaussian: GaussianOutputs) -> PredictiveCovariance | None:
-            outputs = gaussian.outputs
             noise = closed_forms.noise_covariance(gaussian)
             if noise is None:
-                others.add(outputs.name)
                 return None
             mean, _ = gaussian.cells("loc")
-            if not joint:
-                covariance = gaussian.block("loc", "loc")
-            elif "loc" in outputs.moving:
-                part = gaussian.columns("loc")
-                _, every = self._over_all(outputs)
-                shape = gaussian.mean.shape
-                covariance = every.reshape(*shape, *shape)[:, part, :, part]
-            else:
-                covariance = mean.new_zeros(*mean.shape, *mean.shape)
+            covariance = self._joint_block(gaussian) if joint else gaussian.block("loc", "loc")
             return PredictiveCovariance(mean, with_noise(covariance, noise))
 
-        if joint:
-            with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
-                result = self._in_closed_form(closed, self.whole(args, kwargs), None)
-        else:
-            result = self.closed_forms(closed, args, kwargs)
-        if others:
-            found = self.at_draws(
-                lambda site: observation_covariance(site.distribution), num_samples, args, kwargs,
-                chosen=lambda outputs: outputs.name in others,
-            )  # fmt: skip
-            for name, values in found.items():
-                result[name] = total_covariance(*values, joint=joint)
+        result, drawn = self.closed_forms_or_draws(
+            closed, args, kwargs, num_samples, observation_covariance, whole=joint
+        )
+        for name, values in drawn.values.items():
+            result[name] = total_covariance(*values, joint=joint)
         return result
+
+    def _joint_block(self, gaussian: GaussianOutputs) -> Tensor:
+        """Cov[loc] over all data, (N, D, N, D)."""
+        mean, outputs = gaussian.cells("loc")[0], gaussian.outputs
+        if "loc" not in outputs.moving:
+            return mean.new_zeros(*mean.shape, *mean.shape)
+        part, shape = gaussian.columns("loc"), gaussian.mean.shape
+        return self._over_all(outputs)[1].reshape(*shape, *shape)[:, part, :, part]
 
     def prior_covariance(
         self, first: tuple[tuple, dict], second: tuple[tuple, dict]
@@ -245,27 +285,35 @@ class LinearizedComponent:
 
     def at_draws(
         self,
-        function: Callable[[Site], Any],
+        read: Callable[[Any], Any],
         num_samples: int,
         args: tuple,
         kwargs: dict,
         *,
-        chosen: Callable[[LinearOutputs], bool] = lambda outputs: True,
-    ) -> dict[str, Any]:
-        """Apply a function to each observed site at draws of its parameters.
+        also: Callable[[LinearizedPart], None] = lambda part: None,
+        **options: Any,
+    ) -> AtDraws:
+        """What ``LinearizedPart.at_draws`` returns at draws of the latents, joined over batches.
 
-        :param function: returns tensors (S, n, ...), nested or not.
-        :param chosen: decides from a site's outputs whether to include the site.
+        :param also: called once with each part of the data.
+        :param options: of ``LinearizedPart.at_draws``.
         """
-
-        def evaluate(part: LinearizedPart, offsets: LinearDraws, is_first: bool) -> dict[str, Any]:
-            return {
-                name: function(outputs.observed(outputs.draws(offsets)))
-                for name, outputs in part.outputs.items()
-                if chosen(outputs)
-            }
-
-        return self._over_draws(evaluate, num_samples, args, kwargs)
+        guide = self.guide
+        draw = guide.loc.element_size() * guide.subset.size
+        at_once = max(1, bytes_at_once(_DRAWS_AT_ONCE) // max(1, draw))
+        chunks = []
+        with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
+            for start in range(0, num_samples, at_once):
+                with nullcontext() if self.seed is None else seeded(self.seed + start):
+                    offsets = guide.precision.draw(min(at_once, num_samples - start))
+                found, rows = [], []
+                for part in self.parts(args, kwargs):
+                    found.append(part.at_draws(offsets, read, **options))
+                    rows.append(part.rows)
+                    if start == 0:
+                        also(part)
+                chunks.append(_joined(found, rows, 1))
+            return tree_map(lambda *parts: torch.cat(parts), *chunks)
 
     def sample(
         self, num_samples: int, args: tuple, kwargs: dict
@@ -276,34 +324,14 @@ class LinearizedComponent:
         found: list[dict[str, Any]] = []
         rows: list[int] = []
 
-        def evaluate(
-            part: LinearizedPart, offsets: LinearDraws, is_first: bool
-        ) -> dict[str, Tensor]:
-            if is_first:
-                found.append(self._in_closed_form(moments, part))
-                rows.append(part.rows)
-            parameters = {name: outputs.draws(offsets) for name, outputs in part.outputs.items()}
-            drawn = {
-                name: _drawn(outputs.observed(parameters[name]).distribution)
-                for name, outputs in part.outputs.items()
-            }
-            return drawn | part.deterministic(offsets, parameters)
+        def moments_of(part: LinearizedPart) -> None:
+            found.append(self._in_closed_form(moments, part))
+            rows.append(part.rows)
 
-        return self._over_draws(evaluate, num_samples, args, kwargs), _joined(found, rows, 0)
-
-    def observe(self, num_samples: int, args: tuple, kwargs: dict) -> tuple[dict, dict]:
-        """Predictions of each observed site, see ``Predictive.observe``, and the deterministic
-        sites, all at the same draws."""
-
-        def evaluate(part: LinearizedPart, offsets: LinearDraws, is_first: bool) -> Any:
-            parameters = {name: outputs.draws(offsets) for name, outputs in part.outputs.items()}
-            sites = {}
-            for name, outputs in part.outputs.items():
-                site = outputs.observed(parameters[name])
-                sites[name] = predictions_of(site.distribution) | density_of(site)
-            return sites, part.deterministic(offsets, parameters)
-
-        return self._over_draws(evaluate, num_samples, args, kwargs)
+        drawn = self.at_draws(
+            _drawn, num_samples, args, kwargs, deterministic=True, also=moments_of
+        )
+        return drawn.values | drawn.deterministic, _joined(found, rows, 0)
 
     def _in_closed_form(
         self,
@@ -317,33 +345,6 @@ class LinearizedComponent:
             for name, outputs in part.chosen(sites).items()
         }
         return {name: value for name, value in found.items() if value is not None}
-
-    def _over_draws(
-        self,
-        function: Callable[[LinearizedPart, LinearDraws, bool], dict[str, Any]],
-        num_samples: int,
-        args: tuple,
-        kwargs: dict,
-    ) -> dict[str, Any]:
-        """Results (S, n, ...) at draws of the latents, joined over batches.
-
-        :param function: takes a batch, some draws, and whether these draws are the first.
-        """
-        guide = self.guide
-        draw = guide.loc.element_size() * guide.subset.size
-        at_once = max(1, bytes_at_once(_DRAWS_AT_ONCE) // max(1, draw))
-        known: dict[Any, Alignment] = {}
-        chunks = []
-        with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
-            for start in range(0, num_samples, at_once):
-                with nullcontext() if self.seed is None else seeded(self.seed + start):
-                    offsets = guide.precision.draw(min(at_once, num_samples - start))
-                found, rows = [], []
-                for part in self.parts(args, kwargs, known):
-                    found.append(function(part, offsets, start == 0))
-                    rows.append(part.rows)
-                chunks.append(_joined(found, rows, 1))
-            return tree_map(lambda *parts: torch.cat(parts), *chunks)
 
     def parts(
         self,
@@ -419,6 +420,14 @@ def mean_and_covariance(gaussian: GaussianOutputs) -> tuple[Tensor, Tensor]:
 def _constant(outputs: LinearOutputs) -> Tensor:
     """A deterministic site that does not depend on the latents, (n, K)."""
     return outputs.values["value"].reshape(outputs.num_data, -1)
+
+
+def _is_same_tensor(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same numbers in memory."""
+    same = one.shape == other.shape and one.stride() == other.stride()
+    return one is other or (
+        same and one.dtype == other.dtype and one.data_ptr() == other.data_ptr()
+    )
 
 
 def _are_differentiable(args: Any, kwargs: Any) -> bool:

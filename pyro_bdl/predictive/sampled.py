@@ -2,17 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
 
 from pyro_bdl.distributions.take_apart import (
     Structure,
     observation_covariance,
-    observation_mean,
-    observation_variance,
     rebuild,
     take_apart,
 )
@@ -24,12 +21,19 @@ from pyro_bdl.guides.draws import (
     check_posterior,
     latent_draws,
 )
-from pyro_bdl.predictive.covariances import PredictiveCovariance, total_covariance
+from pyro_bdl.predictive.observations import (
+    AtDraws,
+    DrawPredictions,
+    PredictiveCovariance,
+    PredictiveMoments,
+    densities_of,
+    total_covariance,
+)
 from pyro_bdl.program.batch_norm import computing_with, statistics_of_draws
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subsampling import on_whole_data
 from pyro_bdl.program.trace import (
-    Site,
+    Run,
     leave_any_open,
     leave_open,
     record,
@@ -46,57 +50,7 @@ MEMORY = 32 * 2**20  # larger freed blocks are returned to the system (utils/mem
 _ROWS = "_num_predictive_samples"  # no site of any program
 
 
-class PredictiveMoments(NamedTuple):
-    """Moments of an observation, each ``(N, ...)``.
-
-    :param mean: E[y], in units of y.
-    :param variance: Var[y], in squared units of y, including noise.
-    """
-
-    mean: Tensor
-    variance: Tensor
-
-    def over_draws(self) -> "PredictiveMoments":
-        """The moments over all draws, (N, ...), from the moments at each draw, (S, N, ...).
-
-        E[y] = E[E[y | w]] and Var[y] = E[Var[y | w]] + Var[E[y | w]].
-        """
-        spread = self.mean.var(0, correction=0)
-        return PredictiveMoments(self.mean.mean(0), self.variance.mean(0) + spread)
-
-
-class SitePredictions(NamedTuple):
-    """Predictions for one observed site at S draws of the latents, all of one run of the program.
-
-    :param mean: E[y | w_s], ``(S, N, ...)``; for classes the probabilities ``(S, N, C)``.
-    :param variance: Var[y | w_s], as ``mean``.
-    :param draws: y ~ p(y | w_s), ``(S, N, ...)``.
-    :param log_density: log p(y_n | w_s) in nats, ``(S, *batch)``; None without targets.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    draws: Tensor
-    log_density: Tensor | None = None
-
-
-def predictions_of(distribution: Any, *, undefined: bool = False) -> dict[str, Tensor]:
-    """The fields of ``SitePredictions`` that need no targets.
-
-    :param undefined: whether some of its parameters are NaN, with which torch refuses to sample:
-        all draws are NaN then.
-    """
-    mean = observation_mean(distribution)
-    draws = mean.new_full(distribution.shape(), torch.nan) if undefined else distribution.sample()
-    return {"mean": mean, "variance": observation_variance(distribution), "draws": draws}
-
-
-def density_of(site: Site) -> dict[str, Tensor]:
-    """log p(value) of a site by its name in ``SitePredictions``; nothing without a value."""
-    return {} if site.value is None else {"log_density": site.unscaled_log_prob()}
-
-
-class Predictive:
+class Predictive(DrawPredictions):
     """Predictions of a program at draws of a posterior.
 
     ``Predictive(model, posterior)(x)`` returns S draws of each observed and each deterministic
@@ -155,61 +109,17 @@ class Predictive:
         p(z | w_s), and y given them. In a hidden Markov chain y_t is drawn from
         p(y_t | y_1, ..., y_{t-1}, w_s).
         """
-        program = on_whole_data(self.model)
-        leave, sample = leave_open, sample_open
-        if self._is_partial:
-            leave, sample = leave_any_open, sample_any_open
-
-        def ancestral(draw: Draws) -> dict[str, Any]:
-            drawn: set[str] = set()
-
-            def sample_and_note(msg: Any) -> None:
-                sample(msg)
-                drawn.add(msg["name"])
-
-            discrete: dict[str, Tensor] = {}
-            given = None
-            if not self._is_partial:
-                given = record(program, draw, args, kwargs, draw=leave)
-                discrete = {} if given.discrete is None else given.discrete.sample()
-            run = record(program, draw | discrete, args, kwargs, draw=sample_and_note)
-            marginals = run.observed if given is None else given.observed
-            observed = {
-                name: site.value if name in drawn else marginals[name].distribution.sample()
-                for name, site in run.observed.items()
-            }
-            observed |= {name: run.observed[name].value for name in drawn}
-            return run.deterministic | observed | discrete
-
-        def choose(draw: Draws) -> tuple[Callable, Callable | None]:
-            run = record(program, draw, args, kwargs, draw=sample if self._is_partial else leave)
-            whole = run.followed or run.discrete is not None
-            if whole or not all(take_apart(site.distribution) for site in run.observed.values()):
-                return ancestral, None
-            return _outside_vmap(
-                program, args, kwargs, lambda d: d.sample(), leave=leave, deterministic=True
-            )
-
-        found = self._map(choose, args, kwargs, partial=self._is_partial)
-        if not found:
+        found = self._at_draws(
+            lambda distribution: distribution.sample(), args, kwargs, deterministic=True, draw=True
+        )
+        result = found.deterministic | found.values
+        if not result:
             raise UnsupportedProgramError(
                 "the program samples nothing without its targets, and has no deterministic site: "
                 "pass targets too (of the right shape; predictions do not depend on them), or "
                 "write pyro.sample(..., obs=y) so that it also runs with y=None"
             )
-        return found
-
-    def mean(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """E[y | w_s, x] for each observed site, (S, N, ...); for classes the probabilities
-        (S, N, C)."""
-        return self._of_observations(observation_mean, args, kwargs)
-
-    def draw_moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
-        """E[y | w_s, x] and Var[y | w_s, x] for each observed site and draw, (S, N, ...)."""
-        found = self._of_observations(
-            lambda d: (observation_mean(d), observation_variance(d)), args, kwargs
-        )
-        return {name: PredictiveMoments(*values) for name, values in found.items()}
+        return result
 
     def moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
         """Mean and variance of y for each observed site, over the draws and the noise, (N, ...).
@@ -239,102 +149,72 @@ class Predictive:
     def _covariance(
         self, args: tuple, kwargs: dict, *, joint: bool
     ) -> dict[str, PredictiveCovariance]:
-        found = self._of_observations(observation_covariance, args, kwargs)
+        found = self._at_draws(observation_covariance, args, kwargs).values
         return {name: total_covariance(*values, joint=joint) for name, values in found.items()}
 
-    def log_likelihood(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """log p(y_n | w_s, x_n) for each observed site, (S, N); the arguments include targets.
+    def _at_draws(
+        self,
+        read: Callable[[Any], Any],
+        args: tuple,
+        kwargs: dict,
+        *,
+        densities: bool = False,
+        deterministic: bool = False,
+        draw: bool = False,
+    ) -> AtDraws:
+        """As in ``DrawPredictions``: by ``vmap`` over the draws.
 
-        :raises ValueError: if no target is given.
-        :raises UnsupportedProgramError: if the likelihood is in ``pyro.factor`` statements only.
+        Distributions that can be taken apart are read outside, all draws at once.
+
+        :param draw: draw what the program leaves open, see ``__call__``.
         """
-
         program = on_whole_data(self.model)
+        partial = draw and self._is_partial
+        leave = leave_any_open if partial else leave_open
+        structures: dict[str, Structure] = {}
 
-        def function(draw: Draws) -> dict[str, Tensor]:
-            run = record(program, draw, args, kwargs, draw=leave_open)
-            values = {
-                name: site.unscaled_log_prob()
-                for name, site in run.observed.items()
-                if site.value is not None
-            }
-            if not values and run.factors:
+        def run_at(draws: Draws, **options: Any) -> Run:
+            return record(program, draws, args, kwargs, **{"draw": leave, **options})
+
+        def at_draw(draws: Draws, of_site: Callable[[str, Any], Any]) -> AtDraws:
+            run = run_at(draws)
+            values = {name: of_site(name, site.distribution) for name, site in run.observed.items()}
+            found = densities_of(run.observed) if densities else {}
+            return AtDraws(values, found, run.deterministic if deterministic else {})
+
+        def inside(draws: Draws) -> AtDraws:
+            return at_draw(draws, lambda name, distribution: read(distribution))
+
+        def parameters(draws: Draws) -> AtDraws:
+            return at_draw(draws, tensors)
+
+        def tensors(name: str, distribution: Any) -> Any:
+            taken: Any = take_apart(distribution)
+            structures[name], parts = taken
+            return parts
+
+        def finish(found: AtDraws) -> AtDraws:
+            values = {n: read(rebuild(structures[n], parts)) for n, parts in found.values.items()}
+            return found._replace(values=values)
+
+        def ancestral(draws: Draws) -> AtDraws:
+            found = _ancestral(run_at, draws, sample_any_open if partial else sample_open, partial)
+            return AtDraws(found, {}, {})
+
+        def choose(draws: Draws) -> tuple[Callable, Callable | None]:
+            run = run_at(draws, draw=sample_any_open) if partial else run_at(draws)
+            if densities and run.factors and not densities_of(run.observed):
                 raise UnsupportedProgramError(
                     f"the factor '{min(run.factors)}' is no log likelihood of single data, and no "
                     "site is observed: write the likelihood as pyro.sample(..., obs=y), and pass "
                     "the targets as well"
                 )
-            if not values:
-                raise ValueError("no site is observed: pass the targets as well")
-            return values
-
-        return self._map(_always(function), args, kwargs)
-
-    def observe(
-        self, *args: Any, **kwargs: Any
-    ) -> tuple[dict[str, SitePredictions], dict[str, Tensor]]:
-        """All predictions of each observed site, and the deterministic sites ``(S, ...)``, of one
-        run of the program at each draw.
-
-        A site is predicted given the data of the sites before it, as in ``log_likelihood``.
-
-        :param args: the program's arguments, with targets for their log densities.
-        """
-        program = on_whole_data(self.model)
-
-        def at_draw(draw: Draws) -> tuple:
-            run = record(program, draw, args, kwargs, draw=leave_open)
-            sites = {
-                n: predictions_of(s.distribution) | density_of(s) for n, s in run.observed.items()
-            }
-            return sites, run.deterministic
-
-        def choose(draw: Draws) -> tuple[Callable, Callable | None]:
-            run = record(program, draw, args, kwargs, draw=leave_open)
-            parts = {name: take_apart(site.distribution) for name, site in run.observed.items()}
-            if run.discrete is not None or not all(parts.values()):
-                return at_draw, None
-            structures: dict[str, Any] = {n: part[0] for n, part in parts.items() if part}
-
-            def parameters(draw: Draws) -> tuple:
-                run = record(program, draw, args, kwargs, draw=leave_open)
-                taken: Any = {n: take_apart(site.distribution) for n, site in run.observed.items()}
-                densities = {n: density_of(site) for n, site in run.observed.items()}
-                return {n: part[1] for n, part in taken.items()}, densities, run.deterministic
-
-            def finish(result: tuple) -> tuple:
-                tensors, densities, deterministic = result
-                sites = {
-                    name: densities[name]
-                    | predictions_of(
-                        rebuild(structures[name], own),
-                        undefined=any(bool(value.isnan().any()) for value in own.values()),
-                    )
-                    for name, own in tensors.items()
-                }
-                return sites, deterministic
-
-            return parameters, finish
-
-        sites, deterministic = self._map(choose, args, kwargs)
-        return {name: SitePredictions(**parts) for name, parts in sites.items()}, deterministic
-
-    def _of_observations(
-        self, read: Callable[[Distribution], Any], args: tuple, kwargs: dict
-    ) -> dict[str, Any]:
-        """Apply ``read`` to each observed site's distribution at each draw."""
-        program = on_whole_data(self.model)
-
-        def function(draw: Draws) -> dict[str, Any]:
-            run = record(program, draw, args, kwargs, draw=leave_open)
-            return {name: read(site.distribution) for name, site in run.observed.items()}
-
-        def choose(draw: Draws) -> tuple[Callable, Callable | None]:
-            run = record(program, draw, args, kwargs, draw=leave_open)
             known = all(take_apart(site.distribution) for site in run.observed.values())
-            return _outside_vmap(program, args, kwargs, read) if known else (function, None)
+            if known and run.discrete is None and not (draw and run.followed):
+                return parameters, finish
+            return (ancestral if draw else inside), None
 
-        return self._map(choose, args, kwargs)
+        return self._map(choose, args, kwargs, partial=partial)
 
     def _draws(self, args: tuple, kwargs: dict) -> Iterator[tuple[int, Draws]]:
         """The number of all draws of the latents, with the draws: all of them, or a part at a time
@@ -401,44 +281,27 @@ class Predictive:
             return joined(found, total)
 
 
-def _outside_vmap(
-    program: Callable,
-    args: tuple,
-    kwargs: dict,
-    read: Callable[[Any], Any],
-    *,
-    leave: Callable[[dict], None] = leave_open,
-    deterministic: bool = False,
-) -> tuple[Callable[[Draws], tuple], Callable[[tuple], dict[str, Any]]]:
-    """Split an evaluation into a function for ``vmap`` and one for its stacked results.
+def _ancestral(
+    run_at: Callable[..., Run], draws: Draws, sample: Callable[[Any], None], partial: bool
+) -> dict[str, Any]:
+    """The observed and deterministic sites of one draw, statement after statement, and the
+    discrete latents, drawn given the data that are passed."""
+    drawn: set[str] = set()
 
-    The first returns the parameters of the observed sites' distributions at one draw. The second
-    rebuilds the distributions of many draws and applies ``read``. With ``deterministic`` both have
-    the deterministic sites too.
-    """
-    structures: dict[str, Structure] = {}
+    def sample_and_note(msg: Any) -> None:
+        sample(msg)
+        drawn.add(msg["name"])
 
-    def parameters(draw: Draws) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-        run = record(program, draw, args, kwargs, draw=leave)
-        parts = {}
-        for name, site in run.observed.items():
-            taken: Any = take_apart(site.distribution)
-            structures[name], parts[name] = taken
-        return parts, run.deterministic if deterministic else {}
-
-    def finish(result: tuple) -> dict[str, Any]:
-        parts, values = result
-        return {n: read(rebuild(structures[n], parts[n])) for n in parts} | values
-
-    return parameters, finish
-
-
-def _always(function: Callable[[Draws], Any]) -> Callable[[Draws], tuple]:
-    def choose(draw: Draws) -> tuple:
-        function(draw)
-        return function, None
-
-    return choose
+    given = None if partial else run_at(draws)
+    discrete = {} if given is None or given.discrete is None else given.discrete.sample()
+    run = run_at(draws | discrete, draw=sample_and_note)
+    marginals = run.observed if given is None else given.observed
+    observed = {
+        name: site.value if name in drawn else marginals[name].distribution.sample()
+        for name, site in run.observed.items()
+    }
+    observed |= {name: run.observed[name].value for name in drawn}
+    return run.deterministic | observed | discrete
 
 
 def _with_statistics(

@@ -17,7 +17,7 @@ from pyro_bdl.distributions.take_apart import (
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField, MixtureGuide
 from pyro_bdl.guides.draws import latent_draws
-from pyro_bdl.predictive.covariances import total_covariance
+from pyro_bdl.predictive.observations import total_covariance
 from pyro_bdl.program import Program
 
 EXACTLY = {"rtol": 1e-9, "atol": 1e-11}

@@ -1,0 +1,184 @@
+"""What predictives say of an observed site: its moments, densities and draws."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.distributions.take_apart import observation_mean, observation_variance
+from pyro_bdl.program.trace import Site
+
+
+class PredictiveMoments(NamedTuple):
+    """Moments of an observation, each ``(N, ...)``.
+
+    :param mean: E[y], in units of y.
+    :param variance: Var[y], in squared units of y, including noise.
+    """
+
+    mean: Tensor
+    variance: Tensor
+
+    def over_draws(self) -> "PredictiveMoments":
+        """The moments over all draws, (N, ...), from the moments at each draw, (S, N, ...).
+
+        E[y] = E[E[y | w]] and Var[y] = E[Var[y | w]] + Var[E[y | w]].
+        """
+        spread = self.mean.var(0, correction=0)
+        return PredictiveMoments(self.mean.mean(0), self.variance.mean(0) + spread)
+
+
+class SitePredictions(NamedTuple):
+    """Predictions for one observed site at S draws of the latents, all of one run of the program.
+
+    :param mean: E[y | w_s], ``(S, N, ...)``; for classes the probabilities ``(S, N, C)``.
+    :param variance: Var[y | w_s], as ``mean``.
+    :param draws: y ~ p(y | w_s), ``(S, N, ...)``.
+    :param log_density: log p(y_n | w_s) in nats, ``(S, *batch)``; None without targets.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    draws: Tensor
+    log_density: Tensor | None = None
+
+
+class AtDraws(NamedTuple):
+    """What was read at S draws of the latents, each by site.
+
+    :param values: what ``read`` returned of the observed sites.
+    :param densities: log p(y_n | w_s) of the observed sites with a value, (S, *batch), where asked
+        for.
+    :param deterministic: the deterministic sites, (S, ...), where asked for.
+    """
+
+    values: dict[str, Any]
+    densities: dict[str, Tensor]
+    deterministic: dict[str, Tensor]
+
+
+class DrawPredictions:
+    """The methods that predictives have in common: they read observed sites at draws.
+
+    Each draw is one function of all inputs.
+    """
+
+    def _at_draws(
+        self,
+        read: Callable[[Any], Any],
+        args: tuple,
+        kwargs: dict,
+        *,
+        densities: bool = False,
+        deterministic: bool = False,
+    ) -> AtDraws:
+        """Read the distribution of each observed site at each draw.
+
+        :param read: of a distribution, of one draw or of several with the draws in front.
+        :param densities: whether to compute them too.
+        :param deterministic: whether to return these sites too.
+        """
+        raise NotImplementedError
+
+    def mean(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """E[y | w_s, x] for each observed site, (S, N, ...); for classes the probabilities
+        (S, N, C)."""
+        return self._at_draws(observation_mean, args, kwargs).values
+
+    def draw_moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
+        """E[y | w_s, x] and Var[y | w_s, x] for each observed site and draw, (S, N, ...)."""
+        found = self._at_draws(_mean_and_variance, args, kwargs).values
+        return {name: PredictiveMoments(*values) for name, values in found.items()}
+
+    def log_likelihood(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """log p(y_n | w_s, x_n) for each observed site, (S, N); the arguments include targets.
+
+        :raises ValueError: if no target is given.
+        """
+        found = self._at_draws(lambda distribution: (), args, kwargs, densities=True).densities
+        if not found:
+            raise ValueError("no site is observed: pass the targets as well")
+        return found
+
+    def observe(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[dict[str, SitePredictions], dict[str, Tensor]]:
+        """All predictions of each observed site, and the deterministic sites ``(S, ...)``, of one
+        run of the program at each draw.
+
+        A site is predicted given the data of the sites before it, as in ``log_likelihood``.
+
+        :param args: the program's arguments, with targets for their log densities.
+        """
+        found = self._at_draws(_predictions, args, kwargs, densities=True, deterministic=True)
+        sites = {
+            name: SitePredictions(*values, found.densities.get(name))
+            for name, values in found.values.items()
+        }
+        return sites, found.deterministic
+
+
+def _mean_and_variance(distribution: Any) -> tuple[Tensor, Tensor]:
+    return observation_mean(distribution), observation_variance(distribution)
+
+
+def _predictions(distribution: Any) -> tuple[Tensor, Tensor, Tensor]:
+    mean, variance = _mean_and_variance(distribution)
+    try:
+        draws = distribution.sample()
+    except RuntimeError:  # torch refuses some parameters that are NaN
+        if not mean.isnan().any():
+            raise
+        draws = mean.new_full(distribution.shape(), torch.nan)
+    return mean, variance, draws
+
+
+def densities_of(sites: dict[str, Site]) -> dict[str, Tensor]:
+    """log p(value) of the sites that have a value, in nats per datum."""
+    return {n: site.unscaled_log_prob() for n, site in sites.items() if site.value is not None}
+
+
+class PredictiveCovariance(NamedTuple):
+    """The joint moments of the D numbers of each observation, over posterior and noise.
+
+    :param mean: E[y], (N, D), in units of y.
+    :param covariance: Cov[y], (N, D, D), or over all data (N, D, N, D), in squared units of y.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+
+
+def total_covariance(mean: Tensor, noise: Tensor, *, joint: bool) -> PredictiveCovariance:
+    """Cov[y] = E[Cov[y | w]] + Cov[E[y | w]], over draws of w.
+
+    :param mean: E[y | w], (S, *batch, E), as of ``observation_covariance``; the first batch
+        dimension is the data's.
+    :param noise: Cov[y | w], (S, *batch, E, E).
+    """
+    data = mean.shape[1] if mean.dim() > 2 else 1
+    flat = mean.reshape(len(mean), data, -1)
+    center = flat.mean(0)
+    spread = flat - center
+    if joint:
+        inside = torch.einsum("snd,sme->ndme", spread, spread) / len(mean)
+    else:
+        inside = torch.einsum("snd,sne->nde", spread, spread) / len(mean)
+    return PredictiveCovariance(center, with_noise(inside, noise.mean(0)))
+
+
+def with_noise(covariance: Tensor, noise: Tensor) -> Tensor:
+    """Add the covariance of the noise, which is independent between data and between events.
+
+    :param covariance: (N, D, D) or (N, D, N, D).
+    :param noise: (*batch, E, E), with N D entries of events in all.
+    """
+    data, size, events = covariance.shape[0], covariance.shape[1], noise.shape[-1]
+    blocks = noise.reshape(data, size // events, events, events)
+    result = covariance.clone()
+    own = result if result.dim() == 3 else result.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    for start in range(blocks.shape[1]):
+        part = slice(start * events, (start + 1) * events)
+        own[:, part, part] += blocks[:, start]
+    return result
