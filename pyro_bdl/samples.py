@@ -15,7 +15,10 @@ from torch import Tensor
 
 from pyro_bdl.utils.files import atomic_write
 
+__all__ = ["Samples"]
+
 _VERSION = "1"
+SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -162,30 +165,19 @@ class Samples:
         return cls(latents, stats, info)
 
     def save(self, path: str | Path) -> Path:
-        """Write to ``.safetensors`` or ``.npz``; neither format can hold code.
+        """Write to a file ``.safetensors``, which holds no code.
 
         If writing fails, an existing file stays as it was.
 
         :raises ValueError: for another suffix.
         """
-        path = Path(path)
+        path = _checked(path)
         tensors = {f"latents/{name}": value for name, value in self.latents.items()}
         tensors |= {f"stats/{name}": value for name, value in self.stats.items()}
-        header = {
-            "version": _VERSION,
-            "sites": json.dumps(list(self.latents)),
-            "info": json.dumps(dict(self.info)),
-        }
-        if path.suffix == ".safetensors":
-            stored = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
-            with atomic_write(path) as part:
-                save_file(stored, str(part), header)
-        elif path.suffix == ".npz":
-            arrays: dict[str, Any] = {key: _as_numpy(key, value) for key, value in tensors.items()}
-            with atomic_write(path) as part, open(part, "wb") as file:
-                np.savez(file, __header__=np.array(json.dumps(header)), **arrays)
-        else:
-            raise ValueError(f"'{path}' must end in .safetensors or .npz")
+        stored = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
+        sites, info = json.dumps(list(self.latents)), json.dumps(dict(self.info))
+        with atomic_write(path) as part:
+            save_file(stored, str(part), {"version": _VERSION, "sites": sites, "info": info})
         return path
 
     @classmethod
@@ -195,28 +187,28 @@ class Samples:
         :raises FileNotFoundError: if there is no such file.
         :raises ValueError: for another suffix, or a file that ``save`` did not write.
         """
-        path = Path(path)
+        path = _checked(path)
         if not path.is_file():
             raise FileNotFoundError(f"there is no file '{path}'")
-        if path.suffix not in _READERS:
-            raise ValueError(f"'{path}' must end in .safetensors or .npz")
         try:
-            header, tensors = _READERS[path.suffix](path)
-            if header["version"] != _VERSION:
-                raise ValueError(f"version {header['version']!r} is not {_VERSION!r}")
-            latents = {name: tensors[f"latents/{name}"] for name in json.loads(header["sites"])}
-            stats = {
-                key.removeprefix("stats/"): value
-                for key, value in tensors.items()
-                if key.startswith("stats/")
-            }
-            found = cls(latents, stats, dict(json.loads(header["info"])))
+            with safe_open(str(path), framework="pt") as file:
+                header, keys = file.metadata() or {}, list(file.keys())
+                if header["version"] != _VERSION:
+                    raise ValueError(f"version {header['version']!r} is not {_VERSION!r}")
+                latents = {
+                    name: file.get_tensor(f"latents/{name}") for name in json.loads(header["sites"])
+                }
+                stats = {
+                    key.removeprefix("stats/"): file.get_tensor(key)
+                    for key in keys
+                    if key.startswith("stats/")
+                }
+            return cls(latents, stats, dict(json.loads(header["info"]))).to(device)
         except Exception as error:  # any error: the file may be anything, or truncated
             raise ValueError(
                 f"'{path}' does not hold samples that Samples.save wrote, or is damaged "
                 f"({type(error).__name__}: {error})"
             ) from error
-        return found.to(device)
 
     def __repr__(self) -> str:
         return (
@@ -238,25 +230,8 @@ def as_tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.from_numpy(np.array(np.asarray(value)))
 
 
-def _as_numpy(key: str, value: Tensor) -> np.ndarray:
-    if value.dtype == torch.bfloat16:
-        raise ValueError(f"{key} is bfloat16, which .npz cannot hold: use .safetensors")
-    return value.detach().cpu().numpy()
-
-
-def _read_safetensors(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    with safe_open(str(path), framework="pt") as file:
-        return file.metadata() or {}, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-
-
-def _read_npz(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
-        header = json.loads(str(file["__header__"]))
-        tensors = {
-            key: torch.from_numpy(np.array(file[key])) for key in file.files if key != "__header__"
-        }
-    return header, tensors
-
-
-_READERS = {".safetensors": _read_safetensors, ".npz": _read_npz}
-SUFFIXES = tuple(_READERS)
+def _checked(path: str | Path) -> Path:
+    path = Path(path)
+    if path.suffix != SUFFIX:
+        raise ValueError(f"'{path}' must end in {SUFFIX}")
+    return path

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.layout import Layout, differences, origin
 from pyro_bdl.program.trace import leave_open, record
-from pyro_bdl.samples import SUFFIXES, Samples
+from pyro_bdl.samples import SUFFIX, Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.tensor_file import kind_of_file, load_tree, save_tree
@@ -155,7 +155,7 @@ def load_posterior(path: str | Path, model: Callable) -> Any:
         noise, which stays as it was.
     """
     path = Path(path)
-    if path.suffix in SUFFIXES and path.is_file() and kind_of_file(path) is None:
+    if path.suffix == SUFFIX and path.is_file() and kind_of_file(path) is None:
         return Samples.load(path)
     tree = load_tree(path, kind=SAVED_KIND)
     before: Any = None

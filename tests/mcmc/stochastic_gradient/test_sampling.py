@@ -506,7 +506,7 @@ def test_classification_on_convolutions_and_what_is_saved(tmp_path):
     x, y = torch.randn(12, 1, 4, 4), torch.arange(12) % 3
     schedule = bdl.mcmc.Cyclical(1e-3, 6)
     samples = sampled(model, (x, y), batch_size=4, step_size=schedule, num_chains=2)
-    loaded = bdl.Samples.load(samples.save(tmp_path / "draws.npz"))
+    loaded = bdl.Samples.load(samples.save(tmp_path / "draws.safetensors"))
     assert loaded.info == samples.info
     assert bdl.Predictive(model, samples)(x)["f"].shape == (12, 12, 3)
 
