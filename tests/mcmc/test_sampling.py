@@ -405,7 +405,7 @@ def test_save_and_load(tmp_path, dtype):
 
 def test_samples_say_what_is_wrong(tmp_path):
     good = bdl.Samples({"w": torch.randn(2, 5, 3)})
-    with pytest.raises(ValueError, match="must end in .safetensors"):
+    with pytest.raises(ValueError, match=r"must end in \.safetensors"):
         good.save(tmp_path / "draws.pkl")
     with pytest.raises(FileNotFoundError):
         bdl.Samples.load(tmp_path / "nothing.safetensors")
