@@ -1,6 +1,5 @@
 """Export to ArviZ, on whichever version is installed."""
 
-import importlib.util
 import warnings
 
 import arviz
@@ -263,18 +262,6 @@ def test_netcdf_and_back(fitted, tmp_path):
     data.to_netcdf(str(path))
     again = arviz.from_netcdf(str(path)) if OLD else xarray.open_datatree(str(path))
     _assert_same(data, again)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("zarr") is None, reason="needs zarr")
-def test_zarr_and_back(fitted, tmp_path):
-    model, guide, x, y = fitted
-    data = to_arviz(model, guide, x, y, num_samples=5, prior_samples=2)
-    path = tmp_path / "posterior.zarr"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        (data.to_datatree() if OLD else data).to_zarr(str(path))
-        again = xarray.open_datatree(str(path), engine="zarr")
-        _assert_same(data, arviz.InferenceData.from_datatree(again) if OLD else again)
 
 
 def _assert_same(data, again):

@@ -59,14 +59,8 @@ def test_each_fits(entry):
         assert (first.log_evidence is not None) == isinstance(first.posterior, LaplaceGuide)
 
 
-LONG = ("sghmc", "subnetwork-nuts", "multi-swag", "swag", "laplace-full", "laplace-diag")
-NAMES = [entry.name for entry in posteriors.entries()]
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in NAMES]
-)
-def test_each_can_be_repeated(name):
+@pytest.mark.parametrize("name", ["ivon", "ensemble", "laplace", "last-layer", "nuts"])
+def test_it_can_be_repeated(name):
     problem, first = fitted(name)
     torch.manual_seed(2)
     again = posteriors.fit(name, problem, OPTIONS)
@@ -81,12 +75,12 @@ def test_each_can_be_repeated(name):
         assert first.elbo == again.elbo and first.log_evidence == again.log_evidence
 
 
-@pytest.mark.parametrize("entry", posteriors.entries(), ids=lambda entry: entry.name)
-def test_each_is_the_same_from_its_file(entry, tmp_path):
+@pytest.mark.parametrize("name", ["swag", "laplace-evidence", "last-layer", "nuts"])
+def test_it_is_the_same_from_its_file(name, tmp_path):
     """The program of its own, such as one with a learned prior, is made again from the problem."""
-    problem, found = fitted(entry.name)
+    problem, found = fitted(name)
     path = found.posterior.save(tmp_path / "posterior.safetensors")
-    read = load_posterior(path, entry.program(line()))
+    read = load_posterior(path, posteriors.get(name).program(line()))
     assert type(read) is type(found.posterior)
     draws = []
     for posterior in (found.posterior, read):

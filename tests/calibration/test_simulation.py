@@ -95,11 +95,8 @@ def test_histograms_bins_and_bands():
     ("simulations", "draws", "bins", "widths"),
     [
         (200, 99, 20, {5}),
-        (200, 19, 20, {1}),
-        (50, 99, 10, {10}),
         (200, 100, 20, {5, 6}),  # 101 is a prime number: nothing divides the ranks
         (200, 30, 31, {1}),
-        (100, 30, 7, {4, 5}),
         (10, 10, 2, {5, 6}),
     ],
 )
@@ -110,8 +107,8 @@ def test_bins_that_hold_enough_simulations(simulations, draws, bins, widths):
     assert found.counts().sum() == simulations
 
 
-@pytest.mark.parametrize("draws", [99, 100])
-def test_bands_and_p_values_of_uniform_ranks(draws):
+def test_bands_and_p_values_of_uniform_ranks():
+    draws = 100
     torch.manual_seed(0)
     found = Calibration(torch.randint(0, draws + 1, (200, 300)), draws, tuple(map(str, range(300))))
     low, high = found.band(0.99)
@@ -166,12 +163,6 @@ def test_a_guide_without_parameters_of_its_own_is_refused():
     member = AutoMeanField(level).prototype(torch.zeros(N))
     with pytest.raises(ValueError, match="MixtureGuide has no parameters itself"):
         GuidesOfTargets(level, MixtureGuide([member]), Targets(program), {"y": torch.randn(6, N)})
-
-
-def test_a_guide_is_calibrated_where_its_family_holds_the_posterior():
-    guide = AutoMeanField(level)
-    found = _calibrate(guide, num_simulations=200, steps=250, learning_rate=0.1)
-    assert (found.uniformity() > 1e-3).all()
 
 
 def two_levels(y=None):

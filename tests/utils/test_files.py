@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from safetensors.torch import save_file
 
 from pyro_bdl import Samples
@@ -86,12 +85,6 @@ def test_tables_reports_and_samples_keep_the_old_file(tmp_path, monkeypatch):
         write_report(path, title="other", rows=[], columns=columns)
     assert "<title>t</title>" in path.read_text()
     assert names(tmp_path) == ["draws.safetensors", "r.html", "table.csv"]
-
-
-def test_figures_are_written_in_the_format_of_their_suffix(tmp_path):
-    with atomic_write(tmp_path / "a.png") as part:
-        Figure().savefig(part)
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 # ------------------------------------------------------------------------------- damaged samples

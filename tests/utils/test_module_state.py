@@ -52,19 +52,6 @@ def test_evaluation_mode_reaches_every_part_and_gives_it_back(error):
     assert not torch.equal(net[1].running_mean, torch.zeros(3))  # the hook is gone
 
 
-def test_evaluation_mode_nests_and_reaches_closures():
-    net = _net()
-
-    def program(x):
-        return net(x)
-
-    with evaluation_mode(program):
-        with evaluation_mode(program):
-            program(torch.randn(4, 2))
-        assert not net.training
-    assert all(_modes(net))
-
-
 _GLOBAL = {"net": _net()}
 
 
@@ -105,20 +92,6 @@ def _through_another(x):
         lambda net: torch.compile(lambda x: net(x), backend="eager"),
         lambda net: {"args": (1.0, net)},
         lambda net: lambda x, part=net: part(x),
-    ],
-    ids=[
-        "network",
-        "hidden",
-        "closure",
-        "list",
-        "partial",
-        "method",
-        "scale",
-        "temper",
-        "no_grad",
-        "compiled",
-        "dict",
-        "default",
     ],
 )
 def test_modules_are_found_wherever_a_program_holds_them(hold):
