@@ -1,5 +1,5 @@
 """``python -m pyro_bdl`` is ``pyro-bdl``."""
 
-from pyro_bdl.cli import script
+from pyro_bdl.app.command import script
 
 script()

@@ -9,7 +9,7 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl import guides
-from pyro_bdl.cli import command
+from pyro_bdl.app import command
 from pyro_bdl.curvature.structures import STRUCTURES
 from pyro_bdl.training import train
 

@@ -148,26 +148,26 @@ class Comparison:
         """Write one self-contained HTML file: the answer, figures, the table; return its path.
 
         :param path: the HTML file; missing folders are made.
-        :param options: see :func:`pyro_bdl.comparison.page.write_page`.
+        :param options: see ``pyro_bdl.app.page.write_page``.
         """
-        from pyro_bdl.comparison.page import write_page
-
-        return write_page(self, path, **options)
+        return self._page().write_page(self, path, **options)
 
     def figures(self, **options: Any) -> "dict[str, Figure]":
         """Figures of the comparison, by names that can be used for files.
 
-        :param options: see :func:`pyro_bdl.comparison.figures.figures`.
+        :param options: see ``pyro_bdl.app.figures.figures``.
         """
-        from pyro_bdl.comparison.figures import figures
-
-        return figures(self, **options)
+        return self._page().figures(self, **options)
 
     def _repr_html_(self) -> str:
         """The answer, the ranked table and the picture of cost against distance, for notebooks."""
-        from pyro_bdl.comparison.page import fragment
+        return self._page().fragment(self)
 
-        return fragment(self)
+    def _page(self) -> Any:
+        """The module that draws and writes, which comes after this one."""
+        from pyro_bdl.app import page
+
+        return page
 
 
 def compare_evaluations(

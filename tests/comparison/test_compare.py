@@ -11,7 +11,7 @@ from sklearn.datasets import load_iris
 
 import pyro_bdl as bdl
 from pyro_bdl import posteriors
-from pyro_bdl.cli import main
+from pyro_bdl.app.command import main
 from pyro_bdl.comparison import Comparison
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.utils.tables import with_error

@@ -20,7 +20,7 @@ from pyro_bdl import (
     priors,
     working_memory,
 )
-from pyro_bdl.comparison.figures import CAPTIONS
+from pyro_bdl.app.figures import CAPTIONS
 from pyro_bdl.errors import BdlWarning
 
 X = torch.linspace(-1, 1, 9)[:, None]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from pyro_bdl import Samples
-from pyro_bdl.report import write_report
+from pyro_bdl.app.report import write_report
 from pyro_bdl.utils.files import LenientStream, atomic_write
 from pyro_bdl.utils.tables import Column, to_csv
 

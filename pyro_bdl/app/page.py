@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 from matplotlib.figure import Figure
 
 from pyro_bdl import plots
+from pyro_bdl.app.figures import CAPTIONS, alternative, cost, figures
+from pyro_bdl.app.report import Further, Picture, notebook_report, write_report
 from pyro_bdl.comparison import judge
-from pyro_bdl.comparison.captions import CAPTIONS
-from pyro_bdl.comparison.figures import alternative, cost
 from pyro_bdl.comparison.judge import ALIKE, FAR, REFERENCE, UNDECIDED, USABLE, WORSE
 from pyro_bdl.comparison.table import NAME
-from pyro_bdl.report import Further, Picture, notebook_report, write_report
 from pyro_bdl.utils.tables import Column
 
 if TYPE_CHECKING:
     from pyro_bdl.comparison.table import Comparison
+
+__all__ = ["figures", "fragment", "write_page"]
 
 # Above the table stand the first of these and the first other one.
 _FIRST, _SECOND = "cost", ("bands", "sd_map", "forest", "calibration")

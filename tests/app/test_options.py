@@ -5,7 +5,8 @@ import torch
 
 import pyro_bdl as bdl
 from pyro_bdl import posteriors
-from pyro_bdl.cli import main, run
+from pyro_bdl.app import run
+from pyro_bdl.app.command import main
 
 
 @pytest.fixture

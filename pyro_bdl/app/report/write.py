@@ -14,7 +14,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from pyro_bdl.report.svg import dark_colors, inline, marker
+from pyro_bdl.app.report.svg import dark_colors, inline, marker
 from pyro_bdl.utils.files import atomic_write
 from pyro_bdl.utils.tables import Column, Row
 from pyro_bdl.version import __version__
@@ -220,4 +220,4 @@ def _style() -> str:
 
 
 def _part(name: str) -> str:
-    return resources.files("pyro_bdl.report").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("pyro_bdl.app.report").joinpath(name).read_text(encoding="utf-8")

@@ -11,8 +11,8 @@ import torch
 from matplotlib.image import imread
 
 from pyro_bdl import posteriors
-from pyro_bdl.cli import main
-from pyro_bdl.cli.run import limited_threads
+from pyro_bdl.app.command import main
+from pyro_bdl.app.run import limited_threads
 from pyro_bdl.comparison import Comparison
 from pyro_bdl.curvature import config as curvature_config
 

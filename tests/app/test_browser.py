@@ -10,7 +10,7 @@ import subprocess
 import pytest
 from matplotlib.figure import Figure
 
-from pyro_bdl.report import write_report
+from pyro_bdl.app.report import write_report
 from pyro_bdl.utils.tables import Column
 
 CHROMIUM = next(

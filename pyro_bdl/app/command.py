@@ -14,8 +14,8 @@ import typer
 from typer.exceptions import TyperException
 
 from pyro_bdl import posteriors
-from pyro_bdl.cli import run
-from pyro_bdl.cli.options import Options
+from pyro_bdl.app import run
+from pyro_bdl.app.options import Options
 from pyro_bdl.data.examples import EXAMPLES
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.utils.files import LenientStream

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pyro_bdl.cli.options import Options
+from pyro_bdl.app.options import Options
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.posteriors import Fit
 from pyro_bdl.version import __version__

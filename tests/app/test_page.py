@@ -8,7 +8,7 @@ import torch
 
 import pyro_bdl as bdl
 from pyro_bdl import plots
-from pyro_bdl.comparison.figures import shown_points
+from pyro_bdl.app.figures import shown_points
 from pyro_bdl.comparison.judge import criteria
 
 

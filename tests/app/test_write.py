@@ -8,9 +8,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from pyro_bdl import plots
+from pyro_bdl.app.report import Picture, write_report
+from pyro_bdl.app.report.svg import inline, marker
 from pyro_bdl.plots.style import COLORS
-from pyro_bdl.report import Picture, write_report
-from pyro_bdl.report.svg import inline, marker
 from pyro_bdl.utils.tables import Column
 
 VOID = {"meta", "link"}

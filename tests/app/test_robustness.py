@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pyro_bdl import Samples, posteriors
-from pyro_bdl.cli import main
-from pyro_bdl.cli import run as cli
+from pyro_bdl.app import run as cli
+from pyro_bdl.app.command import main
 from pyro_bdl.comparison import Comparison
 from pyro_bdl.posteriors import registry
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from pyro_bdl import posteriors
-from pyro_bdl.cli import cross_validation, main
+from pyro_bdl.app import cross_validation
+from pyro_bdl.app.command import main
 from pyro_bdl.comparison import Comparison
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from pyro_bdl import posteriors
-from pyro_bdl.cli import main
+from pyro_bdl.app.command import main
 from pyro_bdl.comparison import Comparison, Evaluation
 from pyro_bdl.guides import AutoMAP, AutoMeanField
 

@@ -13,10 +13,13 @@ import torch
 from matplotlib.figure import Figure
 
 from pyro_bdl import posteriors
-from pyro_bdl.cli import cross_validation
-from pyro_bdl.cli.finished import Finished, identity
-from pyro_bdl.cli.options import Options
-from pyro_bdl.cli.provenance import provenance
+from pyro_bdl.app import cross_validation
+from pyro_bdl.app.figures import CAPTIONS, shown_points
+from pyro_bdl.app.finished import Finished, identity
+from pyro_bdl.app.options import Options
+from pyro_bdl.app.page import write_page
+from pyro_bdl.app.provenance import provenance
+from pyro_bdl.app.report import Further
 from pyro_bdl.comparison import (
     Comparison,
     Costs,
@@ -25,17 +28,13 @@ from pyro_bdl.comparison import (
     costs,
     evaluate,
 )
-from pyro_bdl.comparison.captions import CAPTIONS
-from pyro_bdl.comparison.figures import shown_points
 from pyro_bdl.comparison.judge import criteria
 from pyro_bdl.comparison.metric import of_task
-from pyro_bdl.comparison.page import write_page
 from pyro_bdl.comparison.scores import TEST_DATA
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.data.programs import check_memory, program
 from pyro_bdl.errors import ArgumentError, FailedStepError, MissingOperatorError
 from pyro_bdl.posteriors import Fit, Problem
-from pyro_bdl.report import Further
 from pyro_bdl.utils.files import atomic_write
 from pyro_bdl.utils.progress import hidden, logger
 from pyro_bdl.utils.random_state import seeded

@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 
-from pyro_bdl.cli import command, main, run, script
-from pyro_bdl.cli.command import messages, shown_once
+from pyro_bdl.app import command, run
+from pyro_bdl.app.command import main, messages, script, shown_once
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.utils.progress import logger
 

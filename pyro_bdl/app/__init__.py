@@ -1,0 +1,1 @@
+"""The command ``pyro-bdl``, and the figures and the report of a comparison."""
