@@ -3,7 +3,11 @@
 from pyro_bdl.mcmc.ensemble import ensemble_sample
 from pyro_bdl.mcmc.kernels import HMC, MAMS, MCLMC, NUTS
 from pyro_bdl.mcmc.sampling import sample
-from pyro_bdl.mcmc.stochastic_gradient.kernels import PSGLD, SGHMC, SGLD, SGNHT, SMILE
+from pyro_bdl.mcmc.stochastic_gradient.samplers.hamiltonian import SGHMC
+from pyro_bdl.mcmc.stochastic_gradient.samplers.langevin import SGLD
+from pyro_bdl.mcmc.stochastic_gradient.samplers.microcanonical import SMILE
+from pyro_bdl.mcmc.stochastic_gradient.samplers.preconditioned import PSGLD
+from pyro_bdl.mcmc.stochastic_gradient.samplers.thermostat import SGNHT
 from pyro_bdl.mcmc.stochastic_gradient.sampling import sgmcmc
 from pyro_bdl.mcmc.stochastic_gradient.schedules import Cyclical, Polynomial
 from pyro_bdl.mcmc.stochastic_gradient.step_size import suggest_step_size

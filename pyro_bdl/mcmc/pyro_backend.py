@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from pyro.infer.mcmc import HMC, MCMC, NUTS
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from pyro_bdl.mcmc.chains import Chains, Plan, Target, progress_bar, stack_chains
 from pyro_bdl.mcmc.kernels import Hamiltonian, Kernel
@@ -48,10 +47,7 @@ def run(target: Target, start: Tensor, kernel: Kernel, plan: Plan) -> Chains:
 
 
 class _Potential:
-    """The potential energy -log p(u), with a count of its evaluations.
-
-    It draws no random numbers, and so runs outside the mode that seeds them, which is faster.
-    """
+    """The potential energy -log p(u), with a count of its evaluations."""
 
     def __init__(self, log_density: Callable[[Tensor], Tensor]) -> None:
         self.log_density, self.count = log_density, 0
@@ -59,7 +55,7 @@ class _Potential:
     def __call__(self, parameters: dict[str, Tensor]) -> Tensor:
         self.count += 1
         leaf = parameters["u"].detach().requires_grad_()
-        with disable_current_modes(), torch.enable_grad():
+        with torch.enable_grad():
             value = -self.log_density(leaf)
             (gradient,) = torch.autograd.grad(value, leaf)
         return with_gradients(value.detach(), [gradient], [parameters["u"]])

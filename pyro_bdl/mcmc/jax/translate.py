@@ -27,7 +27,12 @@ WAY_OUT = 'Sample with backend="pyro", which runs any program.'
 # Options of creation operators that concern memory: device, layout and the like.
 LAYOUT = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"}
 # operators for which torch has decompositions that are not used by default
-DECOMPOSED = [aten.grid_sampler_2d, aten.upsample_bicubic2d, aten.dist, aten.ldexp]
+DECOMPOSED = [
+    aten.grid_sampler_2d, aten.upsample_bicubic2d, aten.dist, aten.ldexp, aten.bucketize,
+    aten.leaky_relu, aten.gelu, aten._log_softmax, aten.native_layer_norm,
+    aten.native_batch_norm, aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit_no_training,
+]  # fmt: skip
 
 
 @functools.cache

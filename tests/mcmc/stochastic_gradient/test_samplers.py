@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from pyro_bdl.diagnostics import mcse
-from pyro_bdl.mcmc import SGLD, Cyclical, Polynomial
-from pyro_bdl.mcmc.stochastic_gradient.samplers import (
-    hamiltonian,
-    langevin,
-    preconditioned,
-    thermostat,
+from pyro_bdl.mcmc import PSGLD, SGHMC, SGLD, SGNHT, Cyclical, Polynomial
+from pyro_bdl.mcmc.stochastic_gradient.samplers.hamiltonian import kinetic_temperature
+from pyro_bdl.mcmc.stochastic_gradient.samplers.preconditioned import (
+    PreconditionedState,
+    preconditioner,
 )
 from pyro_bdl.mcmc.stochastic_gradient.walk import kept_steps
 
@@ -40,12 +39,13 @@ def exact_draws(covariance=COVARIANCE, chains=CHAINS):
     return normal.sample((chains,))
 
 
-def moved(update, state, *, steps, draws=60, gradient=score, **options):
+def moved(kernel, state, *, steps, draws=60, gradient=score, temperature=None):
     """Draws (chains, draws, 5), ``steps`` between them, and the last state."""
     kept = []
     for _ in range(draws):
         for _ in range(steps):
-            state = update(state, gradient(state.position), **options)
+            heat = kernel.temperature if temperature is None else temperature
+            state = kernel.update(state, gradient(state.position), kernel.step_size, heat)
         kept.append(state.position)
     return torch.stack(kept, 1), state
 
@@ -68,9 +68,9 @@ def test_langevin_has_the_covariance_of_its_recursion(fraction, temperature):
     2)^-1 (Welling & Teh 2011, with eps for their eps / 2)."""
     eps = fraction / LARGEST
     recursion = temperature * torch.linalg.inv(PRECISION - eps / 2 * PRECISION @ PRECISION)
-    start = langevin.init(exact_draws(temperature * COVARIANCE))
-    options = {"step_size": eps, "temperature": temperature}
-    draws, _ = moved(langevin.update, start, steps=int(6 / fraction**0.5), **options)
+    kernel = SGLD(step_size=eps, temperature=temperature)
+    start = kernel.init(exact_draws(temperature * COVARIANCE))
+    draws, _ = moved(kernel, start, steps=int(6 / fraction**0.5))
     assert_moments(draws[:, 20:], recursion)
     if fraction == 0.02:
         assert_moments(draws[:, 20:], temperature * COVARIANCE)
@@ -86,12 +86,11 @@ def test_splitting_is_exact_on_a_normal_target_at_every_stable_step(fraction, fr
     Leimkuhler & Matthews 2013."""
     torch.manual_seed(1)
     eps = fraction / LARGEST
-    options = {"step_size": eps, "temperature": 0.7, "friction": friction}
-    start = hamiltonian.init(exact_draws(0.3 * COVARIANCE), temperature=0.7)
-    draws, state = moved(hamiltonian.update, start, steps=20, **options)
+    kernel = SGHMC(step_size=eps, temperature=0.7, friction=friction)
+    draws, state = moved(kernel, kernel.init(exact_draws(0.3 * COVARIANCE)), steps=20)
     assert_moments(draws[:, 20:], 0.7 * COVARIANCE)
     # The momentum's variance is T (1 - eps L / 4), its mean over the axes the kinetic temperature.
-    kinetic = hamiltonian.kinetic_temperature(state.momentum, score(state.position), eps)
+    kinetic = kinetic_temperature(state.momentum, score(state.position), eps)
     exact = 0.7 * (1 - eps * PRECISION.diagonal().mean() / 4)
     assert abs(kinetic.mean() - exact) < 3 * kinetic.std() / CHAINS**0.5
 
@@ -100,11 +99,11 @@ def test_preconditioned_step_has_the_covariance_of_its_recursion():
     """(L - eps L G L / 2)^-1 for a constant G. Source: Li et al. 2016, algorithm 1."""
     eps = 0.1
     square = torch.tensor([0.1, 0.5, 1.0, 1.5, 1.9], dtype=torch.float64).expand(CHAINS, 5)
-    state = preconditioned.PreconditionedState(exact_draws(), square, adapting=False)
-    scale = preconditioned.preconditioner(square, 0.01)[0]
+    state = PreconditionedState(exact_draws(), square, adapting=False)
+    scale = preconditioner(square, 0.01)[0]
     assert torch.allclose(scale, 1 / (0.01 + square[0].sqrt()))
     recursion = torch.linalg.inv(PRECISION - eps / 2 * (PRECISION * scale) @ PRECISION)
-    draws, _ = moved(preconditioned.update, state, steps=12, step_size=eps, damping=0.01)
+    draws, _ = moved(PSGLD(step_size=eps, damping=0.01), state, steps=12)
     assert_moments(draws[:, 20:], recursion)
 
 
@@ -112,43 +111,40 @@ def test_preconditioner_is_that_of_rmsprop_until_it_settles():
     """V' = a V + (1 - a) g^2, G = 1 / (damping + sqrt(V / mean V)) (Li et al. 2016, algorithm
     1)."""
     gradients = torch.randn(3, 2, 5, dtype=torch.float64)
-    state, square = preconditioned.init(torch.zeros(2, 5, dtype=torch.float64)), None
+    kernel, square = PSGLD(step_size=0.1, averaging=0.9), None
+    state = kernel.init(torch.zeros(2, 5, dtype=torch.float64))
     for gradient in gradients:
         if square is None:
             square = gradient.square().mean(-1, keepdim=True)
         square = 0.9 * square + 0.1 * gradient**2
         before = state.position
-        state = preconditioned.update(state, gradient, 0.1, temperature=0.0, averaging=0.9)
+        state = kernel.update(state, gradient, 0.1, temperature=0.0)
         scale = 1 / (1e-3 + (square / square.mean(-1, keepdim=True)).sqrt())
         assert torch.allclose(state.square, square)
         assert torch.allclose(state.position - before, 0.1 * scale * gradient)
-    settled = preconditioned.update(preconditioned.settle(state), gradients[0], 0.1)
+    settled = kernel.update(kernel.settle(state), gradients[0], 0.1, temperature=1.0)
     assert settled.square is state.square
 
 
 def test_a_preconditioner_that_keeps_moving_is_wrong_and_a_settled_one_is_not():
     """The error that the term Gamma would correct. Source: Li et al. 2016."""
-    options = {"step_size": 0.005, "averaging": 0.5}
-    start = preconditioned.init(exact_draws())
-    _, adapted = moved(preconditioned.update, start, steps=200, draws=1, **options)
-    wrong, _ = moved(preconditioned.update, adapted, steps=50, **options)
+    kernel = PSGLD(step_size=0.005, averaging=0.5)
+    _, adapted = moved(kernel, kernel.init(exact_draws()), steps=200, draws=1)
+    wrong, _ = moved(kernel, adapted, steps=50)
     with pytest.raises(AssertionError):
         assert_moments(wrong, COVARIANCE, errors=8.0)
     torch.manual_seed(1)
-    start = preconditioned.init(exact_draws())
-    _, adapted = moved(
-        preconditioned.update, start, steps=100, draws=1, step_size=0.005, averaging=0.99
-    )
-    settled = preconditioned.settle(adapted)
-    right, _ = moved(preconditioned.update, settled, steps=50, step_size=0.005)
+    kernel = PSGLD(step_size=0.005, averaging=0.99)
+    _, adapted = moved(kernel, kernel.init(exact_draws()), steps=100, draws=1)
+    right, _ = moved(kernel, kernel.settle(adapted), steps=50)
     assert_moments(right[:, 25:], COVARIANCE)
 
 
 def test_thermostat_samples_the_target_without_noise_of_minibatches():
     """Source: Ding et al. 2014, algorithm 2; Leimkuhler & Shang 2016."""
-    start = thermostat.settle(thermostat.init(exact_draws(0.8 * COVARIANCE), temperature=0.8))
-    options = {"step_size": 0.02, "temperature": 0.8, "friction": 0.1}
-    draws, state = moved(thermostat.update, start, steps=20, **options)
+    kernel = SGNHT(step_size=0.02, temperature=0.8, friction=0.1)
+    start = kernel.settle(kernel.init(exact_draws(0.8 * COVARIANCE)))
+    draws, state = moved(kernel, start, steps=20)
     assert_moments(draws[:, 20:], 0.8 * COVARIANCE)
     # In the extended density the friction per step is Normal with mean a and variance a^2 / 2 P.
     a = -math.log(0.9)
@@ -164,41 +160,37 @@ def test_thermostat_takes_out_the_heat_of_minibatches_that_friction_leaves():
     def noisy(position):
         return score(position) + math.sqrt(variance) * torch.randn_like(position)
 
-    options = {"step_size": eps, "friction": friction, "gradient": noisy, "steps": 20}
-    hot, state = moved(hamiltonian.update, hamiltonian.init(exact_draws()), **options)
+    options = {"gradient": noisy, "steps": 20}
+    kernel = SGHMC(step_size=eps, friction=friction)
+    hot, state = moved(kernel, kernel.init(exact_draws()), **options)
     expected = 1 + eps * variance / (1 - (1 - friction) ** 2)  # 1.84
     found = hot[:, 20:].var((0, 1)) / COVARIANCE.diagonal()
     assert torch.allclose(found, torch.tensor(expected, dtype=torch.float64), rtol=0.08)
-    start = thermostat.settle(thermostat.init(exact_draws()))
-    draws, state = moved(thermostat.update, start, **options)
+    kernel = SGNHT(step_size=eps, friction=friction)
+    draws, state = moved(kernel, kernel.settle(kernel.init(exact_draws())), **options)
     assert_moments(draws[:, 20:], COVARIANCE, errors=4.0)  # right up to eps L
     assert state.decay.mean() > 1.5 * -math.log(1 - friction)
 
 
-@pytest.mark.parametrize(
-    "rule", [langevin, preconditioned, hamiltonian, thermostat], ids=lambda rule: rule.__name__
-)
-def test_without_temperature_there_is_no_noise_and_the_mode_is_found(rule):
-    start = torch.zeros(2, 5, dtype=torch.float64)
-    cold = {"temperature": 0.0}
-    inert = rule in (hamiltonian, thermostat)
-    options = {"step_size": 0.05, "friction": 0.1} if inert else {"step_size": 0.05}
-    state = rule.init(start, **cold) if inert else rule.init(start)
-    draws, _ = moved(rule.update, state, steps=600, draws=1, **cold, **options)
+@pytest.mark.parametrize("kind", [SGLD, PSGLD, SGHMC, SGNHT])
+def test_without_temperature_there_is_no_noise_and_the_mode_is_found(kind):
+    inert = {"friction": 0.1} if kind in (SGHMC, SGNHT) else {}
+    kernel = kind(step_size=0.05, **inert)
+    state = kernel.init(torch.zeros(2, 5, dtype=torch.float64))
+    draws, _ = moved(kernel, state, steps=600, draws=1, temperature=0.0)
     assert torch.allclose(draws[:, 0], MEAN.expand(2, 5), atol=1e-4)
 
 
 def test_options_outside_their_range():
-    at, gradient = torch.zeros(1, 2), torch.ones(1, 2)
-    for rule, options, match in (
-        (preconditioned, {"averaging": 1.0}, "averaging must lie in"),
-        (preconditioned, {"damping": 0.0}, "damping must be positive"),
-        (hamiltonian, {"friction": 0.0}, "friction must lie in"),
-        (thermostat, {"friction": 1.5}, "friction must lie in"),
-        (thermostat, {"friction": 1.0}, "less than 1 for a thermostat"),
+    for kind, options, match in (
+        (PSGLD, {"averaging": 1.0}, "averaging must lie in"),
+        (PSGLD, {"damping": 0.0}, "damping must be positive"),
+        (SGHMC, {"friction": 0.0}, "friction must lie in"),
+        (SGNHT, {"friction": 1.5}, "friction must lie in"),
+        (SGNHT, {"friction": 1.0}, "less than 1 for a thermostat"),
     ):
         with pytest.raises(ValueError, match=match):
-            rule.update(rule.init(at), gradient, 0.1, **options)
+            kind(step_size=0.1, **options)
 
 
 # ------------------------------------------------------------------------------------ schedules

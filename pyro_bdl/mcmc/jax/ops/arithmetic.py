@@ -14,41 +14,26 @@ from pyro_bdl.mcmc.jax.ops.registry import OPERATORS, aten, axes, cast, register
 
 # Elementwise ------------------------------------------------------------------------------------
 
-
-def _floating(function: Callable) -> Callable:
-    """Wrap a function of two arguments that JAX cannot differentiate if one of them holds
-    integers."""
-
-    def apply(x, y):
-        dtype = jnp.result_type(x, y)
-        return function(jnp.asarray(x, dtype), jnp.asarray(y, dtype))
-
-    return apply
-
-
 SAME_NAME = """
     exp exp2 expm1 log log2 log10 log1p sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh
-    atanh floor ceil trunc sign signbit isnan isinf isfinite atan2 hypot maximum minimum fmax fmin
-    fmod remainder copysign heaviside logical_not logical_and logical_or logical_xor bitwise_not
-    bitwise_and bitwise_or bitwise_xor floor_divide isin
+    atanh floor ceil trunc sign signbit isnan isinf atan2 hypot maximum minimum fmax fmin
+    fmod remainder copysign logical_not logical_and logical_or logical_xor bitwise_not
+    bitwise_and bitwise_or bitwise_xor
 """
 table({name: getattr(jnp, name) for name in SAME_NAME.split()})
 
 table({
     "eq": jnp.equal, "ne": jnp.not_equal, "lt": jnp.less, "le": jnp.less_equal,
     "gt": jnp.greater, "ge": jnp.greater_equal,
-    "neg": jnp.negative, "sgn": jnp.sign, "reciprocal": lambda x: 1.0 / x, "rsqrt": lax.rsqrt,
+    "neg": jnp.negative, "reciprocal": lambda x: 1.0 / x, "rsqrt": lax.rsqrt,
     "mul": jnp.multiply,
-    "logaddexp": _floating(jnp.logaddexp), "logaddexp2": _floating(jnp.logaddexp2),
-    "relu": jax.nn.relu, "sigmoid": jax.nn.sigmoid, "log_sigmoid": jax.nn.log_sigmoid,
+    "relu": jax.nn.relu, "sigmoid": jax.nn.sigmoid,
     "erf": special.erf, "erfc": special.erfc, "erfinv": special.erfinv,
     "lgamma": special.gammaln, "digamma": special.digamma,
     "igamma": special.gammainc, "igammac": special.gammaincc,
     "i0": special.i0, "special_i0e": special.i0e, "special_i1": special.i1,
-    "special_i1e": special.i1e, "special_ndtri": special.ndtri, "special_entr": special.entr,
-    "special_ndtr": special.ndtr, "special_zeta": special.zeta,
-    "xlogy": _floating(special.xlogy), "special_xlog1py": _floating(special.xlog1py),
-    "detach": lax.stop_gradient,
+    "special_i1e": special.i1e, "special_ndtri": special.ndtri,
+    "special_zeta": special.zeta, "detach": lax.stop_gradient,
 })  # fmt: skip
 
 
@@ -71,11 +56,6 @@ def _add(x, y, alpha=1):
 @register(aten.sub)
 def _sub(x, y, alpha=1):
     return jnp.subtract(x, y if alpha == 1 else alpha * y)
-
-
-@register(aten.rsub)
-def _rsub(x, y, alpha=1):
-    return _sub(y, x, alpha)
 
 
 @register(aten.div)
@@ -117,16 +97,6 @@ def _softplus(x, beta=1, threshold=20):
     return jnp.where(linear, x, jnp.log1p(jnp.exp(jnp.where(linear, 0, x) * beta)) / beta)
 
 
-@register(aten.log_sigmoid_forward)
-def _log_sigmoid_forward(x):
-    return jax.nn.log_sigmoid(x), None
-
-
-@register(aten.silu)
-def _silu(x):
-    return jax.nn.silu(x)
-
-
 @register(aten.elu)
 def _elu(x, alpha=1, scale=1, input_scale=1):
     negative = alpha * scale * jnp.expm1(jnp.where(x > 0, 0, x) * input_scale)
@@ -136,16 +106,6 @@ def _elu(x, alpha=1, scale=1, input_scale=1):
 @register(aten.celu)
 def _celu(x, alpha=1):
     return _elu(x, alpha, 1, 1 / alpha)
-
-
-@register(aten.leaky_relu)
-def _leaky_relu(x, negative_slope=0.01):
-    return jnp.where(x > 0, x, negative_slope * x)
-
-
-@register(aten.gelu)
-def _gelu(x, approximate="none"):
-    return jax.nn.gelu(x, approximate=approximate == "tanh")
 
 
 @register(aten.clamp)
@@ -171,16 +131,6 @@ def _where(condition, x, y):
     return jnp.where(condition, x, y)
 
 
-@register(aten.masked_fill)
-def _masked_fill(x, mask, value):
-    return jnp.where(mask, value, x)
-
-
-@register(aten.nan_to_num)
-def _nan_to_num(x, nan=None, posinf=None, neginf=None):
-    return jnp.nan_to_num(x, nan=nan or 0.0, posinf=posinf, neginf=neginf)
-
-
 @register(aten.copy)
 def _copy(x, source, non_blocking=False):
     return jnp.broadcast_to(source, x.shape)
@@ -192,31 +142,6 @@ def _copy(x, source, non_blocking=False):
 @register(aten.full_like)
 def _full_like(x, value, **_):
     return jnp.full(x.shape, value)
-
-
-@register(aten.zeros_like, aten.empty_like)
-def _zeros_like(x, **_):
-    return jnp.zeros(x.shape)
-
-
-@register(aten.ones_like)
-def _ones_like(x, **_):
-    return jnp.ones(x.shape)
-
-
-@register(aten.new_zeros, aten.new_empty)
-def _new_zeros(x, size, **_):
-    return jnp.zeros(size)
-
-
-@register(aten.new_ones)
-def _new_ones(x, size, **_):
-    return jnp.ones(size)
-
-
-@register(aten.new_full)
-def _new_full(x, size, value, **_):
-    return jnp.full(size, value)
 
 
 # Reductions and scans ---------------------------------------------------------------------------
@@ -233,23 +158,16 @@ def _reduction(function: Callable) -> Callable:
 table({
     "sum": _reduction(jnp.sum), "mean": _reduction(jnp.mean), "prod": _reduction(jnp.prod),
     "amax": _reduction(jnp.max), "amin": _reduction(jnp.min), "any": _reduction(jnp.any),
-    "all": _reduction(jnp.all), "argmax": _reduction(jnp.argmax), "argmin": _reduction(jnp.argmin),
+    "argmax": _reduction(jnp.argmax), "argmin": _reduction(jnp.argmin),
     "logsumexp": _reduction(jax.nn.logsumexp),
 })  # fmt: skip
 OPERATORS[aten.max.default] = OPERATORS[aten.amax]
 OPERATORS[aten.min.default] = OPERATORS[aten.amin]
-OPERATORS[aten.max.other] = jnp.maximum
-OPERATORS[aten.min.other] = jnp.minimum
 
 
 @register(aten.var.correction)
 def _var(x, dim=None, *, correction=1, keepdim=False):
     return jnp.var(x, axes(dim), ddof=1 if correction is None else correction, keepdims=keepdim)
-
-
-@register(aten.std.correction)
-def _std(x, dim=None, **options):
-    return jnp.sqrt(_var(x, dim, **options))
 
 
 @register(aten.var_mean.correction)

@@ -10,7 +10,7 @@ from pyro_bdl.mcmc.jax.ops.registry import EXACT, OPERATORS, aten, each, registe
 # Products ---------------------------------------------------------------------------------------
 
 
-@register(aten.mm, aten.bmm, aten.mv, aten.dot)
+@register(aten.mm, aten.bmm)
 def _matmul(x, y):
     return jnp.matmul(x, y, precision=EXACT)
 
@@ -32,7 +32,7 @@ def _narrow(bias, x, y) -> bool:
     )
 
 
-@register(aten.addmm, aten.baddbmm, aten.addmv)
+@register(aten.addmm, aten.addmv)
 def _addmm(bias, x, y, *, beta=1, alpha=1):
     if alpha == beta == 1 and _narrow(bias, x, y):
         # With the rows of one unit next to each other a CPU is up to 3 times as fast. The barriers
@@ -99,11 +99,6 @@ def _safe_softmax(x, dim, dtype=None):
     return jnp.where(nothing, 0, jax.nn.softmax(jnp.where(nothing, 0, x), dim))
 
 
-@register(aten._log_softmax)
-def _log_softmax(x, dim, half_to_float):
-    return jax.nn.log_softmax(x, dim)
-
-
 @register(aten.native_dropout)
 def _dropout(x, p, train):
     if train and p:
@@ -153,59 +148,15 @@ def _convolution(x, weight, bias, stride, padding, dilation, transposed, output_
 # Normalization ----------------------------------------------------------------------------------
 
 
-def _standardize(x, mean, var, eps):
-    rstd = lax.rsqrt(var + eps)
-    return (x - mean) * rstd, rstd
-
-
-def _moments(x, axis):
-    return jnp.mean(x, axis, keepdims=True), jnp.var(x, axis, keepdims=True)
-
-
-def _affine(x, weight, bias, shape):
-    x = x if weight is None else x * weight.reshape(shape)
-    return x if bias is None else x + bias.reshape(shape)
-
-
-@register(aten.native_layer_norm)
-def _layer_norm(x, shape, weight, bias, eps):
-    mean, var = _moments(x, tuple(range(-len(shape), 0)))
-    y, rstd = _standardize(x, mean, var, eps)
-    return _affine(y, weight, bias, shape), mean, rstd
-
-
 @register(aten.native_group_norm)
 def _group_norm(x, weight, bias, N, C, HxW, group, eps):
-    mean, var = _moments(x.reshape(N, group, -1), -1)
-    y, rstd = _standardize(x.reshape(N, group, -1), mean, var, eps)
-    shape = (C,) + (1,) * (x.ndim - 2)
-    return _affine(y.reshape(x.shape), weight, bias, shape), mean[..., 0], rstd[..., 0]
-
-
-def _batch_norm(x, weight, bias, mean, var, training, momentum, eps):
-    shape = (-1,) + (1,) * (x.ndim - 2)
-    if training:
-        mean, var = _moments(x, (0, *range(2, x.ndim)))
-        y, rstd = _standardize(x, mean, var, eps)
-        saved = mean.ravel(), rstd.ravel()
-    else:
-        y, _ = _standardize(x, mean.reshape(shape), var.reshape(shape), eps)
-        saved = jnp.zeros(0, x.dtype), jnp.zeros(0, x.dtype)
-    return _affine(y, weight, bias, shape), *saved
-
-
-@register(aten._native_batch_norm_legit_no_training)
-def _batch_norm_eval(x, weight, bias, mean, var, momentum, eps):
-    return _batch_norm(x, weight, bias, mean, var, False, momentum, eps)
-
-
-@register(aten._native_batch_norm_legit.no_stats)
-def _batch_norm_stateless(x, weight, bias, training, momentum, eps):
-    return _batch_norm(x, weight, bias, None, None, True, momentum, eps)
-
-
-OPERATORS[aten.native_batch_norm] = _batch_norm
-OPERATORS[aten._native_batch_norm_legit.default] = _batch_norm
+    parts = x.reshape(N, group, -1)
+    mean, var = jnp.mean(parts, -1, keepdims=True), jnp.var(parts, -1, keepdims=True)
+    rstd = lax.rsqrt(var + eps)
+    y, shape = ((parts - mean) * rstd).reshape(x.shape), (C,) + (1,) * (x.ndim - 2)
+    y = y if weight is None else y * weight.reshape(shape)
+    y = y if bias is None else y + bias.reshape(shape)
+    return y, mean[..., 0], rstd[..., 0]
 
 
 # Linear algebra ---------------------------------------------------------------------------------

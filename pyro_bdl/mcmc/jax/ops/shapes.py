@@ -11,20 +11,14 @@ from pyro_bdl.mcmc.jax.ops.registry import OPERATORS, aten, register, table
 # Shapes -----------------------------------------------------------------------------------------
 
 table({
-    "transpose": jnp.swapaxes, "permute": jnp.transpose, "flip": jnp.flip,
-    "unsqueeze": jnp.expand_dims, "tril": jnp.tril, "triu": jnp.triu,
+    "permute": jnp.transpose, "flip": jnp.flip, "unsqueeze": jnp.expand_dims,
     "repeat": jnp.tile,
 })  # fmt: skip
 
 
-@register(aten.view.default, aten._unsafe_view, aten.reshape, aten._reshape_alias)
+@register(aten.view.default, aten.reshape)
 def _view(x, size, *_):
     return jnp.reshape(x, size)
-
-
-@register(aten.t)
-def _t(x):
-    return x.T
 
 
 @register(aten.expand)
@@ -63,11 +57,6 @@ def _slice_scatter(x, source, dim=0, start=None, end=None, step=1):
     return _at(x, dim, slice(start, end, step)).set(source)
 
 
-@register(aten.select_scatter)
-def _select_scatter(x, source, dim, index):
-    return _at(x, dim, index).set(source)
-
-
 @register(aten.diagonal_scatter)
 def _diagonal_scatter(x, source, offset=0, dim1=0, dim2=1):
     last = jnp.moveaxis(x, (dim1, dim2), (-2, -1))
@@ -76,33 +65,15 @@ def _diagonal_scatter(x, source, offset=0, dim1=0, dim2=1):
     return jnp.moveaxis(last, (-2, -1), (dim1, dim2))
 
 
-@register(aten.split, aten.split_with_sizes, aten.unsafe_split, aten.unsafe_split_with_sizes)
+@register(aten.split_with_sizes)
 def _split(x, sizes, dim=0):
-    if isinstance(sizes, int):
-        whole, rest = divmod(x.shape[dim], sizes)
-        sizes = [sizes] * whole + [rest] * (rest > 0)
     return lax.split(x, sizes, dim % x.ndim)
-
-
-@register(aten.unbind)
-def _unbind(x, dim=0):
-    return [_select(x, dim, i) for i in range(x.shape[dim])]
 
 
 @register(aten.cat)
 def _cat(tensors, dim=0):
     # torch accepts an empty vector among tensors of any rank.
     return jnp.concatenate([t for t in tensors if t.shape != (0,)] or tensors, dim)
-
-
-@register(aten.stack)
-def _stack(tensors, dim=0):
-    return jnp.stack(tensors, dim)
-
-
-@register(aten.roll)
-def _roll(x, shifts, dims=()):
-    return jnp.roll(x, shifts if dims else shifts[0], dims or None)
 
 
 @register(aten.diagonal)
@@ -119,25 +90,9 @@ def _unfold(x, dim, size, step):
 
 @register(aten.constant_pad_nd)
 def _pad(x, pad, value=0):
-    sides = [(0, 0)] * (x.ndim - len(pad) // 2) + _sides(pad)
+    # torch counts its dimensions from the last
+    sides = [(0, 0)] * (x.ndim - len(pad) // 2) + list(zip(pad[::2], pad[1::2], strict=True))[::-1]
     return lax.pad(x, jnp.asarray(value, x.dtype), [(*side, 0) for side in sides])
-
-
-def _sides(pad):
-    """Reverse a padding: torch counts its dimensions from the last."""
-    return list(zip(pad[::2], pad[1::2], strict=True))[::-1]
-
-
-def _padding(mode):
-    def pad_nd(x, pad):
-        return jnp.pad(x, [(0, 0)] * (x.ndim - len(pad) // 2) + _sides(pad), mode)
-
-    return pad_nd
-
-
-table({f"{name}_pad{n}d": _padding(mode) for n in (1, 2, 3) for name, mode in (
-    ("reflection", "reflect"), ("replication", "edge"),
-)})  # fmt: skip
 
 
 # Indexing ---------------------------------------------------------------------------------------
@@ -219,11 +174,6 @@ def _scatter_reduce(x, dim, index, source, reduce, *, include_self=True):
     raise NotImplementedError(f"the reduction '{reduce}'")
 
 
-@register(aten.index_add)
-def _index_add(x, dim, index, source, *, alpha=1):
-    return _at(x, dim, index).add(alpha * source)
-
-
 # Selection and sorting --------------------------------------------------------------------------
 
 
@@ -278,11 +228,6 @@ def _kthvalue(x, k, dim=-1, keepdim=False):
 @register(aten.searchsorted.Tensor)
 def _searchsorted(sequence, x, *, right=False, side=None, **_):
     return jnp.searchsorted(sequence, x, side=side or ("right" if right else "left"))
-
-
-@register(aten.bucketize.Tensor)
-def _bucketize(x, boundaries, *, right=False, **_):
-    return _searchsorted(boundaries, x, right=right)
 
 
 def _running(scan: Callable) -> Callable:

@@ -25,10 +25,13 @@ stochastic numerical methods for molecular sampling (BAOAB).
 """
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 
 
 class HamiltonianState(NamedTuple):
@@ -42,51 +45,38 @@ class HamiltonianState(NamedTuple):
     momentum: Tensor
 
 
-def init(position: Tensor, *, temperature: float = 1.0) -> HamiltonianState:
-    return HamiltonianState(position, math.sqrt(temperature) * torch.randn_like(position))
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SGHMC(StochasticKernel):
+    """Underdamped Langevin dynamics (Chen et al. 2014).
 
-
-def update(
-    state: HamiltonianState,
-    gradient: Tensor,
-    step_size: float,
-    *,
-    temperature: float = 1.0,
-    friction: float = 0.02,
-) -> HamiltonianState:
-    """Move every chain by one step.
-
-    :param gradient: of log p(theta), (chains, P).
-    :param step_size: eps.
-    :param temperature: T.
-    :param friction: f, the share of the momentum that is lost in a step, in (0, 1].
-    :raises ValueError: for a friction outside its range.
+    :param friction: the share of the momentum that is lost in a step, in (0, 1].
+    :param step_size: see ``SGLD``, also for ``thinning``, ``temperature`` and ``adapt_step_size``.
     """
-    check_friction(friction)
-    length, kept = math.sqrt(step_size), 1 - friction
-    momentum = torch.add(state.momentum, gradient, alpha=length)
-    position = torch.add(state.position, momentum, alpha=length / 2)
-    momentum.mul_(kept)
-    if temperature:
-        noise = torch.randn_like(momentum)
-        momentum.add_(noise, alpha=math.sqrt((1 - kept**2) * temperature))
-    position.add_(momentum, alpha=length / 2)
-    return HamiltonianState(position, momentum)
 
+    name: ClassVar[str] = "sghmc"
+    friction: float = 0.02
 
-def check_friction(friction: float) -> None:
-    """Check a friction.
+    def init(self, position: Tensor) -> HamiltonianState:
+        momentum = math.sqrt(self.temperature) * torch.randn_like(position)
+        return HamiltonianState(position, momentum)
 
-    :raises ValueError: unless it lies in (0, 1].
-    """
-    if not 0 < friction <= 1:
-        raise ValueError(f"friction must lie in (0, 1], got {friction}")
+    def update(
+        self, state: HamiltonianState, gradient: Tensor, step_size: float, temperature: float
+    ) -> HamiltonianState:
+        length, kept = math.sqrt(step_size), 1 - self.friction
+        momentum = torch.add(state.momentum, gradient, alpha=length)
+        position = torch.add(state.position, momentum, alpha=length / 2)
+        momentum.mul_(kept)
+        if temperature:
+            noise = torch.randn_like(momentum)
+            momentum.add_(noise, alpha=math.sqrt((1 - kept**2) * temperature))
+        position.add_(momentum, alpha=length / 2)
+        return HamiltonianState(position, momentum)
+
+    def statistics(self, state: Any, gradient: Tensor, step_size: float) -> dict[str, Tensor]:
+        return {"kinetic_temperature": kinetic_temperature(state.momentum, gradient, step_size)}
 
 
 def kinetic_temperature(momentum: Tensor, gradient: Tensor, step_size: float) -> Tensor:
     """p'p / P (chains,) of the momentum after half of its kick; the mean is about T."""
     return torch.add(momentum, gradient, alpha=math.sqrt(step_size) / 2).square().mean(-1)
-
-
-def statistics(state: HamiltonianState, gradient: Tensor, step_size: float) -> dict[str, Tensor]:
-    return {"kinetic_temperature": kinetic_temperature(state.momentum, gradient, step_size)}

@@ -23,12 +23,13 @@ takes one.
 """
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_bdl.mcmc.stochastic_gradient.samplers.hamiltonian import check_friction
+from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 
 
 class MicrocanonicalState(NamedTuple):
@@ -42,44 +43,40 @@ class MicrocanonicalState(NamedTuple):
     direction: Tensor
 
 
-def init(position: Tensor) -> MicrocanonicalState:
-    """Start in random directions.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SMILE(StochasticKernel):
+    """Microcanonical Langevin dynamics (Sommer et al. 2026).
 
-    :raises ValueError: for fewer than two numbers, whose momentum could not turn.
+    :param friction: the share of the direction that is lost in a step, in (0, 1].
+    :param step_size: see ``SGLD``, also for ``thinning``, ``temperature`` and ``adapt_step_size``.
     """
-    if position.shape[-1] < 2:
-        raise ValueError("method 'smile' needs at least two numbers to draw: use 'sghmc'")
-    return MicrocanonicalState(position, _unit(torch.randn_like(position)))
 
+    name: ClassVar[str] = "smile"
+    friction: float = 0.02
 
-def update(
-    state: MicrocanonicalState,
-    gradient: Tensor,
-    step_size: float,
-    *,
-    temperature: float = 1.0,
-    friction: float = 0.02,
-) -> MicrocanonicalState:
-    """Move every chain by one step.
+    def init(self, position: Tensor) -> MicrocanonicalState:
+        """Start in random directions.
 
-    :param gradient: of log p(theta), (chains, P).
-    :param step_size: eps.
-    :param temperature: T, above 0.
-    :param friction: f, the share of the direction that is lost in a step, in (0, 1].
-    :raises ValueError: for a friction or temperature outside its range.
-    """
-    check_friction(friction)
-    if not temperature > 0:
-        raise ValueError(f"method 'smile' needs a temperature above 0, got {temperature}")
-    size = gradient.shape[-1]
-    length, kept = math.sqrt(step_size), 1 - friction
-    half = length / 2 * math.sqrt(size * temperature)
-    time = length * math.sqrt(size / temperature)
-    direction = turned(state.direction, gradient, time)
-    position = torch.add(state.position, direction, alpha=half)
-    noise = torch.randn_like(direction)
-    direction = _unit(kept * direction + math.sqrt((1 - kept**2) / size) * noise)
-    return MicrocanonicalState(position.add_(direction, alpha=half), direction)
+        :raises ValueError: for fewer than two numbers, whose momentum could not turn.
+        """
+        if position.shape[-1] < 2:
+            raise ValueError("SMILE needs at least two numbers to draw: use SGHMC")
+        return MicrocanonicalState(position, _unit(torch.randn_like(position)))
+
+    def update(
+        self, state: MicrocanonicalState, gradient: Tensor, step_size: float, temperature: float
+    ) -> MicrocanonicalState:
+        if not temperature > 0:
+            raise ValueError("SMILE has no steps without noise: use a schedule that never explores")
+        size = gradient.shape[-1]
+        length, kept = math.sqrt(step_size), 1 - self.friction
+        half = length / 2 * math.sqrt(size * temperature)
+        time = length * math.sqrt(size / temperature)
+        direction = turned(state.direction, gradient, time)
+        position = torch.add(state.position, direction, alpha=half)
+        noise = torch.randn_like(direction)
+        direction = _unit(kept * direction + math.sqrt((1 - kept**2) / size) * noise)
+        return MicrocanonicalState(position.add_(direction, alpha=half), direction)
 
 
 def turned(direction: Tensor, force: Tensor, time: float) -> Tensor:

@@ -17,10 +17,13 @@ deep neural networks, algorithm 1, with eps for their eps / 2.
 """
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 
 
 class PreconditionedState(NamedTuple):
@@ -36,52 +39,52 @@ class PreconditionedState(NamedTuple):
     adapting: bool = True
 
 
-def init(position: Tensor) -> PreconditionedState:
-    return PreconditionedState(position)
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PSGLD(StochasticKernel):
+    """SGLD preconditioned as RMSprop (Li et al. 2016); it adapts in the first half of the warm-up.
 
-
-def update(
-    state: PreconditionedState,
-    gradient: Tensor,
-    step_size: float,
-    *,
-    temperature: float = 1.0,
-    averaging: float = 0.99,
-    damping: float = 1e-3,
-) -> PreconditionedState:
-    """Move every chain by one step.
-
-    :param gradient: of log p(theta), (chains, P).
-    :param step_size: eps.
-    :param temperature: T.
-    :param averaging: a, the share of V that each step keeps, in [0, 1).
-    :param damping: positive; G is at most 1 / damping.
-    :raises ValueError: for an option outside its range.
+    :param averaging: the share of the mean squared gradient that each step keeps, in [0, 1).
+    :param damping: positive; the preconditioner is at most 1 / damping.
+    :param step_size: see ``SGLD``, also for ``thinning``, ``temperature`` and ``adapt_step_size``.
     """
-    if not 0 <= averaging < 1:
-        raise ValueError(f"averaging must lie in [0, 1), got {averaging}")
-    if not damping > 0:
-        raise ValueError(f"damping must be positive, got {damping}")
-    square = state.square
-    if square is None:
-        square = gradient.square().mean(-1, keepdim=True).expand_as(gradient)
-    if state.adapting:
-        square = torch.lerp(gradient.square(), square, averaging)
-    scale = preconditioner(square, damping)
-    position = torch.addcmul(state.position, scale, gradient, value=step_size)
-    if temperature:
-        noise = torch.randn_like(position)
-        size = math.sqrt(2 * step_size * temperature)
-        position.addcmul_(scale.sqrt(), noise, value=size)
-    return PreconditionedState(position, square, state.adapting)
+
+    name: ClassVar[str] = "psgld"
+    settles: ClassVar[bool] = True
+    averaging: float = 0.99
+    damping: float = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.averaging < 1:
+            raise ValueError(f"averaging must lie in [0, 1), got {self.averaging}")
+        if not self.damping > 0:
+            raise ValueError(f"damping must be positive, got {self.damping}")
+
+    def init(self, position: Tensor) -> PreconditionedState:
+        return PreconditionedState(position)
+
+    def update(
+        self, state: PreconditionedState, gradient: Tensor, step_size: float, temperature: float
+    ) -> PreconditionedState:
+        square = state.square
+        if square is None:
+            square = gradient.square().mean(-1, keepdim=True).expand_as(gradient)
+        if state.adapting:
+            square = torch.lerp(gradient.square(), square, self.averaging)
+        scale = preconditioner(square, self.damping)
+        position = torch.addcmul(state.position, scale, gradient, value=step_size)
+        if temperature:
+            noise = torch.randn_like(position)
+            size = math.sqrt(2 * step_size * temperature)
+            position.addcmul_(scale.sqrt(), noise, value=size)
+        return PreconditionedState(position, square, state.adapting)
+
+    def settle(self, state: PreconditionedState) -> PreconditionedState:
+        """The state with V fixed from now on."""
+        return state._replace(adapting=False)
 
 
 def preconditioner(square: Tensor, damping: float) -> Tensor:
     """G (chains, P) for V; ones if V is all zeros."""
     mean = square.mean(-1, keepdim=True)
     return 1 / (damping + torch.where(mean > 0, square / mean, 1.0).sqrt())
-
-
-def settle(state: PreconditionedState) -> PreconditionedState:
-    """The state with V fixed from now on."""
-    return state._replace(adapting=False)

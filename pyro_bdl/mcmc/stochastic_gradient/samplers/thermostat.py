@@ -25,16 +25,14 @@ noisy gradient systems (the splitting BADODAB).
 """
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_bdl.mcmc.stochastic_gradient.samplers import hamiltonian
-from pyro_bdl.mcmc.stochastic_gradient.samplers.hamiltonian import (
-    check_friction,
-    kinetic_temperature,
-)
+from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
+from pyro_bdl.mcmc.stochastic_gradient.samplers.hamiltonian import kinetic_temperature
 
 
 class ThermostatState(NamedTuple):
@@ -42,60 +40,72 @@ class ThermostatState(NamedTuple):
 
     :param position: theta, (chains, P).
     :param momentum: p, (chains, P), with variance T.
-    :param decay: z, (chains, 1); None before the first step, which starts with z = a.
+    :param decay: z, (chains, 1).
     :param steered: whether the thermostat is on.
     """
 
     position: Tensor
     momentum: Tensor
-    decay: Tensor | None = None
+    decay: Tensor
     steered: bool = False
 
 
-def init(position: Tensor, *, temperature: float = 1.0) -> ThermostatState:
-    return ThermostatState(*hamiltonian.init(position, temperature=temperature))
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SGNHT(StochasticKernel):
+    """SGHMC whose friction a thermostat finds (Ding et al. 2014), on after the first half of the
+    warm-up.
 
-
-def update(
-    state: ThermostatState,
-    gradient: Tensor,
-    step_size: float,
-    *,
-    temperature: float = 1.0,
-    friction: float = 0.02,
-) -> ThermostatState:
-    """Move every chain by one step; at T = 0 the thermostat is off.
-
-    :param gradient: of log p(theta), (chains, P).
-    :param step_size: eps.
-    :param temperature: T.
-    :param friction: f in (0, 1). The injected noise a = -log(1 - f) balances, without minibatch
-        noise, the loss of the share f of the momentum per step.
-    :raises ValueError: for a friction outside its range.
+    :param friction: the share of the momentum that is lost in a step before that, in (0, 1).
+    :param step_size: see ``SGLD``, also for ``thinning``, ``temperature`` and ``adapt_step_size``.
     """
-    check_friction(friction)
-    if friction == 1:
-        raise ValueError("friction must be less than 1 for a thermostat, got 1")
-    length, injected = math.sqrt(step_size), -math.log1p(-friction)
-    momentum = torch.add(state.momentum, gradient, alpha=length)
-    position = torch.add(state.position, momentum, alpha=length / 2)
-    decay = state.decay
-    if decay is None:
-        decay = momentum.new_full((*momentum.shape[:-1], 1), injected)
-    coupling = injected**2 / 4 if state.steered and temperature else 0.0
-    decay = _steered(decay, momentum, coupling, temperature)
-    momentum = momentum * torch.exp(-decay)
-    if temperature:
-        variance = 2 * injected * temperature * _mean_decay(2 * decay)
-        momentum.addcmul_(variance.sqrt(), torch.randn_like(momentum))
-    decay = _steered(decay, momentum, coupling, temperature)
-    position.add_(momentum, alpha=length / 2)
-    return ThermostatState(position, momentum, decay, state.steered)
 
+    name: ClassVar[str] = "sgnht"
+    settles: ClassVar[bool] = True
+    friction: float = 0.02
 
-def settle(state: ThermostatState) -> ThermostatState:
-    """The state with the thermostat on."""
-    return state._replace(steered=True)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.friction == 1:
+            raise ValueError("friction must be less than 1 for a thermostat, got 1")
+
+    @property
+    def injected(self) -> float:
+        """a = -log(1 - f), which balances, without minibatch noise, the loss of the share f of the
+        momentum per step."""
+        return -math.log1p(-self.friction)
+
+    def init(self, position: Tensor) -> ThermostatState:
+        momentum = math.sqrt(self.temperature) * torch.randn_like(position)
+        decay = momentum.new_full((*momentum.shape[:-1], 1), self.injected)
+        return ThermostatState(position, momentum, decay)
+
+    def update(
+        self, state: ThermostatState, gradient: Tensor, step_size: float, temperature: float
+    ) -> ThermostatState:
+        """Move every chain by one step; at T = 0 the thermostat is off."""
+        length, injected = math.sqrt(step_size), self.injected
+        momentum = torch.add(state.momentum, gradient, alpha=length)
+        position = torch.add(state.position, momentum, alpha=length / 2)
+        coupling = injected**2 / 4 if state.steered and temperature else 0.0
+        decay = _steered(state.decay, momentum, coupling, temperature)
+        momentum = momentum * torch.exp(-decay)
+        if temperature:
+            variance = 2 * injected * temperature * _mean_decay(2 * decay)
+            momentum.addcmul_(variance.sqrt(), torch.randn_like(momentum))
+        decay = _steered(decay, momentum, coupling, temperature)
+        position.add_(momentum, alpha=length / 2)
+        return ThermostatState(position, momentum, decay, state.steered)
+
+    def settle(self, state: ThermostatState) -> ThermostatState:
+        """The state with the thermostat on."""
+        return state._replace(steered=True)
+
+    def statistics(self, state: Any, gradient: Tensor, step_size: float) -> dict[str, Tensor]:
+        """The statistics ``kinetic_temperature`` and ``friction``, the share 1 - e^-z of the
+        momentum that is lost per step; (chains,) each."""
+        temperature = kinetic_temperature(state.momentum, gradient, step_size)
+        lost = -torch.expm1(-state.decay.squeeze(-1))
+        return {"kinetic_temperature": temperature, "friction": lost}
 
 
 def _steered(decay: Tensor, momentum: Tensor, coupling: float, temperature: float) -> Tensor:
@@ -110,12 +120,3 @@ def _mean_decay(decay: Tensor) -> Tensor:
     """(1 - e^-z) / z, the mean of e^-zt over t in (0, 1); 1 at z = 0."""
     zero = decay == 0
     return torch.where(zero, 1.0, -torch.expm1(-decay) / torch.where(zero, 1.0, decay))
-
-
-def statistics(state: ThermostatState, gradient: Tensor, step_size: float) -> dict[str, Tensor]:
-    """The statistics ``kinetic_temperature`` and ``friction``, the share 1 - e^-z of the momentum
-    that is lost per step; (chains,) each."""
-    found = {"kinetic_temperature": kinetic_temperature(state.momentum, gradient, step_size)}
-    if state.decay is not None:
-        found["friction"] = -torch.expm1(-state.decay.squeeze(-1))
-    return found
