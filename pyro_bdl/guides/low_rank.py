@@ -17,13 +17,14 @@ from pyro_bdl.distributions.low_rank_normal import (
 )
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.kl import expected_log_prior
+from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program.gaussian_prior import GaussianPrior, joint_prior
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run
 
 
-class AutoLowRank(Guide):
+class AutoLowRank(NormalGuide):
     """q(u) = Normal(m, diag(s^2) + W W') over the unconstrained latents, with ``rank`` columns in
     W.
 
@@ -42,8 +43,6 @@ class AutoLowRank(Guide):
     :raises TypeError: for a rank that is not a whole number.
     :raises ValueError: for a rank below 1, or an ``init_scale`` that is not positive and finite.
     """
-
-    normal_marginals = True
 
     def __init__(
         self,
@@ -105,24 +104,12 @@ class AutoLowRank(Guide):
         scale = self._parameter("scale")
         return scale, scale[:, None] * self._parameter("factor")
 
-    def _covariance(self) -> DiagonalPlusLowRank:
+    def factored_covariance(self) -> DiagonalPlusLowRank:
         """diag(s^2) + W W'."""
         return DiagonalPlusLowRank(*self._scale_and_factor())
 
     def location(self) -> Tensor:
         return self._parameter("loc")
-
-    def sample_vectors(self, num_samples: int) -> Tensor:
-        loc, (scale, factor) = self.location(), self._scale_and_factor()
-        noise = torch.randn(num_samples, len(loc) + self.rank, dtype=loc.dtype, device=loc.device)
-        own, common = noise.split([len(loc), self.rank], -1)
-        return torch.addcmul(loc, scale, own) + common @ factor.mT
-
-    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        covariance = self._covariance()
-        quadratic = covariance.inverse_quadratic(vector - self.location())
-        constant = vector.shape[-1] * math.log(2 * math.pi)
-        return -0.5 * (quadratic + covariance.log_det() + constant) - log_det
 
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
         """-H(q) - E_q[log p(w)] in nats, in closed form for Normal priors.
@@ -136,18 +123,9 @@ class AutoLowRank(Guide):
         )  # fmt: skip
         return -self.entropy(vector, log_det) - expected
 
-    def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        covariance = self._covariance()
-        constant = len(covariance.scale) * (1.0 + math.log(2 * math.pi))
-        return 0.5 * (constant + covariance.log_det()) + log_det
-
     def as_prior(self) -> GaussianPrior:
         """A Gaussian prior over all latents, see ``Guide.as_prior``."""
         self._require_global()
         precision = PrecisionOfLowRankCovariance(*self._scale_and_factor())
         subset = Subset(self.require_layout())
         return joint_prior(subset, self.location(), precision, precision.diagonal())
-
-    def variances(self) -> Tensor:
-        """The marginal variances of the unconstrained vector (P,)."""
-        return self._covariance().diagonal()

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.normal import NormalGuide, log_normal
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.validation import whole_number
 
 _RADIUS = 2.0  # of the starts of further paths, as in Stan
 _SMALLEST = 1e-12  # of s'y / y'y, below which a step says nothing about the curvature
@@ -45,6 +46,12 @@ class Covariance(NamedTuple):
         w = noise @ self.basis
         return self.scale * (noise + (w @ self.tril.mT - w) @ self.basis.mT)
 
+    def sample(self, num_samples: int) -> Tensor:
+        """Draws (num_samples, P) of N(0, Sigma)."""
+        like = self.scale
+        noise = torch.randn(num_samples, len(like), dtype=like.dtype, device=like.device)
+        return self.root_times(noise)
+
     def inverse_quadratic(self, x: Tensor) -> Tensor:
         """x' Sigma^-1 x for x (..., P)."""
         v = x / self.scale
@@ -62,7 +69,7 @@ class Covariance(NamedTuple):
         return self.scale.square() * (1 + inner).clamp(min=torch.finfo(inner.dtype).tiny)
 
 
-class AutoPathfinder(Guide):
+class AutoPathfinder(NormalGuide):
     """q(u) = Normal(m, Sigma) from L-BFGS on the way to the mode of the unconstrained density.
 
     At each point x_l of the way, with gradient g_l of log p(u, y), L-BFGS's estimate of the inverse
@@ -92,8 +99,6 @@ class AutoPathfinder(Guide):
     inference, algorithms 1 to 4.
     """
 
-    normal_marginals = True
-
     loc: Tensor
     scale: Tensor
     basis: Tensor
@@ -111,17 +116,10 @@ class AutoPathfinder(Guide):
         create_plates: Callable | None = None,
     ) -> None:
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
-        numbers = {
-            "num_paths": num_paths,
-            "history": history,
-            "num_draws": num_draws,
-            "most_steps": most_steps,
-        }
-        for name, value in numbers.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        self.num_paths, self.history = num_paths, history
-        self.num_draws, self.most_steps = num_draws, most_steps
+        self.num_paths = whole_number(num_paths, "num_paths")
+        self.history = whole_number(history, "history")
+        self.num_draws = whole_number(num_draws, "num_draws")
+        self.most_steps = whole_number(most_steps, "most_steps")
 
     def options(self) -> dict[str, Any]:
         names = ("num_paths", "history", "num_draws", "most_steps")
@@ -198,7 +196,7 @@ class AutoPathfinder(Guide):
                 best = value, loc.to(start), _cast(covariance, start)
         return best
 
-    def _covariance(self) -> Covariance:
+    def factored_covariance(self) -> Covariance:
         self.require_layout()
         return Covariance(self.scale, self.basis, self.tril)
 
@@ -206,21 +204,9 @@ class AutoPathfinder(Guide):
         self.require_layout()
         return self.loc
 
-    def sample_vectors(self, num_samples: int) -> Tensor:
-        loc = self.location()
-        noise = torch.randn(num_samples, len(loc), dtype=loc.dtype, device=loc.device)
-        return loc + self._covariance().root_times(noise)
-
-    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        return log_normal(vector - self.location(), self._covariance()) - log_det
-
-    def variances(self) -> Tensor:
-        """The marginal variances of the unconstrained vector (P,)."""
-        return self._covariance().diagonal()
-
     def covariance(self) -> Tensor:
         """Sigma (P, P), for example as the metric of a chain."""
-        root = self._covariance().root_times(identity(len(self.loc), self.loc))
+        root = self.factored_covariance().root_times(identity(len(self.loc), self.loc))
         return root.mT @ root
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
@@ -231,12 +217,6 @@ class AutoPathfinder(Guide):
 
 def identity(size: int, like: Tensor) -> Tensor:
     return torch.eye(size, dtype=like.dtype, device=like.device)
-
-
-def log_normal(offset: Tensor, covariance: Covariance) -> Tensor:
-    """log N(offset; 0, Sigma) in nats, (...), for offsets (..., P)."""
-    constant = offset.shape[-1] * math.log(2 * math.pi)
-    return -0.5 * (covariance.inverse_quadratic(offset) + covariance.log_det() + constant)
 
 
 def elbo(program: Program, loc: Tensor, covariance: Covariance, noise: Tensor) -> float:

@@ -16,6 +16,7 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.ensemble import AutoEnsemble
 from pyro_bdl.guides.joint import JointGuide, restored_source
 from pyro_bdl.guides.mixture import MixtureGuide
+from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.init import init_afresh, init_to_network
 from pyro_bdl.program.batches import Batch
@@ -76,7 +77,35 @@ class Snapshots(nn.Module):
         return self.recent[last % len(self.recent)] - self.mean
 
 
-class AutoSWAG(UnconstrainedMAP):
+class _Collecting(Guide):
+    """The part of a guide that collects snapshots of its points."""
+
+    rank: int
+    points: str  # the parameter that holds them
+    snapshots: Snapshots
+
+    def create_parameters(self, start: Tensor) -> None:
+        super().create_parameters(start)
+        self.discard()
+
+    def collect(self) -> int:
+        """Take a snapshot of the current point, or of every member; return the number so far.
+
+        :raises ValueError: if a point is not finite; the earlier snapshots stay.
+        """
+        points = self._points()
+        return self.snapshots.add(points)
+
+    def discard(self) -> None:
+        """Forget all snapshots."""
+        self.snapshots = Snapshots(self.rank, self._points())
+
+    def _points(self) -> Tensor:
+        self.require_layout()
+        return self._parameter(self.points).detach()
+
+
+class AutoSWAG(_Collecting, UnconstrainedMAP):
     """A guide that trains the MAP, and then fits a Gaussian to snapshots of SGD.
 
     ``collect()`` takes a snapshot; call it between SGD steps after training.
@@ -99,6 +128,8 @@ class AutoSWAG(UnconstrainedMAP):
     :raises ValueError: for a rank of 1 or below 0.
     """
 
+    points = "loc"
+
     def __init__(
         self,
         model: Callable,
@@ -113,23 +144,6 @@ class AutoSWAG(UnconstrainedMAP):
 
     def options(self) -> dict[str, Any]:
         return {"rank": self.rank}
-
-    def create_parameters(self, start: Tensor) -> None:
-        super().create_parameters(start)
-        self.snapshots = Snapshots(self.rank, start)
-
-    def collect(self) -> int:
-        """Take a snapshot of the current point; return the number of snapshots so far.
-
-        :raises ValueError: if the point is not finite; the earlier snapshots stay.
-        """
-        self.require_layout()
-        return self.snapshots.add(self.location().detach())
-
-    def discard(self) -> None:
-        """Forget all snapshots."""
-        self.require_layout()
-        self.snapshots = Snapshots(self.rank, self.location().detach())
 
     def swag_approximation(
         self, *, structure: str = "low_rank", rank: int | None = None, scale: float = 1.0
@@ -152,7 +166,7 @@ class AutoSWAG(UnconstrainedMAP):
         )
 
 
-class AutoMultiSWAG(AutoEnsemble):
+class AutoMultiSWAG(_Collecting, AutoEnsemble):
     """An ensemble whose members collect snapshots, for a mixture of SWAG posteriors (Wilson &
     Izmailov 2020).
 
@@ -165,6 +179,8 @@ class AutoMultiSWAG(AutoEnsemble):
     :param init_loc_fn: see ``AutoEnsemble``, which also explains ``create_plates``.
     :raises ValueError: for a size below 1, a rank of 1 or below 0.
     """
+
+    points = "locs"
 
     def __init__(
         self,
@@ -182,20 +198,6 @@ class AutoMultiSWAG(AutoEnsemble):
     def options(self) -> dict[str, Any]:
         return {**super().options(), "rank": self.rank}
 
-    def create_parameters(self, start: Tensor) -> None:
-        super().create_parameters(start)
-        self.snapshots = Snapshots(self.rank, self.locs.detach())
-
-    def collect(self) -> int:
-        """Take a snapshot of every member; return the number of snapshots of each."""
-        self.require_layout()
-        return self.snapshots.add(self._parameter("locs").detach())
-
-    def discard(self) -> None:
-        """Forget all snapshots."""
-        self.require_layout()
-        self.snapshots = Snapshots(self.rank, self._parameter("locs").detach())
-
     def swag_approximation(
         self, *, structure: str = "low_rank", rank: int | None = None, scale: float = 1.0
     ) -> MixtureGuide:
@@ -203,20 +205,9 @@ class AutoMultiSWAG(AutoEnsemble):
         ``AutoSWAG.swag_approximation``."""
         self.require_layout()
         rank = _rank(structure, self.rank if rank is None else rank, self.snapshots, scale)
-        variances = self.snapshots.variances()
-        deviations = self.snapshots.deviations(rank) if rank else None
-        return MixtureGuide(
-            [
-                SWAGGuide(
-                    self,
-                    self.snapshots.mean[k],
-                    variances[k],
-                    None if deviations is None else deviations[:, k],
-                    scale,
-                )
-                for k in range(self.size)
-            ]
-        )
+        deviations = self.snapshots.deviations(rank).unbind(1) if rank else [None] * self.size
+        moments = zip(self.snapshots.mean, self.snapshots.variances(), deviations, strict=True)
+        return MixtureGuide([SWAGGuide(self, *parts, scale) for parts in moments])
 
 
 def _check_rank(rank: int) -> None:
@@ -250,7 +241,7 @@ def _rank(structure: str, rank: int, snapshots: Snapshots, scale: float) -> int:
     return rank
 
 
-class SWAGGuide(JointGuide):
+class SWAGGuide(JointGuide, NormalGuide):
     """N(mean, scale / 2 (diag(v) + D' D / (K - 1))) over the unconstrained vector, or
     N(mean, scale diag(v)) without D (Maddox et al. 2019, equation 1 and section 3.2).
 
@@ -267,8 +258,6 @@ class SWAGGuide(JointGuide):
     :param deviations: D (K, P), or None.
     :param scale: a factor of the covariance.
     """
-
-    normal_marginals = True
 
     loc: Tensor
     diagonal: Tensor
@@ -306,11 +295,8 @@ class SWAGGuide(JointGuide):
     def location(self) -> Tensor:
         return self.loc
 
-    def sample_vectors(self, num_samples: int) -> Tensor:
-        dtype, device = self.loc.dtype, self.loc.device
-        noise = torch.randn(num_samples, len(self.loc), dtype=dtype, device=device)
-        shared = torch.randn(num_samples, len(self.factor), dtype=dtype, device=device)
-        return torch.addcmul(self.loc, self.diagonal.sqrt(), noise) + shared @ self.factor
+    def factored_covariance(self) -> DiagonalPlusLowRank:
+        return DiagonalPlusLowRank(self.diagonal.sqrt(), self.factor.mT)
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """log N(u; mean, S + F' F) - log |det dT/du|.
@@ -318,10 +304,7 @@ class SWAGGuide(JointGuide):
         :raises ValueError: if a variance is zero.
         """
         self._require_density()
-        covariance = DiagonalPlusLowRank(self.diagonal.sqrt(), self.factor.mT)
-        quadratic = covariance.inverse_quadratic(vector - self.loc)
-        constant = len(self.loc) * math.log(2 * math.pi)
-        return -0.5 * (quadratic + covariance.log_det() + constant) - log_det
+        return super().log_density(vector, log_det)
 
     def _require_density(self) -> None:
         if self.has_density:
@@ -346,10 +329,6 @@ class SWAGGuide(JointGuide):
             return independent_prior(self.require_layout(), self.loc, self.diagonal.sqrt())
         precision = PrecisionOfLowRankCovariance(self.diagonal.sqrt(), self.factor.mT)
         return joint_prior(Subset(self.require_layout()), self.loc, precision, precision.diagonal())
-
-    def variances(self) -> Tensor:
-        """The marginal variances of the unconstrained vector (P,)."""
-        return self.diagonal + self.factor.square().sum(0)
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
         """q over the unconstrained vector (P,).
