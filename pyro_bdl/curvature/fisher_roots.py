@@ -1,12 +1,11 @@
 """Roots of the Fisher information of one observation: closed forms, sums or estimates."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Distribution, kl_divergence
 
 from pyro_bdl.distributions.take_apart import (
     base_distribution,
@@ -19,7 +18,7 @@ Cotangent = dict[str, Tensor]
 Roots = Iterable[Cotangent]
 
 ESTIMATION_DRAWS = 512  # draws per datum if the information has no closed form
-_CLOSED_FORM_UP_TO = 2048  # the largest number of columns of a multivariate Normal's information
+_DIVERGENCE_UP_TO = 256  # the largest number of parameters of a cell
 _NUMBERS_AT_ONCE = 2**18
 
 
@@ -50,11 +49,11 @@ def cell_roots(
 ) -> Roots:
     """Columns of S with S S' = F for each cell of a distribution.
 
-    F has a closed form for Normal, LogNormal, Laplace, Cauchy, Gumbel, StudentT, Gamma, Beta,
-    Exponential, HalfNormal, Poisson, Bernoulli, Binomial and NegativeBinomial (where the count is
-    known), Categorical, OneHotCategorical, MultivariateNormal and LowRankMultivariateNormal (up to
-    63 dimensions, if more than the mean is latent). If there are at most 512 possible observations,
-    F is a sum over them. For all other distributions F is estimated from drawn observations.
+    F has a closed form for Normal, LogNormal, Laplace, Cauchy, StudentT, Poisson, Bernoulli,
+    Binomial and NegativeBinomial (of a known count), Categorical, OneHotCategorical and the mean of
+    a multivariate Normal. It is the Hessian of a divergence for Gamma, Beta, Gumbel, Exponential,
+    HalfNormal, Geometric, MultivariateNormal and LowRankMultivariateNormal, up to 256 parameters.
+    It is a sum for at most 512 possible observations, and else estimated from drawn ones.
 
     :param base: the distribution, without ``to_event`` and masks.
     :param parameters: its tensors that depend on the latents; the others count as known.
@@ -65,25 +64,74 @@ def cell_roots(
     roots: Roots | None = None
     if kind == "TransformedDistribution":
         roots = _transformed(base, parameters, num_draws)
+    elif kind in _MULTIVARIATE and parameters.keys() == {"loc"}:
+        roots = _mean_of_normal(base)
     elif kind in _CLOSED_FORMS:
         function, covered = _CLOSED_FORMS[kind]
         roots = function(base, parameters) if parameters.keys() <= covered else None
+    elif kind in _DIVERGENCES:
+        roots = _by_divergence(base, parameters)
     return _estimated_roots(base, parameters, num_draws) if roots is None else roots
+
+
+def _by_divergence(base: Any, parameters: dict[str, Tensor]) -> Roots | None:
+    """F = d^2 KL(p_0 || p_theta) / d theta^2 at theta = theta_0, in float64 (Kullback 1959)."""
+    shapes = _event_shapes(base, parameters)
+    if sum(shape.numel() for shape in shapes.values()) > _DIVERGENCE_UP_TO:
+        return None
+    every = {name: value.detach().double() for name, value in parameters_of_any(base).items()}
+    with torch.enable_grad():
+        leaves = {name: every[name].clone().requires_grad_() for name in parameters}
+        total = kl_divergence(rebuilt(base, every), rebuilt(base, every | leaves)).sum()
+        gradient = _of_cells(
+            base, torch.autograd.grad(total, [*leaves.values()], create_graph=True)
+        )
+        rows = [
+            torch.autograd.grad(
+                entry.sum(), [*leaves.values()], retain_graph=True, materialize_grads=True
+            )
+            for entry in gradient.unbind(-1)
+        ]
+    information = torch.stack([_of_cells(base, row) for row in rows], -1)
+    like = next(iter(parameters.values()))
+    return [_cotangent(base, column.to(like), shapes) for column in _root(information)]
+
+
+def _mean_of_normal(base: Any) -> Iterator[Cotangent]:
+    """The information Sigma^-1 = L^-T L^-1 of a multivariate Normal's mean."""
+    inverse = torch.linalg.inv(base.scale_tril.detach())
+    for row in inverse.expand(*base.batch_shape, *inverse.shape[-2:]).unbind(-2):
+        yield {"loc": row}
+
+
+def _root(information: Tensor) -> tuple[Tensor, ...]:
+    """The columns of S with S S' = F, for F (*batch, k, k); parameters without any have no column."""
+    size = information.shape[-1]
+    diagonal = information.diagonal(dim1=-2, dim2=-1).reshape(-1, size)
+    used = diagonal.any(0).nonzero()[:, 0]
+    values, vectors = torch.linalg.eigh(information[..., used[:, None], used])
+    columns = information.new_zeros(*information.shape[:-1], len(used))
+    columns[..., used, :] = vectors * values.clamp(min=0.0).sqrt()[..., None, :]
+    return columns.unbind(-1)
+
+
+def _event_shapes(base: Any, parameters: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: v.shape[len(base.batch_shape) :] for name, v in parameters.items()}
+
+
+def _of_cells(base: Any, values: Iterable[Tensor]) -> Tensor:
+    """Values of the parameters side by side for each cell, (*batch, k)."""
+    return torch.cat([value.reshape(*base.batch_shape, -1) for value in values], -1)
+
+
+def _cotangent(base: Any, column: Tensor, shapes: dict[str, torch.Size]) -> Cotangent:
+    parts = column.split([shape.numel() for shape in shapes.values()], -1)
+    pairs = zip(shapes.items(), parts, strict=True)
+    return {name: part.reshape((*base.batch_shape, *shape)) for (name, shape), part in pairs}
 
 
 def _diagonal(information: dict[str, Tensor], parameters: dict[str, Tensor]) -> list[Cotangent]:
     return [{name: information[name].sqrt()} for name in information if name in parameters]
-
-
-def _pair(
-    first: tuple[str, Tensor], second: tuple[str, Tensor], cross: Tensor, parameters: dict
-) -> list[Cotangent]:
-    """Columns of S with [[a, c], [c, b]] = S S', restricted to the given parameters."""
-    (x, a), (y, b) = first, second
-    if x not in parameters or y not in parameters:
-        return _diagonal({x: a, y: b}, parameters)
-    root = a.sqrt()
-    return [{x: root, y: cross / root}, {y: (b - cross.square() / a).clamp(min=0.0).sqrt()}]
 
 
 def _location_scale(of_loc: float, of_scale: float) -> Callable[..., Roots]:
@@ -96,13 +144,6 @@ def _location_scale(of_loc: float, of_scale: float) -> Callable[..., Roots]:
     return roots
 
 
-def _gumbel(base: Any, parameters: dict[str, Tensor]) -> Roots:
-    precision = base.scale.detach().square().reciprocal()
-    rest = 1.0 - 0.5772156649015329
-    scale = precision * (math.pi**2 / 6 + rest**2)
-    return _pair(("loc", precision), ("scale", scale), -rest * precision, parameters)
-
-
 def _student_t(base: Any, parameters: dict[str, Tensor]) -> Roots:
     """The information of location, scale and df (Lange, Little & Taylor 1989, appendix B)."""
     df, scale = base.df.detach(), base.scale.detach()
@@ -113,31 +154,11 @@ def _student_t(base: Any, parameters: dict[str, Tensor]) -> Roots:
     of_df = of_df - (df + 5) / (2 * df * (df + 1) * (df + 3))
     of_scale = 2 * df / (df + 3) * precision
     cross = -2 / ((df + 1) * (df + 3) * scale)
-    roots = _diagonal({"loc": loc}, parameters)
-    return roots + _pair(("scale", of_scale), ("df", of_df.clamp(min=0.0)), cross, parameters)
-
-
-def _gamma(base: Any, parameters: dict[str, Tensor]) -> Roots:
-    shape, rate = base.concentration.detach(), base.rate.detach()
-    first = ("rate", shape / rate.square())
-    second = ("concentration", torch.special.polygamma(1, shape))
-    return _pair(first, second, -1.0 / rate, parameters)
-
-
-def _beta(base: Any, parameters: dict[str, Tensor]) -> Roots:
-    a, b = base.concentration1.detach(), base.concentration0.detach()
-    both = torch.special.polygamma(1, a + b)
-    first = ("concentration1", torch.special.polygamma(1, a) - both)
-    second = ("concentration0", torch.special.polygamma(1, b) - both)
-    return _pair(first, second, -both, parameters)
-
-
-def _exponential(base: Any, parameters: dict[str, Tensor]) -> Roots:
-    return _diagonal({"rate": base.rate.detach().square().reciprocal()}, parameters)
-
-
-def _half_normal(base: Any, parameters: dict[str, Tensor]) -> Roots:
-    return _diagonal({"scale": 2.0 * base.scale.detach().square().reciprocal()}, parameters)
+    if not {"scale", "df"} <= parameters.keys():
+        return _diagonal({"loc": loc, "scale": of_scale, "df": of_df.clamp(min=0.0)}, parameters)
+    root = of_scale.sqrt()
+    rest = (of_df - cross.square() / of_scale).clamp(min=0.0).sqrt()
+    return [*_diagonal({"loc": loc}, parameters), {"scale": root, "df": cross / root}, {"df": rest}]
 
 
 def _poisson(base: Any, parameters: dict[str, Tensor]) -> Roots:
@@ -186,68 +207,6 @@ def _categorical(base: Any, parameters: dict[str, Tensor]) -> Roots:
     return roots
 
 
-def _multivariate_normal(base: Any, parameters: dict[str, Tensor]) -> Roots | None:
-    """The information P = Sigma^-1 of the mean, and tr(P dSigma P dSigma) / 2 of Sigma = L L'.
-
-    With the lower triangular M = L^-1 dL the latter is sum_ij M_ij^2 + sum_i M_ii^2.
-    """
-    inverse = torch.linalg.inv(base.scale_tril.detach())  # F = L^-T L^-1
-    inverse = inverse.expand(*base.batch_shape, *inverse.shape[-2:])
-    if not _is_small(inverse.shape[-1], "scale_tril" in parameters):
-        return None
-
-    def of_scale(row: int, column: int) -> Cotangent:
-        root = torch.zeros_like(inverse)
-        root[..., column] = inverse[..., row, :] * (math.sqrt(2.0) if row == column else 1.0)
-        return {"scale_tril": root.tril()}
-
-    return _of_mean_and_covariance(inverse, parameters, "scale_tril", of_scale)
-
-
-def _low_rank_multivariate_normal(base: Any, parameters: dict[str, Tensor]) -> Roots | None:
-    """The information of a multivariate Normal with Sigma = W W' + D."""
-    factor = base.cov_factor.detach()
-    inverse = torch.linalg.inv(base.scale_tril.detach())
-    inverse = inverse.expand(*base.batch_shape, *inverse.shape[-2:])
-    if not _is_small(inverse.shape[-1], bool(parameters.keys() & {"cov_factor", "cov_diag"})):
-        return None
-
-    def of_scale(row: int, column: int) -> Cotangent:
-        first, second = inverse[..., row, :], inverse[..., column, :]
-        weight = math.sqrt(0.5) if row == column else 1.0
-        root = {"cov_diag": weight * first * second}
-        through_first = (second[..., None, :] @ factor) * first[..., :, None]
-        through_second = (first[..., None, :] @ factor) * second[..., :, None]
-        root["cov_factor"] = weight * (through_first + through_second)
-        return {name: value for name, value in root.items() if name in parameters}
-
-    return _of_mean_and_covariance(inverse, parameters, "cov_", of_scale)
-
-
-def _is_small(size: int, has_scale: bool) -> bool:
-    return not has_scale or size * (size + 1) // 2 <= _CLOSED_FORM_UP_TO
-
-
-def _of_mean_and_covariance(
-    inverse: Tensor, parameters: dict[str, Tensor], scale: str, of_scale: Callable
-) -> Iterator[Cotangent]:
-    """Yield columns one by one, since there are d (d + 1) / 2 of them, with d x d numbers per
-    datum.
-
-    :param inverse: L^-1 for the covariance L L'.
-    :param scale: the prefix of the names of the covariance's tensors.
-    :param of_scale: the column of an entry on or below the diagonal.
-    """
-    size = inverse.shape[-1]
-    if "loc" in parameters:
-        for k in range(size):
-            yield {"loc": inverse[..., k, :]}
-    if any(name.startswith(scale) for name in parameters):
-        for row in range(size):
-            for column in range(row + 1):
-                yield of_scale(row, column)
-
-
 def _transformed(base: Any, parameters: dict[str, Tensor], num_draws: int) -> Roots | None:
     """The information of a transformed distribution: a bijection of the observation does not change
     it."""
@@ -266,24 +225,17 @@ _CLOSED_FORMS: dict[str, tuple[Callable[..., Roots | None], frozenset[str]]] = {
     "LogNormal": (_location_scale(1.0, 2.0), frozenset({"loc", "scale"})),
     "Laplace": (_location_scale(1.0, 1.0), frozenset({"loc", "scale"})),
     "Cauchy": (_location_scale(0.5, 0.5), frozenset({"loc", "scale"})),
-    "Gumbel": (_gumbel, frozenset({"loc", "scale"})),
     "StudentT": (_student_t, frozenset({"df", "loc", "scale"})),
-    "Gamma": (_gamma, frozenset({"concentration", "rate"})),
-    "Beta": (_beta, frozenset({"concentration1", "concentration0"})),
-    "Exponential": (_exponential, frozenset({"rate"})),
-    "HalfNormal": (_half_normal, frozenset({"scale"})),
     "Poisson": (_poisson, frozenset({"rate"})),
     "Bernoulli": (_binomial, frozenset({"probs", "logits"})),
     "Binomial": (_binomial, frozenset({"probs", "logits"})),
     "NegativeBinomial": (_negative_binomial, frozenset({"probs", "logits"})),
     "Categorical": (_categorical, frozenset({"probs", "logits"})),
     "OneHotCategorical": (_categorical, frozenset({"probs", "logits"})),
-    "MultivariateNormal": (_multivariate_normal, frozenset({"loc", "scale_tril"})),
-    "LowRankMultivariateNormal": (
-        _low_rank_multivariate_normal,
-        frozenset({"loc", "cov_factor", "cov_diag"}),
-    ),
 }
+_MULTIVARIATE = ("MultivariateNormal", "LowRankMultivariateNormal")
+# With a divergence in torch that is differentiable at zero.
+_DIVERGENCES = ("Gamma", "Beta", "Gumbel", "Exponential", "HalfNormal", "Geometric", *_MULTIVARIATE)
 
 
 def _estimated_roots(
@@ -294,26 +246,19 @@ def _estimated_roots(
     F is the sum over y of p(y) s s' if y takes few values, else the mean of s s' over draws, which
     is positive semi-definite by construction. The network is not evaluated.
     """
-    shapes = {name: v.shape[len(base.batch_shape) :] for name, v in parameters.items()}
-    sizes = [shape.numel() for shape in shapes.values()]
-
-    def cotangent(column: Tensor) -> Cotangent:
-        parts = zip(shapes.items(), column.split(sizes, -1), strict=True)
-        return {name: part.reshape((*base.batch_shape, *shape)) for (name, shape), part in parts}
-
+    shapes = _event_shapes(base, parameters)
+    size = sum(shape.numel() for shape in shapes.values())
     total: Any = 0.0
     numbers = sum(v.numel() for v in parameters.values())
     for values, weights in _weighted_values(base, numbers, num_draws):
         scores = _scores(base, tuple(parameters), values)
-        if sum(sizes) > num_draws:  # the scores themselves are fewer columns than a root of F
-            yield from map(cotangent, scores * weights.sqrt()[..., None])
+        if size > num_draws:  # the scores themselves are fewer columns than a root of F
+            for column in scores * weights.sqrt()[..., None]:
+                yield _cotangent(base, column, shapes)
         else:
-            squares = torch.einsum("d...i,d...j->...ij", scores * weights[..., None], scores)
-            total = total + squares
-    if sum(sizes) <= num_draws:
-        values, vectors = torch.linalg.eigh(total)
-        columns = vectors * values.clamp(min=0.0).sqrt()[..., None, :]
-        yield from map(cotangent, columns.unbind(-1))
+            total = total + torch.einsum("d...i,d...j->...ij", scores * weights[..., None], scores)
+    for column in _root(total) if size <= num_draws else ():
+        yield _cotangent(base, column, shapes)
 
 
 def _weighted_values(
