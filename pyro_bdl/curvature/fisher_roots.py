@@ -105,7 +105,7 @@ def _mean_of_normal(base: Any) -> Iterator[Cotangent]:
 
 
 def _root(information: Tensor) -> tuple[Tensor, ...]:
-    """The columns of S with S S' = F, for F (*batch, k, k); parameters without any have no column."""
+    """The columns of S with S S' = F, for F (*batch, k, k), as many as parameters that it has."""
     size = information.shape[-1]
     diagonal = information.diagonal(dim1=-2, dim2=-1).reshape(-1, size)
     used = diagonal.any(0).nonzero()[:, 0]
