@@ -87,8 +87,9 @@ class RowwiseLikelihood:
         self._plates: dict[str, Tensor] = {}  # their indices in a run over one row
         if any(map(uses_its_batch, modules_of(model))):
             raise UnsupportedProgramError(
-                f"{name} needs data that do not depend on each other, and a BatchNorm layer in "
-                f"training mode normalizes by the batch: call network.eval(), or {_INSTEAD}"
+                f"{name} needs data that do not depend on each other, and a BatchNorm layer "
+                "normalizes by the batch: call eval() on it where it has running statistics, use "
+                f"GroupNorm or LayerNorm where it has none, or {_INSTEAD}"
             )
         with torch.no_grad(), evaluation_mode(model):
             with own_randomness():

@@ -219,9 +219,9 @@ def _scale(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
     """Record z = multiplier * w + b."""
     if op.settings.get("training"):
         raise ValueError(
-            "a BatchNorm layer computes with the batch's own statistics, which makes data depend "
-            "on each other: call network.eval() and use its running statistics "
-            "(track_running_stats=True) for curvature"
+            "a BatchNorm layer without running statistics computes with the batch's own, which "
+            "makes data depend on each other: make it with track_running_stats=True and train "
+            "again, or use GroupNorm or LayerNorm"
         )
     if mode.is_latent(op.inputs):
         return []
