@@ -8,7 +8,7 @@ the center of member k (Eschenhagen et al. 2021, "mixtures of Laplace approximat
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,6 +24,8 @@ from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive.linearized_component import (
     LinearizedComponent,
     ParameterMoments,
+    drawn,
+    joint_mean_and_covariance,
     mean_and_covariance,
     moments,
 )
@@ -31,7 +33,6 @@ from pyro_bdl.predictive.observations import (
     AtDraws,
     DrawPredictions,
     PredictiveCovariance,
-    PredictiveMoments,
 )
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.utils.random_state import seeded
@@ -39,13 +40,6 @@ from pyro_bdl.utils.trees import tree_map
 from pyro_bdl.utils.validation import whole_number
 
 METHODS = ("centered-probit", "probit", "laplace-bridge", "monte-carlo")
-
-
-class LinearizedDraws(dict[str, Tensor]):
-    """Draws by site, as from ``Predictive``, with the ``moments`` of the Gaussians that were drawn
-    from."""
-
-    moments: dict[str, ParameterMoments]
 
 
 UNKNOWN = (
@@ -68,10 +62,10 @@ class LinearizedPredictive(DrawPredictions):
     """Predictions of the linearized program under a Gaussian guide or a mixture of Gaussian guides.
 
     ``LinearizedPredictive(model, guide)(x)`` gives draws ``{"y": (S, N, ...), "f": (S, N, ...)}``
-    like ``Predictive``, and their ``moments`` in closed form. Each draw is one function of all
-    inputs. If an argument requires gradients (and gradients are enabled), moments, densities, means
-    and drawn functions are differentiable in it, for example to search for the next input. The
-    Jacobian is then dense, so pass only a few rows at once.
+    like ``Predictive``. Each draw is one function of all inputs. If an argument requires gradients
+    (and gradients are enabled), moments, densities, means and drawn functions are differentiable in
+    it, for example to search for the next input. The Jacobian is then dense, so pass only a few
+    rows at once.
 
     For a mixture, draws are stratified over the members as in the guide, moments follow from the
     law of total variance, and densities and class probabilities are averages over the members.
@@ -114,15 +108,10 @@ class LinearizedPredictive(DrawPredictions):
             for k in self._kept
         ]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> LinearizedDraws:
-        """Draws of the observed and the deterministic sites, and the moments."""
-        found = [
-            component.sample(number, args, kwargs)
-            for component, number in zip(self.components, self._shares(), strict=True)
-        ]
-        result = LinearizedDraws(self._mixed([draws for draws, _ in found if draws]))
-        result.moments = self._total_moments([parameters for _, parameters in found])
-        return result
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Draws of the observed and the deterministic sites, each (S, ...)."""
+        found = self._at_draws(drawn, args, kwargs, deterministic=True)
+        return found.values | found.deterministic
 
     # Closed forms
 
@@ -142,7 +131,7 @@ class LinearizedPredictive(DrawPredictions):
             site, of its own shape.
         :raises ValueError: for a name that is no observed or deterministic site.
         """
-        return self._total_moments(self._closed_forms(moments, args, kwargs, sites))
+        return self._combined(self._closed_forms(moments, args, kwargs, sites=sites))
 
     def covariance(
         self, *args: Any, sites: Collection[str] | None = None, **kwargs: Any
@@ -152,8 +141,8 @@ class LinearizedPredictive(DrawPredictions):
 
         :param sites: as in ``moments``; the first dimension of a deterministic site is N.
         """
-        found = self._closed_forms(mean_and_covariance, args, kwargs, sites)
-        return self._total_covariance(found)
+        found = self._closed_forms(mean_and_covariance, args, kwargs, sites=sites)
+        return self._combined(found)
 
     def joint_covariance(
         self, *args: Any, sites: Collection[str] | None = None, **kwargs: Any
@@ -163,8 +152,8 @@ class LinearizedPredictive(DrawPredictions):
 
         :param sites: as in ``moments``; a deterministic site is flattened.
         """
-        found = [component.joint_covariance(args, kwargs, sites) for component in self.components]
-        return self._total_covariance(found)
+        found = self._closed_forms(joint_mean_and_covariance, args, kwargs, sites=sites, whole=True)
+        return self._combined(found)
 
     def predictive_covariance(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveCovariance]:
         """Mean (N, D) and covariance (N, D, D) of the D numbers of y of each datum, noise included,
@@ -189,18 +178,7 @@ class LinearizedPredictive(DrawPredictions):
             component.predictive_covariance(self.num_samples, args, kwargs, joint=joint)
             for component in self.components
         ]
-        if not joint:
-            total = self._total_covariance(found)
-            return {name: PredictiveCovariance(*parts) for name, parts in total.items()}
-        shapes = {name: parts.covariance.shape for name, parts in found[0].items()}
-        flat = [
-            {name: (m.flatten(), c.flatten(2).flatten(0, 1)) for name, (m, c) in each.items()}
-            for each in found
-        ]
-        return {
-            name: PredictiveCovariance(m.reshape(shapes[name][:2]), c.reshape(shapes[name]))
-            for name, (m, c) in self._total_covariance(flat).items()
-        }
+        return self._combined(found)
 
     def prior_covariance(self, x: Any, x2: Any = None) -> dict[str, Tensor]:
         """For each observed site J(x) Lambda^-1 J(x2)', (N K, N2 K), data before parameters.
@@ -298,11 +276,9 @@ class LinearizedPredictive(DrawPredictions):
         function: Callable[[GaussianOutputs], Any],
         args: tuple,
         kwargs: dict,
-        sites: Collection[str] | None = None,
+        **options: Any,
     ) -> list[dict[str, Any]]:
-        return [
-            component.closed_forms(function, args, kwargs, sites) for component in self.components
-        ]
+        return [c.closed_forms(function, args, kwargs, **options) for c in self.components]
 
     def _at_draws(
         self, read: Callable[[Any], Any], args: tuple, kwargs: dict, **options: Any
@@ -338,45 +314,39 @@ class LinearizedPredictive(DrawPredictions):
         stacked = torch.stack(values)
         return torch.tensordot(self.weights.to(stacked), stacked, dims=1)
 
-    def _total_moments(self, found: list[dict[str, Any]]) -> dict[str, Any]:
-        """Moments of the mixture, by the law of total variance."""
+    def _combined(self, found: list[dict[str, Any]]) -> dict[str, Any]:
+        """Moments of the mixture by site, by the law of total variance."""
         if len(found) == 1:
             return found[0]
-        result: dict[str, Any] = {}
-        for name, first in found[0].items():
-            parts = [each[name] for each in found]
-            if isinstance(first, PredictiveMoments):
-                means, variances = zip(*parts, strict=True)
-                result[name] = PredictiveMoments(*self._total(means, variances))
-                continue
-            mean, variance = {}, {}
-            for key in first.mean:
-                mean[key], variance[key] = self._total(
-                    [part.mean[key] for part in parts], [part.variance[key] for part in parts]
-                )
-            noise: Any = [part.noise_variance for part in parts]
-            noise = None if noise[0] is None else self._averaged(noise)
-            result[name] = ParameterMoments(mean, variance, noise)
-        return result
+        return {name: self._of_mixture([values[name] for values in found]) for name in found[0]}
 
-    def _total(self, means: Any, variances: Any) -> tuple[Tensor, Tensor]:
-        stacked = torch.stack(list(means))
+    def _of_mixture(self, parts: list[Any]) -> Any:
+        first = parts[0]
+        if isinstance(first, ParameterMoments):
+            total = {
+                key: self._total([p.mean[key] for p in parts], [p.variance[key] for p in parts])
+                for key in first.mean
+            }
+            noises: Any = [part.noise_variance for part in parts]
+            noise = None if noises[0] is None else self._averaged(noises)
+            means, variances = ({key: pair[i] for key, pair in total.items()} for i in range(2))
+            return ParameterMoments(means, variances, noise)
+        pair = self._total(*zip(*parts, strict=True))
+        return type(first)(*pair) if hasattr(first, "_fields") else pair
+
+    def _total(self, means: Any, inside: Any) -> tuple[Tensor, Tensor]:
+        """Mean and variance, covariance of the last dimension, or covariance of all numbers."""
+        stacked, inside = torch.stack(list(means)), torch.stack(list(inside))
         mean = self._averaged(stacked)
-        return mean, self._averaged(torch.stack(list(variances)) + (stacked - mean).square())
-
-    def _total_covariance(
-        self, found: Sequence[Mapping[str, tuple[Tensor, Tensor]]]
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        if len(found) == 1:
-            return dict(found[0])
-        result = {}
-        for name in found[0]:
-            means = torch.stack([each[name][0] for each in found])
-            center = self._averaged(means)
-            spread = (means - center)[..., :, None] * (means - center)[..., None, :]
-            inside = torch.stack([each[name][1] for each in found])
-            result[name] = center, self._averaged(inside + spread)
-        return result
+        offset = stacked - mean
+        if inside.dim() == offset.dim():
+            spread = offset.square()
+        elif inside.dim() == offset.dim() + 1:
+            spread = offset[..., :, None] * offset[..., None, :]
+        else:
+            flat = offset.flatten(1)
+            spread = (flat[:, :, None] * flat[:, None, :]).reshape(inside.shape)
+        return mean, self._averaged(inside + spread)
 
 
 def _class_means(distribution: Any) -> Any:

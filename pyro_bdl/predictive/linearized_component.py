@@ -3,7 +3,7 @@
 ``LinearizedPredictive`` averages such components over the members of a mixture.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pyro_bdl.curvature import closed_forms
 from pyro_bdl.curvature.chunking import linearizations
-from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, LinearOutputs, observed_outputs
 from pyro_bdl.curvature.structures.draws import LinearDraws
@@ -176,10 +175,12 @@ class LinearizedComponent:
         :param function: returns tensors (n, ...), nested or not.
         :param whole: linearize all data at once.
         """
-        found, rows = [], []
+        found, rows, precision = [], [], self.guide.precision
         with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
-            for part in [self.whole(args, kwargs)] if whole else self.parts(args, kwargs):
-                found.append(self._in_closed_form(function, part, sites))
+            for part in self.parts(args, kwargs, whole=whole):
+                sited = part.chosen(sites).items()
+                values = {name: function(outputs.gaussian(precision)) for name, outputs in sited}
+                found.append({name: v for name, v in values.items() if v is not None})
                 rows.append(part.rows)
             return _joined(found, rows, 0)
 
@@ -209,25 +210,6 @@ class LinearizedComponent:
         drawn = self.at_draws(read, num_samples, args, kwargs, densities=densities, sites=[*others])
         return result, drawn
 
-    def joint_covariance(
-        self, args: tuple, kwargs: dict, sites: Collection[str] | None = None
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        """For each observed site, or those that are named, the mean (N K,) and the covariance
-        (N K, N K)."""
-        result = {}
-        with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
-            for name, outputs in self.whole(args, kwargs).chosen(sites).items():
-                if outputs.moving or outputs.site is None:
-                    result[name] = self._over_all(outputs)
-        return result
-
-    def _over_all(self, outputs: LinearOutputs) -> tuple[Tensor, Tensor]:
-        if not outputs.moving:
-            mean = _constant(outputs).reshape(-1)
-            return mean, mean.new_zeros(len(mean), len(mean))
-        covariance = self.guide.precision.joint_covariance(outputs.jacobian)
-        return outputs.mean.reshape(-1), outputs.kept(covariance).to(outputs.mean)
-
     def predictive_covariance(
         self, num_samples: int, args: tuple, kwargs: dict, *, joint: bool
     ) -> dict[str, PredictiveCovariance]:
@@ -241,7 +223,7 @@ class LinearizedComponent:
             if noise is None:
                 return None
             mean, _ = gaussian.cells("loc")
-            covariance = self._joint_block(gaussian) if joint else gaussian.block("loc", "loc")
+            covariance = _joint_block(gaussian) if joint else gaussian.block("loc", "loc")
             return PredictiveCovariance(mean, with_noise(covariance, noise))
 
         result, drawn = self.closed_forms_or_draws(
@@ -250,14 +232,6 @@ class LinearizedComponent:
         for name, values in drawn.values.items():
             result[name] = total_covariance(*values, joint=joint)
         return result
-
-    def _joint_block(self, gaussian: GaussianOutputs) -> Tensor:
-        """Cov[loc] over all data, (N, D, N, D)."""
-        mean, outputs = gaussian.cells("loc")[0], gaussian.outputs
-        if "loc" not in outputs.moving:
-            return mean.new_zeros(*mean.shape, *mean.shape)
-        part, shape = gaussian.columns("loc"), gaussian.mean.shape
-        return self._over_all(outputs)[1].reshape(*shape, *shape)[:, part, :, part]
 
     def prior_covariance(
         self, first: tuple[tuple, dict], second: tuple[tuple, dict]
@@ -289,13 +263,10 @@ class LinearizedComponent:
         num_samples: int,
         args: tuple,
         kwargs: dict,
-        *,
-        also: Callable[[LinearizedPart], None] = lambda part: None,
         **options: Any,
     ) -> AtDraws:
         """What ``LinearizedPart.at_draws`` returns at draws of the latents, joined over batches.
 
-        :param also: called once with each part of the data.
         :param options: of ``LinearizedPart.at_draws``.
         """
         guide = self.guide
@@ -310,74 +281,30 @@ class LinearizedComponent:
                 for part in self.parts(args, kwargs):
                     found.append(part.at_draws(offsets, read, **options))
                     rows.append(part.rows)
-                    if start == 0:
-                        also(part)
                 chunks.append(_joined(found, rows, 1))
             return tree_map(lambda *parts: torch.cat(parts), *chunks)
 
-    def sample(
-        self, num_samples: int, args: tuple, kwargs: dict
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Draws (S, N, ...) of all sites, and the moments of the observed sites' parameters."""
-        if not num_samples:
-            return {}, self.closed_forms(moments, args, kwargs)
-        found: list[dict[str, Any]] = []
-        rows: list[int] = []
-
-        def moments_of(part: LinearizedPart) -> None:
-            found.append(self._in_closed_form(moments, part))
-            rows.append(part.rows)
-
-        drawn = self.at_draws(
-            _drawn, num_samples, args, kwargs, deterministic=True, also=moments_of
-        )
-        return drawn.values | drawn.deterministic, _joined(found, rows, 0)
-
-    def _in_closed_form(
-        self,
-        function: Callable[[GaussianOutputs], Any],
-        part: LinearizedPart,
-        sites: Collection[str] | None = None,
-    ) -> dict[str, Any]:
-        precision = self.guide.precision
-        found = {
-            name: function(outputs.gaussian(precision))
-            for name, outputs in part.chosen(sites).items()
-        }
-        return {name: value for name, value in found.items() if value is not None}
-
     def parts(
-        self,
-        args: tuple,
-        kwargs: dict,
-        known: dict[Any, Alignment] | None = None,
-        *,
-        as_rows: bool = False,
+        self, args: tuple, kwargs: dict, *, as_rows: bool = False, whole: bool = False
     ) -> Iterator[LinearizedPart]:
         """Yield linearizations of the data, batch by batch.
 
-        :param known: alignments found in earlier batches; filled here.
         :param as_rows: choose batches whose Jacobians fit in memory as rows.
+        :param whole: take all data at once.
         """
-        guide, program = self.guide, on_whole_data(self.model)
+        program = self.model if whole else on_whole_data(self.model)
         self._check(program, args, kwargs)
-        differentiable = _are_differentiable(args, kwargs)
-        batches = [(args, kwargs)]
-        for at in linearizations(
-            program, guide.subset, guide.loc, batches, None,
-            known=known, every_output=True, as_rows=as_rows,
-        ):  # fmt: skip
-            outputs = observed_outputs(at, differentiable=differentiable)
-            yield LinearizedPart(at, outputs, differentiable)
-
-    def whole(self, args: tuple, kwargs: dict) -> LinearizedPart:
-        """The linearization of all data at once."""
-        guide, differentiable = self.guide, _are_differentiable(args, kwargs)
-        self._check(self.model, args, kwargs)
-        at = Linearization(self.model, guide.subset, guide.loc, args, kwargs)
-        return LinearizedPart(
-            at, observed_outputs(at, differentiable=differentiable), differentiable
+        differentiable, at = _are_differentiable(args, kwargs), (self.guide.subset, self.guide.loc)
+        found: Iterable[Linearization] = (
+            [Linearization(program, *at, args, kwargs)]
+            if whole
+            else linearizations(
+                program, *at, [(args, kwargs)], None, every_output=True, as_rows=as_rows
+            )
         )
+        for linearization in found:
+            outputs = observed_outputs(linearization, differentiable=differentiable)
+            yield LinearizedPart(linearization, outputs, differentiable)
 
     def _check(self, program: Callable, args: tuple, kwargs: dict) -> None:
         """Check that the posterior belongs to the program.
@@ -417,6 +344,28 @@ def mean_and_covariance(gaussian: GaussianOutputs) -> tuple[Tensor, Tensor]:
     return mean, mean.new_zeros(*mean.shape, mean.shape[-1])
 
 
+def joint_mean_and_covariance(gaussian: GaussianOutputs) -> tuple[Tensor, Tensor] | None:
+    """The mean (n K,) and the covariance (n K, n K) of a site over all data; None of an observed
+    site that does not depend on the latents."""
+    outputs = gaussian.outputs
+    if outputs.moving:
+        covariance = gaussian.precision.joint_covariance(outputs.jacobian)
+        return outputs.mean.reshape(-1), outputs.kept(covariance).to(outputs.mean)
+    if outputs.site is not None:
+        return None
+    mean = _constant(outputs).reshape(-1)
+    return mean, mean.new_zeros(len(mean), len(mean))
+
+
+def _joint_block(gaussian: GaussianOutputs) -> Tensor:
+    """Cov[loc] over all data, (N, D, N, D)."""
+    mean, found = gaussian.cells("loc")[0], joint_mean_and_covariance(gaussian)
+    if found is None or "loc" not in gaussian.outputs.moving:
+        return mean.new_zeros(*mean.shape, *mean.shape)
+    part, shape = gaussian.columns("loc"), gaussian.mean.shape
+    return found[1].reshape(*shape, *shape)[:, part, :, part]
+
+
 def _constant(outputs: LinearOutputs) -> Tensor:
     """A deterministic site that does not depend on the latents, (n, K)."""
     return outputs.values["value"].reshape(outputs.num_data, -1)
@@ -436,7 +385,7 @@ def _are_differentiable(args: Any, kwargs: Any) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _drawn(distribution: Any) -> Tensor:
+def drawn(distribution: Any) -> Tensor:
     """A draw, differentiable if gradients are enabled and the distribution allows it."""
     wanted = torch.is_grad_enabled() and distribution.has_rsample
     return distribution.rsample() if wanted else distribution.sample()

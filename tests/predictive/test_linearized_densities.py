@@ -298,9 +298,9 @@ def test_nothing_moves_where_the_subset_does_not_matter():
     x, y = torch.randn(N, 3), torch.randn(N)
     guide = approximate(model, (x, y), subset="level")
     predictive = LinearizedPredictive(model, guide, 4)
-    drawn = predictive(x, y)
-    assert drawn.moments["y"].variance == {} and set(drawn.moments["z"].variance) == {"loc"}
-    torch.testing.assert_close(drawn.moments["y"].predictive_variance, torch.full((N,), 0.25))
+    moments = predictive.moments(x, y)
+    assert moments["y"].variance == {} and set(moments["z"].variance) == {"loc"}
+    torch.testing.assert_close(moments["y"].predictive_variance, torch.full((N,), 0.25))
     assert "y" not in predictive.joint_covariance(x, y)
     program = Program(model, x, y)
     run = program.run(program.constrain(guide.loc)[0])

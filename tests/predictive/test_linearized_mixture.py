@@ -69,7 +69,7 @@ def test_density(conjugate, mixture):
 def test_draws(conjugate, mixture):
     predictive = LinearizedPredictive(conjugate.model, mixture, num_samples=4000)
     drawn = predictive(conjugate.x)
-    moments = drawn.moments["y"]
+    moments = predictive.moments(conjugate.x)["y"]
     assert drawn["f"].shape == drawn["y"].shape == (4000, 8)
     for name, variance in (("f", moments.variance["loc"]), ("y", moments.predictive_variance)):
         error = (drawn[name].mean(0) - moments.mean["loc"]) / variance.sqrt()

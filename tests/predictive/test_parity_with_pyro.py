@@ -33,11 +33,6 @@ def plain(x, y=None):
         pyro.sample("y", dist.Normal(a * x, 0.1), obs=y)
 
 
-def without_plate(x, y=None):
-    a = pyro.sample("a", dist.Normal(0.0, 1.0))
-    return pyro.sample("y", dist.Normal(a * x, 0.1).to_event(1), obs=y)
-
-
 def deterministic_outside(x, y=None):
     a = pyro.sample("a", dist.Normal(0.0, 1.0))
     f = pyro.deterministic("f", a * x)
@@ -60,13 +55,6 @@ def nested_plates(x, y=None):
         with pyro.plate("data", len(x), dim=-1):
             pyro.deterministic("f", a.sum() + b * x, event_dim=0)
             pyro.sample("y", dist.Normal(a.sum() + b * x, 0.1), obs=y)
-
-
-def sibling_plates(x, y=None):
-    with pyro.plate("rows", 2):
-        a = pyro.sample("a", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(a.sum() * x, 0.1), obs=y)
 
 
 def two_targets(x, y=None, z=None):
@@ -104,23 +92,10 @@ def classes(x, y=None):
         pyro.sample("y", dist.Categorical(logits=x[:, None] * w), obs=y)
 
 
-def vector_targets(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x[:, None] * w, 0.1).to_event(1), obs=y)
-
-
 def correlated_targets(x, y=None):
     ell = pyro.sample("ell", dist.LogNormal(0.0, 0.1))
     cov = torch.exp(-((x[:, None] - x) / ell).square()) + 0.1 * torch.eye(len(x))
     pyro.sample("y", dist.MultivariateNormal(torch.zeros(len(x)), cov), obs=y)
-
-
-def simplex_and_positive(x, y=None):
-    p = pyro.sample("p", dist.Dirichlet(torch.ones(3)))
-    rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Gamma(1.0 + p[0], rate), obs=y)
 
 
 def with_factor(x, y=None):
@@ -130,24 +105,11 @@ def with_factor(x, y=None):
         pyro.sample("y", dist.Normal(a * x, 0.1), obs=y)
 
 
-def masked(x, y=None):
-    a = pyro.sample("a", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(x)), poutine.mask(mask=x > 0):
-        pyro.sample("y", dist.Normal(a * x, 0.1), obs=y)
-
-
 def local_latents(x, y=None):
     a = pyro.sample("a", dist.Normal(0.0, 1.0))
     with pyro.plate("data", len(x)):
         z = pyro.sample("z", dist.Normal(a, 1.0))
         pyro.sample("y", dist.Normal(z, 0.1), obs=y)
-
-
-def with_param(x, y=None):
-    slope = pyro.param("slope", torch.tensor(0.3))
-    a = pyro.sample("a", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(a + slope * x, 0.1), obs=y)
 
 
 NETWORK = bdl.models.Regression(
@@ -160,10 +122,10 @@ def network(x, y=None):
 
 
 PROGRAMS = [
-    plain, without_plate, deterministic_outside, deterministic_inside, nested_plates,
-    sibling_plates, two_targets, chained_targets, hierarchy, reparameterized, classes,
-    vector_targets, correlated_targets, simplex_and_positive, with_factor, masked,
-    local_latents, with_param, network,
+    plain, deterministic_outside, deterministic_inside, nested_plates,
+    two_targets, chained_targets, hierarchy, reparameterized, classes,
+    correlated_targets, with_factor,
+    local_latents, network,
 ]  # fmt: skip
 DETERMINED = {"f", "penalty", "theta"}
 
