@@ -80,23 +80,22 @@ def _sghmc(problem: Problem) -> Result:
     return Result(start, told, bool(start.info["interrupted"]))
 
 
-@register(
-    "nuts",
-    "NUTS",
-    "Markov chains by the No-U-Turn sampler; the reference",
-    default=True,
-)
-def _nuts(problem: Problem) -> Result:
+def _settings(problem: Problem) -> dict[str, Any]:
     options = problem.options
-    settings: dict[str, Any] = {
+    return {
         "num_chains": options.chains,
         "num_warmup": options.warmup,
         "num_samples": options.draws,
     }
+
+
+@register("nuts", "NUTS", "Markov chains by the No-U-Turn sampler; the reference", default=True)
+def _nuts(problem: Problem) -> Result:
+    settings = _settings(problem)
     # small steps, since all others are judged by it
-    kernel = mcmc.NUTS(max_tree_depth=options.max_tree_depth, target_accept=0.9)
+    kernel = mcmc.NUTS(max_tree_depth=problem.options.max_tree_depth, target_accept=0.9)
     samples = mcmc.sample(
-        problem.model, *problem.data, kernel=kernel, seed=options.seed,
+        problem.model, *problem.data, kernel=kernel, seed=problem.options.seed,
         progress=problem.progress, **settings,
     )  # fmt: skip
     told = {
@@ -113,21 +112,16 @@ def _nuts(problem: Problem) -> Result:
     "NUTS over the tenth of the weights the data determine most, the rest at the MAP",
 )
 def _subnetwork_nuts(problem: Problem) -> Result:
-    options, guide = problem.options, AutoSubnetwork(problem.model, size=0.1)
+    guide, settings = AutoSubnetwork(problem.model, size=0.1), _settings(problem)
     made = trained(problem, guide, steps=2000)
     if made.interrupted:
         raise KeyboardInterrupt
-    settings: dict[str, Any] = {
-        "num_chains": options.chains,
-        "num_warmup": options.warmup,
-        "num_samples": options.draws,
-    }
-    kernel = mcmc.NUTS(max_tree_depth=options.max_tree_depth)
+    kernel = mcmc.NUTS(max_tree_depth=problem.options.max_tree_depth)
     samples = guide.sample(
         problem.x,
         problem.y,
         kernel=kernel,
-        seed=options.seed,
+        seed=problem.options.seed,
         progress=problem.progress,
         **settings,
     )

@@ -112,27 +112,27 @@ class Descent:
     Both are read before the optimizer steps, so that there is nothing to undo. Batches, losses and
     skipped steps are a part of a ``Checkpoint``.
 
-    :param pair: the program and its guide.
-    :param objective: a function of the program's arguments that returns the loss.
+    :param objective: a bound at a program and its guide, ``elbo(model, guide)``.
     :param args: the program's arguments with all rows.
     :param size: rows in each step.
+    :param scale: a factor of the bound in the loss.
     :param on_nonfinite: "raise" an error, or "skip" the optimizer's step with a warning.
     :raises ValueError: for another policy.
     """
 
     def __init__(
         self,
-        pair: tuple[Callable, Callable],
-        objective: Callable[..., Tensor],
+        objective: Any,
         optimizer: torch.optim.Optimizer,
         args: tuple,
         size: int,
         *,
+        scale: float = 1.0,
         on_nonfinite: str = "raise",
     ) -> None:
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f"on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r}")
-        self.pair, self.objective, self.optimizer = pair, objective, optimizer
+        self.objective, self.optimizer, self.scale = objective, optimizer, scale
         self.args, self.policy = args, on_nonfinite
         self.batches = Minibatches(leading_size(args), size, device=device_of_rows(args))
         self.losses: list[Tensor] = []
@@ -141,7 +141,7 @@ class Descent:
     def run(
         self, numbers: Iterable[int], steps: int, progress: str | None, after: Callable[[int], None]
     ) -> bool:
-        """Take the steps of these numbers; return whether Ctrl-C ended them.
+        """Take the steps of these numbers; return whether Ctrl-C ended them, with a warning.
 
         :param steps: the number of all steps, for the progress bar.
         :param progress: description of the bar; None for no bar.
@@ -158,6 +158,12 @@ class Descent:
                         recent = torch.stack(self.losses[-_SHOWN_EVERY:]).mean().item()
                         bar.set_postfix_str(f"loss {recent:.4g}", refresh=False)
             except KeyboardInterrupt:
+                warnings.warn(
+                    f"interrupted after {len(self.losses)} of {steps} steps: what was reached is "
+                    "kept",
+                    BdlWarning,
+                    stacklevel=3,
+                )
                 return True
         return False
 
@@ -169,8 +175,8 @@ class Descent:
         """
         rows = self.batches.next()
         args = self.args if rows is None else tuple(taken(value, rows) for value in self.args)
-        with unchecked(getattr(self.objective, "elbo", None)):
-            loss = self.objective(*args)
+        with unchecked(self.objective.elbo):
+            loss = self.objective(*args) * self.scale
         self.optimizer.zero_grad()
         loss.backward()
         loss = loss.detach()
@@ -195,14 +201,14 @@ class Descent:
         if loss.isfinite():
             return "the gradient is not finite (torch.autograd.set_detect_anomaly finds where)"
         try:
-            check_data(*self.pair, args, {})
+            check_data(self.objective.model, self.objective.guide, args, {})
         except ValueError as error:
             return f"the loss is {loss.item()}, since {error}"
         return f"the loss is {loss.item()}"
 
     def _skip(self, number: int, reason: str) -> None:
         self.skipped.append(number)
-        layers: list[Any] = [m for m in modules_of(*self.pair) if keeps_statistics(m)]
+        layers: list[Any] = [m for m in modules_of(self.objective) if keeps_statistics(m)]
         if self.policy == "raise":
             action = "the parameters are those before it"
         elif self.skipped[-_MOST_SKIPPED:] == [*range(number - _MOST_SKIPPED + 1, number + 1)]:

@@ -1,7 +1,6 @@
 """Training of a guide by stochastic variational inference, and estimates of its ELBO."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterable
 from itertools import takewhile
 from pathlib import Path
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from pyro_bdl.elbo.finite_loss import require_gradients
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO, check_data
-from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.check import check_finite
@@ -102,7 +100,7 @@ def train(
     if optimizer is None:
         optimizer = torch.optim.Adam(objective.parameters(), lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    descent = Descent((model, guide), objective, optimizer, args, size, on_nonfinite=on_nonfinite)
+    descent = Descent(objective, optimizer, args, size, on_nonfinite=on_nonfinite)
     numbers: Iterable[int] = range(steps)
     if checkpoint is not None:
         parts: dict[str, Any] = {"program": model} if isinstance(model, nn.Module) else {}
@@ -127,14 +125,7 @@ def train(
     if stopping is not None:
         numbers = takewhile(lambda _: not stopping.done, numbers)
     interrupted = descent.run(numbers, steps, progress, after)
-    if interrupted:
-        warnings.warn(
-            f"interrupted after {len(descent.losses)} of {steps} steps: the parameters so far are "
-            "kept",
-            BdlWarning,
-            stacklevel=2,
-        )
-    else:
+    if not interrupted:
         warn_of_collapse(model, guide, elbo, args)
     run = Training(descent.stacked_losses(), size, interrupted, skipped=tuple(descent.skipped))
     return run if stopping is None else stopping.restored(run)

@@ -81,21 +81,17 @@ def collect_swag(
     every = max(1, count // size) if every is None else every
     steps = snapshots * every
     guide.prototype(*args)
-    pair: Any = TemperedTraceMeanField_ELBO(num_particles=guide.num_members)(model, guide)
-    per_member = guide.num_members / count
-
-    def objective(*batch: Any) -> Tensor:  # a sum over the members, which share no parameters
-        return pair(*batch) * per_member
-
+    objective: Any = TemperedTraceMeanField_ELBO(num_particles=guide.num_members)(model, guide)
+    per_member = guide.num_members / count  # a sum over the members, which share no parameters
     parameters = list(guide.parameters())
     before = [parameter.detach().clone() for parameter in parameters]
     restore_buffers = saved_buffers(modules_of(model, guide))  # those of the snapshots, too
-    start = _mean_loss(objective, args, size)
+    start = _mean_loss(objective, args, size) * per_member
     expected = 0.5 * guide.require_layout().size
 
     def run_at(rate: float) -> tuple[Descent, bool]:
         optimizer = torch.optim.SGD(parameters, lr=rate, momentum=momentum)
-        descent = Descent((model, guide), objective, optimizer, args, size)
+        descent = Descent(objective, optimizer, args, size, scale=per_member)
 
         def set_rate(step: int) -> None:
             if final_learning_rate is not None:
@@ -135,16 +131,8 @@ def collect_swag(
             f"started, the {int(guide.snapshots.count)} snapshots from before are kept"
         ) from reason
     losses = descent.stacked_losses()
-    if interrupted:
-        warnings.warn(
-            f"interrupted after {len(losses)} of {steps} steps: the guide keeps its "
-            f"{int(guide.snapshots.count)} snapshots",
-            BdlWarning,
-            stacklevel=2,
-        )
-        return Training(losses, size, interrupted, learning_rate=rate)
     rise = (losses[steps // 2 :].mean().item() - start) / per_member
-    if learning_rate is not None and rise > 2.0 * expected:
+    if learning_rate is not None and not interrupted and rise > 2.0 * expected:
         warnings.warn(
             f"the loss rose by {rise:.0f} nats while the snapshots were taken, where a Gaussian "
             f"posterior explains {expected:.0f}: learning_rate={rate} makes the posterior "

@@ -374,7 +374,7 @@ def test_interrupted_it_keeps_the_snapshots(monkeypatch):
             raise KeyboardInterrupt
 
     guide.__dict__["collect"] = stops
-    with pytest.warns(bdl.errors.BdlWarning, match="interrupted after 30 of 400 .*3 snapshots"):
+    with pytest.warns(bdl.errors.BdlWarning, match="interrupted after 30 of 400"):
         run = collect_swag(model, guide, x, y, learning_rate=1e-4)
     assert run.interrupted and len(run.losses) == 30
     assert guide.swag_approximation().sample_vectors(2).shape == (2, guide.layout.size)
