@@ -155,16 +155,6 @@ def test_classes_of_text_without_the_reference(table, run, tmp_path):
     ]
 
 
-def test_two_classes_of_numbers(table, run):
-    lines = table.read_text().splitlines()
-    coded = [lines[0].replace(",color", "")]
-    coded += [line.replace(",red", "").replace(",green", "") for line in lines[1:]]
-    coded = [",".join(line.split(",")[:2]) + f",{i % 2}" for i, line in enumerate(coded)]
-    table.write_text("\n".join(["size,price,kind", *coded[1:]]) + "\n")
-    code, out, _ = run(*TINY, "--data", table, "--target", "kind", "--guides", "map,mean-field")
-    assert code == 0 and "classification into 2 classes" in out and "accuracy" in out
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -226,24 +216,6 @@ def test_an_output_folder_that_is_a_file(table, capsys):
     assert "--out: cannot write to" in capsys.readouterr().err
 
 
-def test_a_posterior_that_fails_loses_no_other(run, tmp_path, monkeypatch):
-    fit = posteriors.fit
-
-    def failing(name, *args, **kwargs):
-        if name == "mean-field":
-            raise ValueError("no luck today")
-        return fit(name, *args, **kwargs)
-
-    monkeypatch.setattr(posteriors, "fit", failing)
-    code, out, err = run(*TINY, "--guides", "map,mean-field,mean-field-tempered")
-    assert code == 1 and "mean-field is left out: no luck today" in err
-    rows = rows_of(tmp_path / "out")
-    assert set(rows) == {"map", "mean-field", "mean-field-tempered"} and "RMSE" in out
-    assert rows["mean-field"]["verdict"] == "left out: no luck today"
-    assert rows["mean-field"]["rmse"] == ""
-    assert out.count("left out: no luck today") == 2  # row and verdict
-
-
 def test_a_programming_error_in_a_fit_shows_its_traceback(run, monkeypatch):
     monkeypatch.setattr(posteriors, "fit", lambda *args, **options: None + 1)
     with pytest.raises(TypeError, match="NoneType"):
@@ -275,24 +247,6 @@ def test_laplace_says_its_evidence_and_its_scale(table, run, tmp_path):
     assert all(float(rows[name]["log_evidence"]) < 0 for name in laplace)
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "<dt>prior gain</dt>" in page and "<dt>subset</dt><dd>last-layer</dd>" in page
-
-
-def test_ctrl_c_shows_what_there_is(run, tmp_path, monkeypatch):
-    fit = posteriors.fit
-
-    def interrupted(name, *args, **kwargs):
-        if name == "mean-field":
-            raise KeyboardInterrupt
-        return fit(name, *args, **kwargs)
-
-    monkeypatch.setattr(posteriors, "fit", interrupted)
-    code, _, err = run(*TINY)
-    assert code == 0
-    names = [entry.name for entry in posteriors.entries() if entry.default]
-    assert f"interrupted; not fitted: {', '.join(names[1:])}" in err
-    assert list(rows_of(tmp_path / "out")) == ["map"]
-    code, _, err = run(*TINY, "--guides", "mean-field")
-    assert code == 130 and "Traceback" not in err
 
 
 def test_the_same_seed_gives_the_same_table_and_details_are_printed_when_asked_for(

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from pyro_bdl import plots
 from pyro_bdl.app.report import Picture, write_report
-from pyro_bdl.app.report.svg import inline, marker
+from pyro_bdl.app.report.svg import inline
 from pyro_bdl.plots.style import COLORS
 from pyro_bdl.utils.tables import Column
 
@@ -99,14 +99,6 @@ def test_figures_are_svg_in_the_fonts_and_colors_of_the_page():
     assert "font-family" not in drawn and "<style" not in drawn and "rdf" not in drawn
     used = set(re.findall(r"(?:#|id=\")([^)\"]+)", drawn)) - {COLORS[0][1:]}
     assert all(name.startswith("key-") for name in used if not re.fullmatch("[0-9a-f]{6}.*", name))
-
-
-def test_marks_are_those_of_the_figures(page):
-    looks = plots.styles([str(i) for i in range(20)], None)
-    marks = {marker(look) for look in looks.values()}
-    assert len(marks) == 20
-    for mark in marks:
-        assert re.search(r'd="M[^"]+"', ElementTree.tostring(ElementTree.fromstring(mark)).decode())
 
 
 def test_table_shows_rounded_and_sorts_by_full_numbers(page):

@@ -7,12 +7,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
-from sklearn.datasets import load_iris
 
 import pyro_bdl as bdl
 from pyro_bdl import posteriors
-from pyro_bdl.app.command import main
-from pyro_bdl.comparison import Comparison
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.utils.tables import with_error
 
@@ -125,23 +122,6 @@ def test_guides_of_both_houses_and_classes(tmp_path):
     assert "a" in str(found)
 
 
-def test_log_evidences_are_a_column_where_they_are_known():
-    x, y = torch.zeros(3, 1), torch.zeros(3)
-    draws = {"a": normal_samples(0.0, 1.0), "b": normal_samples(0.0, 1.0)}
-    plain = bdl.compare(shift, draws, x, y, reference=None)
-    assert "log evid." not in str(plain) and "log_evidence" not in plain.table
-    costs = {"a": bdl.Costs(log_evidence=-12.345), "b": bdl.Costs()}
-    found = bdl.compare(shift, draws, x, y, reference=None, costs=costs)
-    text = found.to_text(details=True)
-    assert "log evid." in text and "-12.3" in text and "log evid." not in str(found)
-    table = found.numbers()
-    assert table["a"]["log_evidence"] == -12.345 and "log_evidence" not in table["b"]
-    with pytest.raises(ValueError, match="costs has 'c', which is not among"):
-        bdl.compare(shift, draws, x, y, reference=None, costs={"c": bdl.Costs()})
-    with pytest.raises(TypeError, match=r"costs\['a'\] must be a Costs, got float"):
-        bdl.compare(shift, draws, x, y, reference=None, costs={"a": 1.0})
-
-
 def test_laplace_beside_the_others():
     """A guide of another prior than the program's, as evidence leaves it."""
     torch.manual_seed(0)
@@ -202,85 +182,3 @@ def test_ordinal_targets_are_classes():
     posteriors = {"map": guide, "laplace": guide.laplace_approximation((x, y))}
     found = bdl.compare(model, posteriors, x, y, reference=None, num_samples=20).numbers()
     assert 0 <= found["laplace"]["accuracy"] <= 1 and found["laplace"]["nlpd"] > 0
-
-
-def test_bad_input_is_told():
-    x, y = torch.zeros(3, 1), torch.zeros(3)
-    with pytest.raises(ValueError, match="nuts"):
-        bdl.compare(shift, {"a": normal_samples(0.0, 1.0)}, x, y, reference="nuts")
-    with pytest.raises(ValueError):
-        bdl.compare(shift, {}, x, y, reference=None)
-    with pytest.raises(ValueError):
-        bdl.compare(shift, {"a": normal_samples(0.0, 1.0)}, x, y[:2], reference=None)
-
-
-def test_registry_names_what_there_is():
-    assert {entry.name for entry in posteriors.entries()} >= {
-        "map",
-        "mean-field",
-        "mean-field-tempered",
-        "laplace-kron",
-        "laplace-full",
-        "laplace-diag",
-        "laplace-last-layer",
-        "nuts",
-    }
-    with pytest.raises(ValueError, match="mean-field"):
-        posteriors.get("mean-feild")
-
-
-@pytest.mark.slow
-def test_command_on_the_default_data(tmp_path, capsys):
-    names = "map,mean-field-tempered"
-    assert main(["compare", *QUICK, "--guides", names, "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    for name in ("map", "mean-field-tempered", "RMSE"):
-        assert name in printed
-    report = (tmp_path / "report.html").read_text()
-    assert "<table" in report and "<svg" in report
-    assert list(tmp_path.glob("*.png"))
-    assert (tmp_path / "table.csv").read_text().count("\n") >= 3
-
-
-def test_command_on_classes_of_a_csv(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Comparison, "figures", lambda self, **options: {})  # they take long
-    iris = load_iris(as_frame=True).frame
-    path = tmp_path / "iris.csv"
-    iris.to_csv(path, index=False)
-    out = tmp_path / "out"
-    arguments = ["--data", str(path), "--target", "target", "--out", str(out)]
-    assert main(["compare", *QUICK, *arguments, "--guides", "map,nuts"]) == 0
-    printed = capsys.readouterr().out
-    assert "accuracy" in printed and "agree" in printed
-    assert (out / "report.html").exists()
-
-
-@pytest.mark.parametrize(
-    "arguments, word",
-    [
-        (["--data", "nothing.csv", "--target", "y"], "nothing.csv"),
-        (["--target", "y"], "--data"),
-        (["--guides", "mean-feild"], "mean-field"),
-        (["--device", "cuda:77"], "device"),
-        (["--hidden", "many"], "hidden"),
-        (["--draws", "0"], "draws"),
-    ],
-)
-def test_command_says_what_is_wrong(arguments, word, tmp_path, capsys):
-    assert main(["compare", *arguments, "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert word in error and "Traceback" not in error
-
-
-def test_command_names_unknown_columns_and_bad_rows(tmp_path, capsys):
-    path = tmp_path / "table.csv"
-    rows = [f"{i},{i % 7},{i * 0.5}" for i in range(30)]
-    path.write_text("first,second,price\n" + "\n".join(rows) + "\n")
-    assert main(["compare", "--data", str(path), "--target", "prise"]) == 2
-    assert "price" in capsys.readouterr().err
-    path.write_text("first,second,price\n" + "\n".join([*rows, "1,,3.0"]) + "\n")
-    assert main(["compare", "--data", str(path), "--target", "price"]) == 2
-    assert "second" in capsys.readouterr().err
-    path.write_text("")
-    assert main(["compare", "--data", str(path), "--target", "price"]) == 2
-    assert "empty" in capsys.readouterr().err

@@ -1,13 +1,17 @@
-"""Memory, numbers held and time of a draw."""
+"""Memory, numbers held, and parameters that the data determine."""
 
 import sys
+import warnings
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison.costs import numbers_held, peak_memory
+from pyro_bdl.comparison.costs import determined, numbers_held, peak_memory
+from pyro_bdl.comparison.judge import reasons
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
@@ -41,3 +45,68 @@ def test_numbers_are_those_of_the_posterior():
     assert numbers_held(theirs) == 2 * 4
     assert numbers_held(bdl.Samples({"w": torch.zeros(2, 5, 3)})) == 30
     assert numbers_held(lambda: None) is None
+
+
+def test_costs_are_columns_where_they_are_known():
+    def shift(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w.expand(len(x)), 1.0), obs=y)
+
+    x, y, draws = torch.zeros(3, 1), torch.zeros(3), bdl.Samples({"w": torch.randn(2, 50)})
+    given = {"a": draws, "b": draws}
+    assert "log_evidence" not in bdl.compare(shift, given, x, y, reference=None).table
+    costs = {"a": bdl.Costs(log_evidence=-12.345, peak_memory=2**21)}
+    found = bdl.compare(shift, given, x, y, reference=None, costs=costs)
+    assert "log evid." in found.to_text(details=True) and "log evid." not in str(found)
+    row = found.numbers()["a"]
+    assert row["log_evidence"] == -12.345 and row["memory"] == 2 and row["draw_seconds"] > 0
+    assert "log_evidence" not in found.numbers()["b"]
+
+
+def reading(gamma, latents, fitted):
+    """What is said of gamma, after that there is nothing to hold the posterior against."""
+    row = {"gamma": gamma, "latents": latents, "fitted": fitted}
+    return " ".join(reason.words for reason in reasons(row, None, 10)[1:])
+
+
+@pytest.mark.parametrize(
+    ("gamma", "words"),
+    [
+        (84.0, "the data determine 84 of 85 parameters, nearly all: the network may be too small"),
+        (0.4, "the data determine 0.4 of 85 parameters, nearly none: the prior decides"),
+        (30.0, ""),
+    ],
+)
+def test_the_reading(gamma, words):
+    assert reading(gamma, 85, 40) == words
+
+
+def test_few_of_many_parameters_may_be_all_that_the_data_can_determine():
+    assert reading(20.0, 10_000, 50) == ""
+
+
+def test_it_is_a_column_of_the_comparison():
+    """Linear regression: gamma is the trace of the posterior's share of the curvature."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    x, y = torch.randn(30, 3), torch.randn(30)
+    net = bdl.bayesianize(torch.nn.Linear(3, 1), bdl.priors.Normal(10.0))
+    model = bdl.models.Regression(net, noise=0.5)
+    guide = bdl.guides.AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", bdl.errors.BdlWarning)
+        posterior = guide.laplace_approximation((x, y))
+    design = torch.cat([x, torch.ones(30, 1)], 1)
+    curvature = design.T @ design / 0.25
+    gamma = torch.linalg.solve(curvature + 0.01 * torch.eye(4), curvature).trace()
+    assert determined(posterior) == {
+        "gamma": pytest.approx(float(gamma)),
+        "latents": 4,
+        "fitted": 30,
+    }
+    assert determined(guide) == {}
+    found = bdl.compare(model, {"laplace": posterior}, x, y, reference=None, num_samples=4)
+    assert found.table.loc["laplace", "gamma"] == pytest.approx(float(gamma))
+    assert "nearly all: the network may be too small" in found.verdicts["laplace"]
+    assert "gamma" in found.to_text()

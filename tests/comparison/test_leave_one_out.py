@@ -174,24 +174,6 @@ def test_folds_reach_the_verdict_and_p_over_q_never_does(data):
     assert "predicts left-out data worse than the reference" in found.verdicts["wide"]
 
 
-def test_in_the_table(data):
-    posteriors = {
-        "guide": guide(data[1]),
-        "map": bdl.guides.AutoMAP(shift),
-        "nuts": chains(data[1]),
-    }
-    posteriors["map"].prototype(*data)
-    table = bdl.compare(shift, posteriors, *data, train=data, num_samples=2000)
-    rows = table.numbers()
-    for name in ("guide", "nuts"):
-        assert rows[name]["elpd_loo"] == pytest.approx(exact(data[1]), abs=0.1)
-        assert rows[name]["p_loo"] == pytest.approx(1.0, abs=0.5)
-    assert "elpd_diff" not in rows["guide"] and "elpd_loo" not in rows["map"]
-    assert rows["guide"]["loo_by"] == "p / q" and "elpd_diff" not in rows["nuts"]
-    assert "leave one out" in str(table) and "±" in str(table)
-    assert rows["nuts"]["loo_by"] == module.EXACT
-
-
 def test_without_each_datum_the_conjugate_posterior_is_exact(data):
     """Refits of one datum each are leave-one-out; their sum is the exact one."""
 

@@ -25,14 +25,6 @@ def test_a_metric_gives_its_score_and_its_column():
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_metric_of_another_task_is_left_out(task):
-    both = [Metric("a", "a", "", lambda: 1.0, of="n"), Metric("b", "b", "", lambda: 2.0, "n", task)]
-    assert measure(both, task, {"n": ()}) == {"a": 1.0, "b": 2.0}
-    (other,) = set(TASKS) - {task}
-    assert measure(both, other, {"n": ()}) == {"a": 1.0}
-
-
-@pytest.mark.parametrize("task", TASKS)
 def test_every_column_is_declared_once_and_explained(task):
     shown = [*table.columns(task, "nuts"), *table.details(task, "nuts")]
     keys = [column.key for column in shown]
