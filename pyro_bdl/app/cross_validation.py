@@ -1,7 +1,7 @@
 """Scores over several splits of the data: posteriors fitted again for every fold."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,22 +25,6 @@ NOTE = (
     "training rows (Nadeau & Bengio 2003); differences are paired by split. The answer and the "
     "other tables are of one split."
 )
-
-
-def splits(repeats: int, scores: Callable[[int], Iterable[Scores]]) -> tuple[list[Scores], bool]:
-    """The scores of each split, and whether Ctrl-C ended them early.
-
-    :param scores: ``scores(repeat)`` fits all posteriors to the folds of a repeat, and yields the
-        scores of one fold after another: name to key to number.
-    """
-    found: list[Scores] = []
-    try:
-        for repeat in range(repeats):
-            for split in scores(repeat):
-                found.append(split)
-    except KeyboardInterrupt:
-        return found, True
-    return found, False
 
 
 def summarized(

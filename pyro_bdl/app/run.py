@@ -1,5 +1,6 @@
 """``pyro-bdl compare``: data, fits, comparison, files."""
 
+import itertools
 import json
 import shutil
 import sys
@@ -88,22 +89,21 @@ def run(options: Options, line: str) -> int:
         print("\n".join([about, *data.notes]), flush=True)
     numbers = len(data.x_train) * max(options.hidden)
     with seeded(options.seed), limited_threads(numbers):
-        fitter = Fitter(options, data, fresh=options.fresh)
-        fits, evaluations, failures, failed = fitter.fit_all()
-        if not fits:
-            return FAILED if failures else INTERRUPTED
+        fitter = Fitter(options, data)
+        fitter.fit_all()
+        evaluations, failed = fitter.evaluations, fitter.failed
+        if not evaluations:
+            return FAILED if fitter.failures else INTERRUPTED
         base = _REFERENCE if _REFERENCE in evaluations else None
         if reference is not None:
             base = _SHIPPED
             evaluations[base] = fitter.evaluated(reference.draws().to(options.device))
-        comparison = compare_evaluations(evaluations, base, left_out=failures)
-        made = provenance(line, options, data, fitter.words, fits)
-        try:
-            validated = _validated(options)
-        except _EXPLAINED as error:
-            logger.warning("the splits could not be scored: %s", error)
-            validated, failed = None, True
-        written, complete = _write(comparison, fits, options.out, data, about, made, validated)
+        comparison = compare_evaluations(evaluations, base, left_out=fitter.failures)
+        made = provenance(line, options, data, fitter.words, fitter.fits)
+        validated = _validated(options)
+        written, complete = _write(
+            comparison, fitter.fits, options.out, data, about, made, validated
+        )
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
     if options.quiet:
         print(textwrap.fill(comparison.summary, width, break_on_hyphens=False))
@@ -163,11 +163,16 @@ def limited_threads(numbers: int) -> Iterator[None]:
 class Fitter:
     """The posteriors of one data set, fitted one after another and kept as they are finished.
 
-    :param fresh: whether finished posteriors are removed first.
+    ``failures`` are the reasons of those that are not there, and ``failed`` tells whether one of
+    these is an error.
     """
 
-    def __init__(self, options: Options, data: Dataset, *, fresh: bool = False) -> None:
+    def __init__(self, options: Options, data: Dataset) -> None:
         self.options, self.data = options, data
+        self.fits: list[Fit] = []
+        self.evaluations: dict[str, Evaluation] = {}
+        self.failures: dict[str, str] = {}
+        self.failed = self.interrupted = False
         model, self.words = program(
             data,
             options.hidden,
@@ -177,55 +182,48 @@ class Fitter:
         )
         self.problem = Problem(model.to(options.device), data.x_train, data.y_train)
         run = identity(data, self.words, options.settings())
-        self.finished = Finished(options.out, run, fresh=fresh)
+        self.finished = Finished(options.out, run, fresh=options.fresh)
 
-    def fit_all(self) -> tuple[list[Fit], dict[str, Evaluation], dict[str, str], bool]:
-        """The fits and their evaluations, the reasons of those that are not there, and whether one
-        of these is an error.
+    def fit_all(self, *, shown: bool = True) -> None:
+        """Fit and evaluate all posteriors; Ctrl-C ends it, a failure does not.
 
-        Ctrl-C ends the loop, a failure does not.
+        :param shown: print a line for each posterior.
         """
         names = self.options.names()
-        fits: list[Fit] = []
-        evaluations: dict[str, Evaluation] = {}
-        failures: dict[str, str] = {}
-        failed = False
         finished = [name for name in names if name in self.finished]
-        if finished:
+        if finished and shown:
             logger.warning(
                 "goes on from %s, where %s finished; --fresh fits anew",
                 self.finished.folder,
                 ", ".join(finished) + (" is" if len(finished) == 1 else " are"),
             )
-        show = _ProgressTable(self.data, names, shown=not self.options.quiet)
-        for place, name in enumerate(names):
-            fit = self.finished.load(name, self.problem)
-            note = "" if fit is None else "finished before"
+        table = _ProgressTable(self.data, names, shown=shown and not self.options.quiet)
+        for name in names:
+            note = "finished before" if name in self.finished else ""
             try:
-                if fit is None:
-                    fit = posteriors.fit(
-                        name, self.problem, self.options.settings(), progress=self.bars
-                    )
-                    if not fit.interrupted:
-                        self.finished.save(fit)
-                evaluations[name] = self._evaluation(fit)
-                show.add(name, evaluations[name].scores, note)
-                fits.append(fit)
+                fit = self.finished.load(name, self.problem) or self._fit(name)
+                self.evaluations[name] = self._evaluation(fit)
+                self.fits.append(fit)
+                table.add(name, self.evaluations[name].scores, note)
+                self.interrupted = fit.interrupted
             except KeyboardInterrupt:
-                left = names[place + (name in evaluations) :]
-                logger.warning("interrupted; not fitted: %s", ", ".join(left) or "none")
-                break
+                self.interrupted = True
             except _EXPLAINED as error:
-                failures[name] = f"left out: {error}"
-                failed |= not isinstance(error, _NO_MEMORY)  # too large for this machine
-                logger.warning("%s is %s", name, failures[name])
-                show.add(name, {}, failures[name])
-                continue
-            if fit.interrupted:
-                left = names[place + 1 :]
-                logger.warning("interrupted; not fitted: %s", ", ".join(left) or "none")
+                self.failures[name] = f"left out: {error}"
+                self.failed |= not isinstance(error, _NO_MEMORY)  # too large for this machine
+                logger.warning("%s is %s", name, self.failures[name])
+                table.add(name, {}, self.failures[name])
+            if self.interrupted:
+                done = {*self.evaluations, *self.failures}
+                left = ", ".join(name for name in names if name not in done)
+                logger.warning("interrupted; not fitted: %s", left or "none")
                 break
-        return fits, evaluations, failures, failed
+
+    def _fit(self, name: str) -> Fit:
+        fit = posteriors.fit(name, self.problem, self.options.settings(), progress=self.bars)
+        if not fit.interrupted:
+            self.finished.save(fit)
+        return fit
 
     def _evaluation(self, fit: Fit) -> Evaluation:
         device = self.data.y_test.device
@@ -282,56 +280,23 @@ class _ProgressTable:
 
 def _validated(options: Options) -> Further | None:
     """The table of scores over splits, if ``--folds`` asks for it."""
-    folds = options.folds
+    found, folds, names = [], options.folds, options.names()
     if folds is None:
         return None
-    names = options.names()
-
-    def scores(repeat: int) -> Iterator[dict[str, Mapping[str, float]]]:
-        parts = [options.load((fold, folds), repeat).to(options.device) for fold in range(folds)]
-        fitters = [Fitter(options, data, fresh=options.fresh) for data in parts]
-        fits = _fit_folds(names, fitters)
-        for fold, fitter in enumerate(fitters):
-            yield {
-                name: fitter.evaluated(each[fold].posterior).scores for name, each in fits.items()
-            }
-
-    found, interrupted = cross_validation.splits(options.repeats, scores)
-    if interrupted:
-        logger.warning("interrupted: %s splits were scored", len(found))
+    for repeat, fold in itertools.product(range(options.repeats), range(folds)):
+        split = options.load((fold, folds), repeat).to(options.device)
+        fitter = Fitter(options, split)
+        fitter.fit_all(shown=False)
+        if fitter.interrupted:
+            logger.warning("interrupted: %s splits were scored", len(found))
+            break
+        found.append({name: made.scores for name, made in fitter.evaluations.items()})
     if len(found) < 2:
         return None
     rows, shown = cross_validation.summarized(found, names, _REFERENCE, folds)
     if not options.quiet:
         print(f"\nOver {len(found)} splits:\n\n{to_text(rows, shown)}")
     return Further(f"Scores over {len(found)} splits", rows, shown, cross_validation.NOTE)
-
-
-def _fit_folds(names: Sequence[str], fitters: Sequence[Fitter]) -> dict[str, list[Fit]]:
-    """The fits of each posterior to all folds; a failure leaves the posterior out.
-
-    :raises KeyboardInterrupt: for Ctrl-C, also where a fit ended early and kept what it had.
-    """
-    fits: dict[str, list[Fit]] = {}
-    problems = [fitter.problem for fitter in fitters]
-    for name in names:
-        kept = [fitter.finished.load(name, fitter.problem) for fitter in fitters]
-        there = [fit for fit in kept if fit is not None]
-        if len(there) == len(fitters):
-            fits[name] = there
-            continue
-        try:
-            fits[name] = posteriors.fit_together(
-                name, problems, fitters[0].options.settings(), progress=fitters[0].bars
-            )
-        except _EXPLAINED as error:
-            logger.warning("%s is left out of the splits: %s", name, error)
-            continue
-        if any(fit.interrupted for fit in fits[name]):
-            raise KeyboardInterrupt
-        for fitter, fit in zip(fitters, fits[name], strict=True):
-            fitter.finished.save(fit)
-    return fits
 
 
 # -------------------------------------------------------------------------------------- results
