@@ -7,7 +7,7 @@ from torch import Tensor
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fisher import num_data, site_parameters
 from pyro_bdl.curvature.prior import run_at
-from pyro_bdl.program.batches import Batches, leading_size
+from pyro_bdl.program.batches import Batch, Batches, leading_size
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils.random_state import seeded
@@ -21,15 +21,15 @@ def count_rows(
     The program runs once, on the first batch; other batches count by their rows of data.
     """
     run, _ = run_at(model, subset, vector, *batches.first())
-    return rows_of(run, batches, config)
+    return rows_of(run, batches.first(), batches, config)
 
 
-def rows_of(run: Run, batches: Batches, config: CurvatureConfig) -> int:
-    """Return the number of rows, given the run on the first batch."""
+def rows_of(run: Run, batch: Batch, batches: Batches, config: CurvatureConfig) -> int:
+    """Return the number of rows of all batches, given the run on one batch."""
     own = 0
     with seeded(0):  # which Monte Carlo columns would draw
         for site in run.observed.values():
             if site.value is not None and site_parameters(site):
                 own += num_data(site) * sum(1 for _ in config.columns(site))
-    sizes = [leading_size(batch) for batch in batches.part()]
-    return round(own * (sum(sizes) / sizes[0] if sizes[0] else len(sizes)))
+    sizes, size = [leading_size(other) for other in batches.part()], leading_size(batch)
+    return round(own * (sum(sizes) / size if size else len(sizes)))

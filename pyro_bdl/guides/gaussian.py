@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.automatic_structure import with_chosen_structure
+from pyro_bdl.curvature.automatic_structure import chosen_config
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.factor_statements import check_factors
 from pyro_bdl.curvature.fit import SCALED_UP, fit_curvature
@@ -22,7 +22,6 @@ from pyro_bdl.curvature.hyperparameters import (
     learned_noise,
     read,
 )
-from pyro_bdl.curvature.known_information import with_known_information
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
 from pyro_bdl.curvature.structures.base import Curvature, Precision, log_prob
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
@@ -97,8 +96,10 @@ class LaplaceGuide(JointGuide):
         """Compute the curvature from data, with the structure that fits them; return the guide."""
         model = self.program_model
         self.few = few_rows(model, self.require_layout(), self.loc, batches.first())
-        config = with_known_information(model, self.subset, self.loc, self.few, self.config)
-        self.config = with_chosen_structure(model, self.subset, self.loc, batches, config)
+        start = self.read()
+        self.config = chosen_config(
+            self.config, start.run, start.leaves, self.subset, self.few, batches
+        )
         reading = self._fit([batches], progress)
         check_factors(reading.run, reading.leaves, self.config)
         return self

@@ -7,7 +7,9 @@ from torch import nn
 
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.curvature import Full, config
-from pyro_bdl.curvature.automatic_structure import with_chosen_structure
+from pyro_bdl.curvature.automatic_structure import chosen_config
+from pyro_bdl.curvature.hyperparameters import few_rows
+from pyro_bdl.curvature.prior import run_at
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset
@@ -25,15 +27,11 @@ def guide_and_data(prior=None, **options):
 def chosen(prior=None, data=None, *, subset=None, full_up_to=40, kernel_up_to=4096, **options):
     """The structure for 51 latents, with the limits given."""
     guide, own = guide_and_data(prior, **options)
-    return with_chosen_structure(
-        guide.program_model,
-        Subset(guide.layout, subset),
-        guide.location(),
-        Batches(data or own),
-        guide.config,
-        full_up_to=full_up_to,
-        kernel_up_to=kernel_up_to,
-    ).structure.name
+    subset, batches = Subset(guide.layout, subset), Batches(data or own)
+    few = few_rows(guide.program_model, guide.layout, guide.location(), batches.first())
+    run, leaves = run_at(guide.program_model, subset, guide.location().detach(), *few)
+    limits = {"full_up_to": full_up_to, "kernel_up_to": kernel_up_to}
+    return chosen_config(guide.config, run, leaves, subset, few, batches, **limits).structure.name
 
 
 def test_by_size():
