@@ -38,7 +38,6 @@ from pyro_bdl.curvature.structures.base import (
 from pyro_bdl.curvature.structures.prior_root import PriorRoot
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.utils.autograd import with_gradients
 from pyro_bdl.utils.conjugate_gradients import conjugate_gradients, lanczos_quadrature
 from pyro_bdl.utils.validation import whole_number
 
@@ -323,27 +322,19 @@ class SamplesPrecision(Precision):
         return total
 
     def logdet(self) -> Tensor:
-        value = self._log_determinant().to(self.diagonal)
+        value, prior = self._log_determinant().to(self.diagonal), self.prior
         diagonal, dense, factor = self._leaves
-        prior = self.prior
-        of_diagonal = self.variances().to(prior.diagonal)
-        inside = (of_diagonal * prior.diagonal).sum()  # tr(C Lambda)
-        of_dense = None
+        variances = self.variances().to(prior.diagonal)
+        slope, inside = variances * diagonal, variances * prior.diagonal  # of C Lambda
         if prior.indices is not None and prior.dense is not None:
             block = self.samples[:, prior.indices].to(prior.dense)
-            of_dense = block.mT @ block / len(block)
-            plain = of_diagonal.index_fill(0, prior.indices, 0.0)
-            inside = (plain * prior.diagonal).sum() + (of_dense * prior.dense).sum()
-            of_diagonal = plain
-        slopes = [of_diagonal, of_dense, (self.size - inside) / self.factor]
-        known = [
-            (leaf, slope.to(leaf).reshape(leaf.shape))
-            for leaf, slope in zip((diagonal, dense, factor), slopes, strict=True)
-            if isinstance(leaf, Tensor) and slope is not None and leaf.requires_grad
-        ]
-        if not known:
-            return value
-        return with_gradients(value, [slope for _, slope in known], [leaf for leaf, _ in known])
+            block = block.mT @ block / len(block)
+            slope, inside = (x.index_fill(0, prior.indices, 0.0) for x in (slope, inside))
+            slope = slope.sum() + (block * dense).sum()
+            inside = inside.sum() + (block * prior.dense).sum()
+        rest = (self.size - inside.sum()) / self.factor
+        slope = slope.sum() + rest * factor
+        return value + (slope - slope.detach())
 
     def sample(self, num_samples: int) -> Tensor:
         samples = self.samples
