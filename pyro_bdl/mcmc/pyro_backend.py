@@ -4,11 +4,11 @@ The log density is a graph that is traced once where it can be traced, else the 
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
+import pyro
 import torch
-from pyro.infer.mcmc import HMC, MCMC, NUTS
+from pyro.infer.mcmc import HMC, NUTS
 from torch import Tensor
 
 from pyro_bdl.mcmc.chains import Chains, Plan, Target, progress_bar, stack_chains
@@ -34,7 +34,7 @@ def run(target: Target, start: Tensor, kernel: Kernel, plan: Plan) -> Chains:
     chains = []
     for i, vector in enumerate(start):
         try:
-            with seeded(plan.seed + 7919 * i):
+            with seeded(plan.seed + 7919 * i), pyro.validation_enabled(False):
                 chains.append(_run_chain(density, vector, kernel, plan, bar))
         except KeyboardInterrupt:
             if not chains:
@@ -46,95 +46,65 @@ def run(target: Target, start: Tensor, kernel: Kernel, plan: Plan) -> Chains:
     return stack_chains(chains)
 
 
-class _Potential:
-    """The potential energy -log p(u), with a count of its evaluations."""
+def _run_chain(
+    density: CompiledDensity, start: Tensor, kernel: Hamiltonian, plan: Plan, bar: Any
+) -> Chains:
+    steps = 0
 
-    def __init__(self, log_density: Callable[[Tensor], Tensor]) -> None:
-        self.log_density, self.count = log_density, 0
-
-    def __call__(self, parameters: dict[str, Tensor]) -> Tensor:
-        self.count += 1
+    def potential(parameters: dict[str, Tensor]) -> Tensor:
+        nonlocal steps
+        steps += 1
         leaf = parameters["u"].detach().requires_grad_()
         with torch.enable_grad():
-            value = -self.log_density(leaf)
+            value = -density(leaf)
             (gradient,) = torch.autograd.grad(value, leaf)
         return with_gradients(value.detach(), [gradient], [parameters["u"]])
 
-
-class _Collector:
-    """Pyro's hook after each iteration, which stores the draw and its statistics."""
-
-    def __init__(self, potential: _Potential, bar: Any) -> None:
-        self.potential, self.bar = potential, bar
-        self.vectors: list[Tensor] = []
-        self.stats: dict[str, list[float]] = {}
-        self.last_count, self.last_mean = 0, 0.0
-
-    def __call__(self, kernel: Any, parameters: dict[str, Tensor], stage: str, i: int) -> None:
-        self.bar.update(1)
-        steps = self.potential.count - self.last_count
-        self.last_count = self.potential.count
-        if "sample" not in stage.lower():
-            return
-        n = len(self.vectors) + 1
-        mean = float(kernel._mean_accept_prob)
-        previous, self.last_mean = self.last_mean, mean
-        self.vectors.append(parameters["u"].detach().clone())
-        stats = {
-            "potential_energy": float(kernel._potential_energy_last),
-            "energy": float(kernel.energy_current),
-            "num_steps": steps,
-            "accept_prob": min(1.0, max(0.0, previous + n * (mean - previous))),
-            "step_size": float(kernel.step_size),
-            "diverging": bool(kernel._divergences) and kernel._divergences[-1] == n - 1,
-        }
-        for name, value in stats.items():
-            self.stats.setdefault(name, []).append(value)
-
-
-def _run_chain(
-    log_density: Callable[[Tensor], Tensor],
-    start: Tensor,
-    kernel: Hamiltonian,
-    plan: Plan,
-    bar: Any,
-) -> Chains:
-    potential = _Potential(log_density)
-    recording = _recording_energy({"nuts": NUTS, "hmc": HMC}[kernel.name])
-    options = {"full_mass": kernel.dense_mass, **kernel.shared_options()}
-    collector = _Collector(potential, bar)
-    interrupted = False
+    sampler = _recording_energy({"nuts": NUTS, "hmc": HMC}[kernel.name])(
+        potential_fn=potential, full_mass=kernel.dense_mass, **kernel.shared_options()
+    )
+    parameters = sampler.initial_params = {"u": start.detach().clone()}
+    vectors, rows, mean, interrupted = [], [], 0.0, False
     try:
-        MCMC(
-            recording(potential_fn=potential, **options),
-            num_samples=plan.num_samples,
-            warmup_steps=plan.num_warmup,
-            initial_params={"u": start.detach().clone()},
-            hook_fn=collector,
-            disable_progbar=True,
-        ).run()
+        sampler.setup(plan.num_warmup)
+        for i in range(plan.num_warmup + plan.num_samples):
+            steps = 0
+            parameters = sampler.sample(parameters)
+            bar.update(1)
+            if i < plan.num_warmup:
+                continue
+            previous, mean = mean, float(sampler._mean_accept_prob)
+            probability = previous + (len(rows) + 1) * (mean - previous)
+            vectors.append(parameters["u"].detach().clone())
+            rows.append({
+                "potential_energy": float(sampler._potential_energy_last),
+                "energy": sampler.energy,
+                "num_steps": steps,
+                "accept_prob": min(1.0, max(0.0, probability)),
+                "step_size": float(sampler.step_size),
+                "diverging": len(rows) in sampler.diagnostics()["divergences"][-1:],
+            })  # fmt: skip
     except KeyboardInterrupt:
         interrupted = True
-    if not collector.vectors:
+    if not rows:
         raise KeyboardInterrupt
     stats = {
-        name: torch.tensor(values, device=start.device)[None]
-        for name, values in collector.stats.items()
+        name: torch.tensor([[row[name] for row in rows]], device=start.device) for name in rows[0]
     }
-    return Chains(torch.stack(collector.vectors)[None], stats, interrupted)
+    return Chains(torch.stack(vectors[: len(rows)])[None], stats, interrupted)
 
 
 def _recording_energy(base: type) -> type:
     """A subclass of the kernel that records the energy H(u, r) at the start of each iteration."""
 
     class Recording(base):  # type: ignore[misc, valid-type]
-        energy_current = math.nan
+        energy = math.nan
 
         def _sample_r(self, name: str) -> Any:
             r, unscaled = super()._sample_r(name)
             if name.startswith("r_t="):
                 potential = self._potential_energy_last
-                self.energy_current = float(self._kinetic_energy(unscaled) + potential)
+                self.energy = float(self._kinetic_energy(unscaled) + potential)
             return r, unscaled
 
     Recording.__name__ = base.__name__
