@@ -20,14 +20,6 @@ DTYPES = pytest.mark.parametrize(
 )  # fmt: skip
 
 
-def cases(names, further):
-    """Parametrize by these cases; the further ones, whose operators others have too, are slow."""
-    assert set(names) >= further
-    return pytest.mark.parametrize(
-        "case", [pytest.param(n, marks=pytest.mark.slow if n in further else ()) for n in names]
-    )
-
-
 # Compiling takes most of the time.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -164,19 +156,15 @@ class Causal(nn.TransformerEncoderLayer):
 
 
 MODULES = {
-    "Linear": lambda: (nn.Linear(3, 2), torch.randn(4, 3)),
     "Linear-narrow": lambda: (nn.Linear(3, 2), torch.randn(12, 3)),
     "Linear-3d": lambda: (nn.Linear(3, 2, bias=False), torch.randn(2, 4, 3)),
     "Bilinear": lambda: (nn.Bilinear(3, 2, 2), torch.randn(4, 3), torch.randn(4, 2)),
-    "Conv1d": lambda: (nn.Conv1d(2, 4, 3, padding="same", dilation=2), torch.randn(2, 2, 7)),
     "Conv2d": lambda: (nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), torch.randn(2, 4, 7, 6)),
-    "Conv2d-unbatched": lambda: (nn.Conv2d(2, 3, (3, 2)), torch.randn(2, 5, 6)),
     "Conv2d-circular": lambda: (
         nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
         torch.randn(2, 2, 5, 6),
     ),
     "Conv3d": lambda: (nn.Conv3d(2, 3, 2, stride=(1, 2, 1)), torch.randn(1, 2, 3, 4, 3)),
-    "ConvTranspose1d": lambda: (nn.ConvTranspose1d(2, 3, 3, dilation=2), torch.randn(2, 2, 5)),
     "ConvTranspose2d": lambda: (
         nn.ConvTranspose2d(4, 6, (3, 2), 2, padding=1, output_padding=1, groups=2),
         torch.randn(2, 4, 4, 5),
@@ -195,16 +183,10 @@ MODULES = {
     ),
     "BatchNorm2d": conv(nn.BatchNorm2d(4)),
     "MultiheadAttention": self_attention(),
-    "MultiheadAttention-bias": self_attention(add_bias_kv=True, add_zero_attn=True),
-    "TransformerEncoderLayer": lambda: (
-        nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
-        torch.randn(2, 3, 4),
-    ),
     "TransformerEncoderLayer-causal": lambda: (
         Causal(4, 2, 8, batch_first=True, norm_first=True, activation="gelu"),
         torch.randn(2, 3, 4),
     ),
-    "RNN": lambda: (nn.RNN(3, 4), torch.randn(3, 2, 3)),
     "GRU": lambda: (nn.GRU(3, 2, 2, bidirectional=True, batch_first=True), torch.randn(2, 2, 3)),
     "LSTM": lambda: (nn.LSTM(3, 2, 2, bidirectional=True), torch.randn(2, 2, 3)),
     "MaxPool1d": conv1d(nn.MaxPool1d(2)),
@@ -228,7 +210,6 @@ MODULES = {
     "attention-blind": lambda: (Blind(), torch.randn(2, 3, 4)),
     "grid_sample": lambda: (Transformed(), torch.randn(2, 1, 5, 6)),
     "fft": lambda: (Spectral("backward"), torch.randn(2, 6, 5)),
-    "fft-ortho": lambda: (Spectral("ortho"), torch.randn(2, 6, 5)),
     "fft-forward": lambda: (Spectral("forward"), torch.randn(2, 6, 5)),
     "Einsum": lambda: (Einsum(), torch.randn(2, 3, 3)),
 }
@@ -243,10 +224,7 @@ ACTIVATIONS = [
 
 
 @DTYPES
-@cases(MODULES, {
-    "Linear", "Conv1d", "Conv2d-unbatched", "ConvTranspose1d", "BatchNorm1d", "RNN", "LSTM",
-    "MultiheadAttention-bias", "TransformerEncoderLayer", "fft-ortho",
-})  # fmt: skip
+@pytest.mark.parametrize("case", MODULES)
 def test_modules(case, dtype, default):
     module, *inputs = MODULES[case]()
     function, size = density(module.eval().to(dtype), *inputs)
@@ -309,50 +287,28 @@ def covariance(scale):
 
 # The parameters (how many of them) are positive latents too.
 PRIORS = {
-    "Normal": (2, lambda a, b: dist.Normal(a, b)),
-    "Laplace": (2, lambda a, b: dist.Laplace(a, b)),
     "StudentT": (3, lambda a, b, c: dist.StudentT(a, b, c)),
-    "Cauchy": (2, lambda a, b: dist.Cauchy(a, b)),
     "HalfNormal": (1, lambda a: dist.HalfNormal(a)),
     "HalfCauchy": (1, lambda a: dist.HalfCauchy(a)),
     "Gamma": (2, lambda a, b: dist.Gamma(a, b)),
     "InverseGamma": (2, lambda a, b: dist.InverseGamma(a, b)),
-    "LogNormal": (2, lambda a, b: dist.LogNormal(a, b)),
-    "Beta": (2, lambda a, b: dist.Beta(a, b)),
     "Dirichlet": (3, lambda a, b, c: dist.Dirichlet(torch.stack([a, b, c]))),
-    "Exponential": (1, lambda a: dist.Exponential(a)),
-    "Uniform": (2, lambda a, b: dist.Uniform(-a, b)),
     "LogUniform": (2, lambda a, b: dist.TransformedDistribution(
         dist.Uniform(-a, b), [dist.transforms.ExpTransform()])),
-    "Gumbel": (2, lambda a, b: dist.Gumbel(a, b)),
     "Weibull": (2, lambda a, b: dist.Weibull(a, b)),
-    "Pareto": (2, lambda a, b: dist.Pareto(a, b)),
     "Kumaraswamy": (2, lambda a, b: dist.Kumaraswamy(a, b)),
     "VonMises": (2, lambda a, b: dist.VonMises(a, b)),
-    "Logistic": (2, lambda a, b: dist.Logistic(a, b)),
-    "Chi2": (1, lambda a: dist.Chi2(a)),
-    "FisherSnedecor": (2, lambda a, b: dist.FisherSnedecor(a, b)),
-    "AsymmetricLaplace": (3, lambda a, b, c: dist.AsymmetricLaplace(a, b, c)),
-    "SoftLaplace": (2, lambda a, b: dist.SoftLaplace(a, b)),
     "SoftAsymmetricLaplace": (3, lambda a, b, c: dist.SoftAsymmetricLaplace(a, b, c)),
-    "AffineBeta": (3, lambda a, b, c: dist.AffineBeta(a, b, -c, 2 * c)),
     "LogisticNormal": (1, lambda a: dist.LogisticNormal(torch.zeros(2), a.expand(2))),
-    "RelaxedBernoulli": (2, lambda a, b: dist.RelaxedBernoulliStraightThrough(a, logits=b)),
     "TruncatedPolyaGamma": (1, lambda a: dist.TruncatedPolyaGamma(a)),
-    "MultivariateNormal": (1, lambda a: dist.MultivariateNormal(torch.zeros(3), covariance(a))),
-    "MultivariateNormal-tril": (1, lambda a: dist.MultivariateNormal(
-        torch.zeros(3), scale_tril=torch.linalg.cholesky(covariance(a)))),
     "MultivariateNormal-precision": (1, lambda a: dist.MultivariateNormal(
         torch.zeros(3), precision_matrix=covariance(a))),
     "LowRankMultivariateNormal": (2, lambda a, b: dist.LowRankMultivariateNormal(
         torch.zeros(3), torch.arange(6.0).view(3, 2) * a, b.expand(3))),
-    "MultivariateStudentT": (2, lambda a, b: dist.MultivariateStudentT(
-        a, torch.zeros(3), torch.linalg.cholesky(covariance(b)))),
     "OMTMultivariateNormal": (1, lambda a: dist.OMTMultivariateNormal(
         torch.zeros(3), torch.linalg.cholesky(covariance(a)))),
     "MixtureOfDiagNormals": (2, lambda a, b: dist.MixtureOfDiagNormals(
         torch.arange(6.0).view(2, 3) * a, torch.ones(2, 3) * b, torch.stack([a, b]))),
-    "LKJCholesky": (1, lambda a: dist.LKJCholesky(3, a)),
     "LKJ": (1, lambda a: dist.LKJ(3, a)),
     "ImproperUniform": (0, lambda: dist.ImproperUniform(constraints.positive, (), ())),
     "Expanded": (1, lambda a: dist.Normal(0.0, a).expand([3]).mask(False).to_event(1)),
@@ -361,12 +317,7 @@ PRIORS = {
 
 
 @DTYPES
-@cases(PRIORS, {
-    "Normal", "Laplace", "StudentT", "Cauchy", "Gamma", "LogNormal", "Beta", "Exponential",
-    "Uniform", "Gumbel", "Pareto", "Logistic", "Chi2", "FisherSnedecor", "AsymmetricLaplace",
-    "SoftLaplace", "AffineBeta", "RelaxedBernoulli", "MultivariateNormal",
-    "MultivariateNormal-tril", "MultivariateStudentT", "LKJCholesky",
-})  # fmt: skip
+@pytest.mark.parametrize("case", PRIORS)
 def test_priors(case, dtype, default):
     count, make = PRIORS[case]
     support = make(*torch.ones(count)).support
@@ -386,16 +337,11 @@ def test_priors(case, dtype, default):
 SUPPORTS = {
     "positive": constraints.positive,
     "unit_interval": constraints.unit_interval,
-    "interval": constraints.interval(-1.0, 2.0),
     "greater_than": constraints.greater_than(1.5),
-    "less_than": constraints.less_than(1.5),
     "simplex": constraints.simplex,
     "ordered": constraints.ordered_vector,
-    "positive_ordered": constraints.positive_ordered_vector,
     "softplus_positive": constraints.softplus_positive,
-    "softplus_lower_cholesky": constraints.softplus_lower_cholesky,
     "lower_cholesky": constraints.lower_cholesky,
-    "corr_cholesky": constraints.corr_cholesky,
     "corr_matrix": constraints.corr_matrix,
     "positive_definite": constraints.positive_definite,
     "independent": constraints.independent(constraints.positive, 1),
@@ -404,9 +350,7 @@ SQUARE = {"softplus_lower_cholesky", "lower_cholesky", "positive_definite"}
 
 
 @DTYPES
-@cases(SUPPORTS, {
-    "interval", "less_than", "positive_ordered", "softplus_lower_cholesky", "corr_cholesky",
-})  # fmt: skip
+@pytest.mark.parametrize("case", SUPPORTS)
 def test_transforms(case, dtype, default):
     support = SUPPORTS[case]
     shape = (3, 3) if case in SQUARE else (3,)
@@ -456,25 +400,13 @@ TARGETS = torch.tensor([2, 0])
 OBSERVATIONS = {
     "Normal": lambda z: dist.Normal(z[:3], z[3:].exp()).log_prob(torch.ones(3)),
     "StudentT": lambda z: dist.StudentT(z[0].exp(), z[:3], z[3:].exp()).log_prob(torch.ones(3)),
-    "Gamma": lambda z: dist.Gamma(z[:3].exp(), z[3:].exp()).log_prob(torch.arange(1.0, 4)),
     "Bernoulli": lambda z: dist.Bernoulli(logits=z[:3]).log_prob(torch.eye(3)[0]),
-    "Bernoulli-probs": lambda z: dist.Bernoulli(z.sigmoid()[:3]).log_prob(torch.eye(3)[0]),
-    "Categorical": lambda z: dist.Categorical(logits=z.view(2, 3)).log_prob(TARGETS),
     "Categorical-probs": lambda z: dist.Categorical(z.view(2, 3).softmax(1)).log_prob(TARGETS),
     "OneHotCategorical": lambda z: dist.OneHotCategorical(logits=z.view(2, 3)).log_prob(
         F.one_hot(TARGETS)),
     "Binomial": lambda z: dist.Binomial(5, logits=z[:3]).log_prob(COUNTS),
-    "Binomial-probs": lambda z: dist.Binomial(COUNTS + 1, z[:3].sigmoid()).log_prob(COUNTS),
     "Multinomial": lambda z: dist.Multinomial(5, logits=z[:3]).log_prob(COUNTS),
     "Poisson": lambda z: dist.Poisson(z[:3].exp()).log_prob(COUNTS),
-    "Geometric": lambda z: dist.Geometric(logits=z[:3]).log_prob(COUNTS),
-    "NegativeBinomial": lambda z: dist.NegativeBinomial(
-        z[:3].exp(), logits=z[3:]).log_prob(COUNTS),
-    "GammaPoisson": lambda z: dist.GammaPoisson(z[:3].exp(), z[3:].exp()).log_prob(COUNTS),
-    "BetaBinomial": lambda z: dist.BetaBinomial(z[:3].exp(), z[3:].exp(), 5).log_prob(COUNTS),
-    "DirichletMultinomial": lambda z: dist.DirichletMultinomial(z[:3].exp(), 5).log_prob(COUNTS),
-    "ZeroInflatedPoisson": lambda z: dist.ZeroInflatedPoisson(
-        z[:3].exp(), gate=z[3:].sigmoid()).log_prob(COUNTS),
     "ZeroInflatedPoisson-logits": lambda z: dist.ZeroInflatedPoisson(
         z[:3].exp(), gate_logits=z[3:]).log_prob(COUNTS),
     "ZeroInflatedNegativeBinomial": lambda z: dist.ZeroInflatedNegativeBinomial(
@@ -483,16 +415,11 @@ OBSERVATIONS = {
         z[:2], z[2:].exp().cumsum(0)).log_prob(TARGETS),
     "MultivariateNormal": lambda z: dist.MultivariateNormal(
         z[:3], covariance(z[3].exp())).log_prob(torch.ones(2, 3)),
-    "Delta": lambda z: dist.Delta(torch.ones(6), log_density=z).log_prob(torch.ones(6)),
-    "Masked": lambda z: dist.Normal(z[:3], 1).mask(torch.tensor([True, False, True])).log_prob(
-        torch.ones(3)),
     "NanMaskedNormal": lambda z: dist.NanMaskedNormal(z[:2], 1.0).log_prob(
         torch.tensor([1.0, torch.nan])),
     "Censored": lambda z: dist.Normal(z[:3], z[3:].exp()).cdf(torch.ones(3)).log(),
     "MixtureSameFamily": mixture,
     "ProjectedNormal": lambda z: dist.ProjectedNormal(z[:3]).log_prob(F.normalize(z[3:], dim=0)),
-    "Wishart": lambda z: torch.distributions.Wishart(
-        torch.tensor(4.0), covariance(z[1].exp())).log_prob(covariance(z[2].exp())),
     "GaussianProcess": lambda z: dist.MultivariateNormal(
         torch.zeros(3), (-torch.cdist(z.view(3, 2), z.view(3, 2)) ** 2).exp() + torch.eye(3)
     ).log_prob(torch.ones(3)),
@@ -524,11 +451,7 @@ OBSERVATIONS = {
 
 
 @DTYPES
-@cases(OBSERVATIONS, {
-    "Normal", "Gamma", "Bernoulli-probs", "Categorical", "Binomial-probs", "Geometric",
-    "NegativeBinomial", "GammaPoisson", "BetaBinomial", "DirichletMultinomial",
-    "ZeroInflatedPoisson", "MultivariateNormal", "Delta", "Masked", "Wishart",
-})  # fmt: skip
+@pytest.mark.parametrize("case", OBSERVATIONS)
 def test_observations(case, dtype, default):
     assert_same(lambda z: OBSERVATIONS[case](z).sum(), torch.randn(2, 6))
 
