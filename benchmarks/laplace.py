@@ -306,11 +306,11 @@ def large(options: argparse.Namespace) -> dict[str, Any]:
 
 def fitting(model: Any, guide: Any, data: tuple) -> Any:
     """The pass over the data alone, without the algebra that follows it."""
-    subset, at = bdl.curvature.Subset(guide.require_layout()), guide.location().detach()
+    at = bdl.curvature.At(model, bdl.curvature.Subset(guide.require_layout()), guide.location())
 
     def fit(structure: str, curvature: str = "ggn") -> Any:
         config = bdl.curvature.CurvatureConfig(structure, curvature)
-        return bdl.curvature.fit_curvature(model, subset, at, data, config)
+        return bdl.curvature.fit_curvature(at, data, config)
 
     return fit
 

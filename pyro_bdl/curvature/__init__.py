@@ -1,6 +1,7 @@
 """Curvature of a program's log likelihood, and the Gaussian posterior that it gives with a
 prior."""
 
+from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CURVATURES, CurvatureConfig
 from pyro_bdl.curvature.fit import Fitted, fit_curvature
 from pyro_bdl.curvature.structures import (
@@ -19,6 +20,7 @@ __all__ = [
     "CURVATURES",
     "EKFAC",
     "STRUCTURES",
+    "At",
     "CurvatureConfig",
     "Diagonal",
     "Fitted",

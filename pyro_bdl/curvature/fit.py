@@ -1,7 +1,6 @@
 """Curvature of a program's log likelihood over data, computed in passes over batches."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,18 +8,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyro_bdl.curvature.chunking import linearizations
+from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig, check_memory
 from pyro_bdl.curvature.fisher import check_information
 from pyro_bdl.curvature.gauss_newton_products import GaussNewtonProducts
 from pyro_bdl.curvature.hessian import hessian
-from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.likelihood_sums import LikelihoodSums
 from pyro_bdl.curvature.row_counts import count_rows
 from pyro_bdl.curvature.site_jacobians import fisher_jacobians
 from pyro_bdl.curvature.structures.base import Curvature
 from pyro_bdl.program.batches import Batches
-from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.progress import hidden
 from pyro_bdl.utils.random_state import set_torch_states, torch_states
 
@@ -56,9 +53,7 @@ class Fitted:
 
 @torch.enable_grad()
 def fit_curvature(
-    model: Callable,
-    subset: Subset,
-    vector: Tensor,
+    at: At,
     data: Any,
     config: CurvatureConfig,
     *,
@@ -66,7 +61,7 @@ def fit_curvature(
     offset: Tensor | None = None,
     progress: bool | None = None,
 ) -> Fitted:
-    """Compute the curvature of a program's log likelihood at a vector (P,).
+    """Compute the curvature of a program's log likelihood at a point.
 
     Every datum counts once, weighted by its tempering. If the program states more data
     (``num_data``) than were passed, the sums are scaled up to that number, with a warning. A
@@ -84,28 +79,22 @@ def fit_curvature(
             'curvature="hessian" has no linearized outputs to be evaluated at: use "ggn"'
         )
     batches = data if isinstance(data, Batches) else Batches(data)
-    batches.check_same("location", vector)
-    like = vector.detach().new_empty(0, dtype=torch.promote_types(vector.dtype, torch.float32))
-    stored = config.kind.stores_rows
-    num_rows = count_rows(model, subset, vector, batches, config) if stored else 0
-    check_memory(config, subset.size, like, num_rows=num_rows)
+    batches.check_same("location", at.vector)
+    like = at.vector.new_empty(0, dtype=torch.promote_types(at.vector.dtype, torch.float32))
+    num_rows = count_rows(at, batches, config) if config.kind.stores_rows else 0
+    check_memory(config, at.subset.size, like, num_rows=num_rows)
     if config.curvature == "hessian":
-        curvature, seen = batches.together(
-            lambda: hessian(model, subset, vector, batches, config, like, before)
-        )
+        curvature, seen = batches.together(lambda: hessian(at, batches, config, like, before))
         batches.add_up(*curvature.sums())
         seen.add_up(batches)
     else:
-        curvature, seen = _accumulated(
-            model, subset, vector, batches, config, like, before, offset, progress
-        )
+        curvature, seen = _accumulated(at, batches, config, like, before, offset, progress)
     factor = seen.factor()
     if before is not None and factor != 1.0:
         raise ValueError(SCALED_UP)
     curvature.scale(factor)
     if curvature.takes_products:
-        passes = [(batches, factor)]
-        curvature.connect(GaussNewtonProducts(model, subset, vector, passes, offset))
+        curvature.connect(GaussNewtonProducts(at, [(batches, factor)], offset))
     curvature = curvature.finish(before)
     total = torch.as_tensor(seen.log_likelihood * factor, device=seen.gradient.device)
     gradient = seen.gradient * factor
@@ -114,9 +103,7 @@ def fit_curvature(
 
 
 def _accumulated(
-    model: Callable,
-    subset: Subset,
-    vector: Tensor,
+    at: At,
     batches: Batches,
     config: CurvatureConfig,
     like: Tensor,
@@ -124,9 +111,8 @@ def _accumulated(
     offset: Tensor | None,
     progress: bool | None,
 ) -> tuple[Curvature, LikelihoodSums]:
-    curvature = config.structure.empty(subset, like, before)
-    known: dict[Any, Alignment] = {}
-    seen = LikelihoodSums(subset.take(vector), batches, earlier=before is not None)
+    curvature = config.structure.empty(at.subset, like, before)
+    seen = LikelihoodSums(at, batches, earlier=before is not None)
     states = torch_states()
 
     def one_pass(number: int) -> None:
@@ -134,7 +120,7 @@ def _accumulated(
             set_torch_states(states)
         curvature.start_pass(number)
         parts = tqdm(
-            linearizations(model, subset, vector, batches.part(), config, known=known),
+            at.linearizations(batches.part(), config),
             desc=f"curvature, pass {number + 1} of {curvature.passes}",
             unit="batch",
             disable=hidden(progress),

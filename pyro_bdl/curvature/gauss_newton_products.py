@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.hyperparameters import learned_noise, read
 from pyro_bdl.curvature.linearized_data import LinearizedBatch, LinearizedData
 from pyro_bdl.program.batches import Batches
-from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.random_state import seeded
 
 
@@ -19,34 +19,31 @@ class GaussNewtonProducts:
 
     F is at the noise that a Normal observation has when this is made, whatever it is later.
 
-    :param vector: the unconstrained vector (P,).
     :param passes: the data, and the factor of the sums over them.
     :param offset: of the subset (p,), where F is that of the linearized outputs; None: zero.
     """
 
     def __init__(
         self,
-        model: Callable,
-        subset: Subset,
-        vector: Tensor,
+        at: At,
         passes: Sequence[tuple[Batches, float]],
         offset: Tensor | None = None,
     ) -> None:
-        self.model, self.subset, self.vector, self.passes = model, subset, vector.detach(), passes
-        self.offset = torch.zeros_like(subset.take(self.vector)) if offset is None else offset
+        self.at, self.passes = at, passes
+        self.offset = torch.zeros_like(at.subset.take(at.vector)) if offset is None else offset
         self.noise = self._noise()
 
     def __add__(self, other: "GaussNewtonProducts") -> "GaussNewtonProducts":
         """The products over the data of both."""
         passes = [*self.passes, *other.passes]
-        return GaussNewtonProducts(self.model, self.subset, self.vector, passes, self.offset)
+        return GaussNewtonProducts(self.at, passes, self.offset)
 
     def __deepcopy__(self, memo: Any) -> "GaussNewtonProducts":
         return self  # the program and the data are shared
 
     def _noise(self) -> Tensor | None:
         first = self.passes[0][0].first()
-        return learned_noise(read(self.model, self.subset, self.vector, *first))
+        return learned_noise(read(self.at.model, self.at.subset, self.at.vector, *first))
 
     @contextmanager
     def held(self) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -54,14 +51,14 @@ class GaussNewtonProducts:
 
         The graphs of the data are kept until exit where they fit in memory.
         """
-        data = LinearizedData(self.model, self.subset, self.vector, self.passes)
+        data = LinearizedData(self.at, self.passes)
         now = self._noise()
         factor: Tensor | float = 1.0
         if now is not None and self.noise is not None:
             factor = (now / self.noise).square().mean()
 
         def times(vectors: Tensor) -> Tensor:
-            rounded = vectors.to(self.vector)
+            rounded = vectors.to(self.at.vector)
 
             def of_batch(batch: LinearizedBatch) -> Tensor:
                 return batch.times(self.offset, rounded)

@@ -1,22 +1,18 @@
 """The Hessian of a program's log likelihood, row by row."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from pyro_bdl.curvature.chunking import linearizations
+from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.likelihood_sums import LikelihoodSums
 from pyro_bdl.curvature.structures.base import Curvature
 from pyro_bdl.program.batches import Batches
-from pyro_bdl.program.subset import Subset
 
 
 def hessian(
-    model: Callable,
-    subset: Subset,
-    vector: Tensor,
+    at: At,
     batches: Batches,
     config: CurvatureConfig,
     like: Tensor,
@@ -26,11 +22,9 @@ def hessian(
 
     :param before: the curvature of earlier data, which holds the factors of the latents.
     """
-    matrix = like.new_zeros(subset.size, subset.size)
-    seen = LikelihoodSums(
-        subset.take(vector), batches, second_derivatives=True, earlier=before is not None
-    )
-    for linearization in linearizations(model, subset, vector, batches.part(), None):
+    matrix = like.new_zeros(at.subset.size, at.subset.size)
+    seen = LikelihoodSums(at, batches, second_derivatives=True, earlier=before is not None)
+    for linearization in at.linearizations(batches.part()):
         seen.add(linearization)
         total: Any = 0.0
         run = linearization.run

@@ -4,8 +4,8 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.factor_statements import FactorStatements
 from pyro_bdl.curvature.fisher import cell_weights, check_scales, num_data
 from pyro_bdl.curvature.jacobian.linearization import Linearization
@@ -21,14 +21,13 @@ from pyro_bdl.program.trace import Site
 class LikelihoodSums:
     """Sums over the data of a pass: their number, log likelihood and its gradient.
 
-    :param like: a vector over the subset (p,), which gives the gradient's dtype and device.
     :param second_derivatives: whether a likelihood in a factor statement will do.
     :param earlier: whether these are added to the sums over earlier data.
     """
 
     def __init__(
         self,
-        like: Tensor,
+        at: At,
         batches: Batches,
         *,
         second_derivatives: bool = False,
@@ -38,8 +37,8 @@ class LikelihoodSums:
         self.factors = FactorStatements(batches.ranks, earlier=earlier)
         self.log_likelihood: Any = 0.0
         self.num_data = 0
-        self.gradient = torch.zeros_like(like)
-        self.squares = self.cells = torch.zeros((), dtype=torch.float64, device=like.device)
+        self.gradient = torch.zeros_like(at.subset.take(at.vector))
+        self.squares = self.cells = torch.zeros((), dtype=torch.float64, device=at.vector.device)
         self.stated: float = 0.0
         self.scaled = False
 

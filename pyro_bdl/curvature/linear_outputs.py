@@ -8,7 +8,6 @@ Jacobian J as factors, and products of J with a vector.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +16,11 @@ from pyro_bdl.curvature.fisher_roots import Cotangent
 from pyro_bdl.curvature.jacobian.block_position import BlockPosition
 from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock, Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
-from pyro_bdl.curvature.jacobian.use_blocks import working_dtype
+from pyro_bdl.curvature.jacobian.recorded_rows import working_dtype
 from pyro_bdl.curvature.structures.base import Precision
 from pyro_bdl.curvature.structures.draws import LinearDraws
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
-from pyro_bdl.program.trace import Run, Site
+from pyro_bdl.program.trace import Site
 from pyro_bdl.program.unconstrained_parameters import (
     known_kind,
     unconstrained_parameters,
@@ -38,8 +37,7 @@ class LinearOutputs:
     Each of n data has a row of the K numbers that depend on these latents.
 
     :param at: the run.
-    :param label: a name of the tensors, the same in every batch.
-    :param read: the tensors by name in any run of the program.
+    :param tensors: by name, with their graph.
     :param has_data: whether their leading axis is the data axis; else they belong to one datum.
     :param differentiable: keep the graph back to the program's arguments and parameters; the
         Jacobian is then one dense matrix for each datum.
@@ -53,24 +51,19 @@ class LinearOutputs:
     def __init__(
         self,
         at: Linearization,
-        label: Any,
-        read: Callable[[Run], dict[str, Tensor]],
+        tensors: dict[str, Tensor],
         *,
         has_data: bool,
         differentiable: bool = False,
     ) -> None:
-        self.at, self.label, self.has_data = at, label, has_data
-        self.differentiable = differentiable
-        with torch.enable_grad():
-            found = read(at.run)
+        self.at, self.has_data, self.differentiable = at, has_data, differentiable
         leaves = [at.leaves[name] for name in at.subset.parts]
-        self.values = {key: self.kept(value) for key, value in found.items()}
-        self.moving = [key for key, value in found.items() if reaches(value, leaves)]
-        self.num_data = len(next(iter(found.values()))) if has_data else 1
-        self._read = read
+        self.values = {key: self.kept(value) for key, value in tensors.items()}
+        self.moving = [key for key, value in tensors.items() if reaches(value, leaves)]
+        self.num_data = len(next(iter(tensors.values()))) if has_data else 1
+        self._outputs = [tensors[key] for key in self.moving]
         self._jacobian: Jacobian | None = None
         self._reused: _Transposed | None = None
-        self._out: list[Tensor] | None = None
         self._looped = False
 
     def kept(self, value: Tensor) -> Tensor:
@@ -78,23 +71,15 @@ class LinearOutputs:
         return value if self.differentiable else value.detach()
 
     @classmethod
+    @torch.enable_grad()  # distributions keep what they compute here
     def of_site(
         cls, at: Linearization, name: str, site: Site, *, differentiable: bool = False
     ) -> "LinearOutputs":
         """The unconstrained parameters of an observed site."""
-
-        def read(run: Run) -> dict[str, Tensor]:
-            return unconstrained_parameters(run.observed[name].distribution, run)
-
-        with torch.enable_grad():  # distributions keep what they compute here
-            kind, base = known_kind(site), base_distribution(site.distribution)
-        result = cls(
-            at,
-            ("observed", name),
-            read,
-            has_data=len(base.batch_shape) > 0,
-            differentiable=differentiable,
-        )
+        tensors = unconstrained_parameters(site.distribution, at.run)
+        kind, base = known_kind(site), base_distribution(site.distribution)
+        has_data = len(base.batch_shape) > 0
+        result = cls(at, tensors, has_data=has_data, differentiable=differentiable)
         result.name, result.kind, result.site = name, kind, site
         return result
 
@@ -103,14 +88,9 @@ class LinearOutputs:
         cls, at: Linearization, name: str, *, differentiable: bool = False
     ) -> "LinearOutputs":
         """A deterministic site, named "value"."""
-
-        def read(run: Run) -> dict[str, Tensor]:
-            return {"value": run.deterministic[name]}
-
-        has_data = at.run.deterministic[name].dim() > 0
-        return cls(
-            at, ("deterministic", name), read, has_data=has_data, differentiable=differentiable
-        )
+        value = at.run.deterministic[name]
+        has_data = value.dim() > 0
+        return cls(at, {"value": value}, has_data=has_data, differentiable=differentiable)
 
     @property
     def mean(self) -> Tensor:
@@ -130,8 +110,7 @@ class LinearOutputs:
 
     def pullback(self) -> Pullback:
         """The numbers that move as functions of the subset, datum by datum."""
-        with torch.enable_grad():
-            return self.at.pullback(self._outputs, self.num_data, label=self.label)
+        return self.at.pullback(self._outputs, self.num_data)
 
     def _dense_jacobian(self) -> Jacobian:
         """A dense Jacobian, row by row, with its graph."""
@@ -147,10 +126,6 @@ class LinearOutputs:
         ]
         like = at.vector.new_empty(0, dtype=dtype)
         return Jacobian(blocks, flat.shape[1], len(flat), at.subset.size, like)
-
-    def _outputs(self, run: Run) -> list[Tensor]:
-        found = self._read(run)
-        return [found[key] for key in self.moving]
 
     def moved(self, offset: Tensor) -> dict[str, Tensor]:
         """All tensors, (*shape), at one offset (p,) of the subset, differentiable in it."""
@@ -192,14 +167,10 @@ class LinearOutputs:
         if not self.moving:
             return torch.zeros_like(at.subset.take(at.vector))
         leaves = [at.leaves[name] for name in at.subset.parts]
-        if self._out is None:
-            with torch.enable_grad():
-                self._out = self._outputs(at.run)
-        outputs = self._out
 
         def pulled(given: list[Tensor], many: bool) -> list[Tensor]:
             found = torch.autograd.grad(
-                outputs, leaves, given,
+                self._outputs, leaves, given,
                 retain_graph=True, allow_unused=True, is_grads_batched=many,
             )  # fmt: skip
             return _filled(found, leaves, batch if many else ())
@@ -228,10 +199,9 @@ class LinearOutputs:
     def _transposed(self) -> _Transposed:
         """J' v as a function of v, so that J is its derivative and no Jacobian is formed."""
         with torch.enable_grad():
-            outputs = self._outputs(self.at.run)
-            cotangents = [torch.zeros_like(output, requires_grad=True) for output in outputs]
+            cotangents = [torch.zeros_like(output, requires_grad=True) for output in self._outputs]
             pulled = torch.autograd.grad(
-                outputs,
+                self._outputs,
                 [self.at.leaves[name] for name in self.at.subset.parts],
                 cotangents,
                 create_graph=True,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.chunking import linearizations
+from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.factor_statements import FactorStatements
 from pyro_bdl.curvature.fisher import cell_columns
 from pyro_bdl.curvature.jacobian.linearization import Linearization
@@ -14,7 +14,6 @@ from pyro_bdl.curvature.linear_outputs import LinearOutputs, observed_outputs
 from pyro_bdl.curvature.prior import hyperpriors
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program.batches import Batches
-from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.memory import Allocations, available_memory, bytes_at_once
 
 _SHARE_OF_MEMORY = 0.125  # for the graphs of all data
@@ -113,19 +112,12 @@ class LinearizedData:
     Their graphs are kept where they fit in an eighth of the free memory; else every sum runs the
     program again.
 
-    :param vector: the unconstrained vector (P,).
     :param passes: the data, and the factor of the sums over them.
     :raises NotImplementedError: for observations that are not made of tensors.
     """
 
-    def __init__(
-        self,
-        model: Callable,
-        subset: Subset,
-        vector: Tensor,
-        passes: Sequence[tuple[Batches, float]],
-    ) -> None:
-        self.model, self.subset, self.vector, self.passes = model, subset, vector, passes
+    def __init__(self, at: At, passes: Sequence[tuple[Batches, float]]) -> None:
+        self.at, self.passes = at, passes
         self._kept: dict[int, list[LinearizedBatch]] = {}
 
     @property
@@ -138,8 +130,8 @@ class LinearizedData:
             yield from self._kept[number]
             return
         statements = FactorStatements(batches.ranks, earlier=number > 0)
-        found = iter(linearizations(self.model, self.subset, self.vector, batches.part(), None))
-        free = available_memory(self.vector.device) or 8 * 2**30
+        found = self.at.linearizations(batches.part())
+        free = available_memory(self.at.vector.device) or 8 * 2**30
         left: float = bytes_at_once(int(free * _SHARE_OF_MEMORY))
         kept: list[LinearizedBatch] | None = []
         per_part = 0.0

@@ -1,26 +1,20 @@
 """The number of rows of the data's weighted Jacobians: N K for N data with K outputs."""
 
-from collections.abc import Callable
-
-from torch import Tensor
-
+from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fisher import num_data, site_parameters
 from pyro_bdl.curvature.prior import run_at
 from pyro_bdl.program.batches import Batch, Batches, leading_size
-from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils.random_state import seeded
 
 
-def count_rows(
-    model: Callable, subset: Subset, vector: Tensor, batches: Batches, config: CurvatureConfig
-) -> int:
+def count_rows(at: At, batches: Batches, config: CurvatureConfig) -> int:
     """Return the number of rows that the curvature over the data adds up, at most.
 
     The program runs once, on the first batch; other batches count by their rows of data.
     """
-    run, _ = run_at(model, subset, vector, *batches.first())
+    run, _ = run_at(at.model, at.subset, at.vector, *batches.first())
     return rows_of(run, batches.first(), batches, config)
 
 

@@ -1,7 +1,6 @@
 """Jacobians of observed sites, whose rows' outer products add up to a curvature."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,8 +11,9 @@ from pyro_bdl.curvature.fisher_roots import Cotangent
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
 from pyro_bdl.curvature.linear_outputs import LinearOutputs
-from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
-from pyro_bdl.program.trace import Run, Site
+from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.program.trace import Site
 from pyro_bdl.utils.memory import bytes_at_once
 
 _COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which copies them
@@ -26,7 +26,15 @@ def fisher_jacobians(
 
     :param offset: where the Fisher information is that of the linearized outputs, (p,).
     """
-    for name in linearization.run.observed:
+    for name, site in linearization.run.observed.items():
+        single = linearization.rows is not None and linearization.rows.num_data == num_data(site)
+        kind = config.structure.name
+        if config.kind.takes_single_rows and not single:
+            raise UnsupportedProgramError(
+                f'structure="{kind}" takes the rows of the data one at a time, and '
+                f"those of site '{name}' depend on each other, or are no rows of the program's "
+                'arguments: pass them as tensors (N, ...), or use structure="full" or "diag"'
+            )
         if offset is None:
             yield from site_jacobians(linearization, name, config)
         else:
@@ -111,31 +119,29 @@ def _softmax_jacobian(
         or len(base.batch_shape) != 1
     ):
         return None
-    return site_pullback(linearization, name, ("logits",)).softmax(cell_weights(site).square())
+    return _pullback(linearization, name, ("logits",)).softmax(cell_weights(site).square())
 
 
 def _jacobian(
     linearization: Linearization, name: str, keys: tuple[str, ...], columns: list[Cotangent]
 ) -> Jacobian:
-    pullback = site_pullback(linearization, name, keys)
+    pullback = _pullback(linearization, name, keys)
     return pullback.jacobian([[column[key] for key in keys] for column in columns])
 
 
-def site_pullback(linearization: Linearization, name: str, keys: tuple[str, ...]) -> Pullback:
+def _pullback(linearization: Linearization, name: str, keys: tuple[str, ...]) -> Pullback:
     """Return a site's parameters in a form that can be differentiated datum by datum."""
-
-    def outputs(run: Run) -> Sequence[Tensor]:
-        parameters = parameters_of_any(base_distribution(run.observed[name].distribution))
-        return [parameters[key] for key in keys]
-
-    site = linearization.run.observed[name]
-    return linearization.pullback(outputs, num_data(site), label=(name, keys))
+    parameters = linearization.parameters(name)
+    return linearization.pullback(
+        [parameters[key] for key in keys], num_data(linearization.run.observed[name])
+    )
 
 
 def _columns_at_once(linearization: Linearization, count: int, config: CurvatureConfig) -> int:
     item = linearization.vector.element_size()
-    per_column = item * sum(math.prod(use.output_shape) for use in linearization.uses)
-    shared = [math.prod(u.shape) for u in linearization.uses if u.unfold is not None]
+    uses = [] if linearization.rows is None else linearization.rows.uses
+    per_column = item * count * sum(use.output_shape.numel() for use in uses)
+    shared = [use.shape.numel() for use in uses if use.unfold is not None]
     numbers = config.kind.numbers_per_column(linearization.subset.size, max(shared, default=0))
     per_column += item * numbers * count
     return max(1, int(bytes_at_once(_COLUMNS_BUDGET) / max(1, per_column)))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.chunking import linearizations
+from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.factor_statements import FactorStatements
 from pyro_bdl.curvature.linear_outputs import LinearOutputs
 from pyro_bdl.curvature.linearized_data import LinearizedBatch, LinearizedData
@@ -104,16 +104,14 @@ class RowData:
     def of(cls, guide: LaplaceGuide) -> "RowData | None":
         """The rows of a guide's data; None where they take more than an eighth of the free
         memory, or are spread over several processes."""
-        model, subset, vector, parts = guide.program_model, guide.subset, guide.loc, []
-        left = _SHARE_OF_MEMORY * (available_memory(vector.device) or 8 * 2**30)
-        row = subset.size * vector.element_size()
+        point, parts = At(guide.program_model, guide.subset, guide.loc), []
+        left = _SHARE_OF_MEMORY * (available_memory(guide.loc.device) or 8 * 2**30)
+        row = guide.subset.size * guide.loc.element_size()
         for number, (batches, factor) in enumerate(guide.passes):
             if batches.ranks is not None or guide.num_data * row > left:
                 return None
-            statements, known = FactorStatements(earlier=number > 0), {}
-            for at in linearizations(
-                model, subset, vector, batches, None, known=known, as_rows=True
-            ):
+            statements = FactorStatements(earlier=number > 0)
+            for at in point.linearizations(batches.part(), as_rows=True):
                 part = LinearizedBatch(at, statements)
                 part.outputs = [
                     RowOutputs.of_site(at, name, site) for name, site in at.run.observed.items()
@@ -143,7 +141,7 @@ class LinearizedModel:
     def __init__(self, guide: LaplaceGuide) -> None:
         self.guide, self._first_noise = guide, guide.noise_factor
         self._data = RowData.of(guide) or LinearizedData(
-            guide.program_model, guide.subset, guide.loc, guide.passes
+            At(guide.program_model, guide.subset, guide.loc), guide.passes
         )
         self._matrix: Tensor | None = None
         self._solver: Callable[[Tensor], Tensor] | None = None  # at one prior and noise

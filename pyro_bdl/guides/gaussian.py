@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.automatic_structure import chosen_config
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.factor_statements import check_factors
@@ -122,10 +123,8 @@ class LaplaceGuide(JointGuide):
         return reading
 
     def _add(self, batches: Batches, before: Curvature | None, progress: bool | None) -> None:
-        fitted = fit_curvature(
-            self.program_model, self.subset, self.loc, batches, self.config,
-            before=before, progress=progress,
-        )  # fmt: skip
+        at = At(self.program_model, self.subset, self.loc)
+        fitted = fit_curvature(at, batches, self.config, before=before, progress=progress)
         self.curvature = fitted.curvature
         self.num_data += fitted.num_data
         sums = {name: getattr(fitted, name) for name in ("log_likelihood", "squares", "cells")}

@@ -16,7 +16,7 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_bdl.curvature import closed_forms
-from pyro_bdl.curvature.chunking import linearizations
+from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, observed_outputs
 from pyro_bdl.curvature.structures.base import Precision
 from pyro_bdl.program.batches import Batches
@@ -80,7 +80,7 @@ def search(
     """
     program = on_whole_data(model)
     parts = []
-    for at in linearizations(program, subset, vector, held_out, None, every_output=True):
+    for at in At(program, subset, vector).linearizations(held_out, every_output=True):
         sites = [outputs.gaussian(precision) for outputs in observed_outputs(at).values()]
         parts.append(torch.stack([_log_densities(sites, factor) for factor in (0.0, *FACTORS)]))
     log_densities = torch.cat(parts, 1)

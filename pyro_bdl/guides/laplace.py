@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.hyperparameters import few_rows
 from pyro_bdl.curvature.structures import structure_of
@@ -148,10 +149,8 @@ def last_layer(model: Callable, layout: Any, vector: Tensor, args: tuple, kwargs
 
     :raises ValueError: if no latent enters a linear operation.
     """
-    from pyro_bdl.curvature.jacobian.linearization import Linearization
-
-    at = Linearization(model, Subset(layout), vector, args, kwargs)
-    uses, vectors = at.uses, at.vector_products
+    recorder = At(model, Subset(layout), vector).uses(args, kwargs)
+    uses, vectors = recorder.uses, recorder.vector_products
     numbers = [n for n, use in enumerate(uses) if use.kind == "product" and use.inputs is not None]
     if vectors and vectors[-1].position > (numbers[-1] if numbers else -1):
         site, start, shape = vectors[-1]
@@ -169,6 +168,6 @@ def last_layer(model: Callable, layout: Any, vector: Tensor, args: tuple, kwargs
         bias = use.kind == "product" and use.inputs is None
         return bias and use.output_shape == last.output_shape
 
-    parts = [use for use in uses if use.edge == last.edge]
+    parts = [use for use in uses if use.op == last.op]
     parts += [use for use in uses[numbers[-1] + 1 :] if is_added(use)]
     return list(dict.fromkeys(use.site for use in parts))

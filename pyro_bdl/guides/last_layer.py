@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.gaussian import LaplaceGuide
@@ -126,12 +126,14 @@ def _check_used_once(
 
     :raises UnsupportedProgramError: if weights enter several operations.
     """
-    at = Linearization(model, subset, vector, args, kwargs)
+    uses = At(model, subset, vector).uses(args, kwargs).uses
     for name in subset.parts:
         size = subset.layout.latents[name].shape.numel()
-        count = vector.new_full((size,), float(name in at.unmatched))
-        for use in at.uses:
-            if use.site == name:
+        own_uses = [use for use in uses if use.site == name]
+        dense = any(use.kind == "dense" for use in own_uses)  # for a vector of weights, or a prior
+        count = vector.new_full((size,), float(dense))
+        for use in own_uses:
+            if use.kind != "dense":
                 own = slice(None) if use.indices is None else use.indices[use.indices >= 0].unique()
                 count[own] += 1
         if bool((count > 1).any()):

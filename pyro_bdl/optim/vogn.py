@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.curvature.jacobian.datum_axes import Alignment, rounding_of
-from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.curvature.squared_gradients import gradient_and_squares
+from pyro_bdl.curvature.jacobian.linearization import Linearization, rounding_of
+from pyro_bdl.curvature.site_jacobians import site_jacobians
+from pyro_bdl.curvature.structures.diagonal import DiagonalCurvature
 from pyro_bdl.elbo.step import Terms
 from pyro_bdl.elbo.tempered import Temperature, TemperedTraceMeanField_ELBO
 from pyro_bdl.estimators import PerDatum
@@ -58,8 +59,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
     ) -> None:
         super().__init__(temperature, num_particles, cold_temperature=cold_temperature)
         self.config = CurvatureConfig(self.structure, curvature)
-        self._known: dict[Any, Alignment] = {}
-        self._subset: Subset | None = None
+        self._point: At | None = None
         self._modes_agree: dict[bool | None, bool] = {}
 
     def flat_terms(
@@ -74,8 +74,9 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         if estimator is not None:
             raise ValueError(f"{name} takes one draw for all data, and cannot use {estimator}")
         layout = guide.require_layout()
-        if self._subset is None or self._subset.layout is not layout:
-            self._subset, self._known, self._modes_agree = Subset(layout), {}, {}
+        if self._point is None or self._point.subset.layout is not layout:
+            self._point = At(model, Subset(layout), guide.location())
+            self._modes_agree = {}
         vectors = guide.sample_vectors(self.num_particles)
         particles = [self._at(model, guide, vector, args, kwargs) for vector in vectors.unbind()]
         return Terms(*(torch.stack(t).mean() for t in zip(*particles, strict=True)))
@@ -84,34 +85,42 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         self, model: Callable, guide: Guide, vector: Tensor, args: tuple, kwargs: dict
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The terms at a draw; the log likelihood gets the gradient from squares."""
-        assert self._subset is not None
+        point = self._point
+        assert point is not None
         if not torch.is_grad_enabled():
             return self.particle(model, guide, vector, args, kwargs)
-        draw = (model, self._subset, vector, args, kwargs)
         mode = getattr(model, "training", None)
         if self._modes_agree.get(mode):  # one run gives the value and the squares
-            at = Linearization(*draw, known=self._known, training=True)
-            total = self.log_likelihood(at.run, self._subset.layout.latents)
+            at = point.moved(vector, training=True).linearize(args, kwargs, check=False)
+            total = self.log_likelihood(at.run, point.subset.layout.latents)
             likelihood = torch.as_tensor(total, device=vector.device)
-            log_det = self._subset.layout.constrain(vector)[1]
+            log_det = point.subset.layout.constrain(vector)[1]
             kl = self._flat_kl(guide, vector, log_det, at.run)
             q_entropy = torch.zeros_like(kl)
             if self.is_cold:
                 q_entropy = self._flat_entropy(guide, vector, log_det)
         else:
             with own_randomness():
-                at = Linearization(*draw, known=self._known)
+                is_new = mode not in self._modes_agree
+                at = point.moved(vector).linearize(args, kwargs, check=is_new)
             likelihood, kl, q_entropy = self.particle(model, guide, vector, args, kwargs)
-            if mode not in self._modes_agree:
-                other, slack = (
-                    torch.as_tensor(at.run.log_likelihood(), device=vector.device),
-                    rounding_of(vector),
-                )
-                agree = torch.allclose(other, likelihood, rtol=slack, atol=0.0)
-                self._modes_agree[mode] = agree and vector.requires_grad
+            if is_new:
+                self._modes_agree[mode] = self._same(guide, vector, at, likelihood, kl)
         if likelihood.requires_grad:
             likelihood = self._with_squares(guide, vector, likelihood, at)
         return likelihood, kl, q_entropy
+
+    def _same(
+        self, guide: Guide, vector: Tensor, at: Linearization, likelihood: Tensor, kl: Tensor
+    ) -> bool:
+        """Return whether a run of single rows in evaluation mode has the terms of a step."""
+        log_det = at.subset.layout.constrain(vector)[1]
+        own_kl = self._flat_kl(guide, vector, log_det, at.run)
+        pairs = (torch.as_tensor(at.run.log_likelihood()), likelihood), (own_kl, kl)
+        slack = rounding_of(vector)
+        return vector.requires_grad and all(
+            torch.allclose(own.to(term), term, rtol=slack, atol=0.0) for own, term in pairs
+        )
 
     def _with_squares(
         self, guide: Guide, vector: Tensor, likelihood: Tensor, at: Linearization
@@ -136,9 +145,17 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
     ) -> tuple[list[Tensor], Tensor]:
         """The gradients of the log likelihood, and E_q[(u - m)' H (u - m)] / 2 for the curvature H,
         differentiable in the guide's scales."""
-        gradients, squares = gradient_and_squares(likelihood, wanted, at, self.config)
+        gradients = torch.autograd.grad(
+            likelihood, list(wanted), retain_graph=True, materialize_grads=True
+        )
+        squares = torch.zeros_like(at.vector)
+        for name, site in at.run.observed.items():
+            curvature = DiagonalCurvature(len(at.vector), at.vector)
+            for jacobian in site_jacobians(at, name, self.config):
+                curvature.add(jacobian)
+            squares += site.subsampling * curvature.diagonal()
         _, scale = guide.loc_and_scale()
-        return gradients, 0.5 * torch.dot(squares, scale.square())
+        return list(gradients), 0.5 * torch.dot(squares, scale.square())
 
 
 class VOGN(NaturalGradient):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature import closed_forms
-from pyro_bdl.curvature.chunking import linearizations
+from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, LinearOutputs, observed_outputs
 from pyro_bdl.curvature.structures.draws import LinearDraws
@@ -160,6 +160,11 @@ class LinearizedComponent:
         self.model, self.guide, self.seed = model, guide, seed
         self._is_checked = False
 
+    @property
+    def _at(self) -> At:
+        """The program at the guide's center."""
+        return At(on_whole_data(self.model), self.guide.subset, self.guide.loc)
+
     def closed_forms(
         self,
         function: Callable[[GaussianOutputs], Any],
@@ -292,15 +297,12 @@ class LinearizedComponent:
         :param as_rows: choose batches whose Jacobians fit in memory as rows.
         :param whole: take all data at once.
         """
-        program = self.model if whole else on_whole_data(self.model)
-        self._check(program, args, kwargs)
-        differentiable, at = _are_differentiable(args, kwargs), (self.guide.subset, self.guide.loc)
+        self._check(self.model if whole else on_whole_data(self.model), args, kwargs)
+        differentiable = _are_differentiable(args, kwargs)
         found: Iterable[Linearization] = (
-            [Linearization(program, *at, args, kwargs)]
+            [self._at.linearize(args, kwargs)]
             if whole
-            else linearizations(
-                program, *at, [(args, kwargs)], None, every_output=True, as_rows=as_rows
-            )
+            else self._at.linearizations([(args, kwargs)], every_output=True, as_rows=as_rows)
         )
         for linearization in found:
             outputs = observed_outputs(linearization, differentiable=differentiable)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pyro_bdl import bayesianize, models
+from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.structures import STRUCTURES
@@ -87,7 +88,7 @@ class Oracle:
             kind = STRUCTURES[config["structure"]]
             own = {field.name for field in fields(kind)}
             config["structure"] = kind(**{k: v for k, v in options.items() if k in own})
-        return fit_curvature(program.model, subset, vector, data, CurvatureConfig(**config))
+        return fit_curvature(At(program.model, subset, vector), data, CurvatureConfig(**config))
 
     @staticmethod
     def regression(net, x, outputs=1, noise=0.5, prior=None):

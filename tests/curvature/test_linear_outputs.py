@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from pyro_bdl import bayesianize, models
-from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.linear_outputs import observed_outputs
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program.subset import select
@@ -21,7 +21,7 @@ def test_a_moved_output_is_the_jacobian_times_the_offset(chosen):
     model = models.Regression(bayesianize(net), noise=dist.HalfNormal(1.0))
     guide = AutoLaplaceGGN(model).prototype(x, y)
     subset = select(guide.require_layout(), chosen, model=model)
-    (outputs,) = observed_outputs(Linearization(model, subset, guide.loc, (x, y), {})).values()
+    (outputs,) = observed_outputs(At(model, subset, guide.loc).linearize((x, y), {})).values()
     offset = torch.randn(subset.size, dtype=torch.float64).requires_grad_()
     found = outputs.moved(offset)
     change = outputs.jacobian.apply(offset.detach()[None])

@@ -273,9 +273,9 @@ def test_parts_say_the_same_as_all_at_once(kind, memory, monkeypatch):
     sizes = []
     inner = module.Linearization.__init__
 
-    def counting(self, model, subset, vector, batch, kwargs, **options):
-        sizes.append(len(batch[0]))
-        inner(self, model, subset, vector, batch, kwargs, **options)
+    def counting(self, *args):
+        inner(self, *args)
+        sizes.append(len(self.args[0]))
 
     monkeypatch.setattr(module.Linearization, "__init__", counting)
     with working_memory(memory):
@@ -310,7 +310,7 @@ class Failing(nn.Module):
     fails = False
 
     def forward(self, x):
-        if self.fails and len(x) == 1:
+        if self.fails:
             raise RuntimeError("no luck today")
         return x
 
@@ -361,8 +361,7 @@ def test_the_program_is_as_before_and_after_errors():
                 call()
         except RuntimeError as error:
             kept = error  # with its frames, and the generators in them
-        if call is not calls[2]:
-            assert "no luck today" in str(kept)
+        assert "no luck today" in str(kept)
         unchanged()
     del kept
     unchanged()

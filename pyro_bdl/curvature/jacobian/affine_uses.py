@@ -1,9 +1,9 @@
-"""The affine operations in which a program uses its latents, for derivatives.
+"""The operations in which a program uses its latents, for derivatives.
 
 While a program runs inside ``UseRecorder``, every operation that is affine in a latent (products,
 convolutions, look-ups, norm scales, biases) is recorded as an ``AffineUse``. The gradient of any
 output in the latent is then the product of the operation's input a and the gradient g of its output
-z. Latents in other operations are listed in ``unmatched``.
+z. A latent in another operation is a "dense" use, whose gradient is that of the operand itself.
 """
 
 from collections import Counter
@@ -18,25 +18,25 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pyro_bdl.curvature.jacobian.patches import patches
 from pyro_bdl.program.linear_ops.recognize import AffineOp, recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
-from pyro_bdl.utils.trees import tree_leaves
+from pyro_bdl.program.rows import tap, with_rows
+from pyro_bdl.utils.trees import tree_leaves, tree_map
 
 
 @dataclass
 class AffineUse:
-    """One affine use of a latent: z = op(a, w).
-
-    ``edge`` is the position of z in autograd's graph. ``lead`` is the number of leading dimensions
-    of z (in the order of ``to_rows``) that number rows; the last one numbers features.
+    """One use of a latent: z = op(a, w), affine in w. Shapes are those of one datum.
 
     :param number: the number of this use of the site.
+    :param op: the number of the operation, which its weight and its bias share.
     :param kind: "product" for z = a w' (also convolutions, as products of patches; a is None for
         a bias, whose input is 1), "lookup" for rows of an embedding, "scale" for an elementwise
-        multiple of w, broadcast to z.
+        multiple of w, broadcast to z, "dense" for z = w, the operand of any other operation.
     :param indices: the site's entries in the operation's weight, (groups, out, in) for a product,
         (rows, features) for a look-up, flat for a scale; None: all, in order.
     :param shape: the weight's shape in that form.
     :param inputs: a as given to the operation: (*lead, in), an image for a convolution, indices
-        for a look-up (-1: none), the multiplier for a scale (None: 1).
+        for a look-up (-1: none), the multiplier for a scale (None: 1); the rows of data, where they
+        are mapped over, in front.
     :param to_rows: brings z or its gradient to (*lead, features).
     :param unfold: brings the inputs, with the data axis first and the other axes flattened, to (n,
         T, groups, in); None for plain products.
@@ -45,11 +45,12 @@ class AffineUse:
 
     site: str
     number: int
+    op: int
     kind: str
     indices: Tensor | None
     shape: torch.Size
-    edge: GradientEdge
     output_shape: torch.Size
+    dtype: torch.dtype
     inputs: Tensor | None
     to_rows: Callable[[Tensor], Tensor] | None = None
     unfold: Callable[[Tensor], Tensor] | None = None
@@ -58,8 +59,7 @@ class AffineUse:
 
 
 class VectorProduct(NamedTuple):
-    """A product of inputs with a latent vector. The latent is in ``unmatched``, so its curvature is
-    a dense block.
+    """A product of inputs with a latent vector, whose use is dense.
 
     :param position: the number of uses recorded before.
     """
@@ -69,50 +69,114 @@ class VectorProduct(NamedTuple):
     output_shape: torch.Size
 
 
+class UnseenUseError(Exception):
+    """Latents are used in a way that a recorder cannot follow.
+
+    :param sites: the latents.
+    """
+
+    def __init__(self, sites: set[str]) -> None:
+        super().__init__(f"uses of {', '.join(sorted(sites))} cannot be followed")
+        self.sites = sites
+
+
 class UseRecorder(Tracker):
     """Tracker that records the uses of latents while a program runs.
 
     :param latents: site -> the same tensor objects that the program gets.
+    :param lane: a number of each row of data, inside a map over rows (``program/rows.py``); None
+        for a run over all data.
     """
 
-    def __init__(self, latents: Mapping[str, Tensor]) -> None:
+    def __init__(self, latents: Mapping[str, Tensor], lane: Tensor | None = None) -> None:
         super().__init__(latents)
         self.uses: list[AffineUse] = []
-        self._counts: Counter[str] = Counter()
-        self.unmatched: set[str] = set()
+        self.edges: list[GradientEdge | None] = []  # of each operation's z in autograd's graph
         self.vector_products: list[VectorProduct] = []
+        self.lane = lane
+        self._counts: Counter[str] = Counter()
 
     def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            raise UnseenUseError({tag.site for tag in tagged})  # changed in place
+        if name == "detach":
+            return func(*args, **kwargs)
+        op = recognize(func, args, kwargs, self.is_latent)
+        if op is None or not op.is_plain or any(repeats(tag.indices) for tag in tagged):
+            return self._dense(func, args, kwargs, tagged)
         result = func(*args, **kwargs)
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if not outputs or all(id(leaf) in self.tags for leaf in outputs):
+        if not isinstance(result, Tensor) or (self.lane is None and not result.requires_grad):
             return result
-        if outputs[0].requires_grad:  # else nothing flows back through it
-            seen = _record(func, args, kwargs, result, self)
-            self.unmatched.update(tag.site for tag in tagged if id(tag.tensor) not in seen)
+        number = len(self.edges)
+        known = op.kind in _RECORDERS and result.dim() > 0
+        recorded = _RECORDERS[op.kind](self, op, result) if known else []
+        self.edges += [None] if recorded else []
+        matched = {id(tag.tensor) for tag in recorded}
+        others = [tag for tag in tagged if id(tag.tensor) not in matched]
+        if others:
+            result = self._dense(func, args, kwargs, others)
+        if recorded:
+            result, self.edges[number] = self._tapped(result)
         return result
 
-    def add(self, tag: Tag, kind: str, output: Tensor, **options: Any) -> None:
+    def _dense(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
+        """Compute a function of latents, whose gradients are then those of its operands."""
+        uses, operands = [], {}
+        for tag in tagged:
+            operand, edge = self._tapped(tag.tensor)
+            operands[id(tag.tensor)] = operand
+            indices = None if tag.indices is None else tag.indices.reshape(-1)
+            uses.append((tag, edge, indices))
+
+        def operand_of(leaf: Any) -> Any:
+            return operands.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf
+
+        args, kwargs = tree_map(operand_of, (args, kwargs))
+        result = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        flows = self.lane is not None or any(leaf.requires_grad for leaf in outputs)
+        if not outputs or not flows:
+            return result
+        for tag, edge, indices in uses:
+            shape = torch.Size((tag.tensor.numel(),))
+            self.add(tag, "dense", tag.tensor, indices=indices, shape=shape, inputs=None)
+            self.edges.append(edge)
+        return result
+
+    def latent(self, site: str, value: Tensor) -> Tensor:
+        """The value of a latent whose gradient is taken as a whole, however it is used."""
+        tag = Tag(site, value, value)
+        result, edge = self._tapped(value)
+        shape = torch.Size((value.numel(),))
+        self.add(tag, "dense", value, indices=None, shape=shape, inputs=None)
+        self.edges.append(edge)
+        return result
+
+    def _tapped(self, value: Tensor) -> tuple[Tensor, GradientEdge | None]:
+        result, outside = tap(value, self.lane)
+        return result, get_gradient_edge(outside) if outside.requires_grad else None
+
+    def add(
+        self, tag: Tag, kind: str, output: Tensor, *, inputs: Tensor | None, **options: Any
+    ) -> None:
         self.uses.append(
             AffineUse(
                 site=tag.site,
                 number=self._counts[tag.site],
+                op=len(self.edges),
                 kind=kind,
-                edge=get_gradient_edge(output),
                 output_shape=output.shape,
+                dtype=output.dtype,
+                inputs=None if inputs is None else with_rows(inputs.detach(), self.lane),
                 **options,
             )
         )
         self._counts[tag.site] += 1
 
 
-def _record(func: Any, args: tuple, kwargs: dict, result: Any, mode: UseRecorder) -> set[int]:
-    """Record the uses in one operation, and return the ids of the tensors that were matched."""
-    op = recognize(func, args, kwargs, mode.is_latent)
-    if op is None or not op.is_plain or not isinstance(result, Tensor) or not result.dim():
-        return set()
-    recorded = _RECORDERS[op.kind](mode, op, result) if op.kind in _RECORDERS else []
-    return {id(tag.tensor) for tag in recorded}
+def repeats(indices: Tensor | None) -> bool:
+    return indices is not None and len(indices.unique()) < indices.numel()
 
 
 def _product(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
@@ -133,7 +197,7 @@ def _product(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
         output,
         indices=None if indices is None else indices.reshape(shape),
         shape=shape,
-        inputs=op.rows().detach(),
+        inputs=op.rows(),
         to_rows=None if op.output_dim == -1 else op.turned,
     )
     return [weight, *_bias(mode, op, output)]
@@ -188,7 +252,7 @@ def _convolution(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
         output,
         indices=None if tag.indices is None else tag.indices.reshape(shape),
         shape=shape,
-        inputs=op.inputs.detach(),
+        inputs=op.inputs,
         to_rows=to_rows,
         unfold=lambda a: patches(a, **settings),
         groups=groups,
@@ -209,9 +273,7 @@ def _embedding(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
     inputs, padding = op.inputs, op.settings["padding_idx"]
     if padding is not None:  # the padding row has no gradient, as in autograd
         inputs = inputs.masked_fill(inputs == padding % len(tag.tensor), -1)
-    mode.add(
-        tag, "lookup", output, indices=tag.indices, shape=tag.tensor.shape, inputs=inputs.detach()
-    )
+    mode.add(tag, "lookup", output, indices=tag.indices, shape=tag.tensor.shape, inputs=inputs)
     return [tag]
 
 

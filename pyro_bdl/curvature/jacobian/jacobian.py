@@ -379,7 +379,7 @@ def merged(blocks: Sequence[Block], entries: Sequence[Tensor | None], part: slic
             groups.append(([block], own))
     joined = [_joined(members) for members, _ in groups]
     if len(joined) > 1 and _overlap([own for _, own in groups]):
-        return [_added(joined, part)]
+        return [added(joined, part)]
     return joined
 
 
@@ -409,7 +409,7 @@ def _overlap(entries: list[Tensor | None]) -> bool:
     return len(numbers.unique()) < len(numbers)
 
 
-def _added(blocks: list[Block], part: slice) -> DenseBlock:
+def added(blocks: list[Block], part: slice) -> DenseBlock:
     """Sum blocks as rows over all entries of a site."""
     first = blocks[0].rows()
     values = first.new_zeros(*first.shape[:2], part.stop - part.start)

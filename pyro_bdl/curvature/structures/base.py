@@ -165,12 +165,14 @@ class Curvature(nn.Module, ABC):
     is True if ``add`` accepts ``SoftmaxBlock``s, which hold the curvature of a classifier's last
     layer without rows. ``stores_rows`` is True if every row of the data's Jacobians is stored, so
     that memory grows with their number. ``takes_products`` is True if it needs ``connect``.
+    ``takes_single_rows`` is True if ``add`` needs the factors of every datum's own gradients.
     ``is_sampled`` is True if variances and covariances are Monte Carlo estimates.
     """
 
     stores_rows: ClassVar[bool] = False
     takes_products: ClassVar[bool] = False
     is_sampled: ClassVar[bool] = False
+    takes_single_rows: ClassVar[bool] = False
     takes_hessian: ClassVar[bool] = False
     takes_softmax: ClassVar[bool] = False
     passes: int = 1

@@ -10,12 +10,13 @@ from pyro_bdl.curvature.jacobian.patches import patches
 
 
 def seen(function, **latents):
-    """The uses of latents in a function, and the sites that enter otherwise."""
+    """The affine uses of latents in a function, and the sites that enter otherwise."""
     for latent in latents.values():
         latent.requires_grad_()
     with UseRecorder(latents) as operations:
         function(**latents)
-    return operations.uses, operations.unmatched
+    affine = [use for use in operations.uses if use.kind != "dense"]
+    return affine, {use.site for use in operations.uses if use.kind == "dense"}
 
 
 W, X = torch.randn(4, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
@@ -121,7 +122,7 @@ def test_the_edge_outlives_changes_in_place():
     w = W.clone().requires_grad_()
     with UseRecorder({"w": w}) as operations:
         z = function(w)
-    (gradient,) = torch.autograd.grad(z.sum(), [operations.uses[0].edge])
+    (gradient,) = torch.autograd.grad(z.sum(), operations.edges)
     torch.testing.assert_close(gradient, z * (1 - z))
 
 

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from pyro_bdl import bayesianize, models
-from pyro_bdl.curvature import STRUCTURES, CurvatureConfig, LowRank
+from pyro_bdl.curvature import STRUCTURES, At, CurvatureConfig, LowRank
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.jacobian.block_position import BlockPosition
 from pyro_bdl.curvature.jacobian.jacobian import DenseBlock
-from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures import structure_of
 from pyro_bdl.curvature.structures.base import log_prob
@@ -55,7 +54,7 @@ def network(name):
             4, 2, 3, 3
         )
     if name == "attention":
-        layer = nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0)
+        layer = nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True)
         net = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 2))
         return net, torch.randn(5, 3, 4)
     if name == "wide":  # factors of fewer vectors than half their size
@@ -80,20 +79,15 @@ class Case:
         program, vector = oracle.program(model, x, y)
         subset = Subset(program.layout)
         config = CurvatureConfig(LowRank(5) if structure == "low_rank" else structure)
-        self.curvature = fit_curvature(
-            model,
-            subset,
-            vector,
-            (x, y),
-            config,
-        ).curvature
+        at = At(model, subset, vector)
+        self.curvature = fit_curvature(at, (x, y), config).curvature
         diagonal = torch.rand(program.size) + 0.5 if varied else torch.full((program.size,), 0.7)
         self.prior = PriorPrecision(diagonal)
         self.precision = self.curvature.with_prior(self.prior)
         self.size, self.sites = program.size, program.slices
         self.matrix = self.by_quadratic()
-        linearization = Linearization(model, subset, vector, (x, y), {})
-        pullback = linearization.pullback(lambda run: [run.deterministic["f"]], len(x))
+        linearization = at.linearize((x, y), {})
+        pullback = linearization.pullback([linearization.run.deterministic["f"]], len(x))
         columns = [[torch.eye(2)[k].expand(len(x), 2)] for k in range(2)]
         self.jacobian = pullback.jacobian(columns)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pyro_bdl import LinearizedPredictive, bayesianize, models, priors
-from pyro_bdl.curvature import CurvatureConfig, LowRank
+from pyro_bdl.curvature import At, CurvatureConfig, LowRank
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program.subset import Subset
@@ -46,11 +46,10 @@ def test_more_rank_than_the_matrix_has(oracle):
 
 def test_more_data(oracle):
     program, vector, x, y = mlp(oracle)
-    subset, config = Subset(program.layout), CurvatureConfig(LowRank(program.size))
-    first = fit_curvature(program.model, subset, vector, (x[:8], y[:8]), config).curvature
-    both = fit_curvature(
-        program.model, subset, vector, (x[8:], y[8:]), config, before=first
-    ).curvature
+    at = At(program.model, Subset(program.layout), vector)
+    config = CurvatureConfig(LowRank(program.size))
+    first = fit_curvature(at, (x[:8], y[:8]), config).curvature
+    both = fit_curvature(at, (x[8:], y[8:]), config, before=first).curvature
     found = both.vectors * both.values @ both.vectors.T
     torch.testing.assert_close(found, oracle.ggn(program, vector), rtol=1e-9, atol=1e-9)
 

@@ -108,6 +108,7 @@ class KroneckerCurvature(Curvature):
     """
 
     takes_softmax = True
+    takes_single_rows = True
     like: Tensor
 
     def __init__(self, subset: Subset, like: Tensor, *, reduce: bool = False) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pyro_bdl import bayesianize, models
+from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.prior import PriorPrecision
@@ -166,11 +167,12 @@ def test_merging(oracle, structure, width):
     """Wide inputs have as many eigenvectors as data: first three, then eight, which is more than
     half of ten, but not of seventeen."""
     program, vector, x, y = mlp(oracle, 8, width)
-    config, subset = CurvatureConfig(structure), Subset(program.layout)
+    config = CurvatureConfig(structure)
+    at = At(program.model, Subset(program.layout), vector)
 
     def fit(start, stop, before=None):
         data = (x[start:stop], y[start:stop])
-        return fit_curvature(program.model, subset, vector, data, config, before=before).curvature
+        return fit_curvature(at, data, config, before=before).curvature
 
     whole = blocks(fit(0, 8))
     first = fit(0, 3)

@@ -1,0 +1,210 @@
+"""Uses of latents by single rows of data, and the blocks of a Jacobian that follow from them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.jacobian.affine_uses import AffineUse, UseRecorder
+from pyro_bdl.curvature.jacobian.block_position import BlockPosition
+from pyro_bdl.curvature.jacobian.jacobian import (
+    Block,
+    DenseBlock,
+    LookupBlock,
+    ProductBlock,
+    added,
+    merged,
+    same_entries,
+)
+from pyro_bdl.program.subset import Subset
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class RecordedRows:
+    """A run over n data with all uses of latents, datum by datum.
+
+    :param recorders: of one map over all rows, or of each row in a loop.
+    :param together: whether the rows were mapped, so that all tensors have them in front.
+    """
+
+    def __init__(
+        self, subset: Subset, recorders: Sequence[UseRecorder], num_data: int, together: bool
+    ) -> None:
+        self.subset, self.num_data = subset, num_data
+        self._recorders, self._together = recorders, together
+        self.uses = recorders[0].uses
+        self.num_operations = len(recorders[0].edges)
+        self._inputs: dict[int, Tensor] = {}
+        self._unfolded: dict[int, Tensor] = {}
+        firsts = _first_uses_of_entries(self.uses)
+        self._positions = [
+            _position(use, subset, first) for use, first in zip(self.uses, firsts, strict=True)
+        ]
+
+    def gradients(self, outputs: Sequence[Tensor], column: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients of <column, outputs> in the operations' results z, (n, *shape) each."""
+        edges = [edge for recorder in self._recorders for edge in recorder.edges]
+        known = [edge for edge in edges if edge is not None]
+        pairs = [
+            (out, c.reshape(out.shape))
+            for out, c in zip(outputs, column, strict=True)
+            if out.requires_grad
+        ]
+        if not known or not pairs:
+            return [None] * self.num_operations
+        found = iter(
+            torch.autograd.grad(
+                [out for out, _ in pairs], known, [c for _, c in pairs],
+                retain_graph=True, allow_unused=True,
+            )
+        )  # fmt: skip
+        values = [None if edge is None else next(found) for edge in edges]
+        if self._together:
+            return values
+        rows = [values[start :: self.num_operations] for start in range(self.num_operations)]
+        return [_stacked(parts) for parts in rows]
+
+    def blocks(self, outputs: Sequence[Tensor], columns: Sequence[Sequence[Tensor]]) -> list[Block]:
+        """The blocks of all sites, for K columns."""
+        pulled = [self.gradients(outputs, column) for column in columns]
+        by_site: dict[str, list[tuple[Block, AffineUse]]] = {}
+        stacks: dict[Any, Tensor] = {}  # shared by the weight and the bias of an operation
+        for place, (use, position) in enumerate(zip(self.uses, self._positions, strict=True)):
+            gradients = [column[use.op] for column in pulled]
+            if position is None or all(gradient is None for gradient in gradients):
+                continue
+            key = (use.op, use.groups) if use.kind == "product" else place
+            if key not in stacks:
+                found = [self._rows(place, gradient) for gradient in gradients]
+                stacks[key] = found[0][None] if len(found) == 1 else torch.stack(found)
+            block = self._block(place, stacks[key], position)
+            by_site.setdefault(use.site, []).append((block, use))
+        blocks: list[Block] = []
+        for site, members in by_site.items():
+            part, parts = self.subset.parts[site], [block for block, _ in members]
+            if any(use.kind == "dense" for _, use in members):
+                blocks.append(added(parts, part))
+            else:
+                blocks += merged(parts, [use.indices for _, use in members], part)
+        return blocks
+
+    def product(self, place: int) -> tuple[BlockPosition, Any, torch.Size]:
+        """The position of a product, its inputs as a function (None for a bias), and its shape."""
+        use, position = self.uses[place], self._positions[place]
+        assert position is not None
+        source = None if use.inputs is None else lambda: self._unfolded_inputs(place)
+        return position, source, use.shape
+
+    def _block(self, place: int, stacked: Tensor, position: BlockPosition) -> Block:
+        use = self.uses[place]
+        if use.kind in ("scale", "dense"):
+            return DenseBlock(replace(position, chosen=None), position.take(stacked))
+        if use.kind == "lookup":
+            return _lookup(self.inputs(place), stacked, use.shape, position)
+        position, source, shape = self.product(place)
+        return ProductBlock(position, source, stacked, shape)
+
+    def _rows(self, place: int, gradient: Tensor | None) -> Tensor:
+        """A gradient of z as (n, T, groups, out), or (n, m) for a scale or a dense use."""
+        use = self.uses[place]
+        if gradient is None:
+            like = self.subset.layout.latents[use.site]
+            shape = (self.num_data, *use.output_shape)
+            gradient = torch.zeros(shape, dtype=use.dtype, device=like.device)
+        gradient = gradient.to(working_dtype(gradient.dtype))
+        if use.kind in ("scale", "dense"):
+            if use.inputs is not None:
+                gradient = gradient * self.inputs(place)
+            summed = [dim + 1 for dim in use.reduce_dims]
+            gradient = gradient.sum(summed) if summed else gradient
+            return gradient.reshape(self.num_data, -1)
+        rows = gradient if use.to_rows is None else torch.vmap(use.to_rows)(gradient)
+        rows = rows[:, None] if rows.dim() == 2 else rows
+        return rows.flatten(1, -2).unflatten(-1, (use.groups, -1))
+
+    def inputs(self, place: int) -> Tensor:
+        """The inputs of a use, (n, *shape)."""
+        if self._together:
+            inputs = self.uses[place].inputs
+            assert inputs is not None
+            return inputs
+        if place not in self._inputs:
+            self._inputs[place] = torch.stack([r.uses[place].inputs for r in self._recorders])  # type: ignore[misc]
+        return self._inputs[place]
+
+    def _unfolded_inputs(self, place: int) -> Tensor:
+        """a of a product as (n, T, groups, in); patches are kept for other columns."""
+        if place not in self._unfolded:
+            use, inputs = self.uses[place], self.inputs(place)
+            inputs = inputs.to(working_dtype(inputs.dtype))
+            if use.unfold is None:
+                inputs = inputs.reshape(self.num_data, -1, 1, inputs.shape[-1])
+            else:
+                several = inputs.shape[:2]  # data, and images of a datum
+                inputs = use.unfold(inputs.flatten(0, 1)).unflatten(0, several)
+            self._unfolded[place] = inputs.flatten(1, -3)
+        return self._unfolded[place]
+
+
+def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
+    like = next((part for part in parts if part is not None), None)
+    if like is None:
+        return None
+    return torch.stack([torch.zeros_like(like) if part is None else part for part in parts])
+
+
+def _first_uses_of_entries(uses: Sequence[AffineUse]) -> list[int]:
+    """Return for each use the number of the first use of the same entries in the same way."""
+    numbers: list[int] = []
+    alike: dict[Any, list[AffineUse]] = {}
+    for use in uses:
+        key = use.site, use.kind, use.shape, use.inputs is None, use.indices is None
+        others = alike.setdefault(key, [])
+        first = next((o for o in others if same_entries(o.indices, use.indices)), use)
+        if first is use:
+            others.append(use)
+        numbers.append(first.number)
+    return numbers
+
+
+def _position(use: AffineUse, subset: Subset, number: int) -> BlockPosition | None:
+    """Return the position of a use's entries in the subset; None if none of them is in it.
+
+    :param number: the number of the first use of these entries, which names the block.
+    """
+    key = use.site, number
+    part, chosen = subset.parts[use.site], subset.chosen[use.site]
+    if chosen is None:
+        if use.indices is None:
+            return BlockPosition(key, part, uses=(use.number,))
+        return BlockPosition(key, use.indices.reshape(-1) + part.start, uses=(use.number,))
+    entries = subset.layout.latents[use.site].size
+    table = torch.full((entries,), -1, dtype=torch.long, device="cpu")
+    table[chosen.cpu()] = torch.arange(part.start, part.stop, device="cpu")
+    positions = table if use.indices is None else table[use.indices.reshape(-1).cpu()]
+    inside = (positions >= 0).nonzero()[:, 0]
+    if not len(inside):
+        return None
+    device = chosen.device if use.inputs is None else use.inputs.device
+    some = None if len(inside) == len(positions) else inside.to(device)
+    return BlockPosition(key, positions[inside].to(device), some, (use.number,))
+
+
+def _lookup(
+    indices: Tensor, stacked: Tensor, shape: torch.Size, position: BlockPosition
+) -> LookupBlock:
+    """Return a block of a table, with the gradients of the same row and datum summed."""
+    num_rows, features = shape
+    num_data = len(indices)
+    indices = indices.reshape(num_data, -1)
+    keys = torch.arange(num_data, device=indices.device)[:, None] * num_rows + indices
+    looked_up = indices.reshape(-1) >= 0
+    unique, inverse = keys.reshape(-1)[looked_up].unique(return_inverse=True)
+    flat = stacked.reshape(len(stacked), -1, features)[:, looked_up]
+    sums = flat.new_zeros(len(stacked), len(unique), features).index_add(1, inverse, flat)
+    return LookupBlock(position, unique // num_rows, unique % num_rows, sums, num_data, num_rows)
