@@ -97,9 +97,8 @@ def ratios(
     :raises ValueError: for a guide without a density or of another program, or too few draws.
     """
     _check(guide, num_samples)
-    kwargs = dict(model_kwargs or {})
     with evaluation_mode(model, guide, args), seeded(seed), torch.no_grad():
-        program = Program(model, *args, **kwargs)
+        program = Program(model, *args, **dict(model_kwargs or {}))
         program.require_observed()
         if not isinstance(guide, Guide):
             return _summary(_ratios_of_runs(program, guide, num_samples))

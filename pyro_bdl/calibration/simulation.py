@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from pyro_bdl.distributions.take_apart import observation_mean
 from pyro_bdl.errors import BdlWarning
@@ -21,7 +20,7 @@ from pyro_bdl.program.vmap import Draws, map_draws
 from pyro_bdl.samples import Samples
 from pyro_bdl.training.several_targets import GuidesOfTargets
 from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.progress import hidden
+from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.tables import Column, to_text
 
@@ -228,32 +227,21 @@ def simulation_based_calibration(
             check_guide(program.latents, inference)
             guides = GuidesOfTargets(model, inference, targets, data)
             _warn_unless_settled(guides.train(progress=progress, **training))
-            draws = guides.sample_latents(num_draws)
-            ranks = [
-                _ranks(h, true, {name: value[i] for name, value in draws.items()}, i)
-                for i in range(num_simulations)
-            ]
-        else:
-            if training:
-                raise TypeError(
-                    f"the option '{next(iter(training))}' is for training a guide: inference is a "
-                    "function, which has its own options"
-                )
-            ranks = []
-            for i in tqdm(
-                range(num_simulations),
-                disable=hidden(progress),
-                desc="simulations",
-                leave=False,
-                delay=1,
-            ):
-                new_args, new_kwargs = targets.with_values(
-                    {name: value[i] for name, value in data.items()}
-                )
-                posterior = inference(model, *new_args, **new_kwargs)
-                ranks.append(
-                    _ranks(h, true, _draws_of(posterior, num_draws, new_args, new_kwargs), i)
-                )
+            drawn = guides.sample_latents(num_draws)
+        elif training:
+            raise TypeError(
+                f"the option '{next(iter(training))}' is for training a guide: inference is a "
+                "function, which has its own options"
+            )
+
+        def draws(i: int) -> Draws:
+            if isinstance(inference, Guide):
+                return {name: value[i] for name, value in drawn.items()}
+            new = targets.with_values({name: value[i] for name, value in data.items()})
+            return _draws_of(inference(model, *new[0], **new[1]), num_draws, *new)
+
+        numbers = shown(range(num_simulations), "simulations", progress)
+        ranks = [_ranks(h, true, draws(i), i) for i in numbers]
     return Calibration(torch.stack(ranks), num_draws, tuple(true))
 
 
