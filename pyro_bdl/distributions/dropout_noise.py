@@ -197,6 +197,7 @@ class NoisyWeight(TorchDistribution):
         count: int,
         noise: Noise,
         step: int | None,
+        *,
         scale_free: bool = False,
         batch_dims: int = 0,
     ) -> None:
@@ -208,6 +209,12 @@ class NoisyWeight(TorchDistribution):
     @property
     def support(self) -> Any:
         return constraints.independent(constraints.real, len(self.event_shape))
+
+    def quantile(self, levels: Tensor) -> Tensor:
+        """Marginal quantiles (levels, *shape)."""
+        levels = levels.reshape(-1, *[1] * self.loc.dim())
+        levels = torch.where(self.loc >= 0, levels, 1.0 - levels)
+        return self.loc * self.noise.quantile(levels, self.p)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         shape = torch.Size(sample_shape)

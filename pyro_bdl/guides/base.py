@@ -128,8 +128,11 @@ class Guide(SavedGuide, OwnParameters, AutoGuide):
             for name, latent in self.layout.latents.items()
             if latent.shape != program.latents[name].shape
         }
-        self.create_parameters(start)
         try:
+            with own_randomness():
+                model, arguments = self.program_model, (args, kwargs)
+                self.few_rows = few_rows(model, self.layout, start, arguments)
+            self.create_parameters(start)
             if self._loaded is not None:
                 self.load_state_dict(self._loaded)
         except Exception:
@@ -142,8 +145,6 @@ class Guide(SavedGuide, OwnParameters, AutoGuide):
                 node["value"] = node["value"].new_zeros(()).expand(node["value"].shape)
         without_arguments(trace)
         self.prototype_trace = trace
-        with own_randomness():
-            self.few_rows = few_rows(self.program_model, self.layout, start, (args, kwargs))
 
     def create_parameters(self, start: Tensor) -> None:
         """Create the parameters.

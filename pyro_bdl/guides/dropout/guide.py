@@ -19,16 +19,21 @@ from pyro_bdl.distributions.dropout_noise import (
     GaussianNoise,
     Noise,
     NoisyWeight,
-    draw,
     scale_free_kl,
-    variance,
 )
 from pyro_bdl.distributions.log_uniform import ImproperLogUniform
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.dropout.layers import DropoutLayers
-from pyro_bdl.guides.dropout.weights import Weight, reading_run, source_of, total_num_data
+from pyro_bdl.guides.dropout.layers import LayerReader, rates_of_layers
+from pyro_bdl.guides.dropout.weights import (
+    Weight,
+    WeightReader,
+    matching_rates,
+    rates_by_pattern,
+    reading_run,
+    total_num_data,
+)
 from pyro_bdl.guides.kl import expected_log_prior
 from pyro_bdl.guides.saved import described, from_description
 from pyro_bdl.guides.statements import point
@@ -38,10 +43,6 @@ from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.trace import Run
 
 MASKS = ("units", "weights")
-
-
-def _batch_dims(latent: Latent) -> int:
-    return len(latent.shape) - latent.event_dim
 
 
 class AutoMCDropout(Guide):
@@ -97,9 +98,9 @@ class AutoMCDropout(Guide):
     """
 
     weights: dict[str, Weight]
+    _counts: list[int]  # of the factors of each weight
     steps: Tensor
     layers: tuple[nn.Module, ...]  # dropout layers of the program that this guide replaces
-    _arguments: tuple[tuple, dict[str, Any]] | None = None  # of the run that makes the parameters
 
     def __init__(
         self,
@@ -121,11 +122,11 @@ class AutoMCDropout(Guide):
                 "noise must be BernoulliNoise() or GaussianNoise() of pyro_bdl.guides, got "
                 f"{noise!r}"
             )
-        source = source_of(p, sites)
+        patterns = rates_by_pattern(p, sites)
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.learn_p, self.mask = learn_p, mask
         self.noise = BernoulliNoise() if noise is None else noise
-        self._source = source
+        self._patterns: dict[str, float] | None = patterns  # None: those of dropout layers
         self.layers = ()
 
     @classmethod
@@ -149,16 +150,15 @@ class AutoMCDropout(Guide):
             if name in options:
                 raise ValueError(f"the dropout layers determine '{name}': leave it out")
         guide = cls(model, **options)
-        guide._source = DropoutLayers()
+        guide._patterns = None
         return guide
 
     # Structure
 
     def options(self) -> dict[str, Any]:
-        from_layers = isinstance(self._source, DropoutLayers)
         rates = {name: float(rate) for name, rate in self.rates().items()}
         return {
-            "p": None if from_layers else rates or 0.1,
+            "p": None if self._patterns is None else rates or 0.1,
             "learn_p": self.learn_p,
             "noise": described(self.noise, Noise, Annealed),
             "mask": self.mask,
@@ -176,36 +176,22 @@ class AutoMCDropout(Guide):
         guide.prototype(*args, **kwargs).load_state_dict(saved["state"])
         return guide
 
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        self._arguments = args, kwargs
-        try:
-            super()._setup_prototype(*args, **kwargs)
-        except Exception:
-            self.layout = None
-            raise
-        finally:
-            self._arguments = None
-
     def create_parameters(self, start: Tensor) -> None:
         model, layout = self.program_model, self.require_layout()
-        # a guide around another guide's point starts from that guide's run
-        args, kwargs = self._arguments or self.few_rows
         reader, run = reading_run(
-            self._source.reader, model, layout, start, args, kwargs, partial=self.subsampled
-        )
+            LayerReader if self._patterns is None else WeightReader,
+            model, layout, start, *self.few_rows, partial=self.subsampled,
+        )  # fmt: skip
         if self.learn_p and total_num_data(run) == 1:
             raise ValueError(
                 "learn_p needs several data: with one datum the entropy of the masks outweighs the "
                 "likelihood; call the program with more data, or give it num_data"
             )
-        rates = {
-            name: (replace(weight, batch_dims=_batch_dims(layout.latents[name])), rate)
-            for name, (weight, rate) in self._source(reader, layout, model).items()
-        }
-        self.layers = getattr(reader, "layers", ())
-        if not self.layers:
+        if self._patterns is None:
+            rates, self.layers = rates_of_layers(reader, layout, model), reader.layers
+        else:
+            rates = matching_rates(reader.weights, layout, self._patterns)
             _warn_of_layers(model)
-        self.weights = {name: weight for name, (weight, _) in rates.items()}
         if not rates:
             warnings.warn(
                 "AutoMCDropout drops nothing, every latent is a point mass: no weight takes hidden "
@@ -213,10 +199,24 @@ class AutoMCDropout(Guide):
                 BdlWarning,
                 stacklevel=5,
             )
+        self.weights, self._counts = {}, []
+        for number, (name, (weight, _)) in enumerate(rates.items()):
+            latent = layout.latents[name]
+            weight = replace(weight, batch_dims=len(latent.shape) - latent.event_dim)
+            factors = weight.factors()
+            if self.mask == "weights":
+                factors = torch.arange(weight.shape.numel(), device="cpu").reshape(weight.shape)
+            self.register_buffer(f"factors_{number}", factors.to(start.device), persistent=False)
+            self._counts.append(int(factors.max()) + 1)
+            self.weights[name] = weight
         self._scale_free = self._log_uniform_sites(run)
         self.loc = nn.Parameter(start.clone())
-        self._create_rates(start.new_tensor([p for _, p in rates.values()]))
-        self._create_index(start.device)
+        p = start.new_tensor([rate for _, rate in rates.values()])
+        if self.learn_p and len(p):
+            self.p = PyroParam(p, constraints.unit_interval)
+            self.register_buffer("steps", torch.zeros((), dtype=torch.long, device="cpu"))
+        else:
+            self.register_buffer("p", p, persistent=False)
 
     def _log_uniform_sites(self, run: Run) -> tuple[str, ...]:
         """The dropped sites whose prior is log-uniform."""
@@ -232,45 +232,6 @@ class AutoMCDropout(Guide):
             found.append(name)
         return tuple(found)
 
-    def _create_rates(self, p: Tensor) -> None:
-        if self.learn_p and len(p):
-            self.p = PyroParam(p, constraints.unit_interval)
-            self.register_buffer("steps", torch.zeros((), dtype=torch.long, device="cpu"))
-        else:
-            self.register_buffer("p", p, persistent=False)
-
-    def _create_index(self, device: torch.device) -> None:
-        """Number the factors: for each entry of the vector its factor (K: a constant 1), and for
-        each factor and entry its site."""
-        layout = self.require_layout()
-        sites: list[Tensor] = []
-        counts: list[int] = []
-        parts: list[tuple[slice, Tensor]] = []
-        for name, weight in self.weights.items():
-            index = self._index(weight)
-            parts.append((layout.slices[name], index.reshape(-1) + sum(counts)))
-            counts.append(int(index.max()) + 1)
-            sites.append(torch.full((counts[-1],), len(sites), device="cpu"))
-        factor = torch.full((layout.size,), sum(counts), device="cpu")
-        site = torch.full((layout.size,), len(counts), device="cpu")
-        for number, (where, index) in enumerate(parts):
-            factor[where], site[where] = index, number
-        of_factor = torch.cat(sites) if sites else torch.zeros(0, dtype=torch.long, device="cpu")
-        pairs = zip(self.weights, counts, strict=True)
-        with_entropy = [0 if name in self._scale_free else count for name, count in pairs]
-        for name, value in (
-            ("_factor_of_entry", factor), ("_site_of_entry", site), ("_site_of_factor", of_factor),
-            ("_entropies", torch.tensor(with_entropy, dtype=torch.long, device="cpu")),
-        ):  # fmt: skip
-            self.register_buffer(name, value.to(device), persistent=False)
-        self._counts = tuple(counts)
-
-    def _index(self, weight: Weight) -> Tensor:
-        """The number of each entry's factor within a site."""
-        if self.mask == "weights":
-            return torch.arange(weight.shape.numel(), device="cpu").reshape(weight.shape)
-        return weight.factors()
-
     def _apply(self, function: Callable, recurse: bool = True) -> Any:
         steps = self._buffers.pop("steps", None)  # stays on the CPU, which reads it in every step
         try:
@@ -284,7 +245,7 @@ class AutoMCDropout(Guide):
             layer.training = False
 
     def _shared_on_copy(self) -> tuple[str, ...]:
-        return (*super()._shared_on_copy(), "_source", "layers")
+        return (*super()._shared_on_copy(), "layers")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AutoMCDropout":
         """Copy the guide; if the program was copied too, the new guide silences that copy's
@@ -304,15 +265,32 @@ class AutoMCDropout(Guide):
 
     def site_distribution(self, latent: Latent, *parts: Tensor) -> Any:
         """The distribution of a dropped weight; the other latents are points."""
-        name, (loc,) = latent.name, parts
-        if name not in self.weights:
-            return point(latent, loc)
-        number, where = list(self.weights).index(name), self.require_layout().slices[name]
-        index = self._factor_of_entry[where].view(loc.shape) - sum(self._counts[:number])
+        if latent.name not in self.weights:
+            return point(latent, *parts)
+        name, number = latent.name, list(self.weights).index(latent.name)
+        index, p = getattr(self, f"factors_{number}"), self._parameter("p")[number]
         return NoisyWeight(
-            loc, index, self._parameter("p")[number], self._counts[number], self.noise,
-            self._step(), name in self._scale_free, self.weights[name].batch_dims,
+            *parts, index, p, self._counts[number], self.noise, self._step(),
+            scale_free=name in self._scale_free, batch_dims=self.weights[name].batch_dims,
         )  # fmt: skip
+
+    def _by_site(
+        self, of_point: Callable[[Tensor], Tensor], of_weight: Callable[[NoisyWeight], Tensor]
+    ) -> Tensor:
+        """Numbers (..., P) from those of each site, (..., *shape)."""
+        layout, parts = self.require_layout(), []
+        for name, loc in layout.unflatten(self._parameter("loc")).items():
+            if name in self.weights:
+                part = of_weight(self.site_distribution(layout.latents[name], loc))
+            else:
+                part = of_point(loc)
+            parts.append(part.reshape(*part.shape[: part.dim() - loc.dim()], -1))
+        return torch.cat(parts, -1)
+
+    def _noisy_weights(self) -> list[NoisyWeight]:
+        layout = self.require_layout()
+        loc = layout.unflatten(self._parameter("loc"))
+        return [self.site_distribution(layout.latents[name], loc[name]) for name in self.weights]
 
     @property
     def has_density(self) -> bool:
@@ -328,49 +306,32 @@ class AutoMCDropout(Guide):
             self.steps += 1
 
     def sample_vectors(self, num_samples: int) -> Tensor:
-        loc = self._parameter("loc")
         self._silence_layers()
-        if not self.weights:
-            return loc.expand(num_samples, -1)
-        rates = self._parameter("p")[self._site_of_factor]
-        factors = draw(self.noise, rates, num_samples, self._step())
-        factors = torch.cat([factors, factors.new_ones(num_samples, 1)], 1)
-        return loc * factors[:, self._factor_of_entry]
+        return self._by_site(
+            lambda loc: loc.expand(num_samples, *loc.shape), lambda q: q.rsample((num_samples,))
+        )
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """Minus the entropy of the factors where p is learned, else 0."""
-        return torch.zeros_like(log_det) - self._entropy() - sum(self._scale_free_entropies())
+        return torch.zeros_like(log_det) - sum(q.entropy().sum() for q in self._noisy_weights())
 
     @contextmanager
     def constant(self) -> Iterator[None]:
         """Change nothing: this guide's log density has closed forms only, and so no score term."""
         yield
 
-    def _entropy(self) -> Tensor | float:
-        """The sum of H(eps) over learned rates, without sites that have a log-uniform prior."""
-        if not self.learn_p or not self.weights:
-            return 0.0
-        return (self._entropies * self.noise.entropy(self._parameter("p"))).sum()
-
-    def _scale_free_entropies(self) -> list[Tensor]:
-        """sum_i [H(eps) + log |M_i|] over the weights of each site with a log-uniform prior."""
-        result = []
-        for name in self._scale_free:
-            where, number = self.require_layout().slices[name], list(self.weights).index(name)
-            mean, entropy = self._parameter("loc")[where], self.noise.entropy(self._parameter("p"))
-            result.append(len(mean) * entropy[number] + mean.abs().log().sum())
-        return result
-
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
         """-H(eps) - E_q[log p(w)], in closed form for Normal and log-uniform priors."""
         expected = expected_log_prior(
             self.require_layout(), self._parameter("loc"), self.variances(), run.latents
         )
-        total = -expected - self._entropy()
-        for name in self._scale_free:  # the expectation contains their log prior at the draw
-            p = self._parameter("p")[list(self.weights).index(name)]
-            site = run.latents[name]
-            total = total + site.log_prob().sum() + scale_free_kl(p, site.value.numel())
+        total = -expected
+        for q, name in zip(self._noisy_weights(), self.weights, strict=True):
+            if not q.scale_free:
+                total = total - q.entropy().sum()
+                continue
+            prior = run.latents[name]  # whose log density at the draw the expectation contains
+            total = total + prior.log_prob().sum() + scale_free_kl(q.p, q.loc.numel())
         return total
 
     # Summaries
@@ -388,19 +349,14 @@ class AutoMCDropout(Guide):
         self.require_layout()
         return dict(zip(self.weights, self._parameter("p").detach().unbind(), strict=True))
 
-    def _per_entry(self, values: Tensor) -> Tensor:
-        """Expand values (sites,) to the vector (P,), with 0 for point masses."""
-        return torch.cat([values, values.new_zeros(1)])[self._site_of_entry]
-
     def variances(self) -> Tensor:
         """The marginal variances p / (1 - p) M^2 (P,), zero for point masses."""
-        return self._per_entry(variance(self._parameter("p"))) * self._parameter("loc").square()
+        return self._by_site(torch.zeros_like, lambda q: q.variance)
 
     def vector_quantiles(self, levels: Tensor) -> Tensor:
-        loc, p = self._parameter("loc"), self._per_entry(self._parameter("p"))
-        levels = torch.where(loc >= 0, levels[:, None], 1.0 - levels[:, None])
-        factors = self.noise.quantile(levels, p)
-        return loc * torch.where(p > 0, factors, torch.ones_like(factors))
+        return self._by_site(
+            lambda loc: loc.expand(len(levels), *loc.shape), lambda q: q.quantile(levels)
+        )
 
 
 def _warn_of_layers(model: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pyro_bdl.distributions.dropout_noise import checked_rate
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides.dropout.weights import RECURRENT, Source, UnitProduct, Weight, WeightReader
+from pyro_bdl.guides.dropout.weights import RECURRENT, UnitProduct, Weight, WeightReader
 from pyro_bdl.program.layout import Layout
 from pyro_bdl.program.linear_ops.recognize import decompose
 from pyro_bdl.program.linear_ops.tracker import CASTS, VIEWS, Tag
@@ -212,80 +212,73 @@ def _passed(
     return None
 
 
-class DropoutLayers(Source):
-    """The rates of the dropout layers in a program's networks."""
+def rates_of_layers(
+    reader: LayerReader, layout: Layout, model: Any
+) -> dict[str, tuple[Weight, float]]:
+    """The weights that a network's dropout layers feed, each with its rate.
 
-    reader = LayerReader
-
-    def __call__(
-        self, reader: LayerReader, layout: Layout, model: Any
-    ) -> dict[str, tuple[Weight, float]]:
-        """Read the rates of the network's dropout layers.
-
-        :raises ValueError: if the program has no dropout layer, none can be expressed, or one drops
-            in evaluation mode too.
-        """
-        if not reader.rates:
-            raise ValueError(
-                "the program has no dropout layer with a rate above 0: give the rate as "
-                "AutoMCDropout(model, p=...)"
+    :raises ValueError: if the program has no dropout layer, none can be expressed, or one drops
+        in evaluation mode too.
+    """
+    if not reader.rates:
+        raise ValueError(
+            "the program has no dropout layer with a rate above 0: give the rate as "
+            "AutoMCDropout(model, p=...)"
+        )
+    names = _names(model, reader)
+    if reader.always:
+        raise ValueError(
+            f"{names[reader.always[0]]} drops in evaluation mode too, on top of what the guide "
+            "would drop: call F.dropout with training=self.training, or use nn.Dropout"
+        )
+    notes = [f"{names[layer]} is left out, since {why}" for layer, why in reader.stops.items()]
+    found: dict[str, tuple[Weight, float]] = {}
+    fed: dict[int, list[str]] = {layer: [] for layer in range(len(reader.rates))}
+    for site in layout.latents:
+        kept = [
+            {arrival for arrival in use if arrival.layer not in reader.stops}
+            for use in reader.arrivals.get(site, ())
+        ]
+        for layer in {arrival.layer for use in kept for arrival in use}:
+            fed[layer].append(site)
+        if not any(kept):
+            continue
+        settings = {_rate_and_sharing(use, reader.rates, names) for use in kept}
+        if len(settings) > 1:
+            notes.append(f"'{site}' is left out, since its uses have different dropout layers")
+            continue
+        ((rate, ties),) = settings
+        if len(ties) > 1:
+            notes.append(
+                f"'{site}' is left out, since a layer for channels and one for single numbers "
+                "meet there"
             )
-        names = _names(model, reader)
-        if reader.always:
-            raise ValueError(
-                f"{names[reader.always[0]]} drops in evaluation mode too, on top of what the guide "
-                "would drop: call F.dropout with training=self.training, or use nn.Dropout"
+            continue
+        of_networks = bool(layout.latents[site].plates)  # each is called once
+        if not of_networks and any(use != kept[0] for use in kept):
+            notes.append(
+                f"'{site}' is used {len(kept)} times, each behind a call of dropout of its "
+                "own, of which it can only have one for all"
             )
-        notes = [f"{names[layer]} is left out, since {why}" for layer, why in reader.stops.items()]
-        found: dict[str, tuple[Weight, float]] = {}
-        fed: dict[int, list[str]] = {layer: [] for layer in range(len(reader.rates))}
-        for site in layout.latents:
-            kept = [
-                {arrival for arrival in use if arrival.layer not in reader.stops}
-                for use in reader.arrivals.get(site, ())
-            ]
-            for layer in {arrival.layer for use in kept for arrival in use}:
-                fed[layer].append(site)
-            if not any(kept):
-                continue
-            settings = {_rate_and_sharing(use, reader.rates, names) for use in kept}
-            if len(settings) > 1:
-                notes.append(f"'{site}' is left out, since its uses have different dropout layers")
-                continue
-            ((rate, ties),) = settings
-            if len(ties) > 1:
-                notes.append(
-                    f"'{site}' is left out, since a layer for channels and one for single numbers "
-                    "meet there"
-                )
-                continue
-            of_networks = bool(layout.latents[site].plates)  # each is called once
-            if not of_networks and any(use != kept[0] for use in kept):
-                notes.append(
-                    f"'{site}' is used {len(kept)} times, each behind a call of dropout of its "
-                    "own, of which it can only have one for all"
-                )
-            arrivals = {arrival for use in kept for arrival in use}
-            for layer in sorted({arrival.layer for arrival in arrivals if arrival.shared}):
-                notes.append(
-                    f"{names[layer]} has separate factors at every position, of which '{site}' "
-                    "can only have one for all"
-                )
-            (tied,) = ties
-            found[site] = replace(reader.weights[site], tied=tied), rate
-        for layer, sites in fed.items():
-            if not sites and layer not in reader.stops:
-                notes.append(f"{names[layer]} is left out, since it feeds no weight with a prior")
-            elif len(sites) > 1:
-                listed = ", ".join(map(repr, sites))
-                notes.append(f"{names[layer]} feeds {listed}, which get separate factors")
-        if not found:
-            raise ValueError(f"no dropout layer can be turned into a guide: {'; '.join(notes)}")
-        if notes:
-            warnings.warn(
-                f"dropout layers as a guide: {'; '.join(notes)}", BdlWarning, stacklevel=6
+        arrivals = {arrival for use in kept for arrival in use}
+        for layer in sorted({arrival.layer for arrival in arrivals if arrival.shared}):
+            notes.append(
+                f"{names[layer]} has separate factors at every position, of which '{site}' "
+                "can only have one for all"
             )
-        return found
+        (tied,) = ties
+        found[site] = replace(reader.weights[site], tied=tied), rate
+    for layer, sites in fed.items():
+        if not sites and layer not in reader.stops:
+            notes.append(f"{names[layer]} is left out, since it feeds no weight with a prior")
+        elif len(sites) > 1:
+            listed = ", ".join(map(repr, sites))
+            notes.append(f"{names[layer]} feeds {listed}, which get separate factors")
+    if not found:
+        raise ValueError(f"no dropout layer can be turned into a guide: {'; '.join(notes)}")
+    if notes:
+        warnings.warn(f"dropout layers as a guide: {'; '.join(notes)}", BdlWarning, stacklevel=6)
+    return found
 
 
 def _rate_and_sharing(

@@ -239,37 +239,45 @@ def total_num_data(run: Run) -> int | None:
     return sum(counts) if counts else None
 
 
-class Source:
-    """Base class: determines a guide's dropped sites and rates; called after the reading run."""
+def rates_by_pattern(p: Any, sites: Any) -> dict[str, float]:
+    """Names and patterns of sites with their rates, from ``p`` and ``sites`` of ``AutoMCDropout``.
 
-    reader: type[WeightReader] = WeightReader
+    :raises TypeError: for a rate that is not a number, sites that are not names.
+    :raises ValueError: if a dict of rates is given together with sites, if either is empty, or if a
+        rate does not lie between 0 and 1.
+    """
+    if isinstance(p, Mapping):
+        if sites is not None:
+            raise ValueError("p names the sites already: give either a dict of rates or sites=...")
+        if not p:
+            raise ValueError("p names no site: give at least one, such as {'*.weight': 0.1}")
+        return {name: checked_rate(rate, f"p[{name!r}]") for name, rate in p.items()}
+    rate = checked_rate(p, "p")
+    if sites is None or isinstance(sites, str):
+        return {sites or "hidden": rate}
+    if not isinstance(sites, Iterable):
+        raise TypeError(f'sites must be "hidden", "all" or names of weights, got {sites!r}')
+    names = list(sites)
+    if not names:
+        raise ValueError('sites names no weight: give at least one name, "hidden" or "all"')
+    return dict.fromkeys(names, rate)
 
-    def __call__(
-        self, reader: Any, layout: Layout, model: Callable
-    ) -> dict[str, tuple[Weight, float]]:
-        """The dropped sites in the program's order, each with its rate."""
-        raise NotImplementedError
 
+def matching_rates(
+    weights: Mapping[str, Weight], layout: Layout, patterns: Mapping[str, float]
+) -> dict[str, tuple[Weight, float]]:
+    """The weights that patterns select, in the program's order, each with its first rate.
 
-# Choice of sites ----------------------------------------------------------------------------------
-
-
-def chosen(
-    weights: Mapping[str, Weight], layout: Layout, sites: str | Iterable[str]
-) -> dict[str, Weight]:
-    """The weights that the ``sites`` of ``AutoMCDropout`` select, in the program's order.
-
-    :param sites: "hidden" for weights whose inputs are hidden units, "all", or names and patterns
-        with shell wildcards.
+    :param patterns: "hidden" for weights whose inputs are hidden units, "all", or names and
+        patterns with shell wildcards.
     :raises ValueError: for a name that is not a latent site or not a weight, a pattern that matches
         no weight.
     """
-    if sites in ("hidden", "all"):
-        kept = {n for n, weight in weights.items() if sites == "all" or weight.hidden}
-    else:
-        patterns = [sites] if isinstance(sites, str) else list(sites)
-        kept = {name for pattern in patterns for name in matching(weights, layout, pattern)}
-    return {name: weights[name] for name in layout.latents if name in kept}
+    rates: dict[str, float] = {}
+    for pattern, rate in patterns.items():
+        for name in matching(weights, layout, pattern):
+            rates.setdefault(name, rate)
+    return {name: (weights[name], rates[name]) for name in layout.latents if name in rates}
 
 
 def matching(weights: Mapping[str, Weight], layout: Layout, pattern: str) -> list[str]:
@@ -279,6 +287,8 @@ def matching(weights: Mapping[str, Weight], layout: Layout, pattern: str) -> lis
     """
     if not isinstance(pattern, str):
         raise TypeError(f"a site is given by its name or a pattern, got {type(pattern).__name__}")
+    if pattern in ("hidden", "all"):
+        return [name for name, weight in weights.items() if pattern == "all" or weight.hidden]
     if pattern in weights:  # exact names first: a name may contain brackets
         return [pattern]
     found = [name for name in layout.latents if pattern == name or fnmatchcase(name, pattern)]
@@ -300,50 +310,3 @@ def matching(weights: Mapping[str, Weight], layout: Layout, pattern: str) -> lis
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names) or "none"
-
-
-def source_of(p: Any, sites: Any) -> Source:
-    """The origin of the rates that ``p`` and ``sites`` of ``AutoMCDropout`` describe.
-
-    :raises TypeError: for a rate that is not a number, sites that are not names.
-    :raises ValueError: if a dict of rates is given together with sites, if either is empty, or if a
-        rate does not lie between 0 and 1.
-    """
-    if not isinstance(p, Mapping):
-        return _OneRate(checked_rate(p, "p"), _names(sites))
-    if sites is not None:
-        raise ValueError("p names the sites already: give either a dict of rates or sites=...")
-    if not p:
-        raise ValueError("p names no site: give at least one, such as {'*.weight': 0.1}")
-    return _RatesByName({name: checked_rate(rate, f"p[{name!r}]") for name, rate in p.items()})
-
-
-def _names(sites: Any) -> str | list[str]:
-    if sites is None or isinstance(sites, str):
-        return "hidden" if sites is None else sites
-    if not isinstance(sites, Iterable):
-        raise TypeError(f'sites must be "hidden", "all" or names of weights, got {sites!r}')
-    names = list(sites)
-    if not names:
-        raise ValueError('sites names no weight: give at least one name, "hidden" or "all"')
-    return names
-
-
-class _OneRate(Source):
-    def __init__(self, p: float, sites: str | list[str]) -> None:
-        self.p, self.sites = p, sites
-
-    def __call__(self, reader: Any, layout: Any, model: Any) -> dict[str, tuple[Weight, float]]:
-        return {n: (w, self.p) for n, w in chosen(reader.weights, layout, self.sites).items()}
-
-
-class _RatesByName(Source):
-    def __init__(self, p: Mapping[str, float]) -> None:
-        self.p = dict(p)
-
-    def __call__(self, reader: Any, layout: Any, model: Any) -> dict[str, tuple[Weight, float]]:
-        found: dict[str, tuple[Weight, float]] = {}
-        for pattern, p in self.p.items():
-            for name in matching(reader.weights, layout, pattern):
-                found.setdefault(name, (reader.weights[name], p))
-        return {name: found[name] for name in layout.latents if name in found}
