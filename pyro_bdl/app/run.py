@@ -280,7 +280,8 @@ class _ProgressTable:
 
 def _validated(options: Options) -> Further | None:
     """The table of scores over splits, if ``--folds`` asks for it."""
-    found, folds, names = [], options.folds, options.names()
+    folds, names = options.folds, options.names()
+    found: list[Mapping[str, Any]] = []
     if folds is None:
         return None
     for repeat, fold in itertools.product(range(options.repeats), range(folds)):

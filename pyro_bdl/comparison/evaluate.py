@@ -125,7 +125,7 @@ class Evaluation:
 
     def to(self, device: torch.device | str) -> "Evaluation":
         """The same evaluation on another device."""
-        moved = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
+        moved: Any = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
         inputs = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, self.inputs)
         regions = {name: mask.to(device) for name, mask in self.regions.items()}
         return replace(self, **moved, inputs=inputs, regions=regions)
@@ -314,7 +314,8 @@ class Setting:
                 scores |= measure(SCORES, kind.task, {"ood": parts})
         if isinstance(posterior, Samples):
             # noisy draws of the target always seem to mix
-            function = joint if kind.fixed_mean else found.function
+            fixed = kind.fixed_mean and joint is not None
+            function: Any = joint if fixed else found.function
             scores |= divergences(posterior) | convergence(function, samples.num_chains)
         loo = None
         if self.train is not None and left_out is None:

@@ -191,7 +191,8 @@ def read_kind(model: Callable, args: tuple, posterior: Any) -> Kind:
         (name, site), *others = sites.items()
         if others or not _are_targets(rows[-1], site):
             return _kind_of_several(model, rows, run, posterior, common)
-        _check_fit(rows[-1], site.distribution.shape())
+        distribution: Any = site.distribution
+        _check_fit(rows[-1], distribution.shape())
         without = record(model, at, without_targets(rows), draw=leave_open).observed
         if name not in without and not common["linear"]:
             raise UnsupportedProgramError(

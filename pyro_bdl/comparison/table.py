@@ -106,7 +106,8 @@ class Comparison:
     @property
     def verdicts(self) -> dict[str, str]:
         """Posterior to a sentence computed from its numbers."""
-        return {name: found.verdict for name, found in self.judgments.items()} | self.left_out
+        verdicts = {name: found.verdict for name, found in self.judgments.items()}
+        return {**verdicts, **self.left_out}
 
     def to_text(self, width: int | None = _WIDTH, *, details: bool = False) -> str:
         """Summary, warnings, table, verdicts and notes.

@@ -132,7 +132,8 @@ def _check(draws: Mapping[str, Tensor]) -> tuple[int, int]:
     if len(shapes) != 1 or len(next(iter(shapes))) != 2:
         found = ", ".join(map(str, sorted(shapes))) or "no quantity"
         raise ValueError(f"draws must have shape (chains, draws), the same for all, got {found}")
-    return next(iter(shapes))
+    ((chains, length),) = shapes
+    return chains, length
 
 
 def _chains(count: int) -> list[tuple[Artist, str]]:
