@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from pyro_bdl import metrics
 from pyro_bdl.comparison import leave_one_out
 from pyro_bdl.comparison.convergence import convergence, divergences, efficiency
 from pyro_bdl.comparison.costs import Costs, determined
+from pyro_bdl.comparison.data import check_rows, checked, thinned
 from pyro_bdl.comparison.k_fold import KFold
 from pyro_bdl.comparison.leave_one_out import LeftOut
 from pyro_bdl.comparison.metric import PointScores, measure
@@ -35,14 +36,12 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.draws import as_posterior, samples_of_program, to_samples
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
-from pyro_bdl.program.batches import as_dicts, has_rows, leading_size, taken
-from pyro_bdl.program.check import by_entry
+from pyro_bdl.program.batches import leading_size, taken
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
-from pyro_bdl.utils.trees import tree_leaves, tree_map
-from pyro_bdl.utils.validation import check_finite_tensor
+from pyro_bdl.utils.trees import tree_map
 
 # The largest number of test points at which draws are kept, and of numbers kept in total.
 _POINTS = 1000
@@ -215,26 +214,36 @@ class Setting:
 
         :param posterior: one that gives values to latents with an improper prior.
         """
-        args = _checked("test", test)
-        known = None if train is None else _training_data(train, args)
-        elsewhere = None if ood is None else _other_inputs(ood, args)
+        args = checked("test", test)
+        known = None if train is None else checked("train", train, count=len(args))
+        elsewhere = None
+        if ood is not None:
+            ood = (ood,) if isinstance(ood, Tensor | Mapping) else ood
+            elsewhere = thinned(checked("ood", ood, count=len(args) - 1), _POINTS)
         if num_samples < 2:
             raise ValueError(f"num_samples must be at least 2, got {num_samples}")
         if not (all(map(math.isfinite, units)) and units[0] > 0):
             raise ValueError(f"units must be (scale, shift) with a positive scale, got {units}")
         with seeded(seed):
-            kind = _read(model, args, posterior)
+            try:
+                kind = read_kind(model, args, posterior)
+            except (ValueError, RuntimeError, IndexError):
+                check_rows("test", args)
+                raise
+            if kind.is_last:  # only of several sites there may be different numbers of rows
+                check_rows("test", args)
             if not kind.is_last and (ood is not None or tuple(units) != (1, 0)):
                 raise ValueError(
                     "ood and units are for programs that observe the last argument at one site, "
                     f"and this one has the data of {', '.join(map(repr, kind.sites))}"
                 )
             if known is not None and kind.by_rows:
-                _check_rows("train", known)
+                check_rows("train", known)
             y = kind.targets(model, args, posterior)
-        if elsewhere is not None and kind.needs_targets:
-            y_there = y[:1].expand(leading_size(elsewhere[:-1]), *y.shape[1:])
-            elsewhere = (*elsewhere[:-1], y_there)
+        if elsewhere is not None:
+            count = leading_size(elsewhere) if kind.needs_targets else None
+            last = None if count is None else y[:1].expand(count, *y.shape[1:])
+            elsewhere = (*elsewhere, last)
         return cls(
             model, kind, args, y, known, elsewhere, num_samples, units=units, seed=seed, **options
         )
@@ -382,80 +391,3 @@ class Setting:
         if block.draws is not None and len(block.draws) >= _LEAST_FOR_RANGE:
             parts["coverage range"] = tuple(metrics.coverage_range(block.draws).tolist())
         return replace(found, scores=score.numbers(parts)), density
-
-
-# ------------------------------------------------------------------------------------- checks
-
-
-def _checked(kind: str, parts: Sequence[Any]) -> tuple:
-    """Data as a program's arguments: tensors or dicts of them, the targets last."""
-    if not parts:
-        raise ValueError(f"give the {kind} inputs and, last, the {kind} targets")
-    for place, part in enumerate(parts):
-        _checked_tensors(f"y_{kind}" if place == len(parts) - 1 else f"x_{kind}", part)
-    return tuple(map(as_dicts, parts))
-
-
-def _check_rows(kind: str, args: tuple) -> None:
-    """Check that all tensors of the data have the same number of rows."""
-    if not has_rows((args, {}), leading_size(args)):
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise ValueError(f"x_{kind} and y_{kind} must have the same number of rows, got {shapes}")
-
-
-def _read(model: Callable, args: tuple, posterior: Any) -> Kind:
-    """What the program observes; only of several sites the data may have different numbers of
-    rows."""
-    try:
-        kind = read_kind(model, args, posterior)
-    except (ValueError, RuntimeError, IndexError):
-        _check_rows("test", args)
-        raise
-    if kind.is_last:
-        _check_rows("test", args)
-    return kind
-
-
-def _training_data(train: Any, test: tuple) -> tuple:
-    if not isinstance(train, tuple | list):
-        raise TypeError(
-            f"train must be a tuple of the inputs and, last, the targets, got "
-            f"{type(train).__name__}"
-        )
-    if len(train) != len(test):
-        raise ValueError(
-            f"train must hold the {len(test) - 1} input tensors and, last, the targets, as the "
-            f"test data do, got {len(train)} tensors"
-        )
-    return _checked("train", train)
-
-
-def _other_inputs(ood: Any, test: tuple) -> tuple:
-    """Up to 1000 rows of the out-of-distribution inputs, as arguments without targets."""
-    parts = (ood,) if isinstance(ood, Tensor | Mapping) else tuple(ood)
-    tensors = [tensor for part in parts for tensor in _checked_tensors("ood", part)]
-    if len(parts) != len(test) - 1 or len({len(tensor) for tensor in tensors}) > 1:
-        raise ValueError(
-            f"ood must hold {len(test) - 1} input tensors of one length, as the test data "
-            f"without targets, got {', '.join(str(tuple(tensor.shape)) for tensor in tensors)}"
-        )
-    rows = leading_size(tensors)
-    count = min(rows, _POINTS)
-    return (*taken(parts, (torch.arange(count, device=tensors[0].device) * rows) // count), None)
-
-
-def _checked_tensors(name: str, part: Any) -> list[Tensor]:
-    """The tensor that a part of the data is, or those in its dict."""
-    entries = by_entry({name: part})
-    for entry, tensor in entries.items():
-        if tensor is None:
-            raise TypeError(f"{entry} is missing: give it as a tensor")
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"{entry} must be a tensor, got {type(tensor).__name__}: pass torch.as_tensor(...)"
-            )
-        if tensor.dim() == 0 or not len(tensor):
-            raise ValueError(f"{entry} must have at least one row")
-        check_finite_tensor(entry, tensor)
-    return list(entries.values())
