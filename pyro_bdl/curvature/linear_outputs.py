@@ -23,6 +23,7 @@ from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_a
 from pyro_bdl.program.trace import Site
 from pyro_bdl.program.unconstrained_parameters import (
     known_kind,
+    recorded_output,
     unconstrained_parameters,
     with_unconstrained,
 )
@@ -76,7 +77,8 @@ class LinearOutputs:
         cls, at: Linearization, name: str, site: Site, *, differentiable: bool = False
     ) -> "LinearOutputs":
         """The unconstrained parameters of an observed site."""
-        tensors = unconstrained_parameters(site.distribution, at.run)
+        output = recorded_output(at.run, name)
+        tensors = unconstrained_parameters(site.distribution, output)
         kind, base = known_kind(site), base_distribution(site.distribution)
         has_data = len(base.batch_shape) > 0
         result = cls(at, tensors, has_data=has_data, differentiable=differentiable)

@@ -30,16 +30,14 @@ SEVERAL_CLASSES = ("Categorical", "OneHotCategorical")
 _BINARY = ("Bernoulli", "Geometric", "ContinuousBernoulli", "Binomial", "NegativeBinomial")
 
 
-def unconstrained_parameters(
-    distribution: Distribution, run: Run | None = None
-) -> dict[str, Tensor]:
+def unconstrained_parameters(distribution: Distribution, output: Any = None) -> dict[str, Tensor]:
     """A distribution's tensors by constructor argument on an unbounded scale.
 
     Scales and rates become logarithms, probabilities become logits.
 
-    :param run: the run of the distribution. If it recorded the network's output from which
-        normalized logits were computed, that output is returned, since approximations of class
-        probabilities use its variances.
+    :param output: the recorded output of the network (``recorded_output``). It is returned in place
+        of the logits that were normalized from it, since approximations of class probabilities use
+        its variances.
     """
     base: Any = base_distribution(distribution)
     kind, result = type(base).__name__, {}
@@ -49,8 +47,8 @@ def unconstrained_parameters(
             binary = name == "gate" or type(part).__name__ in _BINARY
             key = key.removesuffix(name) + ("gate_logits" if name == "gate" else "logits")
             value = probs_to_logits(value, is_binary=binary)
-        if kind in SEVERAL_CLASSES and run is not None:
-            value = _as_given(value, run)
+        if kind in SEVERAL_CLASSES and output is not None and _is_normalized(output, value):
+            value = output
         result[key] = unconstrained_value(base, key, value)
     return result
 
@@ -127,11 +125,18 @@ def _bijection(base: Distribution, key: str) -> Any:
     return identity_transform if constraint.is_discrete else transform_to(constraint)
 
 
-def _as_given(logits: Tensor, run: Run) -> Tensor:
-    for value in run.deterministic.values():
-        if not isinstance(value, Tensor) or value.shape != logits.shape:
-            continue
-        ours, theirs = (torch.log_softmax(v.detach(), -1) for v in (value, logits))
-        if torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5):
-            return value
-    return logits
+def recorded_output(run: Run, name: str) -> Any:
+    """The network's output for an observed site, the deterministic site "f" beside it; or None.
+
+    It is "head.f" for an observed site "head.y", as the ready-made programs name them.
+    """
+    head, dot, _ = name.rpartition(".")
+    return run.deterministic.get(f"{head}{dot}f")
+
+
+def _is_normalized(output: Any, logits: Tensor) -> bool:
+    """Return whether the logits are the output but for a number for each datum."""
+    if not isinstance(output, Tensor) or output.shape != logits.shape:
+        return False
+    ours, theirs = (torch.log_softmax(value.detach(), -1) for value in (output, logits))
+    return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)

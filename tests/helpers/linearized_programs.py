@@ -12,7 +12,7 @@ from pyro_bdl import bayesianize, models
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program import Program
-from pyro_bdl.program.unconstrained_parameters import unconstrained_parameters
+from pyro_bdl.program.unconstrained_parameters import recorded_output, unconstrained_parameters
 
 N = 6
 
@@ -155,7 +155,7 @@ def jacobian(model, guide, args, site):
 
     def read(u):
         run = program.run(program.constrain(u)[0])
-        return unconstrained_parameters(run.observed[site].distribution, run)
+        return unconstrained_parameters(run.observed[site].distribution, recorded_output(run, site))
 
     names = list(read(guide.loc))
     values = read(guide.loc)

@@ -11,7 +11,11 @@ from torch import nn
 
 from pyro_bdl import bayesianize, models
 from pyro_bdl.program import Program, Site
-from pyro_bdl.program.unconstrained_parameters import unconstrained_parameters, with_unconstrained
+from pyro_bdl.program.unconstrained_parameters import (
+    recorded_output,
+    unconstrained_parameters,
+    with_unconstrained,
+)
 
 ones, two = torch.ones(4), torch.full((4,), 2.0)
 LOG_2 = torch.full((4, 2), 2.0).log()
@@ -136,12 +140,16 @@ def test_the_networks_own_logits_are_found():
     model = models.Classification(bayesianize(nn.Linear(3, 3)))
     program = Program(model, x, torch.arange(5) % 3)
     run = program.run(program.initial)
-    given = unconstrained_parameters(run.observed["y"].distribution, run)["logits"]
+    y = run.observed["y"].distribution
+    given = unconstrained_parameters(run.observed["y"].distribution, recorded_output(run, "y"))[
+        "logits"
+    ]
     assert given is run.deterministic["f"]
-    plain = unconstrained_parameters(run.observed["y"].distribution)["logits"]
+    plain = unconstrained_parameters(y)["logits"]
     torch.testing.assert_close(plain, given.log_softmax(-1))
     probs = dist.OneHotCategorical(logits=run.deterministic["f"])
-    assert unconstrained_parameters(probs, run)["logits"] is run.deterministic["f"]
+    found = unconstrained_parameters(probs, recorded_output(run, "y"))["logits"]
+    assert found is run.deterministic["f"]
 
 
 def test_outputs_of_something_else_are_not_taken():
@@ -149,11 +157,12 @@ def test_outputs_of_something_else_are_not_taken():
 
     def model(x, y=None):
         outputs = bnn(x)
-        pyro.deterministic("other", outputs.square())
+        pyro.deterministic("f", outputs.square())
         with pyro.plate("data", len(x)), poutine.scale(scale=1.0):
             pyro.sample("y", dist.Categorical(logits=outputs), obs=y)
 
     program = Program(model, torch.randn(5, 3), torch.arange(5) % 3)
     run = program.run(program.initial)
-    found = unconstrained_parameters(run.observed["y"].distribution, run)["logits"]
-    torch.testing.assert_close(found, run.observed["y"].distribution.logits)
+    y = run.observed["y"].distribution
+    found = unconstrained_parameters(y, recorded_output(run, "y"))["logits"]
+    torch.testing.assert_close(found, y.logits)
