@@ -17,7 +17,6 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -27,7 +26,7 @@ from pyro.infer.elbo import ELBO
 from torch import Tensor, nn
 
 from pyro_bdl.distributed.joint_batch import JointBatch, joint_batch, read_batch
-from pyro_bdl.elbo.finite_loss import check_value, guarded, unchecked
+from pyro_bdl.elbo.finite_loss import CheckedLoss, unchecked
 from pyro_bdl.elbo.tempered import check_data
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import Batches
@@ -79,7 +78,7 @@ def broadcast(*modules: nn.Module, group: Any = None) -> None:
     Ranks(group).broadcast(_values_of(modules))
 
 
-class DataParallel_ELBO(ELBO):
+class DataParallel_ELBO(CheckedLoss, ELBO):
     """The bound of the joint batch of all ranks, and its gradient, on each rank.
 
     Rank k has a batch of B_k data, B = sum_k B_k, and L_k is the bound of this batch, with its sum
@@ -117,8 +116,6 @@ class DataParallel_ELBO(ELBO):
     :raises UnsupportedProgramError: at the first step, for BatchNorm layers in training mode, which
         would normalize by the rank's batch; for plates that pick rows at random.
     """
-
-    checks_loss = True  # see ``unchecked``
 
     def __init__(
         self,
@@ -165,31 +162,15 @@ class DataParallel_ELBO(ELBO):
             self.ranks.together(lambda: None)  # a rank that failed tells why
         return value
 
-    def differentiable_loss(
-        self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Return the loss of the joint batch as a tensor; ``backward()`` gives its gradient on
-        every rank."""
-        loss = self._step(model, guide, args, kwargs)
-        check = partial(self._check_data, model, guide, args, kwargs)
-        return guarded(loss, check) if self.checks_loss else loss
-
-    def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """Return the loss of the joint batch and add its gradients to the parameters' gradients."""
-        loss = self._step(model, guide, args, kwargs)
-        value = check_value(loss.item(), partial(self._check_data, model, guide, args, kwargs))
-        if loss.requires_grad:
-            loss.backward()
-        return value
-
-    def _step(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
+    def unchecked_loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
+        """The loss of the joint batch; ``backward()`` gives its gradient on every rank."""
         if self._leaves and self.step and self.step % self.check_every == 0:
             self.ranks.check_same(self._leaves)
         loss = self._joint_loss(self.elbo.differentiable_loss, model, guide, args, kwargs)
         self.step += 1
         return loss
 
-    def _check_data(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+    def check_data(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
         """Search for bad data on all ranks; all ranks call it, since they have the same joint
         loss."""
         self.ranks.together(lambda: check_data(model, guide, args, kwargs))

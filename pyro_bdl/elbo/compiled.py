@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pyro
@@ -11,7 +10,7 @@ from pyro.infer import ELBO
 from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 
-from pyro_bdl.elbo.finite_loss import check_value, guarded, require_gradients
+from pyro_bdl.elbo.finite_loss import CheckedLoss
 from pyro_bdl.elbo.step import Step, Terms
 from pyro_bdl.elbo.tempered import (
     Temperature,
@@ -30,7 +29,7 @@ from pyro_bdl.utils.module_state import modules_of
 from pyro_bdl.utils.validation import check_temperature
 
 
-class CompiledELBO(ELBO):
+class CompiledELBO(CheckedLoss, ELBO):
     """-L(eta) of ``TemperedTraceMeanField_ELBO`` and its gradient, as a graph that is traced once.
 
     A drop-in replacement in ``pyro.infer.SVI`` and in torch's loops. It draws the same random
@@ -67,8 +66,6 @@ class CompiledELBO(ELBO):
         refuses.
     :raises TypeError: for another class of bound, or an ELBO in the place of its arguments.
     """
-
-    checks_loss = True  # see ``unchecked``
 
     def __init__(
         self,
@@ -151,23 +148,12 @@ class CompiledELBO(ELBO):
         step."""
         return self.bound.loss(model, guide, *args, **kwargs)
 
-    def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """Return -L(eta) in nats and add its gradients to the parameters' gradients."""
-        require_gradients()
-        loss = self.take_step(model, guide, *args, **kwargs).loss
-        value = check_value(loss.item(), partial(check_data, model, guide, args, kwargs))
-        if loss.requires_grad:
-            loss.backward(retain_graph=self.retain_graph)
-        return value
+    def unchecked_loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
+        """The loss of a step, to be differentiated once."""
+        return self.take_step(model, guide, *args, **kwargs).loss
 
-    def differentiable_loss(
-        self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Return -L(eta) as a tensor that can be differentiated once; counts as a step of the
-        schedule."""
-        loss = self.take_step(model, guide, *args, **kwargs).loss
-        check = partial(check_data, model, guide, args, kwargs)
-        return guarded(loss, check) if self.checks_loss else loss
+    def check_data(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+        check_data(model, guide, args, kwargs)
 
     def take_step(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Step:
         """Take a step, by the program or by a graph; see ``TemperedTrace_ELBO.take_step``."""

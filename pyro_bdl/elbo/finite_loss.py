@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,41 @@ def require_gradients() -> None:
             "torch.inference_mode() turns off the gradients that a training step needs: train "
             "outside of it"
         )
+
+
+class CheckedLoss:
+    """The part of an ELBO that checks its loss before an optimizer can step.
+
+    A subclass defines ``unchecked_loss``, the loss to differentiate.
+    """
+
+    checks_loss = True  # see ``unchecked``
+    retain_graph: bool | None
+
+    def unchecked_loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
+        """Take a step; return its loss, which may be not finite."""
+        raise NotImplementedError
+
+    def check_data(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+        """Raise an error if the data cause a loss that is not finite."""
+        raise NotImplementedError
+
+    def differentiable_loss(
+        self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Return -L(eta) as a tensor to differentiate; counts as a step of the schedule."""
+        loss = self.unchecked_loss(model, guide, args, kwargs)
+        check = partial(self.check_data, model, guide, args, kwargs)
+        return guarded(loss, check) if self.checks_loss else loss
+
+    def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """Return -L(eta) in nats and add its gradients to the parameters' gradients."""
+        require_gradients()
+        loss = self.unchecked_loss(model, guide, args, kwargs)
+        value = check_value(loss.item(), partial(self.check_data, model, guide, args, kwargs))
+        if loss.requires_grad:
+            loss.backward(retain_graph=self.retain_graph)
+        return value
 
 
 @contextmanager

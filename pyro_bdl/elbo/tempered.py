@@ -21,7 +21,7 @@ from pyro.infer import Trace_ELBO
 from torch import Tensor, nn
 
 from pyro_bdl.distributions.dropout_noise import NoisyWeight
-from pyro_bdl.elbo.finite_loss import check_value, guarded, require_gradients
+from pyro_bdl.elbo.finite_loss import CheckedLoss, check_value
 from pyro_bdl.elbo.step import Step, Terms
 from pyro_bdl.elbo.unscaled_batches import UnscaledBatches
 from pyro_bdl.errors import BdlWarning
@@ -49,7 +49,7 @@ _NOTHING_OBSERVED = (
 Temperature = float | Callable[[int], float]
 
 
-class TemperedTrace_ELBO(Trace_ELBO):
+class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
     """L(eta) = E_q[log p(y | w)] - eta E_q[log q(w) - log p(w)], estimated at draws of the guide.
 
     ``pyro.factor`` terms count as likelihood. After each step ``expected_log_likelihood``,
@@ -77,8 +77,6 @@ class TemperedTrace_ELBO(Trace_ELBO):
         a tensor with another dtype than the weights.
     :raises UnsupportedProgramError: at a step, for a program that the estimator does not support.
     """
-
-    checks_loss = True  # see ``unchecked``
 
     def __init__(
         self,
@@ -113,22 +111,11 @@ class TemperedTrace_ELBO(Trace_ELBO):
             loss = self._evaluate(model, guide, args, kwargs).loss.item()
         return check_value(loss, partial(check_data, model, guide, args, kwargs))
 
-    def differentiable_loss(
-        self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Return -L(eta) as a tensor to differentiate; counts as a step of the schedule."""
-        loss = self.take_step(model, guide, *args, **kwargs).loss
-        check = partial(check_data, model, guide, args, kwargs)
-        return guarded(loss, check) if self.checks_loss else loss
+    def unchecked_loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
+        return self.take_step(model, guide, *args, **kwargs).loss
 
-    def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """Return -L(eta) in nats and add its gradients to the parameters' gradients."""
-        require_gradients()
-        loss = self.take_step(model, guide, *args, **kwargs).loss
-        value = check_value(loss.item(), partial(check_data, model, guide, args, kwargs))
-        if loss.requires_grad:
-            loss.backward(retain_graph=self.retain_graph)
-        return value
+    def check_data(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+        check_data(model, guide, args, kwargs)
 
     def take_step(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Step:
         """Take a step of the schedule, whose loss may be not finite.

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pyro.infer.autoguide import AutoContinuous
@@ -116,29 +116,42 @@ def latent_draws(
     posterior = as_posterior(posterior)
     if isinstance(posterior, Samples):
         return posterior.flat(num_samples)
-    num_samples = DEFAULT_DRAWS if num_samples is None else num_samples
-    if isinstance(posterior, Guide):
-        return posterior.sample_latents(num_samples)
-    return _runs_of(posterior, num_samples, args, kwargs).latents
-
-
-class _Runs(NamedTuple):
-    """Runs of one of Pyro's guides.
-
-    :param latents: site -> (S, ...), the auxiliary sites too.
-    :param log_q: (S,), the sum of all log densities, unscaled.
-    :param points: the sites that the others determine, Deltas.
-    """
-
-    latents: dict[str, Tensor]
-    log_q: Tensor
-    points: frozenset[str]
+    return to_samples(posterior, num_samples or DEFAULT_DRAWS, *args, **kwargs).flat()
 
 
 @torch.no_grad()
-def _runs_of(guide: Callable, count: int, args: tuple, kwargs: Mapping[str, Any]) -> _Runs:
-    if isinstance(guide, AutoContinuous):
-        return _runs_of_continuous(guide, count, args, kwargs)
+def to_samples(posterior: Any, num_samples: int, *args: Any, **kwargs: Any) -> Samples:
+    """Draws of a posterior as ``Samples``; the draws of a guide form one chain.
+
+    Of Pyro's own guides there are the auxiliary sites too, ``stats["log_q"]`` is the sum of the log
+    densities of all statements, unscaled, and ``info`` has the sizes of the sites that the others
+    do not determine: ``log_densities_of`` reads both.
+
+    :param posterior: ``Samples``, which are returned as they are, a guide, or an MCMC.
+    :param num_samples: draws of a guide.
+    :param args: the program's arguments, which Pyro's own guides are run with.
+    """
+    posterior = as_posterior(posterior)
+    if isinstance(posterior, Samples):
+        return posterior
+    count = whole_number(num_samples, "num_samples")
+    if isinstance(posterior, Guide):
+        latents = posterior.sample_latents(count)
+        return Samples({site: value[None] for site, value in latents.items()})
+    if isinstance(posterior, AutoContinuous):
+        latents, log_q, points = _runs_of_continuous(posterior, count, args, kwargs)
+    else:
+        latents, log_q, points = _runs_of(posterior, count, args, kwargs)
+    numbers = {site: v[0].numel() for site, v in latents.items() if site not in points}
+    chain = {site: value[None] for site, value in latents.items()}
+    return Samples(chain, {"log_q": log_q[None]}, {_NUMBERS: numbers})
+
+
+def _runs_of(
+    guide: Callable, count: int, args: tuple, kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], Tensor, set[str]]:
+    """The values (S, ...) of a guide's sites, the log densities (S,) of its runs, and the sites
+    that the others determine."""
     draws: dict[str, list[Tensor]] = {}
     densities, points = [], set()
     for _ in range(count):
@@ -150,24 +163,23 @@ def _runs_of(guide: Callable, count: int, args: tuple, kwargs: Mapping[str, Any]
             if point_of(site.distribution) is not None:
                 points.add(name)
     latents = {name: torch.stack(values) for name, values in draws.items()}
-    return _Runs(latents, torch.stack(densities), frozenset(points))
+    return latents, torch.stack(densities), points
 
 
 def _runs_of_continuous(
     guide: AutoContinuous, count: int, args: tuple, kwargs: Mapping[str, Any]
-) -> _Runs:
-    """Draws of one of Pyro's guides over a flat vector, all at once.
+) -> tuple[dict[str, Tensor], Tensor, set[str]]:
+    """The same of one of Pyro's guides over a flat vector, from one draw of all vectors.
 
     A run draws the vector u from q and emits Deltas at the constrained sites, whose log densities
-    are -log |det dT/du|; here q is asked for all vectors in one call.
+    are -log |det dT/du|.
     """
     if guide.prototype_trace is None:
         guide(*args, **kwargs)
     q = guide.get_posterior(*args, **kwargs)
     vectors = q.sample((count,))
-    log_q = q.log_prob(vectors)
-    latents = {f"_{guide._pyro_name}_latent": vectors}
-    start = 0
+    log_q, start = q.log_prob(vectors), 0
+    latents: dict[str, Tensor] = {}
     trace: Any = guide.prototype_trace
     for name, site in trace.iter_stochastic_nodes():
         transform = biject_to(site["fn"].support)
@@ -177,32 +189,9 @@ def _runs_of_continuous(
         slopes = transform.inv.log_abs_det_jacobian(latents[name], part)
         log_q = log_q + slopes.reshape(count, -1).sum(1)
         start += shape.numel()
-    first_point = 1 if point_of(q) is None else 0  # a Laplace guide in training is a point
-    return _Runs(latents, log_q, frozenset(list(latents)[first_point:]))
-
-
-def to_samples(posterior: Any, num_samples: int, *args: Any, **kwargs: Any) -> Samples:
-    """Draws of a posterior as ``Samples``; the draws of a guide form one chain.
-
-    Of Pyro's own guides ``stats["log_q"]`` is the sum of the log densities of all statements, which
-    ``log_densities_of`` reads.
-
-    :param posterior: ``Samples``, which are returned as they are, a guide, or an MCMC.
-    :param num_samples: draws of a guide.
-    :param args: the program's arguments, which Pyro's own guides are run with.
-    """
-    posterior = as_posterior(posterior)
-    if isinstance(posterior, Samples):
-        return posterior
-    if isinstance(posterior, Guide):
-        latents = latent_draws(posterior, num_samples, *args, **kwargs)
-        return Samples({site: value[None] for site, value in latents.items()})
-    runs = _runs_of(posterior, whole_number(num_samples, "num_samples"), args, kwargs)
-    numbers = {
-        site: value[0].numel() for site, value in runs.latents.items() if site not in runs.points
-    }
-    latents = {site: value[None] for site, value in runs.latents.items()}
-    return Samples(latents, {"log_q": runs.log_q[None]}, {_NUMBERS: numbers})
+    auxiliary = f"_{guide._pyro_name}_latent"
+    points = set(latents) | ({auxiliary} if point_of(q) is not None else set())
+    return {auxiliary: vectors, **latents}, log_q, points
 
 
 def samples_of_program(latents: Mapping[str, Latent], posterior: Any, samples: Samples) -> Samples:
