@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Self
 
 import pyro.distributions as dist
 import torch
@@ -412,25 +412,29 @@ class PerLayer(Prior):
 
     def __init__(self, prior: Prior) -> None:
         if not isinstance(prior, Prior):
-            raise TypeError("PerLayer takes one of the priors of pyro_bdl.priors")
+            raise TypeError(f"{type(self).__name__} takes one of the priors of pyro_bdl.priors")
         self.prior = prior
 
     @property
     def constant(self) -> bool:
         return self.prior.constant
 
-    def labeled(self, label: str) -> "PerLayer":
+    def labeled(self, label: str) -> Self:
         result = copy.copy(self)
         result.prior = self.prior.labeled(label)
         return result
 
+    def group(self, name: str) -> str:
+        """The parameters of one group share hyperparameters; "" has no name of its own."""
+        return name.rpartition(".")[0]
+
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution | None:
-        layer = name.rpartition(".")[0]
-        label = f"{layer}.{self.prior.label}" if layer else self.prior.label
+        group = self.group(name)
+        label = f"{group}.{self.prior.label}" if group else self.prior.label
         return self.prior.labeled(label)(name, module, parameter)
 
 
-class PerNormalizedGroup(Prior):
+class PerNormalizedGroup(PerLayer):
     """One prior for every weight, with separate hyperparameters for each normalized group.
 
     A layer is normalized if its scale does not change the network's outputs. Layers that can only
@@ -451,28 +455,15 @@ class PerNormalizedGroup(Prior):
     """
 
     def __init__(self, prior: Prior, network: nn.Module, *inputs: Any) -> None:
-        if not isinstance(prior, Prior):
-            raise TypeError("PerNormalizedGroup takes one of the priors of pyro_bdl.priors")
+        super().__init__(prior)
         if not inputs:
             raise ValueError("PerNormalizedGroup needs some inputs of the network, as in (.., x)")
-        self.prior = prior
         found = normalized_layers(network, *inputs)
         self.groups = tuple(found)
         self._group_of = {name: group for group, names in found.items() for name in names}
 
-    @property
-    def constant(self) -> bool:
-        return self.prior.constant
-
-    def labeled(self, label: str) -> "PerNormalizedGroup":
-        result = copy.copy(self)
-        result.prior = self.prior.labeled(label)
-        return result
-
-    def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution | None:
-        group = self._group_of.get(name)
-        label = self.prior.label if group is None else f"{group}.{self.prior.label}"
-        return self.prior.labeled(label)(name, module, parameter)
+    def group(self, name: str) -> str:
+        return self._group_of.get(name, "")
 
 
 @torch.no_grad()
@@ -509,7 +500,7 @@ def learnable(prior: Any) -> Any:
 
     :raises TypeError: for a prior that has no such number.
     """
-    if isinstance(prior, PerLayer | PerNormalizedGroup):
+    if isinstance(prior, PerLayer):
         result = copy.copy(prior)
         result.prior = learnable(prior.prior)
         return result

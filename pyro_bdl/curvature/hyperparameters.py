@@ -14,7 +14,7 @@ from torch.distributions import transform_to
 
 from pyro_bdl.curvature.prior import hyperpriors, independent_normal, run_at
 from pyro_bdl.distributions.take_apart import base_distribution
-from pyro_bdl.program.batches import Batch, has_rows, leading_size, rows
+from pyro_bdl.program.batches import Batch, has_rows, leading_size, taken
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -147,7 +147,7 @@ def few_rows(
     if count <= number or not has_rows(batch, count):
         return batch
     try:
-        few = tree_map_only(Tensor, torch.clone, rows(batch, 0, number, count))
+        few = tree_map_only(Tensor, torch.clone, taken(batch, slice(number)))
         with torch.no_grad(), evaluation_mode(model):
             record(model, layout.constrain(vector)[0], *few, draw=leave_open).log_likelihood()
     except Exception:  # it needs all of its data, or they have no rows to take, as sparse tensors

@@ -14,7 +14,7 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.handlers import Handled
 from pyro_bdl.program.batch_norm import layers_called, uses_its_batch
 from pyro_bdl.program.batches import leading_size
-from pyro_bdl.program.subsampling import WholeData
+from pyro_bdl.program.check import WholeData
 from pyro_bdl.program.trace import Run, is_deterministic, record, sum_out_discrete
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.batch_norm import uses_its_batch
-from pyro_bdl.program.batches import as_dicts, leading_size, rows
+from pyro_bdl.program.batches import as_dicts, leading_size, taken
 from pyro_bdl.program.supports import nan_outside_support
 from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
 from pyro_bdl.program.vmap import DrawMap
@@ -150,7 +150,7 @@ class RowwiseLikelihood:
     def _first_row(self, values: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> Run:
         batch = tuple(map(as_dicts, args)), as_dicts(kwargs)
         try:
-            return self._run(values, *rows(batch, 0, 1, leading_size(batch)))
+            return self._run(values, *taken(batch, slice(1)))
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise UnsupportedProgramError(
                 f"{self.name} runs the program on one row of its arguments at a time, and it "

@@ -14,8 +14,7 @@ from pyro_bdl.distributions.copies import point_of
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.layout import NEW_ROWS, Latent, differences, origin, transform_of
-from pyro_bdl.program.program import Program
-from pyro_bdl.program.site_shapes import SiteShape, site_shapes
+from pyro_bdl.program.program import Program, SiteShape, site_shapes
 from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.samples import Samples, as_tensor, is_numpyro_mcmc

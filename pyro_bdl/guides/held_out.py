@@ -20,7 +20,7 @@ from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, observed_outputs
 from pyro_bdl.curvature.structures.base import Precision
 from pyro_bdl.program.batches import Batches
-from pyro_bdl.program.subsampling import on_whole_data
+from pyro_bdl.program.check import on_whole_data
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.random_state import seeded
 

@@ -33,7 +33,7 @@ from pyro_bdl.predictive.observations import (
     with_noise,
 )
 from pyro_bdl.program.batches import leading_size
-from pyro_bdl.program.subsampling import on_whole_data
+from pyro_bdl.program.check import on_whole_data
 from pyro_bdl.program.unconstrained_parameters import constrained_value
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import evaluation_mode

@@ -31,7 +31,7 @@ from pyro_bdl.predictive.observations import (
 )
 from pyro_bdl.program.batch_norm import computing_with, statistics_of_draws
 from pyro_bdl.program.batches import Batches
-from pyro_bdl.program.subsampling import on_whole_data
+from pyro_bdl.program.check import on_whole_data
 from pyro_bdl.program.trace import (
     Run,
     leave_any_open,

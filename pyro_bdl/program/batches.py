@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.utils.collectives import Ranks
-from pyro_bdl.utils.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from pyro_bdl.utils.trees import tree_leaves, tree_map
 
 Batch = tuple[tuple, dict[str, Any]]
 _FORMS = "pass one batch as a tuple (x, y), and several as a list [(x, y), ...]"
@@ -147,52 +147,6 @@ def taken(value: Any, rows: slice | Tensor) -> Any:
 def device_of_rows(value: Any) -> torch.device:
     """The device of the first tensor of an argument."""
     return next(leaf.device for leaf in tree_leaves(as_dicts(value)) if isinstance(leaf, Tensor))
-
-
-def rows(batch: Batch, start: int, stop: int, num_data: int) -> Batch:
-    """The rows from start to stop of arguments that ``has_rows`` of ``num_data``."""
-    return taken(batch, slice(start, stop))
-
-
-def joined(batches: Iterable[Batch], most: int = 2**26) -> Iterator[Batch]:
-    """Join batches that follow each other along their leading axes, where all of their tensors have
-    their rows there and the same other dimensions.
-
-    :param most: the number of bytes from which on the next one starts.
-    """
-    waiting: list[Batch] = []
-    size = 0
-    for batch in batches:
-        if waiting and (size >= most or _form(batch) != _form(waiting[0])):
-            yield _joined(waiting)
-            waiting, size = [], 0
-        waiting.append(batch)
-        size += sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-    if waiting:
-        yield _joined(waiting)
-
-
-def _form(batch: Batch) -> Any:
-    """What batches that can be joined have in common; of one that cannot be, an object alone."""
-    if not has_rows(batch, leading_size(batch)):
-        return object()
-    leaves, structure = tree_flatten(batch)
-    shapes = [
-        (leaf.shape[1:], leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
-        for leaf in leaves
-    ]
-    return shapes, structure
-
-
-def _joined(batches: list[Batch]) -> Batch:
-    if len(batches) == 1:
-        return batches[0]
-    leaves = [tree_flatten(batch)[0] for batch in batches]
-    parts = [
-        torch.cat(column) if isinstance(column[0], Tensor) else column[0]
-        for column in zip(*leaves, strict=True)
-    ]
-    return tree_unflatten(parts, tree_flatten(batches[0])[1])
 
 
 def leading_size(batch: Any) -> int:

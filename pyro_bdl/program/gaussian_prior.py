@@ -373,11 +373,6 @@ class TaskPrior:
         module._modules["task_prior"] = prior
         return self
 
-    @property
-    def has_task_prior(self) -> bool:
-        """Return whether ``update_prior`` has replaced the program's own prior."""
-        return self._modules.get("task_prior") is not None
-
     def _under_task_prior(self) -> AbstractContextManager[Any]:
         prior = self._modules.get("task_prior")
         return nullcontext() if prior is None else prior.run()

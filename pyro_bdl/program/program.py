@@ -6,7 +6,7 @@ functions of the latents that survive ``torch.func.vmap``, ``grad``, ``jvp`` and
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pyro import poutine
@@ -404,3 +404,23 @@ def _as_tensor(value: Tensor | float, latents: Mapping[str, Tensor]) -> Tensor:
         return value
     like = next(iter(latents.values()), torch.empty(0, device="cpu"))
     return like.new_tensor(value)
+
+
+class SiteShape(NamedTuple):
+    """The value of a site in one run.
+
+    :param shape: its shape.
+    :param is_latent: the site is neither observed nor deterministic.
+    """
+
+    shape: torch.Size
+    is_latent: bool
+
+
+def site_shapes(model: Callable, args: tuple, kwargs: dict) -> dict[str, SiteShape]:
+    """The shapes of a program's sites in one run; the indices of plates are no sites."""
+    return {
+        name: SiteShape(node["value"].shape, not node["is_observed"] and not is_deterministic(node))
+        for name, node in trace_once(model, args, kwargs).nodes.items()
+        if node["type"] == "sample" and not isinstance(node["fn"], _Subsample)
+    }

@@ -221,7 +221,7 @@ class _Recorder(Messenger):
         site = Site(distribution, value, msg["scale"], mask, subsampling, tuple(plates))
         run.followed = run.followed or run.open
         kind = "latents"
-        if is_deterministic(msg):
+        if (msg["is_observed"] or "_deterministic" in infer) and is_deterministic(msg):
             run.deterministic[name] = msg["value"]
             kind = "factors" if point_density(msg) else ""
         elif isinstance(msg["fn"], Unit):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyro_bdl.program.batches import Batches, has_rows, joined, leading_size, taken
+from pyro_bdl.program.batches import Batches, has_rows, leading_size, taken
 from pyro_bdl.utils.memory import available_memory
 
 X, Y = torch.randn(6, 2), torch.randn(6)
@@ -105,16 +105,3 @@ def test_rows():
 def test_memory():
     free = available_memory(torch.device("cpu"))
     assert free is None or free > 2**20
-
-
-def test_joined():
-    """Batches of rows that follow each other, up to a size; none with other shapes or no rows."""
-    x, y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
-    batches = list(zip(x.split(2), y.split(2), strict=True))
-    (whole,) = joined(Batches(batches))
-    assert torch.equal(whole[0][0], x) and torch.equal(whole[0][1], y)
-    sizes = [len(args[0]) for args, _ in joined(Batches(batches), most=50)]
-    assert sizes == [4, 2]
-    wide = [*batches, (torch.zeros(2, 3), y[:2]), (torch.zeros(2, 3), torch.zeros(3))]
-    assert [len(args[0]) for args, _ in joined(Batches(wide))] == [6, 2, 2]
-    assert [len(args[0]) for args, _ in joined(Batches([batches[0], (x[:1], y)]))] == [2, 1]

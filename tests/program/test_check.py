@@ -12,8 +12,7 @@ from pyro import poutine
 
 import pyro_bdl as bdl
 from pyro_bdl.errors import ArgumentError
-from pyro_bdl.program.check import named_arguments
-from pyro_bdl.program.subsampling import on_whole_data
+from pyro_bdl.program.check import named_arguments, on_whole_data
 from pyro_bdl.training import train
 
 X, Y = torch.randn(12, 2), torch.randn(12)
