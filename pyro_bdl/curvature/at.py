@@ -21,7 +21,7 @@ from pyro_bdl.distributions.take_apart import (
     rebuild,
     take_apart,
 )
-from pyro_bdl.program.batches import Batch, as_dicts, has_rows, leading_size, rows
+from pyro_bdl.program.batches import Batch, as_dicts, has_rows, leading_size, taken
 from pyro_bdl.program.rows import RowMap
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
@@ -190,7 +190,7 @@ class At:
             return
         at_once = min(count, size(plan))
         for start in range(0, count, at_once):
-            part = rows(batch, start, start + at_once, count) if at_once < count else batch
+            part = taken(batch, slice(start, start + at_once)) if at_once < count else batch
             mapped = self._mapped(part, plan, catch=start == 0)
             differ = few is not None and not (mapped and self._agree(mapped, few, plan, batch))
             if mapped is None or (start == 0 and differ):
@@ -290,7 +290,7 @@ class At:
         with torch.no_grad(), self._mode():
             values = layout.to_supports(layout.unflatten(self.vector))
             indices = {name: torch.arange(few, device=self.vector.device) for name in plates}
-            part = rows(batch, 0, few, count)
+            part = taken(batch, slice(few))
             return record(self.model, {**values, **indices}, *part, draw=leave_open)
 
     def _plan(self, batch: Batch, check: bool) -> tuple[_Plan | None, Run | None]:
