@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
 from pyro_bdl import plots
 from pyro_bdl.app.figures import CAPTIONS, alternative, cost, figures
-from pyro_bdl.app.report import Further, Picture, notebook_report, write_report
+from pyro_bdl.app.report import Picture, Table, notebook_report, write_report
 from pyro_bdl.comparison import judge
 from pyro_bdl.comparison.judge import ALIKE, FAR, REFERENCE, UNDECIDED, USABLE, WORSE
 from pyro_bdl.comparison.table import NAME
@@ -46,7 +46,7 @@ def write_page(
     notes: Sequence[str] = (),
     settings: Mapping[str, object] | None = None,
     points: Mapping[str, str] | None = None,
-    further: Sequence[Further] = (),
+    further: Sequence[Table] = (),
 ) -> Path:
     """Write the report of a comparison and return its path.
 
@@ -66,50 +66,49 @@ def write_page(
     first = [name for name in (_FIRST,) if name in figures]
     first += [name for name in _SECOND if name in figures][:1]
     order = [*first, *(name for name in figures if name not in first)]
+    table = Table(
+        "Table",
+        list(comparison.numbers().values()),
+        sorted(columns, key=lambda column: bool(column.group)),
+        details=comparison.table.attrs["details"],
+        hidden=[c.group for c in columns if c.group and not c.group.startswith(_SHOWN)],
+        ranked=_ranked(comparison),
+    )
     return write_report(
         path,
-        title=title,
-        about=about,
-        summary=[comparison.summary] if comparison.summary else [],
-        rows=list(comparison.numbers().values()),
-        ranked=_ranked(comparison),
-        columns=sorted(columns, key=lambda column: bool(column.group)),
-        details=comparison.table.attrs["details"],
-        looks=plots.styles(comparison.evaluations, comparison.reference),
-        hidden=[c.group for c in columns if c.group and not c.group.startswith(_SHOWN)],
-        verdicts=comparison.verdicts,
-        warnings=comparison.warnings,
-        figures=[
-            Picture(
-                figures[name],
-                CAPTIONS[name],
-                alternative(name, comparison),
-                section="" if name in first else _MORE,
-            )
+        table,
+        pictures=[
+            _picture(comparison, name, figures[name], "" if name in first else _MORE)
             for name in order
         ],
+        title=title,
+        about=about,
+        verdicts=comparison.verdicts,
         further=further,
         notes=[*notes, *criteria, *comparison.notes],
         settings={**({"Test points in the figures": points} if points else {}), **(settings or {})},
+        **_answer(comparison),
     )
 
 
 def fragment(comparison: "Comparison") -> str:
     """The answer, the ranked table and the first picture, as HTML inside another page."""
-    columns = _columns(comparison)
-    drawn = cost(comparison)
+    columns = [c for c in _columns(comparison) if not c.group or c.group.startswith(_SHOWN)]
+    rows = list(comparison.numbers().values())
     return notebook_report(
-        summary=[comparison.summary] if comparison.summary else [],
-        rows=list(comparison.numbers().values()),
-        columns=[c for c in columns if not c.group or c.group.startswith(_SHOWN)],
-        ranked=_ranked(comparison),
-        looks=plots.styles(comparison.evaluations, comparison.reference),
-        warnings=comparison.warnings,
-        figures=[
-            Picture(figure, CAPTIONS[name], alternative(name, comparison))
-            for name, figure in drawn.items()
-        ],
+        Table("Table", rows, columns, ranked=_ranked(comparison)),
+        pictures=[_picture(comparison, *drawn) for drawn in cost(comparison).items()],
+        **_answer(comparison),
     )
+
+
+def _answer(comparison: "Comparison") -> dict[str, Any]:
+    looks = plots.styles(comparison.evaluations, comparison.reference)
+    return {"summary": comparison.summary, "warnings": comparison.warnings, "looks": looks}
+
+
+def _picture(comparison: "Comparison", name: str, figure: Figure, section: str = "") -> Picture:
+    return Picture(figure, CAPTIONS[name], alternative(name, comparison), section)
 
 
 def _columns(comparison: "Comparison") -> list[Column]:

@@ -20,7 +20,7 @@ from pyro_bdl.app.finished import Finished, identity
 from pyro_bdl.app.options import Options
 from pyro_bdl.app.page import write_page
 from pyro_bdl.app.provenance import provenance
-from pyro_bdl.app.report import Further
+from pyro_bdl.app.report import Table
 from pyro_bdl.comparison import (
     Comparison,
     Costs,
@@ -278,7 +278,7 @@ class _ProgressTable:
         print(line.rstrip(), flush=True)
 
 
-def _validated(options: Options) -> Further | None:
+def _validated(options: Options) -> Table | None:
     """The table of scores over splits, if ``--folds`` asks for it."""
     folds, names = options.folds, options.names()
     found: list[Mapping[str, Any]] = []
@@ -297,7 +297,8 @@ def _validated(options: Options) -> Further | None:
     rows, shown = cross_validation.summarized(found, names, _REFERENCE, folds)
     if not options.quiet:
         print(f"\nOver {len(found)} splits:\n\n{to_text(rows, shown)}")
-    return Further(f"Scores over {len(found)} splits", rows, shown, cross_validation.NOTE)
+    title = f"Scores over {len(found)} splits"
+    return Table(title, rows, shown, note=cross_validation.NOTE)
 
 
 # -------------------------------------------------------------------------------------- results
@@ -323,7 +324,7 @@ def _write(
     data: Dataset,
     about: str,
     settings: dict[str, dict[str, object]],
-    validated: Further | None,
+    validated: Table | None,
 ) -> tuple[list[str], bool]:
     """Write table, figures, report and its numbers; return the written files, and if these are all.
 
@@ -360,7 +361,7 @@ def _write(
             "units": _units(data),
             "points": [data.point(place) | {"place": place} for place in places],
             "settings": settings,
-            "cross_validation": None if validated is None else list(validated.rows),
+            "cross_validation": None if validated is None else validated.rows,
         }
         with atomic_write(path) as part:
             part.write_text(json.dumps(numbers, indent=1, default=str), encoding="utf-8")

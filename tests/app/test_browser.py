@@ -10,7 +10,7 @@ import subprocess
 import pytest
 from matplotlib.figure import Figure
 
-from pyro_bdl.app.report import write_report
+from pyro_bdl.app.report import Picture, Table, write_report
 from pyro_bdl.utils.tables import Column
 
 CHROMIUM = next(
@@ -55,26 +55,30 @@ window.addEventListener("load", async () => {
 
 @pytest.fixture
 def report(tmp_path):
-    figures = {}
+    pictures = []
     for name in ("first", "second"):
-        figures[name] = Figure(figsize=(5, 3))
-        figures[name].subplots().plot([0, 1], [1, 3])
-    return write_report(
-        tmp_path / "report.html",
-        title="Posteriors of a neural network for something with a long name",
-        rows=[
+        pictures.append(Picture(Figure(figsize=(5, 3)), name))
+        pictures[-1].figure.subplots().plot([0, 1], [1, 3])
+    table = Table(
+        "Table",
+        [
             {"name": "nine", "error": 9.5, "size": 3},
             {"name": "ten", "error": 10.25, "size": 1},
             {"name": "none", "size": 2},
             {"name": "tiny", "error": 1e-12, "size": 20},
         ],
-        columns=[Column("name", "posterior", style="text"), Column("error", "error", "group")]
+        [Column("name", "posterior", style="text"), Column("error", "error", "group")]
         + [Column(f"more{i}", f"another number {i}") for i in range(12)],
         details=[Column("size", "size")],
         ranked=[("near", ["ten", "nine"]), ("far", ["none", "tiny"])],
+    )
+    return write_report(
+        tmp_path / "report.html",
+        table,
+        title="Posteriors of a neural network for something with a long name",
+        pictures=pictures,
         verdicts={"nine": "much alike", "averyveryverylongnameofaposterior": "overconfident"},
         warnings=["the reference cannot be trusted"],
-        figures=figures,
         settings={"path": "/a/" + 30 * "long/"},
     )
 

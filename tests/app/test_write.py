@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from pyro_bdl import plots
-from pyro_bdl.app.report import Picture, write_report
+from pyro_bdl.app.report import Picture, Table, write_report
 from pyro_bdl.app.report.svg import inline
 from pyro_bdl.plots.style import COLORS
 from pyro_bdl.utils.tables import Column
@@ -64,16 +64,16 @@ def page(tmp_path):
         Column("rmse", "RMSE", "pre<diction", help="Error & more."),
         Column("rhat", "R-hat", digits=4),
     ]
+    rows = [
+        {"name": "<b>map</b>", "rmse": 0.123456, "size": 12},
+        {"name": "nuts", "rhat": 1.00123},
+    ]
+    details = [Column("size", "size", help="How large & wide.")]
     path = write_report(
         tmp_path / "new" / "report.html",
+        Table("Table", rows, columns, details=details),
         title="A & B <script>alert(1)</script>",
-        rows=[
-            {"name": "<b>map</b>", "rmse": 0.123456, "size": 12},
-            {"name": "nuts", "rhat": 1.00123},
-        ],
-        columns=columns,
-        figures={'Caption "one" <i>': figure, "two": figure},
-        details=[Column("size", "size", help="How large & wide.")],
+        pictures=[Picture(figure, 'Caption "one" <i>'), Picture(figure, "two")],
         verdicts={"<b>map</b>": "over<confident"},
         warnings=["Mind <the> gap."],
         notes=["First < note.", "Second."],
@@ -123,14 +123,10 @@ def test_further_columns_have_a_button(page):
 
 
 def test_ranked_rows_stand_under_their_headings(tmp_path):
-    path = write_report(
-        tmp_path / "r.html",
-        title="t",
-        rows=[{"name": name} for name in "abcd"],
-        columns=[Column("name", "posterior", style="text")],
-        ranked=[("near", ["c", "a"]), ("none", []), ("far", ["d"])],
-        looks=plots.styles("abcd", "a"),
-    )
+    rows = [{"name": name} for name in "abcd"]
+    ranked = [("near", ["c", "a"]), ("none", []), ("far", ["d"])]
+    table = Table("Table", rows, [Column("name", "posterior", style="text")], ranked=ranked)
+    path = write_report(tmp_path / "r.html", table, title="t", looks=plots.styles("abcd", "a"))
     found = Page(path.read_text(encoding="utf-8"))
     assert [row[0]["text"] for row in found.rows[1:]] == ["near", "c", "a", "far", "d", "b"]
     assert [cell["data-place"] for cell in found.lines if "data-place" in cell] == list("0123")
@@ -141,14 +137,12 @@ def test_pictures_stand_in_their_sections(tmp_path):
         Picture(Figure(figsize=(1, 1)), "first caption", "first alt", section=""),
         Picture(Figure(figsize=(1, 1)), "second caption", section="Chains"),
     ]
-    column = Column("name", "posterior", style="text")
     path = write_report(
         tmp_path / "r.html",
+        Table("Table", [{"name": "row"}], [Column("name", "posterior", style="text")]),
         title="t",
-        summary=["The answer."],
-        rows=[{"name": "row"}],
-        columns=[column],
-        figures=pictures,
+        summary="The answer.",
+        pictures=pictures,
         settings={"Program": {"prior": "FanIn"}},
     )
     found = Page(path.read_text(encoding="utf-8"))
@@ -167,13 +161,8 @@ def test_same_input_same_bytes(tmp_path):
     def write(name):
         figure = Figure(figsize=(3, 2))
         figure.subplots().plot([0, 1], [1, 3])
-        column = Column("name", "posterior", style="text")
-        return write_report(
-            tmp_path / name,
-            title="t",
-            rows=[{"name": "a"}],
-            columns=[column],
-            figures={"f": figure},
-        ).read_bytes()
+        table = Table("Table", [{"name": "a"}], [Column("name", "posterior", style="text")])
+        pictures = [Picture(figure, "f")]
+        return write_report(tmp_path / name, table, title="t", pictures=pictures).read_bytes()
 
     assert write("a.html") == write("b.html")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from pyro_bdl import Samples
-from pyro_bdl.app.report import write_report
+from pyro_bdl.app.report import Table, write_report
 from pyro_bdl.utils.files import LenientStream, atomic_write
 from pyro_bdl.utils.tables import Column, to_csv
 
@@ -79,10 +79,11 @@ def test_tables_reports_and_samples_keep_the_old_file(tmp_path, monkeypatch):
         patched.setattr("pyro_bdl.samples.save_file", full)
         Samples({"w": torch.ones(1, 3)}).save(path)
     assert path.read_bytes() == before
-    path = write_report(tmp_path / "r.html", title="t", rows=[], columns=columns)
+    table = Table("Table", [], columns)
+    path = write_report(tmp_path / "r.html", table, title="t")
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
         patched.setattr("pathlib.Path.write_text", full)
-        write_report(path, title="other", rows=[], columns=columns)
+        write_report(path, table, title="other")
     assert "<title>t</title>" in path.read_text()
     assert names(tmp_path) == ["draws.safetensors", "r.html", "table.csv"]
 

@@ -6,6 +6,6 @@ the reader's light or dark theme, figures included, scrolls its table sideways b
 column and prints in light colors.
 """
 
-from pyro_bdl.app.report.write import Further, Picture, notebook_report, write_report
+from pyro_bdl.app.report.write import Picture, Table, notebook_report, write_report
 
-__all__ = ["Further", "Picture", "notebook_report", "write_report"]
+__all__ = ["Picture", "Table", "notebook_report", "write_report"]

@@ -40,31 +40,19 @@ class Picture:
     section: str = _FIGURES
 
 
-@dataclass(frozen=True)
-class Further:
-    """A further table of the report.
-
-    :param heading: the heading above it.
-    :param rows: one mapping for each line.
-    :param columns: the columns; the first names the rows.
-    :param note: a paragraph above it.
-    """
-
-    heading: str
-    rows: Sequence[Row]
-    columns: Sequence[Column]
-    note: str = ""
-
-
-class _Table:
+class Table:
     """A table as the template writes it.
 
     It scrolls sideways below its first column. Cells hold unrounded numbers, by which the buttons
     of the headings sort; other buttons show or hide groups of columns.
 
-    :param hidden: the groups of columns that are hidden at first.
+    :param label: its heading.
+    :param rows: one mapping for each line.
+    :param columns: the columns, whose ``help`` becomes the key below; the first names the rows.
     :param details: columns after ``columns``, hidden at first and shown by one button.
+    :param hidden: the groups of columns that are hidden at first.
     :param ranked: headings, each with the names of its rows in order; other rows come last.
+    :param note: a paragraph above a further table.
     """
 
     def __init__(
@@ -76,8 +64,10 @@ class _Table:
         details: Sequence[Column] = (),
         hidden: Sequence[str] = (),
         ranked: Groups = (),
+        note: str = "",
     ) -> None:
-        self.label, self.is_ranked = label, bool(ranked)
+        self.label, self.note, self.is_ranked = label, note, bool(ranked)
+        self.rows = list(rows)
         self.columns = [(each, each.group) for each in columns]
         self.columns += [(each, _FURTHER) for each in details]
         runs = itertools.groupby(self.columns, lambda pair: (pair[0].group, pair[1]))
@@ -104,91 +94,40 @@ def _bodies(
 
 
 def write_report(
-    path: str | Path,
-    *,
-    title: str,
-    rows: Sequence[Row],
-    columns: Sequence[Column],
-    details: Sequence[Column] = (),
-    about: str = "",
-    summary: Sequence[str] = (),
-    ranked: Groups = (),
-    looks: Looks | None = None,
-    hidden: Sequence[str] = (),
-    verdicts: Mapping[str, str] | None = None,
-    warnings: Sequence[str] = (),
-    figures: Mapping[str, Figure] | Sequence[Picture] = (),
-    notes: Sequence[str] = (),
-    settings: Mapping[str, object] | None = None,
-    further: Sequence[Further] = (),
+    path: str | Path, table: Table, *, pictures: Sequence[Picture] = (), **texts: Any
 ) -> Path:
     """Write the report and return its path; missing folders are made.
 
     :param path: the HTML file.
-    :param title: heading of the page.
-    :param rows: one mapping for each line of the table.
-    :param columns: the columns of the table; their ``help`` becomes the key below it.
-    :param details: further columns of the table, hidden at first.
-    :param about: a line below the heading: the data and the model.
-    :param summary: sentences that answer the question, before everything else.
-    :param ranked: headings, each with the names of its rows in order; other rows come last.
-    :param looks: color and marker of each row by name, from ``plots.styles``.
-    :param hidden: the groups of ``columns`` that are hidden at first.
-    :param verdicts: posterior to a sentence.
-    :param warnings: sentences in a box below the summary.
-    :param figures: caption to figure, or pictures with their sections; embedded as SVG.
-    :param notes: paragraphs below the table, the most important first.
-    :param settings: the settings of the run, listed at the end; a mapping as a value gets a heading
-        of its own.
-    :param further: more tables, after the first.
+    :param table: the first table.
+    :param pictures: with their sections; embedded as SVG.
+    :param texts: ``title`` of the page; ``about``, a line below it on the data and the model;
+        ``summary``, the answer before everything else; ``warnings`` in a box below it; ``looks``,
+        color and marker of each row by name, from ``plots.styles``; ``verdicts``, row to sentence;
+        ``notes``, paragraphs below the table; ``further``, more tables; ``settings`` of the run,
+        listed at the end, where a mapping as a value gets a heading of its own.
     """
-    if isinstance(figures, Mapping):
-        figures = [Picture(figure, caption) for caption, figure in figures.items()]
+    settings = {**(texts.pop("settings", None) or {}), "pyro_bdl": __version__}
+    script = Markup(_part("script.js"))
     text = _rendered(
-        page=True,
-        title=title,
-        about=about,
-        summary=summary,
-        warnings=warnings,
-        table=_Table("Table", rows, columns, details=details, hidden=hidden, ranked=ranked),
-        further=[(each, _Table(each.heading, each.rows, each.columns)) for each in further],
-        looks=looks or {},
-        verdicts=verdicts or {},
-        sections=_sections(figures, "f"),
-        notes=notes,
-        settings={**(settings or {}), "pyro_bdl": __version__},
-        style=_style(),
-        script=Markup(_part("script.js")),
-    )
+        page=True, table=table, sections=_sections(pictures, "f"), settings=settings,
+        style=_style(), script=script, **texts,
+    )  # fmt: skip
     path = Path(path)
     with atomic_write(path) as part:
         part.write_text(text, encoding="utf-8")
     return path
 
 
-def notebook_report(
-    *,
-    rows: Sequence[Row],
-    columns: Sequence[Column],
-    summary: Sequence[str] = (),
-    ranked: Groups = (),
-    looks: Looks | None = None,
-    warnings: Sequence[str] = (),
-    figures: Sequence[Picture] = (),
-) -> str:
+def notebook_report(table: Table, *, pictures: Sequence[Picture] = (), **texts: Any) -> str:
     """The same design in short, as HTML for the page of a notebook; see :func:`write_report`.
 
     Styles hold inside it only. It needs no script: its headings do not sort.
     """
     style = re.sub(r"(?<![\w-])body(?=\s*\{)", ":scope", _style()).replace(":root", ":scope")
+    key = f"n{zlib.crc32(repr(table.bodies).encode()):x}-"
     return _rendered(
-        page=False,
-        summary=summary,
-        warnings=warnings,
-        table=_Table("Table", rows, columns, ranked=ranked),
-        looks=looks or {},
-        sections=_sections(figures, f"n{zlib.crc32(repr(rows).encode()):x}-"),
-        style=Markup(style),
+        page=False, table=table, sections=_sections(pictures, key), style=Markup(style), **texts
     )
 
 
@@ -212,6 +151,7 @@ def _rendered(**values: Any) -> str:
         isinstance(value, (int, float)) and math.isfinite(value)
     )
     template = environment.from_string(_part("template.html"))
+    values = {"looks": {}, "settings": {}} | values
     return template.render(marker=lambda look: Markup(marker(look)), **values)
 
 
