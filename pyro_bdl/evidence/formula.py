@@ -8,7 +8,7 @@ the program; ``NormalFormula`` needs no run, where hyperparameters scale Normal 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -292,36 +292,31 @@ def _log_prior(
 
 
 @dataclass
-class _Weights:
+class _Group:
     """Independent Normals N(loc, (ratio theta)^2) over the entries of sites in the subset.
 
-    :param locs: the means, by site; of several sites only where ``ratio`` is one number.
+    :param ratio: one number.
     :param owner: theta, where a hyperparameter scales them.
     :param power: by which their log density counts.
+    :param locs: the means, by site.
     """
 
-    locs: dict[str, Tensor]
     ratio: Tensor
     owner: str | None
     power: float
+    locs: dict[str, Tensor] = field(default_factory=dict)
 
     def scale(self, values: Mapping[str, Tensor]) -> Tensor:
         return self.ratio if self.owner is None else self.ratio * values[self.owner]
 
-    def takes(self, other: "_Weights") -> bool:
-        """True if both have one number as their scale, and always the same."""
-        if len(self.ratio) != 1 or len(other.ratio) != 1:
-            return False
-        same = self.owner == other.owner and self.power == other.power
-        return same and bool(self.ratio == other.ratio)
-
 
 class NormalFormula(Formula):
-    """The formula of independent Normals over all of the subset, each scaled by one hyperparameter
-    at most, and of a likelihood that changes by its noise alone.
+    """The formula of independent Normals over all of the subset, with one scale for each site,
+    fixed or proportional to a hyperparameter, and of a likelihood that changes by its noise alone.
 
     Then log p(u) = -1/2 sum_i ((u_i - m_i) / (c_i theta))^2 - sum_i log(c_i theta) + constant.
 
+    :param groups: of sites with the same scale.
     :param noise: the hyperparameter that scales the noise, and the noise of the fit in units of it.
     """
 
@@ -329,11 +324,11 @@ class NormalFormula(Formula):
         self,
         guide: LaplaceGuide,
         reading: ParameterReading,
-        weights: list[_Weights],
+        groups: list[_Group],
         noise: tuple[Hyperparameter, Tensor] | None,
     ) -> None:
         super().__init__(guide, reading)
-        self.weights, self.noise = weights, noise
+        self.groups, self.noise = groups, noise
         self._at: Any = None
         self._squares: list[Tensor] = []
         self._curvature: Any = None  # of which the eigenvalues are known
@@ -350,42 +345,40 @@ class NormalFormula(Formula):
             or len(tuned) + len(reading.in_likelihood) != len(reading.parameters)
         ):
             return None
-        weights: list[_Weights] = []
+        groups: dict[Any, _Group] = {}
         for name, scale in scales.items():
-            site = reading.run.latents[name]
+            site, moved = reading.run.latents[name], slopes(scale, tuned.values())
             base: Any = base_distribution(site.distribution)
-            if base.loc.requires_grad or isinstance(site.scale, Tensor):
-                return None
-            ratio, moved = scale.detach(), slopes(scale, tuned.values())
             owner = tuned[next(iter(moved))] if len(moved) == 1 else None
+            ratio = scale.detach()[0]
+            if (
+                base.loc.requires_grad
+                or isinstance(site.scale, Tensor)
+                or bool((scale.detach() != ratio).any())
+            ):
+                return None
             if owner is not None:
                 one = owner.value.numel() == 1
                 if not one or not is_proportional(scale, owner, moved[owner.name]):
                     return None
-                ratio = ratio / owner.value.detach()
+                ratio = ratio / owner.value.detach().reshape(())
             elif scale.requires_grad:
                 return None
-            if bool((ratio == ratio[0]).all()):
-                ratio = ratio[:1]
-            loc = prior_locations(reading, subset, name)
-            own = _Weights({name: loc}, ratio, owner and owner.name, float(site.scale))
-            group = next((group for group in weights if group.takes(own)), None)
-            if group is None:
-                weights.append(own)
-            else:
-                group.locs[name] = loc
+            group = _Group(ratio, owner and owner.name, float(site.scale))
+            group = groups.setdefault((group.owner, float(ratio), group.power), group)
+            group.locs[name] = prior_locations(reading, subset, name)
         factor, noise = _noise_factor(guide, reading), None
         if factor is not None:
             owned = noise_owner(reading, subset)
-            if owned is None or any(group.owner == owned[0].name for group in weights):
+            if owned is None or any(group.owner == owned[0].name for group in groups.values()):
                 return None
             noise = owned[0], owned[0].value.detach() * factor.detach().sqrt()
         elif noise_site(reading) is None and reading.in_likelihood:
             return None
-        return cls(guide, reading, weights, noise)
+        return cls(guide, reading, list(groups.values()), noise)
 
     def _now(self) -> dict[str, Tensor]:
-        return {name: parameter.now() for name, parameter in self.tuned.items()}
+        return {name: p.now() for name, p in self.tuned.items()}
 
     def _factor(self, values: Mapping[str, Tensor]) -> Tensor | None:
         if self.noise is None:
@@ -397,15 +390,10 @@ class NormalFormula(Formula):
         guide, values = self.guide, self._now()
         factor, log_prior = self._factor(values), guide.loc.new_zeros((), dtype=torch.float64)
         precisions = []
-        for group, squares in zip(self.weights, self._squares_at(point), strict=True):
-            count = sum(len(loc) for loc in group.locs.values())
-            scale = group.scale(values)
+        for group, squares in zip(self.groups, self._squares_at(point), strict=True):
+            count, scale = sum(map(len, group.locs.values())), group.scale(values).reshape(())
             precision = scale.square().reciprocal()
-            if len(scale) == 1:
-                fit, volume = squares * precision[0], count * scale[0].log()
-            else:
-                fit, volume = (squares * precision).double().sum(), scale.log().sum()
-            terms = 0.5 * fit + volume + 0.5 * count * _LOG_2PI
+            terms = 0.5 * squares * precision + count * (scale.log() + 0.5 * _LOG_2PI)
             log_prior = log_prior - group.power * terms.double()
             precisions.append(group.power * precision)
         one = torch.as_tensor(1.0, device=guide.loc.device)
@@ -417,62 +405,51 @@ class NormalFormula(Formula):
         """log det of the posterior precision, for the prior precision of each group of sites."""
         guide, parts = self.guide, self.guide.subset.parts
         if self._curvature is not guide.curvature:
-            self._curvature, self._spectra = guide.curvature, None
-            if all(len(group.ratio) == 1 for group in self.weights):
-                slices = [{site: parts[site] for site in group.locs} for group in self.weights]
-                self._spectra = guide.curvature.spectra(slices)
-        if self._spectra is not None:
-            terms = [
-                log_determinant(eigenvalues, precision[0], factor)
-                for eigenvalues, precision in zip(self._spectra, precisions, strict=True)
-            ]
-            return torch.stack(terms).sum()
-        return guide.curvature.with_prior(self._prior(precisions), factor).logdet()
+            self._curvature = guide.curvature
+            slices = [{site: parts[site] for site in group.locs} for group in self.groups]
+            self._spectra = guide.curvature.spectra(slices)
+        if self._spectra is None:
+            return guide.curvature.with_prior(self._prior(precisions), factor).logdet()
+        pairs = zip(self._spectra, precisions, strict=True)
+        return torch.stack([log_determinant(values, p, factor) for values, p in pairs]).sum()
 
     def _prior(self, precisions: list[Tensor]) -> PriorPrecision:
-        uniform, pieces = {}, {}
-        for group, precision in zip(self.weights, precisions, strict=True):
-            for site, loc in group.locs.items():
-                pieces[site] = precision.expand(loc.shape)
-                if len(precision) == 1:
-                    uniform[site] = precision[0]
-        diagonal = torch.cat([pieces[site] for site in self.guide.subset.parts])
-        return PriorPrecision(
-            diagonal.to(self.guide.prior_diagonal), uniform=uniform, quadratic=True
-        )
+        pairs = zip(self.groups, precisions, strict=True)
+        uniform = {site: precision for group, precision in pairs for site in group.locs}
+        parts = self.guide.subset.parts
+        pieces = [uniform[site].expand(part.stop - part.start) for site, part in parts.items()]
+        diagonal = torch.cat(pieces).to(self.guide.prior_diagonal)
+        return PriorPrecision(diagonal, uniform=uniform, quadratic=True)
 
     def _squares_at(self, point: LinearizedPoint | None) -> list[Tensor]:
-        """Sums of (u_i - m_i)^2 over the groups of sites whose scale is one number; the squares
-        themselves of other sites."""
+        """The sum of (u_i - m_i)^2 over each group; that at the last point is kept."""
         guide = self.guide
         at = guide.loc, None if point is None else point.offset
         if self._at is None or self._at[0] is not at[0] or self._at[1] is not at[1]:
             vector = guide.subset.take(guide.loc)
-            if point is not None:
-                vector = vector + point.offset
-            self._at, self._squares = at, []
-            for group in self.weights:
-                squares = [
-                    (vector[guide.subset.parts[site]] - loc).square()
-                    for site, loc in group.locs.items()
-                ]
-                one = len(group.ratio) == 1
-                total: Any = sum(part.double().sum() for part in squares) if one else squares[0]
-                self._squares.append(total)
+            vector = vector if point is None else vector + point.offset
+            parts, self._at = guide.subset.parts, at
+            self._squares = []
+            for group in self.groups:
+                offsets = [vector[parts[site]] - loc for site, loc in group.locs.items()]
+                sums = [offset.square().double().sum() for offset in offsets]
+                self._squares.append(torch.stack(sums).sum())
         return self._squares
 
     @torch.no_grad()
     def follow(self) -> None:
         guide, subset, values = self.guide, self.guide.subset, self._now()
-        prior = self._prior([g.power * g.scale(values).square().reciprocal() for g in self.weights])
-        locs = {site: loc for group in self.weights for site, loc in group.locs.items()}
+        scales = [group.scale(values).reshape(()) for group in self.groups]
+        pairs = zip(self.groups, scales, strict=True)
+        prior = self._prior([g.power * scale.square().reciprocal() for g, scale in pairs])
+        locs = {site: loc for group in self.groups for site, loc in group.locs.items()}
         offset = torch.cat([locs[site] for site in subset.parts]) - subset.take(guide.loc)
         guide.adapt(prior, prior.diagonal.to(offset) * offset, self._factor(values))
 
     def _scales(self) -> tuple[list[Scaled], Hyperparameter | None]:
         values = self._now()
         found: dict[str, list[Any]] = {}
-        for group in self.weights:
+        for group in self.groups:
             if group.owner is not None:
                 scale = group.scale(values)
                 sites = [(site, scale.expand(len(loc)), loc) for site, loc in group.locs.items()]

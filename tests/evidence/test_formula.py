@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from helpers.parameters import AroundOne
 from torch import nn
 
 from pyro_bdl import bayesianize, models, priors
@@ -45,7 +46,7 @@ def test_it_is_the_evidence_and_its_gradient(structure, subset, learn, put):
     torch.manual_seed(0)
     rules = {
         "0.weight": priors.FanIn(learn(0.8)),
-        "0.bias": priors.Moped(learn(0.5)),
+        "0.bias": AroundOne(learn(0.5)),
         "2.*": priors.Normal(0.7),
     }
     model = models.Regression(bayesianize(net(), priors.ByName(rules)), noise=learn(0.4))
@@ -72,7 +73,7 @@ def test_one_number_for_each_group_of_sites(prior, structure, learn, put):
     model = models.Regression(bayesianize(net(), chosen), noise=learn(0.4))
     guide = guide_of(model, torch.randn(12, 2), structure=structure)
     formula = NormalFormula.of(guide, guide.read())
-    assert [len(weights.locs) for weights in formula.weights] == ([4] if chosen is one else [2, 2])
+    assert [len(group.locs) for group in formula.groups] == ([4] if chosen is one else [2, 2])
     put(guide, prior=0.6, noise=0.9)
     guide.refresh()
     leaves = [parameter.leaf for parameter in formula.tuned.values()]
@@ -105,7 +106,7 @@ def test_sums_of_logarithms(count, size):
 @pytest.mark.parametrize("subset", [None, "0.*"])
 def test_the_guide_follows_the_formula_as_a_run_of_its_program(subset, learn, put):
     torch.manual_seed(0)
-    rules = {"0.weight": priors.FanIn(learn(0.8)), "0.bias": priors.Moped(0.5)}
+    rules = {"0.weight": priors.FanIn(learn(0.8)), "0.bias": AroundOne(0.5)}
     model = models.Regression(
         bayesianize(net(), priors.ByName(rules | {"*": priors.Normal(0.7)})), noise=learn(0.4)
     )

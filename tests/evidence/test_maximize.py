@@ -6,6 +6,7 @@ import warnings
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.parameters import AroundOne
 from pyro.nn import PyroParam
 from scipy.optimize import minimize
 from torch import nn
@@ -156,15 +157,6 @@ def test_a_prior_around_another_mean_and_a_tied_noise(learn):
     torch.testing.assert_close(changes["hyper_prior_scale"], (0.2 / gamma).sqrt())
     rest = (y - x @ laplace.loc).square().sum()
     torch.testing.assert_close(changes["noise"], (rest / (10 - gamma)).sqrt() / 2)
-
-
-class AroundOne(priors.Prior):
-    def __init__(self, scale):
-        self.scale = scale
-
-    def __call__(self, name, module, parameter):
-        base = dist.Normal(parameter.new_ones(()), self._value("scale", parameter))
-        return base.expand(parameter.shape).to_event(parameter.dim())
 
 
 def test_a_value_out_of_bounds_stays_at_the_bound(line):
