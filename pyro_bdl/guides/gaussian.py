@@ -114,9 +114,7 @@ class LaplaceGuide(JointGuide):
         for number, batches in enumerate(data):
             self._add(batches, self.curvature if number else None, progress)
         reading = self.read()
-        self._in_likelihood = {
-            name: reading.parameters[name].value.detach().clone() for name in reading.in_likelihood
-        }
+        self._in_likelihood = _likelihood_parameters(reading)
         self.register_buffer("noise_factor", torch.ones_like(self.squares))
         self.register_buffer("reference_noise", learned_noise(reading))
         self.refresh(reading)
@@ -292,7 +290,7 @@ class LaplaceGuide(JointGuide):
         found = {"config": asdict(self.config), "subset": self.subset.indices, "few": self.few}
         said = None if self.held_out is None else asdict(self.held_out)
         numbers = {"num_data": self.num_data, "held_out": said, "mode": self.mode}
-        return {**super().saved(), **found, **numbers}
+        return {**super().saved(), **found, **numbers, "plan": self.curvature.plan()}
 
     @classmethod
     def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> "LaplaceGuide":
@@ -300,14 +298,21 @@ class LaplaceGuide(JointGuide):
         device = source.location().device
         args, kwargs = tree_map_only(Tensor, lambda value: value.to(device), saved["few"])
         guide = cls(source, select(source.require_layout(), saved["subset"]), config)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", BdlWarning)  # said in the fit
-            guide.fit(Batches([args or kwargs]))
-        guide.load_state_dict(saved["state"])
-        guide.num_data, guide.mode, guide._passes = saved["num_data"], saved["mode"], None
-        guide.held_out = None if saved["held_out"] is None else HeldOut(**saved["held_out"])
+        guide.few = Batches([args or kwargs]).first()
+        like = guide.loc.new_empty(0, dtype=torch.promote_types(guide.loc.dtype, torch.float32))
+        guide.curvature = config.structure.empty(guide.subset, like, None)
+        guide.curvature.build(saved["plan"])
         guide.curvature.connect(None)
-        guide.refresh()
+        guide.register_buffer("reference_noise", None)
+        for name, value in saved["state"].items():
+            if name != "_extra_state" and "." not in name:
+                guide.register_buffer(name, value.to(device))
+        guide.load_state_dict(saved["state"])
+        guide.num_data, guide.mode = saved["num_data"], saved["mode"]
+        guide.held_out = None if saved["held_out"] is None else HeldOut(**saved["held_out"])
+        reading = guide.read()
+        guide._in_likelihood = _likelihood_parameters(reading)
+        guide.refresh(reading)
         return guide
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -406,6 +411,11 @@ def _shift(guide: LaplaceGuide, step: Tensor) -> None:
     guide.score = guide.score - bend.to(guide.score)
     guide.prior_slope = guide.prior_slope - guide.prior.times(step)
     guide.loc = guide.subset.put(guide.loc, guide.subset.take(guide.loc) + step)
+
+
+def _likelihood_parameters(reading: ParameterReading) -> dict[str, Tensor]:
+    """The values of the parameters of the likelihood that no curvature follows."""
+    return {name: reading.parameters[name].value.detach().clone() for name in reading.in_likelihood}
 
 
 def _check_unchanged(reading: ParameterReading, before: Mapping[str, Tensor]) -> None:

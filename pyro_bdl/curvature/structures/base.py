@@ -197,6 +197,14 @@ class Curvature(nn.Module, ABC):
         they fit in memory."""
         return cls.numbers_per_gradient(size, largest_shared)
 
+    def plan(self) -> Any:
+        """What ``build`` needs of a fitted curvature besides its state: a tree of numbers, strings
+        and tensors."""
+        return None
+
+    def build(self, plan: Any) -> None:
+        """Make room, in an empty curvature, for the state of one with this plan."""
+
     @classmethod
     def from_matrix(cls, matrix: Tensor) -> Self:
         """Return a curvature from a symmetric matrix (p, p), which is not copied."""

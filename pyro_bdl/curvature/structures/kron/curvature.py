@@ -23,7 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.jacobian.block_position import BlockPosition
-from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock, Jacobian, ProductBlock
+from pyro_bdl.curvature.jacobian.jacobian import (
+    Block,
+    DenseBlock,
+    Jacobian,
+    LookupBlock,
+    ProductBlock,
+)
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import Curvature, Precision, Structure, named
 from pyro_bdl.curvature.structures.diagonal import DiagonalPrecision
@@ -168,7 +174,9 @@ class KroneckerCurvature(Curvature):
         if key in self._names:
             return self.parts[self._names[key]]
         if not isinstance(block, DenseBlock):
-            return self._with_part(key, WeightFactors(block, self.like))
+            lookup = isinstance(block, LookupBlock)
+            part = WeightFactors(block.position, block.shape, self.like, lookup=lookup)
+            return self._with_part(key, part)
         if key[0] in self.networks:
             warnings.warn(
                 f"the weights '{key[0]}' of a plate of networks have no Kronecker factors: "
@@ -183,6 +191,32 @@ class KroneckerCurvature(Curvature):
         self._names[key] = str(len(self.parts))
         self.parts[self._names[key]] = part
         return part
+
+    def plan(self) -> list[dict[str, Any]]:
+        found = []
+        for (site, use), name in self._names.items():
+            part = self.parts[name]
+            indices = part.position.indices
+            where = [indices.start, indices.stop] if isinstance(indices, slice) else indices
+            of_weight = isinstance(part, WeightFactors)
+            shape = list(part.shape) if of_weight else None
+            lookup = of_weight and part.inputs is None
+            uses = list(part.position.uses)
+            found.append(
+                {"site": site, "use": use, "uses": uses, "indices": where, "shape": shape,
+                 "lookup": lookup}
+            )  # fmt: skip
+        return found
+
+    def build(self, plan: Any) -> None:
+        for saved in plan:
+            key, where, shape = (saved["site"], saved["use"]), saved["indices"], saved["shape"]
+            indices = where if isinstance(where, Tensor) else slice(*where)
+            position = BlockPosition(key, indices, uses=tuple(saved["uses"]))
+            part: Any = ExactBlock(position, self.like)
+            if shape is not None:
+                part = WeightFactors(position, torch.Size(shape), self.like, lookup=saved["lookup"])
+            self._with_part(key, part)
 
     @property
     def _in_order(self) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pyro_bdl.curvature.jacobian.block_position import BlockPosition
 from pyro_bdl.curvature.jacobian.jacobian import LookupBlock, ProductBlock
 from pyro_bdl.curvature.jacobian.output_layers import SoftmaxBlock
 from pyro_bdl.curvature.prior import PriorPrecision
@@ -67,6 +68,11 @@ class Factor(nn.Module):
         self.matrix: Tensor | None = None
         self.register_buffer("values", None)
         self.register_buffer("vectors", None)
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the dtype and device."""
+        return next((v for v in (self.values, *self.rows) if v is not None), self.matrix)
 
     # Accumulation
 
@@ -153,7 +159,7 @@ class Factor(nn.Module):
 
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
         if any(prefix + name in state for name in self._buffers):
-            make_room(self, tuple(self._buffers), state, prefix, next(self.buffers()))
+            make_room(self, ("values", "vectors"), state, prefix, self.like)
         super()._load_from_state_dict(state, prefix, *rest)
 
 
@@ -164,19 +170,27 @@ class WeightFactors(nn.Module):
     a table (rows, features) has a diagonal factor (rows,), the number of look-ups of each row, and
     B over the features.
 
-    :param block: the first of the weight's blocks.
+    :param position: of the weight's blocks.
+    :param shape: (groups, out, in), of a table (1, rows, features).
     :param like: a tensor with the dtype and device.
+    :param lookup: whether it is a table.
     """
 
     count: Tensor  # R
     looked_up: Tensor | None
     corrected: Tensor | None  # second moments in the eigenbasis, (groups, s, r)
 
-    def __init__(self, block: ProductBlock | LookupBlock, like: Tensor) -> None:
+    def __init__(
+        self,
+        position: BlockPosition,
+        shape: tuple[int, int, int],
+        like: Tensor,
+        *,
+        lookup: bool = False,
+    ) -> None:
         super().__init__()
-        self.position, self.shape = block.position, block.shape
-        (groups, out, into), site = block.shape, block.position.key[0]
-        lookup = isinstance(block, LookupBlock)
+        self.position, self.shape = position, shape
+        (groups, out, into), site = shape, position.key[0]
         self.register_buffer("count", torch.zeros((), dtype=torch.float64, device=like.device))
         self.register_buffer("looked_up", like.new_zeros(out) if lookup else None)
         self.register_buffer("corrected", None)
@@ -241,7 +255,7 @@ class WeightFactors(nn.Module):
             self.outputs.scale(number)
 
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
-        make_room(self, ("corrected",), state, prefix, next(self.outputs.buffers()))
+        make_room(self, ("corrected",), state, prefix, self.outputs.like)
         super()._load_from_state_dict(state, prefix, *rest)
 
     # Results
