@@ -26,7 +26,7 @@ from pyro_bdl.program.rows import RowMap
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.utils.memory import Allocations, bytes_at_once
-from pyro_bdl.utils.module_state import evaluation_mode, vmappable
+from pyro_bdl.utils.module_state import evaluating, modules_of, vmappable
 from pyro_bdl.utils.trees import tree_leaves
 
 _BUDGET = 24 * 2**20  # bytes for the activations and gradients of a piece, at least
@@ -82,6 +82,7 @@ class At:
 
     def __init__(self, model: Callable, subset: Subset, vector: Tensor) -> None:
         self.model, self.subset = model, subset
+        self._modules = modules_of(model)
         self._map = RowMap()
         self._plans: dict[Any, _Plan | None] = {}
         self._dense: set[str] = set()  # sites with uses that no recorder sees
@@ -113,22 +114,25 @@ class At:
         *,
         every_output: bool = False,
         as_rows: bool = False,
+        check: bool = True,
     ) -> Iterator[Linearization]:
         """Yield the linearization of each batch; a large batch is cut into pieces that fit in
         memory.
 
-        In each batch a few rows alone are compared with the same rows together. If they differ, its
+        A few rows of a batch alone are compared with the same rows together. If they differ, its
         rows depend on each other, and the whole batch runs at once.
 
         :param every_output: choose the pieces' size for Jacobians of all outputs at once.
         :param as_rows: as rows over all latents, in float64.
+        :param check: compare rows in every batch, not only in the first one of its form.
         """
 
         def size(plan: _Plan) -> int:
             return self._piece(plan, config, every_output, as_rows)
 
         for args, kwargs in batches:
-            yield from self._pieces((tuple(map(as_dicts, args)), as_dicts(kwargs)), size)
+            batch = tuple(map(as_dicts, args)), as_dicts(kwargs)
+            yield from self._pieces(batch, size, check)
 
     def _piece(
         self, plan: _Plan, config: CurvatureConfig | None, every_output: bool, as_rows: bool
@@ -151,11 +155,10 @@ class At:
     ) -> Linearization:
         """The linearization of one batch, in one piece.
 
-        :param check: compare rows alone and together in this batch too, not only in the first one
-            of its form.
+        :param check: as in ``linearizations``.
         """
         batch = tuple(map(as_dicts, args)), as_dicts(kwargs)
-        (result,) = self._pieces(batch, lambda plan: leading_size(batch), check=check)
+        (result,) = self._pieces(batch, lambda plan: leading_size(batch), check)
         return result
 
     def whole(self, args: tuple, kwargs: Mapping[str, Any]) -> Linearization:
@@ -179,7 +182,7 @@ class At:
             return self._recorded((args, dict(kwargs)), None, {})[1]
 
     def _pieces(
-        self, batch: Batch, size: Callable[[_Plan], int], *, check: bool = True
+        self, batch: Batch, size: Callable[[_Plan], int], check: bool
     ) -> Iterator[Linearization]:
         count = leading_size(batch)
         plan, few = None, None
@@ -200,7 +203,7 @@ class At:
             yield self._of_rows(part, mapped, plan)
 
     def _mode(self) -> Any:
-        return nullcontext() if self.training else evaluation_mode(self.model)
+        return nullcontext() if self.training else evaluating(self._modules)
 
     def _recorded(
         self, batch: Batch, lane: Tensor | None, plates: Mapping[str, Tensor]
@@ -357,35 +360,31 @@ class At:
 
     @torch.enable_grad()
     def _of_rows(self, batch: Batch, mapped: _MappedRows, plan: _Plan) -> Linearization:
-        """The linearization of single rows, whose run is put together from theirs, or, if it has
-        statements of which that is not possible, made anew over all rows."""
-        where = (self.model, self.subset, self.vector, batch, self.leaves)
-        if mapped.run.factors or mapped.run.discrete or None in mapped.structures.values():
-            parameters = {
-                name: {k: v for k, v in of_site.items() if not k.startswith("site.")}
-                for name, of_site in mapped.observed.items()
-            }
-            run = self.whole(*batch).run
-            return Linearization(*where, run, mapped.rows, parameters)
-        count = leading_size(batch)
-        run = copy.copy(mapped.run)
-        run.observed = {}
+        """The linearization of single rows. Their run is put together from their tensors; what
+        cannot be, as factors, is that of a run over all rows."""
+        count, parameters = leading_size(batch), {}
+        whole = mapped.run.factors or mapped.run.discrete or None in mapped.structures.values()
+        run = copy.copy(self.whole(*batch).run if whole else mapped.run)
+        run.observed = dict(run.observed)
         for name, site in mapped.run.observed.items():
-            own = dict(mapped.observed[name])
+            own, structure = dict(mapped.observed[name]), mapped.structures[name]
             more = {
                 key: own.pop(f"site.{key}", getattr(site, key))
                 for key in ("value", "mask", "scale")
             }
+            if structure is None:
+                parameters[name] = own
+                continue
             if name in plan.scaled:
                 more["scale"] = more["scale"] / count
                 more["subsampling"] = site.subsampling / count
-            structure: Any = mapped.structures[name]
             run.observed[name] = site._replace(distribution=rebuild(structure, own), **more)
         run.deterministic = {}
         for name, with_rows in plan.deterministic.items():
             value = mapped.deterministic[name]
             run.deterministic[name] = value.flatten(0, 1) if with_rows else value[0]
-        return Linearization(*where, run, mapped.rows)
+        where = (self.model, self.subset, self.vector, batch, self.leaves)
+        return Linearization(*where, run, mapped.rows, parameters)
 
 
 _NOT_ON_SOME = (RuntimeError, ValueError, IndexError, TypeError)

@@ -58,7 +58,6 @@ def fit_curvature(
     config: CurvatureConfig,
     *,
     before: Any = None,
-    offset: Tensor | None = None,
     progress: bool | None = None,
 ) -> Fitted:
     """Compute the curvature of a program's log likelihood at a point.
@@ -70,14 +69,7 @@ def fit_curvature(
 
     :param data: the program's arguments, or an iterable of batches of them.
     :param before: a curvature of earlier data to include in the result.
-    :param offset: of the subset (p,); the Fisher information is then that of the linearized
-        outputs there, J and the other sums being those at the vector.
-    :raises ValueError: for an offset with curvature="hessian", which is no Gauss-Newton matrix.
     """
-    if offset is not None and config.curvature == "hessian":
-        raise ValueError(
-            'curvature="hessian" has no linearized outputs to be evaluated at: use "ggn"'
-        )
     batches = data if isinstance(data, Batches) else Batches(data)
     batches.check_same("location", at.vector)
     like = at.vector.new_empty(0, dtype=torch.promote_types(at.vector.dtype, torch.float32))
@@ -88,13 +80,13 @@ def fit_curvature(
         batches.add_up(*curvature.sums())
         seen.add_up(batches)
     else:
-        curvature, seen = _accumulated(at, batches, config, like, before, offset, progress)
+        curvature, seen = _accumulated(at, batches, config, like, before, progress)
     factor = seen.factor()
     if before is not None and factor != 1.0:
         raise ValueError(SCALED_UP)
     curvature.scale(factor)
     if curvature.takes_products:
-        curvature.connect(GaussNewtonProducts(at, [(batches, factor)], offset))
+        curvature.connect(GaussNewtonProducts(at, [(batches, factor)]))
     curvature = curvature.finish(before)
     total = torch.as_tensor(seen.log_likelihood * factor, device=seen.gradient.device)
     gradient = seen.gradient * factor
@@ -108,7 +100,6 @@ def _accumulated(
     config: CurvatureConfig,
     like: Tensor,
     before: Any,
-    offset: Tensor | None,
     progress: bool | None,
 ) -> tuple[Curvature, LikelihoodSums]:
     curvature = config.structure.empty(at.subset, like, before)
@@ -133,7 +124,7 @@ def _accumulated(
                 seen.add(linearization)
                 for name, site in linearization.run.observed.items() if first else ():
                     check_information(name, site)
-            for jacobian in fisher_jacobians(linearization, config, offset):
+            for jacobian in fisher_jacobians(linearization, config):
                 curvature.add(jacobian)
             curvature.end_batch()
 

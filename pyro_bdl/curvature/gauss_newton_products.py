@@ -20,23 +20,15 @@ class GaussNewtonProducts:
     F is at the noise that a Normal observation has when this is made, whatever it is later.
 
     :param passes: the data, and the factor of the sums over them.
-    :param offset: of the subset (p,), where F is that of the linearized outputs; None: zero.
     """
 
-    def __init__(
-        self,
-        at: At,
-        passes: Sequence[tuple[Batches, float]],
-        offset: Tensor | None = None,
-    ) -> None:
+    def __init__(self, at: At, passes: Sequence[tuple[Batches, float]]) -> None:
         self.at, self.passes = at, passes
-        self.offset = torch.zeros_like(at.subset.take(at.vector)) if offset is None else offset
         self.noise = self._noise()
 
     def __add__(self, other: "GaussNewtonProducts") -> "GaussNewtonProducts":
         """The products over the data of both."""
-        passes = [*self.passes, *other.passes]
-        return GaussNewtonProducts(self.at, passes, self.offset)
+        return GaussNewtonProducts(self.at, [*self.passes, *other.passes])
 
     def __deepcopy__(self, memo: Any) -> "GaussNewtonProducts":
         return self  # the program and the data are shared
@@ -52,6 +44,7 @@ class GaussNewtonProducts:
         The graphs of the data are kept until exit where they fit in memory.
         """
         data = LinearizedData(self.at, self.passes)
+        here = torch.zeros_like(self.at.subset.take(self.at.vector))
         now = self._noise()
         factor: Tensor | float = 1.0
         if now is not None and self.noise is not None:
@@ -61,7 +54,7 @@ class GaussNewtonProducts:
             rounded = vectors.to(self.at.vector)
 
             def of_batch(batch: LinearizedBatch) -> Tensor:
-                return batch.times(self.offset, rounded)
+                return batch.times(here, rounded)
 
             with seeded(0):  # where F is estimated, it is the same in all products
                 return (factor * data.sum(of_batch)).to(vectors)

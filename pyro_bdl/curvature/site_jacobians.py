@@ -3,14 +3,12 @@
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fisher import cell_weights, num_data, site_parameters
 from pyro_bdl.curvature.fisher_roots import Cotangent
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
-from pyro_bdl.curvature.linear_outputs import LinearOutputs
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.trace import Site
@@ -19,13 +17,8 @@ from pyro_bdl.utils.memory import bytes_at_once
 _COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which copies them
 
 
-def fisher_jacobians(
-    linearization: Linearization, config: CurvatureConfig, offset: Tensor | None = None
-) -> Iterator[Jacobian]:
-    """Yield Jacobians whose rows' outer products add up to the batch's curvature.
-
-    :param offset: where the Fisher information is that of the linearized outputs, (p,).
-    """
+def fisher_jacobians(linearization: Linearization, config: CurvatureConfig) -> Iterator[Jacobian]:
+    """Yield Jacobians whose rows' outer products add up to the batch's curvature."""
     for name, site in linearization.run.observed.items():
         single = linearization.rows is not None and linearization.rows.num_data == num_data(site)
         kind = config.structure.name
@@ -35,31 +28,7 @@ def fisher_jacobians(
                 f"those of site '{name}' depend on each other, or are no rows of the program's "
                 'arguments: pass them as tensors (N, ...), or use structure="full" or "diag"'
             )
-        if offset is None:
-            yield from site_jacobians(linearization, name, config)
-        else:
-            yield from _moved_jacobians(linearization, name, config, offset)
-
-
-def _moved_jacobians(
-    linearization: Linearization, name: str, config: CurvatureConfig, offset: Tensor
-) -> Iterator[Jacobian]:
-    """Yield the Jacobians of a site's unconstrained parameters, weighed by their information at
-    an offset."""
-    outputs = LinearOutputs.of_site(linearization, name, linearization.run.observed[name])
-    if not outputs.moving:
-        return
-    values = {key: value.detach() for key, value in outputs.moved(offset).items()}
-    pullback = outputs.pullback()
-    most = _columns_at_once(linearization, outputs.num_data, config)
-    columns: list[list[Tensor]] = []
-    for column in outputs.unconstrained(values, config.columns):
-        columns.append([column[key] for key in outputs.moving])
-        if len(columns) >= most:
-            yield pullback.jacobian(columns)
-            columns = []
-    if columns:
-        yield pullback.jacobian(columns)
+        yield from site_jacobians(linearization, name, config)
 
 
 def site_jacobians(

@@ -159,11 +159,13 @@ class LinearizedComponent:
     def __init__(self, model: Callable, guide: LaplaceGuide, seed: int | None = None) -> None:
         self.model, self.guide, self.seed = model, guide, seed
         self._is_checked = False
+        self._point: At | None = None
 
-    @property
     def _at(self) -> At:
         """The program at the guide's center."""
-        return At(on_whole_data(self.model), self.guide.subset, self.guide.loc)
+        if self._point is None or self._point.subset is not self.guide.subset:
+            self._point = At(on_whole_data(self.model), self.guide.subset, self.guide.loc)
+        return self._point.moved(self.guide.loc)
 
     def closed_forms(
         self,
@@ -298,11 +300,13 @@ class LinearizedComponent:
         :param whole: take all data at once.
         """
         self._check(self.model if whole else on_whole_data(self.model), args, kwargs)
-        differentiable = _are_differentiable(args, kwargs)
+        differentiable, at = _are_differentiable(args, kwargs), self._at()
         found: Iterable[Linearization] = (
-            [self._at.linearize(args, kwargs)]
+            [at.linearize(args, kwargs, check=False)]
             if whole
-            else self._at.linearizations([(args, kwargs)], every_output=True, as_rows=as_rows)
+            else at.linearizations(
+                [(args, kwargs)], every_output=True, as_rows=as_rows, check=False
+            )
         )
         for linearization in found:
             outputs = observed_outputs(linearization, differentiable=differentiable)

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import random
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -103,7 +103,13 @@ def evaluation_mode(*programs: Any) -> Iterator[None]:
 
     :param programs: as in ``modules_of``.
     """
-    modules = modules_of(*programs)
+    with evaluating(modules_of(*programs)):
+        yield
+
+
+@contextmanager
+def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put modules into evaluation mode, as ``evaluation_mode`` does."""
     modes = [module.training for module in modules]
     with as_written(modules):
         for module in modules:

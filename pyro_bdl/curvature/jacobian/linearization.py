@@ -14,6 +14,7 @@ from pyro_bdl.curvature.jacobian.recorded_rows import RecordedRows, working_dtyp
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run
+from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.random_state import fixed_normal
 
 
@@ -78,9 +79,11 @@ class Pullback:
 
         :param columns: K cotangents, each with a tensor for every output.
         """
-        if self.rows is None:
-            return self._of_blocks(self._backward(columns), len(columns))
-        return self._of_blocks(self.rows.blocks(self.outputs, columns), len(columns))
+        blocks = [] if self.rows is None else self.rows.blocks(self.outputs, columns)
+        leaves = [self.at.leaves[name] for name in self.at.subset.parts]
+        if not blocks and any(reaches(output, leaves) for output in self.outputs):
+            blocks = self._backward(columns)  # the outputs are not those of single rows
+        return self._of_blocks(blocks, len(columns))
 
     @torch.enable_grad()  # outputs are indexed here
     def _backward(self, columns: Sequence[Sequence[Tensor]]) -> list[Block]:
