@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro
 import torch
@@ -15,26 +15,41 @@ from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.optim.natural_gradient import relative_change
 
 
-class NaturalGradient(torch.optim.Optimizer):
-    """Base class: momentum in the location, a moving average in the precision 1/s^2.
+class Move(NamedTuple):
+    """What a step of an optimizer moves by.
 
-    A subclass defines ``growth``. The optimizer's state holds the momentum, the number of steps and
-    the largest learning rate so far. The precision is stored in the guide's ``scale``; only the
-    factor by which it grows is computed.
+    :param rate: rho, the step size in the precision.
+    :param gradient: the location's average gradient with this step's, (P,).
+    :param average: the same before this step, (P,).
+    :param temperature: that of the ELBO's step.
+    :param draw: the mean draw (P,) of the ELBO's step, if it is known.
+    """
+
+    rate: float
+    gradient: Tensor
+    average: Tensor
+    temperature: float
+    draw: Tensor | None
+
+
+class NaturalGradient(torch.optim.Optimizer):
+    """Base class: momentum in the location, a moving average in the precision.
+
+    A subclass defines ``parameters_of``, and ``move``. The optimizer's state holds the momentum,
+    the number of steps and the largest learning rate so far.
     """
 
     def __init__(
         self,
-        guide: AutoMeanField,
+        guide: Any,
         *,
         lr: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.99),
         clip: float = 10.0,
     ) -> None:
-        _check(guide)
+        parameters = self.parameters_of(guide)
         self.guide = guide
-        defaults = checked_options(lr=lr, betas=betas, clip=clip)
-        super().__init__([guide.loc, guide.scale_unconstrained], defaults)
+        super().__init__(parameters, _checked_options(lr=lr, betas=betas, clip=clip))
 
     def __getstate__(self) -> dict[str, Any]:
         """The state; a ``deepcopy`` of the optimizer trains the copy of the guide."""
@@ -43,7 +58,7 @@ class NaturalGradient(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse further parameters.
 
-        :raises ValueError: always, since the optimizer only trains the guide's two vectors.
+        :raises ValueError: always, since the optimizer trains the guide's parameters alone.
         """
         if self.param_groups:
             raise ValueError(
@@ -52,6 +67,69 @@ class NaturalGradient(torch.optim.Optimizer):
                 "InSVI(..., others=...)"
             )
         super().add_param_group(param_group)
+
+    def parameters_of(self, guide: Any) -> list[Tensor]:
+        """The parameters to move, of a guide that is checked."""
+        raise NotImplementedError
+
+    def move(self, step: Move, *, lr: float, clip: float) -> None:
+        """Move the guide's parameters; where this raises, they stay as they were."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take a step with the gradients from ``loss.backward()``.
+
+        :raises RuntimeError: if there is no gradient, it is not finite, or the precision asked for
+            is not positive; the guide then stays as it was.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        (group,) = self.param_groups
+        gradients = [parameter.grad for parameter in group["params"]]
+        if any(gradient is None for gradient in gradients):
+            raise RuntimeError(
+                "the guide's parameters have no gradient: call loss.backward() before the step, "
+                "and train all of them"
+            )
+        loc = self.guide.loc
+        state = self.state[loc]
+        if not state:
+            state.update(step=0, momentum=torch.zeros_like(loc), peak=0.0)
+        number = state["step"] + 1
+        if not all(torch.isfinite(gradient).all() for gradient in gradients):
+            raise RuntimeError(
+                f"the gradient at step {number} is not finite, and the guide stays as it was: "
+                "lower lr, or check the data"
+            )
+        beta1, beta2 = group["betas"]
+        peak = max(state["peak"], group["lr"])
+        share = math.sqrt(group["lr"] / peak) if peak > 0 else 0.0  # a warm-up may start at zero
+        momentum = torch.lerp(state["momentum"], loc.grad, 1 - beta1)
+        taken = taken_step(self.guide)
+        step = Move(
+            rate=(1 - beta2) * share,
+            gradient=momentum / (1 - beta1**number),
+            average=state["momentum"] / (1 - beta1 ** max(1, state["step"])),
+            temperature=taken.temperature,
+            draw=taken.draw,
+        )
+        self.move(step, lr=group["lr"], clip=group["clip"])
+        state.update(step=number, momentum=momentum, peak=peak)
+        return loss
+
+
+class DiagonalNaturalGradient(NaturalGradient):
+    """Natural gradients of a mean-field guide, whose ``scale`` stores the precision 1/s^2.
+
+    A subclass defines ``growth``, the factor by which the precision grows.
+    """
+
+    def parameters_of(self, guide: Any) -> list[Tensor]:
+        _check(guide)
+        return [guide.loc, guide.scale_unconstrained]
 
     def growth(self, change: Tensor, rate: float) -> Tensor:
         """The precision after a step divided by the precision before it, (P,).
@@ -69,53 +147,19 @@ class NaturalGradient(torch.optim.Optimizer):
         """
         return scale_gradient
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take a step with the gradients from ``loss.backward()``.
-
-        :raises RuntimeError: if there is no gradient, or it is not finite; the guide then stays as
-            it was.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        (group,) = self.param_groups
-        loc, free = group["params"]
-        if loc.grad is None or free.grad is None:
-            raise RuntimeError(
-                "the guide's parameters have no gradient: call loss.backward() before the step, "
-                "and train the scales too"
-            )
-        state = self.state[loc]
-        if not state:
-            state.update(step=0, momentum=torch.zeros_like(loc), peak=0.0)
-        beta1, beta2 = group["betas"]
-        number = state["step"] + 1
-        if not all(torch.isfinite(gradient).all() for gradient in (loc.grad, free.grad)):
-            raise RuntimeError(
-                f"the gradient at step {number} is not finite, and the guide stays as it was: "
-                "lower lr, or check the data"
-            )
+    def move(self, step: Move, *, lr: float, clip: float) -> None:
+        loc, free = self.param_groups[0]["params"]
         scale = torch.nn.functional.softplus(free)
         scale_gradient = free.grad / torch.expm1(-scale).neg_()  # ds/du = 1 - exp(-s)
-        correction = 1 / (1 - beta1 ** max(1, state["step"]))
-        taken = taken_step(self.guide)
-        if taken.draw is not None:
-            noise = (taken.draw - loc) / scale
-            scale_gradient = self.steadied(scale_gradient, correction * state["momentum"], noise)
-        temperature = taken.temperature
-        change = relative_change(scale_gradient, scale, temperature)
-        peak = max(state["peak"], group["lr"])
-        share = math.sqrt(group["lr"] / peak) if peak > 0 else 0.0  # a warm-up may start at zero
-        scale = scale * self.growth(change, (1 - beta2) * share).rsqrt()
-        momentum = torch.lerp(state["momentum"], loc.grad, 1 - beta1)
+        if step.draw is not None:
+            noise = (step.draw - loc) / scale
+            scale_gradient = self.steadied(scale_gradient, step.average, noise)
+        change = relative_change(scale_gradient, scale, step.temperature)
+        scale = scale * self.growth(change, step.rate).rsqrt()
         # The number of standard deviations that the location would move at lr = 1.
-        move = (momentum * scale).div_((1 - beta1**number) * temperature)
-        state.update(step=number, momentum=momentum, peak=peak)
-        loc.addcmul_(move.clamp_(-group["clip"], group["clip"]), scale, value=-group["lr"])
+        deviations = (step.gradient * scale).div_(step.temperature)
+        loc.addcmul_(deviations.clamp_(-clip, clip), scale, value=-lr)
         free.copy_(scale + torch.expm1(-scale).neg_().log_())  # the inverse of softplus
-        return loss
 
 
 def taken_step(guide: Guide) -> Step:
@@ -128,7 +172,7 @@ def taken_step(guide: Guide) -> Step:
     return Step(unknown, unknown, unknown, 1.0) if step is None else step
 
 
-def checked_options(*, lr: float, betas: tuple[float, float], clip: float) -> dict[str, Any]:
+def _checked_options(*, lr: float, betas: tuple[float, float], clip: float) -> dict[str, Any]:
     """The options of a natural-gradient optimizer, as torch's ``defaults``.
 
     :raises ValueError: for a number out of range.

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from pyro_bdl.optim.base import NaturalGradient
+from pyro_bdl.optim.base import DiagonalNaturalGradient
 from pyro_bdl.optim.natural_gradient import riemannian_growth
 
 
-class IVON(NaturalGradient):
+class IVON(DiagonalNaturalGradient):
     """Natural-gradient variational inference at the cost of Adam, as a replacement for it.
 
     For the loss L of an ELBO (TemperedTrace_ELBO or another that draws by reparameterization) on

@@ -1,7 +1,6 @@
 """Noisy K-FAC: natural-gradient variational inference with a matrix normal for every weight."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from pyro_bdl.curvature.structures.kron.curvature import KroneckerCurvature
 from pyro_bdl.curvature.structures.kron.factors import WeightFactors, decompose
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.matrix_normal import AutoMatrixNormal
-from pyro_bdl.optim.base import checked_options, taken_step
+from pyro_bdl.optim.base import Move, NaturalGradient
 from pyro_bdl.optim.vogn import GaussNewton_ELBO
 
 _ROUNDING = 1e-3  # relative rounding error of a change whose terms almost cancel
@@ -102,7 +101,7 @@ def _trace(matrix: Tensor, factor: Tensor) -> Tensor:
     return (matrix @ factor * factor).sum()
 
 
-class NoisyKFAC(torch.optim.Optimizer):
+class NoisyKFAC(NaturalGradient):
     """Natural-gradient variational inference with a Kronecker-factored covariance.
 
     For the loss L of a ``KroneckerGaussNewton_ELBO`` on an ``AutoMatrixNormal``, with q(W) =
@@ -130,73 +129,27 @@ class NoisyKFAC(torch.optim.Optimizer):
     :raises ValueError: for a number out of range.
     """
 
-    def __init__(
-        self,
-        guide: AutoMatrixNormal,
-        *,
-        lr: float = 0.1,
-        betas: tuple[float, float] = (0.9, 0.99),
-        clip: float = 10.0,
-    ) -> None:
+    def parameters_of(self, guide: Any) -> list[Tensor]:
         if not isinstance(guide, AutoMatrixNormal):
             raise TypeError(
                 f"NoisyKFAC moves the factors of an AutoMatrixNormal, got {type(guide).__name__}"
             )
         guide.require_layout()
-        self.guide = guide
-        defaults = checked_options(lr=lr, betas=betas, clip=clip)
-        super().__init__(list(guide.parameters()), defaults)
+        return list(guide.parameters())
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The state; a ``deepcopy`` of the optimizer trains the copy of the guide."""
-        return {**super().__getstate__(), "guide": self.guide}
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take a step with the gradients from ``loss.backward()``.
-
-        :raises RuntimeError: if there is no gradient, it is not finite, or the precision asked for
-            is not positive; the guide then stays as it was.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        (group,) = self.param_groups
-        if any(parameter.grad is None for parameter in group["params"]):
-            raise RuntimeError(
-                "the guide's parameters have no gradient: call loss.backward() before the step"
-            )
-        loc = self.guide.loc
-        state = self.state[loc]
-        if not state:
-            state.update(step=0, momentum=torch.zeros_like(loc), peak=0.0)
-        beta1, beta2 = group["betas"]
-        number = state["step"] + 1
-        if not all(torch.isfinite(p.grad).all() for p in group["params"]):
-            raise RuntimeError(
-                f"the gradient at step {number} is not finite, and the guide stays as it was: "
-                "lower lr, or check the data"
-            )
-        peak = max(state["peak"], group["lr"])
-        share = math.sqrt(group["lr"] / peak) if peak > 0 else 0.0
-        rate, eta = (1 - beta2) * share, taken_step(self.guide).temperature
-        layout, moved = self.guide.require_layout(), {}
-        for k, name in enumerate(self.guide.matrices):
-            sides = [len(factor) for factor in self.guide.factors(name)]
+    def move(self, step: Move, *, lr: float, clip: float) -> None:
+        guide, eta, moved = self.guide, step.temperature, {}
+        layout = guide.require_layout()
+        for k, name in enumerate(guide.matrices):
+            sides = [len(factor) for factor in guide.factors(name)]
             for kind, other in (("row", sides[1]), ("column", sides[0])):
-                moved[f"{kind}_{k}"] = self._factor(f"{kind}_{k}", eta * other, rate)
-        if "scale_unconstrained" in self.guide._parameters:
-            moved["scale"] = self._factor("scale", eta, rate)
+                moved[f"{kind}_{k}"] = self._factor(f"{kind}_{k}", eta * other, step.rate)
+        if "scale_unconstrained" in guide._parameters:
+            moved["scale"] = self._factor("scale", eta, step.rate)
         for name, value in moved.items():
-            setattr(self.guide, name, value)
-        assert loc.grad is not None
-        momentum = torch.lerp(state["momentum"], loc.grad, 1 - beta1)
-        state.update(step=number, momentum=momentum, peak=peak)
-        scale = 1 / ((1 - beta1**number) * eta)
-        steps = self._times_covariance(layout.unflatten(momentum * scale), group["clip"])
-        loc.sub_(group["lr"] * layout.flatten(steps))
-        return loss
+            setattr(guide, name, value)
+        steps = self._times_covariance(layout.unflatten(step.gradient / eta), clip)
+        guide.loc.sub_(lr * layout.flatten(steps))
 
     def _factor(self, name: str, weight: float, rate: float) -> Tensor:
         """The factor after a step: A times the Cholesky factor of (I + rho C)^-1."""

@@ -16,7 +16,7 @@ from pyro_bdl.elbo.tempered import Temperature, TemperedTraceMeanField_ELBO
 from pyro_bdl.estimators import PerDatum
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.mean_field import AutoMeanField
-from pyro_bdl.optim.base import NaturalGradient
+from pyro_bdl.optim.base import DiagonalNaturalGradient
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.autograd import leaves_behind
 from pyro_bdl.utils.random_state import own_randomness
@@ -158,7 +158,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         return list(gradients), 0.5 * torch.dot(squares, scale.square())
 
 
-class VOGN(NaturalGradient):
+class VOGN(DiagonalNaturalGradient):
     """Variational online Gauss-Newton (Khan et al. 2018, equations 9 and 10; Osawa et al. 2019).
 
     To be used with the loss of a ``GaussNewton_ELBO``, whose squared gradients make S' positive:
