@@ -139,7 +139,7 @@ def test_the_program_computes_as_ever():
 
 def test_statistics_of_the_batch_are_refused():
     weight = torch.ones(3)
-    with pytest.raises(ValueError, match=r"BatchNorm.*batch's own statistics.*eval"):
+    with pytest.raises(ValueError, match="makes data depend on each other"):
         seen(lambda w: F.batch_norm(X, None, None, w, training=True), w=weight)
 
 
