@@ -84,10 +84,7 @@ with torch.inference_mode():
     MADE_IN_INFERENCE = X.clone()
 
 KINDS = {
-    "numpy": (X.numpy(), Y, r"x is a numpy ndarray"),
     "numpy targets": (X, Y.numpy(), r"y is a numpy ndarray"),
-    "pandas": (pd.DataFrame(X.numpy()), Y, r"x is a pandas DataFrame"),
-    "list": (X.tolist(), Y, "x is a list"),
     "double": (X.double(), Y, r"x has dtype torch\.float64, and the weights have torch\.float32"),
     "inference": (MADE_IN_INFERENCE, Y, r"x was made under .* pass x\.clone\(\)"),
 }
@@ -101,47 +98,23 @@ def _first_step(model, x, y):
     SVI(model, AutoMeanField(model), pyro.optim.Adam({}), TemperedTrace_ELBO()).step(x, y)
 
 
-def _later(elbo):
-    def step(model, x, y):
-        loss = elbo(model, AutoMeanField(model))
-        for _ in range(3):
-            loss(X, Y).backward()
-        loss(x, y).backward()
-
-    return step
-
-
-def _laplace(model, x, y):
-    AutoLaplaceGGN(model, structure="full").laplace_approximation([(x, y)])
-
-
-USES = {
-    "first step": _first_step,
-    "later step": _later(TemperedTrace_ELBO()),
-    "later step, vmap": _later(TemperedTrace_ELBO(num_particles=2)),
-    "later step, compiled": _later(CompiledELBO()),
-    "laplace": _laplace,
-}
-TAKEN = ("later step, compiled", "inference")  # a graph asks for no gradient of its operators
-
-
-@pytest.mark.parametrize("use,kind", [(u, k) for u in USES for k in KINDS if (u, k) != TAKEN])
-@pytest.mark.filterwarnings("ignore:CompiledELBO runs:UserWarning")
-@pytest.mark.filterwarnings("ignore:the guide is not at a maximum:UserWarning")
-def test_an_argument_of_the_wrong_kind_is_named(use, kind):
+@pytest.mark.parametrize("num_particles", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_argument_of_the_wrong_kind_is_named_at_a_later_step_too(kind, num_particles):
     x, y, message = KINDS[kind]
+    model = _program()
+    loss = TemperedTrace_ELBO(num_particles=num_particles)(model, AutoMeanField(model))
+    loss(X, Y).backward()
     with pytest.raises(TypeError, match=message):
-        USES[use](_program(), x, y)
+        loss(x, y)
 
 
-@pytest.mark.parametrize("kind", ["numpy", "numpy targets", "pandas", "list"])
-def test_training_takes_tensors(kind):
-    x, y, _ = KINDS[kind]
-    name = "y" if kind == "numpy targets" else "x"
+def test_training_takes_tensors():
+    x, y, _ = KINDS["numpy targets"]
     model = _program()
     guide = AutoMeanField(model)
     for function in (partial(training.train, steps=1), training.estimate_elbo):
-        with pytest.raises(TypeError, match=f"{name} is a "):
+        with pytest.raises(TypeError, match="y is a "):
             function(model, guide, x, y)
 
 
@@ -177,7 +150,7 @@ def test_sparse_inputs(elbo):
     with pytest.raises(ValueError, match="x holds NaN or infinity in rows 3"):
         elbo.loss_and_grads(model, guide, bad, Y)
     with pytest.raises(TypeError, match=r"x is sparse.* pass x\.to_dense\(\)"):
-        _laplace(model, X.to_sparse(), Y)
+        AutoLaplaceGGN(model, structure="full").laplace_approximation([(X.to_sparse(), Y)])
 
 
 # Inference mode
