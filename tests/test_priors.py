@@ -7,7 +7,6 @@ import pyro.distributions as dist
 import pytest
 import torch
 from helpers.parameters import learned
-from pyro.infer import SVI
 from pyro.nn import PyroParam
 from torch import nn
 from torch.distributions import constraints
@@ -66,12 +65,6 @@ def test_fan_in_counts_what_a_unit_sees():
     assert (prior("", embedding, embedding.weight).base_dist.scale == 2.0).all()
 
 
-def test_draws_have_the_priors_spread():
-    bnn = bayesianize(nn.Linear(50, 100), priors.FanIn(2.0))
-    weight = record(bnn, {}, (torch.zeros(1, 50),)).latents["weight"].value
-    assert weight.std().item() == pytest.approx(2 / 50**0.5, rel=0.05)
-
-
 SCALED = {
     "Normal": priors.Normal,
     "FanIn": priors.FanIn,
@@ -121,8 +114,8 @@ def _regression(prior, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("elbo", [TemperedTrace_ELBO, TemperedTraceMeanField_ELBO])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_learned_scale_gets_a_gradient(scaled, dtype, elbo):
+def test_a_learned_scale_gets_a_gradient(scaled, elbo):
+    dtype = torch.float64
     model = _regression(scaled(learned(2.0)), dtype)
     x, y = torch.randn(6, 3, dtype=dtype), torch.randn(6, 2, dtype=dtype)
     guide = AutoMeanField(model).prototype(x, y)
@@ -136,15 +129,6 @@ def test_a_learned_scale_gets_a_gradient(scaled, dtype, elbo):
     assert hyper.grad is not None and hyper.grad != 0
 
 
-def test_a_learned_scale_follows_the_module():
-    model = _regression(priors.Normal(learned(2.0)))
-    model.double()
-    bnn = model.network
-    site = record(bnn, {}, (torch.randn(2, 3, dtype=torch.float64),)).latents["0.weight"]
-    assert site.distribution.base_dist.scale.dtype == torch.float64
-    assert site.value.dtype == torch.float64
-
-
 def test_the_learned_scale_is_the_maximum_of_the_evidence():
     """One weight known exactly: the best prior scale is |w|."""
     bnn = bayesianize(nn.Linear(1, 1, bias=False), priors.Normal(learned(1.0)))
@@ -156,17 +140,6 @@ def test_the_learned_scale_is_the_maximum_of_the_evidence():
         optimizer.step()
     scale = record(bnn, {}, (torch.zeros(1, 1),)).latents["weight"].distribution.base_dist.scale
     assert scale.item() == pytest.approx(3.0, abs=1e-3)
-
-
-def test_pyro_learns_it_too():
-    model = _regression(priors.Normal(learned(1.0)))
-    x, y = torch.randn(6, 3), 20 * torch.randn(6, 2)
-    guide = AutoMeanField(model)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TemperedTrace_ELBO())
-    for _ in range(150):
-        svi.step(x, y)
-    scale = next(p for name, p in model.named_parameters() if "hyper" in name).exp()
-    assert scale > 1.5
 
 
 def test_per_layer_has_one_hyperparameter_per_layer():
