@@ -43,7 +43,7 @@ def compare(
 
     :param model: a Pyro program, called with ``*test`` and, to predict, with None for the targets.
         The numbers of several observed sites are scored together, each given the data before it:
-        see :mod:`pyro_bdl.comparison.observe`. Give them like units.
+        see :mod:`pyro_bdl.comparison.kind`. Give them like units.
     :param posteriors: name to guide (Pyro's own guides too), ``Samples``, an ``MCMC`` of Pyro or
         NumPyro, a dict of draws, or ``PredictiveDraws`` if only predictions are known. At least one
         must not be ``PredictiveDraws``.

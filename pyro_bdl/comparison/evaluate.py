@@ -17,18 +17,10 @@ from pyro_bdl.comparison.convergence import convergence, divergences, efficiency
 from pyro_bdl.comparison.costs import Costs, determined
 from pyro_bdl.comparison.data import check_rows, checked, thinned
 from pyro_bdl.comparison.k_fold import KFold
+from pyro_bdl.comparison.kind import Kind, read_kind, stated_num_data, without_targets
 from pyro_bdl.comparison.leave_one_out import LeftOut
 from pyro_bdl.comparison.metric import PointScores, measure
-from pyro_bdl.comparison.observe import (
-    Block,
-    Kind,
-    check_draws,
-    known_block,
-    observe,
-    read_kind,
-    stated_num_data,
-    without_targets,
-)
+from pyro_bdl.comparison.observe import Block, check_draws, known_block, observe
 from pyro_bdl.comparison.predictive_draws import PredictiveDraws
 from pyro_bdl.comparison.regions import regions
 from pyro_bdl.comparison.scores import SCORES, Score

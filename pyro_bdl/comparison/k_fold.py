@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.comparison.observe import log_densities, read_kind
+from pyro_bdl.comparison.kind import read_kind
+from pyro_bdl.comparison.observe import log_densities
 from pyro_bdl.diagnostics.loo import log_mean_exp, standard_error
 from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive

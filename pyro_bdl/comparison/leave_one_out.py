@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pyro_bdl import diagnostics
 from pyro_bdl.comparison.k_fold import KFold
-from pyro_bdl.comparison.observe import Kind, log_densities
+from pyro_bdl.comparison.kind import Kind
+from pyro_bdl.comparison.observe import log_densities
 from pyro_bdl.diagnostics.loo import LOO, log_mean_exp, standard_error
 from pyro_bdl.diagnostics.subsampled_loo import SubsampledLOO
 from pyro_bdl.errors import BdlWarning

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from pyro_bdl import metrics
+from pyro_bdl.comparison.kind import Kind
 from pyro_bdl.comparison.metric import Metric, PointScores, measure, measure_points, of_task
-from pyro_bdl.comparison.observe import Block, Kind
+from pyro_bdl.comparison.observe import Block
 from pyro_bdl.utils.tables import listed
 
 Inputs = dict[str, tuple[Any, ...]]  # of metrics, by ``of``

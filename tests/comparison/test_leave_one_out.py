@@ -11,8 +11,8 @@ import torch
 
 import pyro_bdl as bdl
 from pyro_bdl.comparison import leave_one_out as module
+from pyro_bdl.comparison.kind import read_kind
 from pyro_bdl.comparison.leave_one_out import difference, leave_one_out
-from pyro_bdl.comparison.observe import read_kind
 
 N = 20
 OLD = arviz.__version__.startswith("0.")

@@ -21,8 +21,8 @@ from torch.distributions.transforms import StickBreakingTransform
 
 import pyro_bdl as bdl
 from pyro_bdl import importance
+from pyro_bdl.comparison.kind import read_kind
 from pyro_bdl.comparison.leave_one_out import CORRECTED, leave_one_out
-from pyro_bdl.comparison.observe import read_kind
 from pyro_bdl.diagnostics import loo_approximate_posterior
 from pyro_bdl.guides.draws import log_densities_of, to_samples
 
