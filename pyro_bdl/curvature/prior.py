@@ -1,7 +1,7 @@
 """The precision that the prior contributes at a point: minus the Hessian of its log density."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -212,16 +212,9 @@ def _differentiated(
     total = _log_density(run, leaves, layout)
     sizes = [layout.latents[name].size for name in names]
     inputs = [leaves[name] for name in names]
-    gradients = [
-        torch.zeros_like(leaf) if gradient is None else gradient
-        for gradient, leaf in zip(
-            torch.autograd.grad(total, inputs, create_graph=True, allow_unused=True)
-            if total.requires_grad
-            else [None] * len(inputs),
-            inputs,
-            strict=True,
-        )
-    ]
+    gradients: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in inputs]
+    if total.requires_grad:
+        gradients = torch.autograd.grad(total, inputs, create_graph=True, materialize_grads=True)
     dense: Tensor | None = None
     parts: tuple[Tensor, ...]
     if sum(sizes) <= dense_up_to:
@@ -308,18 +301,17 @@ def _log_density(run: Run, leaves: Mapping[str, Tensor], layout: Any) -> Tensor:
 
 def _own_diagonal(gradient: Tensor, leaf: Tensor, create_graph: bool) -> Tensor:
     """The diagonal of d gradient / d leaf, (m,)."""
+    if not gradient.requires_grad:
+        return torch.zeros_like(leaf).reshape(-1)
 
     def product(vector: Tensor) -> Tensor:
-        if not gradient.requires_grad:
-            return torch.zeros_like(leaf)
         (result,) = torch.autograd.grad(
-            (gradient * vector).sum(), leaf, allow_unused=True, retain_graph=True,
-            create_graph=create_graph,
+            gradient, leaf, vector, retain_graph=True, create_graph=create_graph,
+            materialize_grads=True,
         )  # fmt: skip
-        return torch.zeros_like(leaf) if result is None else result
+        return result
 
-    ones = torch.ones_like(leaf)
-    diagonal = product(ones)
+    diagonal = product(torch.ones_like(leaf))
     signs = fixed_normal(leaf).sign()
     if torch.allclose(signs * product(signs), diagonal, rtol=1e-4, atol=1e-6):
         return diagonal.reshape(-1)
@@ -331,19 +323,16 @@ def _own_diagonal(gradient: Tensor, leaf: Tensor, create_graph: bool) -> Tensor:
     return torch.stack(entries)
 
 
-def _hessian(gradients: Any, inputs: list[Tensor], create_graph: bool) -> Tensor:
+def _hessian(gradients: Sequence[Tensor], inputs: list[Tensor], create_graph: bool) -> Tensor:
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    zeros = [torch.zeros_like(leaf) for leaf in inputs]
-    rows = []
-    for entry in flat:
-        found: Any = [None] * len(inputs)
-        if entry.requires_grad:
-            found = torch.autograd.grad(
-                entry, inputs, allow_unused=True, retain_graph=True, create_graph=create_graph
-            )
-        row = [z if g is None else g for z, g in zip(zeros, found, strict=True)]
-        rows.append(torch.cat([part.reshape(-1) for part in row]))
-    return torch.stack(rows)
+    units = torch.eye(len(flat), dtype=flat.dtype, device=flat.device)
+    if not flat.requires_grad:
+        return torch.zeros_like(units)
+    rows = torch.autograd.grad(
+        flat, inputs, units, is_grads_batched=True, materialize_grads=True, retain_graph=True,
+        create_graph=create_graph,
+    )  # fmt: skip
+    return torch.cat([row.reshape(len(flat), -1) for row in rows], 1)
 
 
 def _concave(name: str, diagonal: Tensor, site: Site, shape: torch.Size) -> Tensor:
