@@ -148,30 +148,28 @@ def prior_precision(
             pieces[name] = flat if create_graph else flat.detach()
     rest = [name for name in layout.latents if name in joint and name in subset.parts]
     matrices = [(names, matrix.to(like)) for names, _, matrix in groups if matrix is not None]
+    is_quadratic = not rest and len(matrices) == len(groups)
     if rest:
         fixed, dense = _differentiated(run, leaves, layout, rest, create_graph, dense_up_to)
         pieces |= dict(zip(rest, fixed, strict=True))
         if dense is not None:
             matrices.append((rest, dense.to(like)))
-    diagonal = _of_subset(pieces, subset, like)
+    diagonal = subset.of_sites(pieces[name].to(like) for name in subset.parts)
     uniform = {
         name: precision.reshape(-1)[0].to(like) for name, precision in closed.items()
         if precision is not None and name not in joint and _is_one_number(precision)
     }  # fmt: skip
-    quadratic = not rest
+    prior = PriorPrecision(diagonal, uniform=uniform, quadratic=is_quadratic)
     if not matrices:
-        return PriorPrecision(diagonal, uniform=uniform, quadratic=quadratic)
-    slices = [layout.slices[name] for names, _ in matrices for name in names]
-    table = torch.full((layout.size,), -1, device="cpu")
-    every = torch.arange(layout.size, device="cpu")
-    chosen = every if subset.indices is None else subset.indices.cpu()
-    table[chosen] = torch.arange(subset.size, device="cpu")
-    indices = torch.cat([table[part] for part in slices])
-    kept = (indices >= 0).nonzero()[:, 0].to(like.device)
-    if not len(kept):
-        return PriorPrecision(diagonal, uniform=uniform, quadratic=quadratic)
-    dense = torch.block_diag(*(matrix for _, matrix in matrices))[kept[:, None], kept]
-    return PriorPrecision(diagonal, indices.to(like.device)[kept], dense, uniform)
+        return prior
+    nowhere = torch.full((layout.size,), -1, device=like.device)
+    places = subset.put(nowhere, torch.arange(subset.size, device=like.device))
+    indices = torch.cat([places[layout.slices[name]] for names, _ in matrices for name in names])
+    inside = (indices >= 0).nonzero()[:, 0]
+    if not len(inside):
+        return prior
+    dense = torch.block_diag(*(matrix for _, matrix in matrices))[inside[:, None], inside]
+    return prior._replace(indices=indices[inside], dense=dense)
 
 
 def _known_gaussians(
@@ -232,15 +230,6 @@ def _differentiated(
     if dense is not None:
         dense = dense + torch.diag(torch.cat(fixed) - dense.diagonal())
     return fixed, dense
-
-
-def _of_subset(pieces: Mapping[str, Tensor], subset: Subset, like: Tensor) -> Tensor:
-    """The entries (p,) in the subset, from tensors by site."""
-    found = []
-    for name, entries in subset.chosen.items():
-        piece = pieces[name]
-        found.append(piece if entries is None else piece[entries.to(piece.device)])
-    return torch.cat([piece.to(like) for piece in found])
 
 
 def independent_normal(site: Site, transform: Any, leaves: Mapping[str, Tensor]) -> Any:
