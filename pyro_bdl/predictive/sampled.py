@@ -42,6 +42,7 @@ from pyro_bdl.program.trace import (
 )
 from pyro_bdl.program.vmap import DrawMap, Draws, joined, measured, number_of_draws
 from pyro_bdl.samples import Samples
+from pyro_bdl.utils.compat import is_exporting
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.validation import whole_number
 
@@ -254,7 +255,7 @@ class Predictive(DrawPredictions):
             finish a chunk.
         :param partial: whether the posterior may lack latents.
         """
-        if torch.compiler.is_exporting():
+        if is_exporting():
             raise UnsupportedProgramError(
                 "a Predictive draws weights from its posterior at every call, which torch.export "
                 "cannot keep: export the network at fixed weights, such as guide.median()"
