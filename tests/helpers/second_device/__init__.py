@@ -31,15 +31,18 @@ class _Module:
 
 
 @functools.cache
-def register():
+def register() -> str:
     """Build the device, once for each installation of torch, and register it with torch.
 
-    :raises RuntimeError: where there is no C++ compiler, or no ninja.
+    :returns: why it could not be built, such as a missing C++ compiler; empty if it was.
     """
     source = Path(__file__).with_name("second_device.cpp")
-    extension = cpp_extension.load("second_device", [str(source)], extra_cflags=["-O0", "-w"])
+    try:
+        extension = cpp_extension.load("second_device", [str(source)], extra_cflags=["-O0", "-w"])
+    except (ImportError, OSError, RuntimeError) as error:
+        return str(error).splitlines()[0]
     extension.register_hooks()
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _Module)
     torch.utils.generate_methods_for_privateuse1_backend()
-    return NAME
+    return ""
