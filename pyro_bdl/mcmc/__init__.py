@@ -8,9 +8,8 @@ from pyro_bdl.mcmc.stochastic_gradient.samplers.langevin import SGLD
 from pyro_bdl.mcmc.stochastic_gradient.samplers.microcanonical import SMILE
 from pyro_bdl.mcmc.stochastic_gradient.samplers.preconditioned import PSGLD
 from pyro_bdl.mcmc.stochastic_gradient.samplers.thermostat import SGNHT
-from pyro_bdl.mcmc.stochastic_gradient.sampling import sgmcmc
+from pyro_bdl.mcmc.stochastic_gradient.sampling import sgmcmc, suggest_step_size
 from pyro_bdl.mcmc.stochastic_gradient.schedules import Cyclical, Polynomial
-from pyro_bdl.mcmc.stochastic_gradient.step_size import suggest_step_size
 from pyro_bdl.samples import Samples
 
 __all__ = [

@@ -31,18 +31,6 @@ class Plan(NamedTuple):
     progress: bool | None = None
 
 
-@dataclass(frozen=True)
-class Target:
-    """An unnormalized log density over R^P.
-
-    :param log_density: vector (P,) -> scalar, in nats; more arguments are data.
-    :param terms: vector -> dict of site -> scalar, used to find the site of an operator.
-    """
-
-    log_density: Callable[..., Tensor]
-    terms: Callable[[Tensor], dict[str, Tensor]]
-
-
 @dataclass
 class Chains:
     """Draws (chains, draws, P) with statistics (chains, draws); fewer than requested after Ctrl-C.

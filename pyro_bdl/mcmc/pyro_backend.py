@@ -11,14 +11,15 @@ import torch
 from pyro.infer.mcmc import HMC, NUTS
 from torch import Tensor
 
-from pyro_bdl.mcmc.chains import Chains, Plan, Target, progress_bar, stack_chains
+from pyro_bdl.mcmc.chains import Chains, Plan, progress_bar, stack_chains
 from pyro_bdl.mcmc.kernels import Hamiltonian, Kernel
+from pyro_bdl.mcmc.starts import Restriction
 from pyro_bdl.tracing.compiled import CompiledDensity
 from pyro_bdl.utils.autograd import with_gradients
 from pyro_bdl.utils.random_state import seeded
 
 
-def run(target: Target, start: Tensor, kernel: Kernel, plan: Plan) -> Chains:
+def run(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chains:
     """Run chains from the starting vectors (chains, P), one after another.
 
     :raises ValueError: for a kernel, a metric or a checkpoint that needs JAX.

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bdl.mcmc.chains import Chains, Plan, Target, progress_bar, stack_chains
+from pyro_bdl.mcmc.chains import Chains, Plan, progress_bar, stack_chains
 from pyro_bdl.mcmc.checkpoint import Arrays, Journal
 from pyro_bdl.mcmc.jax.density import check_device, check_process, jax_density
 from pyro_bdl.mcmc.kernels import Kernel
+from pyro_bdl.mcmc.starts import Restriction
 from pyro_bdl.utils.compat import enable_x64
 from pyro_bdl.utils.interrupts import deferred_interrupt
 
@@ -63,7 +64,7 @@ class Transition(NamedTuple):
     warmup: tuple[Stage, ...]
 
 
-def run(target: Target, start: Tensor, kernel: Kernel, plan: Plan) -> Chains:
+def run(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chains:
     """Run chains from the starting vectors (chains, P).
 
     :raises RuntimeError: in a process that was forked after JAX was used, or without a device.
@@ -74,7 +75,7 @@ def run(target: Target, start: Tensor, kernel: Kernel, plan: Plan) -> Chains:
     method = plan.chain_method or ("parallel" if jax.default_backend() == "cpu" else "vectorized")
     double = start.dtype == torch.float64
     with deferred_interrupt() as stop, enable_x64(double):
-        log_density = jax_density(target, start[0])
+        log_density = jax_density(target.log_density, target.log_density_terms, start[0])
         _raise_if(stop)
         transition = kernel.transition(log_density, plan, start.shape[-1])
         advance = jax.jit(partial(_advance, transition))

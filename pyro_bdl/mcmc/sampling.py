@@ -13,7 +13,6 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.mcmc.chains import (
     Chains,
     Plan,
-    Target,
     warn_of_divergences,
     warn_of_energy_variance,
     warn_of_stuck_chains,
@@ -100,16 +99,12 @@ def sample(
         restriction = Restriction(program, subset)
         start = starting_vectors(restriction, init, num_chains)
         kernel.check_size(start.shape[-1])
-    target = Target(
-        lambda vector: restriction.log_density(vector),  # make_fx would count a method's self
-        restriction.log_density_terms,
-    )
     with evaluation_mode(model, args):
         if backend == "pyro":
             from pyro_bdl.mcmc.pyro_backend import run
         else:
             from pyro_bdl.mcmc.run import run
-        chains = run(target, start, kernel, plan)
+        chains = run(restriction, start, kernel, plan)
     info = {
         "kernel": kernel.name,
         "backend": "pyro" if backend == "pyro" else kernel.library,

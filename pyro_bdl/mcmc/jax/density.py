@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.errors import BdlWarning, MissingOperatorError, UnsupportedProgramError
-from pyro_bdl.mcmc.chains import Target
 from pyro_bdl.mcmc.jax.translate import to_jax
 
 _PROCESS = os.getpid()  # the process that has JAX's threads
@@ -52,12 +51,20 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def jax_density(target: Target, example: Tensor, *data: Tensor) -> Callable[..., jax.Array]:
-    """The target's log density as a JAX function of vectors with the example's shape and dtype.
+Density = Callable[..., Tensor]
+Terms = Callable[[Tensor], dict[str, Tensor]]
+
+
+def jax_density(
+    density: Density, terms: Terms, example: Tensor, *data: Tensor
+) -> Callable[..., jax.Array]:
+    """A log density in JAX, as a function of vectors with the example's shape and dtype.
 
     Call it under ``jax.enable_x64(True)`` for float64.
 
-    :param data: examples of further arguments of ``target.log_density``, and then of the result.
+    :param density: (vector (P,), *data) -> scalar, in nats.
+    :param terms: vector -> site -> scalar, by which the site of an operator is found.
+    :param data: examples of further arguments of the density, and then of the result.
     :raises MissingOperatorError: if an operator has no translation; it names the site.
     :raises UnsupportedProgramError: for latents in half precision.
     """
@@ -66,19 +73,23 @@ def jax_density(target: Target, example: Tensor, *data: Tensor) -> Callable[...,
             f"the latents are {example.dtype}, in which chains in JAX do not run: give the weights "
             "and the data float32 or float64, as by .float()"
         )
+
+    def function(vector: Tensor, *data: Tensor) -> Tensor:  # make_fx would count a method's self
+        return density(vector, *data)
+
     try:
-        log_density: Any = to_jax(target.log_density, example, *data)
-        if log_density.detaches and not _has_gradient_of(target, log_density, example, *data):
-            return to_jax(target.log_density, example, *data, through_detach=True)
+        log_density: Any = to_jax(function, example, *data)
+        if log_density.detaches and not _has_gradient_of(density, log_density, example, *data):
+            return to_jax(function, example, *data, through_detach=True)
         return log_density
     except MissingOperatorError as error:
-        site = _site_of(error.op, target, example)
+        site = _site_of(error.op, terms, example)
         if site is None:
             raise
         raise MissingOperatorError(f"site '{site}': {error}", op=error.op, site=site) from error
 
 
-def _has_gradient_of(target: Target, log_density: Any, point: Tensor, *data: Tensor) -> bool:
+def _has_gradient_of(density: Density, log_density: Any, point: Tensor, *data: Tensor) -> bool:
     """Return whether torch gives the same gradient of the density.
 
     A ``detach`` in the program stops the gradient in torch and JAX; a ``detach`` that
@@ -86,26 +97,19 @@ def _has_gradient_of(target: Target, log_density: Any, point: Tensor, *data: Ten
     """
     leaf = point.detach().requires_grad_()
     with torch.enable_grad():
-        (expected,) = torch.autograd.grad(target.log_density(leaf, *data), leaf)
+        (expected,) = torch.autograd.grad(density(leaf, *data), leaf)
     arrays = (jnp.asarray(value.cpu().numpy()) for value in (point, *data))
     found = torch.tensor(np.asarray(jax.grad(log_density)(*arrays)), device="cpu")
     slack = 1e-2 * expected.abs().max()
     return bool(((found.to(expected) - expected).abs() <= slack).all())
 
 
-def _site_of(op: str, target: Target, example: Tensor) -> str | None:
+def _site_of(op: str, terms: Terms, example: Tensor) -> str | None:
     """The first site whose own density needs the operator."""
-    for name in target.terms(example):
+    for name in terms(example):
         try:
-            to_jax(_term(target, name), example)
+            to_jax(lambda vector, name=name: terms(vector)[name], example)
         except MissingOperatorError as error:
             if error.op == op:
                 return name
     return None
-
-
-def _term(target: Target, name: str) -> Callable[[Tensor], Tensor]:
-    def density(vector: Tensor) -> Tensor:
-        return target.terms(vector)[name]
-
-    return density

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bdl.mcmc.chains import Target
 from pyro_bdl.mcmc.jax.density import jax_density
 from pyro_bdl.mcmc.jax.ops.registry import as_dtype
 from pyro_bdl.mcmc.jax.translate import to_jax
@@ -59,9 +58,7 @@ class JaxDensity:
         start = program.unconstrain(program.initial).detach()
         self._example = start
         with self._tracing():
-            self._own = jax_density(
-                Target(lambda u: program.log_density(u), program.log_density_terms), start
-            )
+            self._own = jax_density(program.log_density, program.log_density_terms, start)
             self._constrain = to_jax(lambda u: program.constrain(u)[0], start)
         self._with_data: dict[Any, Any] = {}
 
@@ -140,9 +137,8 @@ class JaxDensity:
 
         own = [v for v in tree_flatten((program.args, program.kwargs))[0] if isinstance(v, Tensor)]
         examples = [_example_of(v, own, i) for i, v in enumerate(arrays)]
-        target = Target(log_density, program.log_density_terms)
         with self._tracing(), jax.ensure_compile_time_eval():
-            return jax_density(target, self._example, *examples)
+            return jax_density(log_density, program.log_density_terms, self._example, *examples)
 
 
 def _is_array(value: Any) -> bool:
