@@ -112,15 +112,6 @@ def test_members_do_not_become_ensembles():
         ensemble.as_guides(bdl.guides.AutoPathfinder)
 
 
-def test_saved_and_loaded():
-    model, x, y = problem()
-    guide = bdl.guides.AutoEnsemble(model, size=3).prototype(x, y)
-    other = bdl.guides.AutoEnsemble(model, size=3)
-    other.load_state_dict(guide.state_dict())
-    other.prototype(x, y)
-    assert torch.equal(other.locs, guide.locs)
-
-
 def test_bad_size():
     model, _, _ = problem()
     with pytest.raises(ValueError, match="size must be at least 1"):
