@@ -11,9 +11,8 @@ from tqdm import tqdm
 from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig, check_memory
 from pyro_bdl.curvature.fisher import check_information
-from pyro_bdl.curvature.gauss_newton_products import GaussNewtonProducts
-from pyro_bdl.curvature.hessian import hessian
 from pyro_bdl.curvature.likelihood_sums import LikelihoodSums
+from pyro_bdl.curvature.linearized_data import GaussNewtonProducts
 from pyro_bdl.curvature.row_counts import count_rows
 from pyro_bdl.curvature.site_jacobians import fisher_jacobians
 from pyro_bdl.curvature.structures.base import Curvature
@@ -76,7 +75,7 @@ def fit_curvature(
     num_rows = count_rows(at, batches, config) if config.kind.stores_rows else 0
     check_memory(config, at.subset.size, like, num_rows=num_rows)
     if config.curvature == "hessian":
-        curvature, seen = batches.together(lambda: hessian(at, batches, config, like, before))
+        curvature, seen = batches.together(lambda: _hessian(at, batches, config, like, before))
         batches.add_up(*curvature.sums())
         seen.add_up(batches)
     else:
@@ -134,3 +133,30 @@ def _accumulated(
             curvature.add_up(batches.ranks)
     seen.add_up(batches)
     return curvature, seen
+
+
+def _hessian(
+    at: At,
+    batches: Batches,
+    config: CurvatureConfig,
+    like: Tensor,
+    before: Curvature | None = None,
+) -> tuple[Curvature, LikelihoodSums]:
+    """Minus the second derivatives of the log likelihood, factors included.
+
+    :param before: the curvature of earlier data, which holds the factors of the latents.
+    """
+    matrix = like.new_zeros(at.subset.size, at.subset.size)
+    seen = LikelihoodSums(at, batches, second_derivatives=True, earlier=before is not None)
+    for linearization in at.linearizations(batches.part()):
+        seen.add(linearization)
+        total: Any = 0.0
+        run = linearization.run
+        for site in (*run.observed.values(), *seen.factors.new):
+            total = total + site.batch_log_prob()
+        if not isinstance(total, Tensor) or not total.requires_grad:
+            continue
+        for row, entry in enumerate(linearization.gradient(total, create_graph=True)):
+            if entry.requires_grad:
+                matrix[row] -= linearization.gradient(entry)
+    return config.kind.from_matrix(0.5 * (matrix + matrix.mT)), seen

@@ -129,15 +129,6 @@ class LinearOutputs:
         like = at.vector.new_empty(0, dtype=dtype)
         return Jacobian(blocks, flat.shape[1], len(flat), at.subset.size, like)
 
-    def moved(self, offset: Tensor) -> dict[str, Tensor]:
-        """All tensors, (*shape), at one offset (p,) of the subset, differentiable in it."""
-        values = dict(self.values)
-        if self.moving:
-            slopes = self._times(self._transposed(), offset, create_graph=True)
-            for key, slope in slopes.items():
-                values[key] = values[key] + slope
-        return values
-
     def times(self, vectors: Tensor) -> dict[str, Tensor]:
         """J times vectors (p,) or (S, p) of the subset, by name, (*shape) or (S, *shape): those
         that move, without a graph.
@@ -150,9 +141,7 @@ class LinearOutputs:
             self._reused = self._transposed()
         reused = self._reused
         found = self._each(
-            lambda given, many: list(
-                self._times(reused, given[0], create_graph=False, many=many).values()
-            ),
+            lambda given, many: self._times(reused, given[0], many),
             [vectors],
             many=vectors.dim() == 2,
         )
@@ -212,9 +201,7 @@ class LinearOutputs:
         pairs = zip(pulled, self.at.subset.parts, strict=True)
         return cotangents, {name: gradient for gradient, name in pairs if gradient.requires_grad}
 
-    def _times(
-        self, transposed: _Transposed, vector: Tensor, *, create_graph: bool, many: bool = False
-    ) -> dict[str, Tensor]:
+    def _times(self, transposed: _Transposed, vector: Tensor, many: bool) -> list[Tensor]:
         cotangents, linear = transposed
         subset = self.at.subset
         change = subset.put(torch.zeros_like(self.at.vector), vector.to(self.at.vector))
@@ -224,19 +211,17 @@ class LinearOutputs:
                 list(linear.values()),
                 cotangents,
                 [by_site[name] for name in linear],
-                create_graph=create_graph,
                 retain_graph=True,
                 allow_unused=True,
                 is_grads_batched=many,
             )
-        slopes = _filled(found, cotangents, vector.shape[:-1])
-        return dict(zip(self.moving, slopes, strict=True))
+        return _filled(found, cotangents, vector.shape[:-1])
 
     def unconstrained(
         self, values: dict[str, Tensor], columns: Callable[[Site], Iterator[Cotangent]]
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield columns about the observed distribution's own parameters at ``values`` (as of
-        ``moved``) as columns about the unconstrained parameters that move."""
+        """Yield columns about the observed distribution's own parameters at ``values`` as
+        columns about the unconstrained parameters that move."""
         with torch.enable_grad():
             leaves = {key: values[key].detach().requires_grad_() for key in self.moving}
             site = self.observed({**values, **leaves})
@@ -252,7 +237,7 @@ class LinearOutputs:
             yield dict(zip(leaves, found, strict=True))
 
     def observed(self, values: dict[str, Tensor]) -> Site:
-        """The observed site with the parameters ``values``, from ``moved`` or ``draws``."""
+        """The observed site with the parameters ``values``."""
         assert self.site is not None
         return with_unconstrained(self.site, values)
 

@@ -1,20 +1,24 @@
-"""Batches of data whose outputs are linear in the latents, and sums over all of them."""
+"""Batches of data whose outputs are linear in the latents, sums over all of them, and products of
+their Gauss-Newton matrix with vectors."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.at import At
-from pyro_bdl.curvature.factor_statements import FactorStatements
 from pyro_bdl.curvature.fisher import cell_columns
+from pyro_bdl.curvature.hyperparameters import learned_noise, read
 from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.likelihood_sums import FactorStatements
 from pyro_bdl.curvature.linear_outputs import LinearOutputs, observed_outputs
 from pyro_bdl.curvature.prior import hyperpriors
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.utils.memory import Allocations, available_memory, bytes_at_once
+from pyro_bdl.utils.random_state import seeded
 
 _SHARE_OF_MEMORY = 0.125  # for the graphs of all data
 _GRAPHS = 3  # that products keep: the run's, its transpose's and the values between
@@ -169,6 +173,54 @@ class LinearizedData:
             batches.add_up(total)
             results.append(count * total)
         return torch.stack(results).sum(0)
+
+
+class GaussNewtonProducts:
+    """sum_n J_n' F_n J_n times vectors, from products with J and J' alone.
+
+    F is at the noise that a Normal observation has when this is made, whatever it is later.
+
+    :param passes: the data, and the factor of the sums over them.
+    """
+
+    def __init__(self, at: At, passes: Sequence[tuple[Batches, float]]) -> None:
+        self.at, self.passes = at, passes
+        self.noise = self._noise()
+
+    def __add__(self, other: "GaussNewtonProducts") -> "GaussNewtonProducts":
+        """The products over the data of both."""
+        return GaussNewtonProducts(self.at, [*self.passes, *other.passes])
+
+    def __deepcopy__(self, memo: Any) -> "GaussNewtonProducts":
+        return self  # the program and the data are shared
+
+    def _noise(self) -> Tensor | None:
+        first = self.passes[0][0].first()
+        return learned_noise(read(self.at.model, self.at.subset, self.at.vector, *first))
+
+    @contextmanager
+    def held(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Return a function of vectors (S, p) that returns their products (S, p).
+
+        The graphs of the data are kept until exit where they fit in memory.
+        """
+        data = LinearizedData(self.at, self.passes)
+        here = torch.zeros_like(self.at.subset.take(self.at.vector))
+        now = self._noise()
+        factor: Tensor | float = 1.0
+        if now is not None and self.noise is not None:
+            factor = (now / self.noise).square().mean()
+
+        def times(vectors: Tensor) -> Tensor:
+            rounded = vectors.to(self.at.vector)
+
+            def of_batch(batch: LinearizedBatch) -> Tensor:
+                return batch.times(here, rounded)
+
+            with seeded(0):  # where F is estimated, it is the same in all products
+                return (factor * data.sum(of_batch)).to(vectors)
+
+        yield times
 
 
 @torch.enable_grad()

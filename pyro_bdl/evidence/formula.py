@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.factor_statements import FactorStatements
 from pyro_bdl.curvature.hyperparameters import (
     Hyperparameter,
     ParameterReading,
@@ -29,6 +28,7 @@ from pyro_bdl.curvature.hyperparameters import (
     read,
     slopes,
 )
+from pyro_bdl.curvature.likelihood_sums import FactorStatements
 from pyro_bdl.curvature.prior import PriorPrecision, flat_entries, hyperpriors, prior_precision
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.at import At
-from pyro_bdl.curvature.factor_statements import FactorStatements
+from pyro_bdl.curvature.likelihood_sums import FactorStatements
 from pyro_bdl.curvature.linear_outputs import LinearOutputs
 from pyro_bdl.curvature.linearized_data import LinearizedBatch, LinearizedData
 from pyro_bdl.curvature.structures.full import FullPrecision

@@ -14,7 +14,6 @@ from torch import Tensor
 from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.automatic_structure import chosen_config
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.curvature.factor_statements import check_factors
 from pyro_bdl.curvature.fit import SCALED_UP, fit_curvature
 from pyro_bdl.curvature.hyperparameters import (
     ParameterReading,
@@ -23,6 +22,7 @@ from pyro_bdl.curvature.hyperparameters import (
     learned_noise,
     read,
 )
+from pyro_bdl.curvature.likelihood_sums import check_factors
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
 from pyro_bdl.curvature.structures.base import Curvature, Precision, log_prob
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
