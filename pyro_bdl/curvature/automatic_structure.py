@@ -7,10 +7,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from pyro_bdl.curvature.config import CurvatureConfig, fits
-from pyro_bdl.curvature.prior import prior_precision
+from pyro_bdl.curvature.prior import PriorRoot, prior_precision
 from pyro_bdl.curvature.row_counts import rows_of
 from pyro_bdl.curvature.structures import Auto, Full, Kernel, Kron
-from pyro_bdl.curvature.structures.prior_root import PriorRoot
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.subset import Subset

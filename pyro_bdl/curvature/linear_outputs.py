@@ -17,8 +17,7 @@ from pyro_bdl.curvature.jacobian.block_position import BlockPosition
 from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock, Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
 from pyro_bdl.curvature.jacobian.recorded_rows import working_dtype
-from pyro_bdl.curvature.structures.base import Precision
-from pyro_bdl.curvature.structures.draws import LinearDraws
+from pyro_bdl.curvature.structures.base import LinearDraws, Precision
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
 from pyro_bdl.program.trace import Site
 from pyro_bdl.program.unconstrained_parameters import (

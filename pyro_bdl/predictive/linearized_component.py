@@ -15,8 +15,8 @@ from pyro_bdl.curvature import closed_forms
 from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, LinearOutputs, observed_outputs
-from pyro_bdl.curvature.structures.draws import LinearDraws
-from pyro_bdl.curvature.structures.prior_root import PriorRoot
+from pyro_bdl.curvature.prior import PriorRoot
+from pyro_bdl.curvature.structures.base import LinearDraws
 from pyro_bdl.distributions.take_apart import (
     base_distribution,
     observation_covariance,

@@ -20,7 +20,6 @@ from pyro_bdl.curvature.jacobian.block_position import BlockPosition
 from pyro_bdl.curvature.jacobian.gram import joint_gram
 from pyro_bdl.curvature.jacobian.jacobian import DenseBlock, Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.draws import LinearDraws, VectorDraws
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.collectives import Ranks
 
@@ -79,6 +78,36 @@ class Products(Protocol):
         ...
 
     def __add__(self, other: Any) -> "Products": ...
+
+
+class LinearDraws(Protocol):
+    """S draws w in R^p that can be multiplied by Jacobians."""
+
+    def __len__(self) -> int: ...
+
+    def vectors(self) -> Tensor:
+        """Return the draws themselves, (S, p)."""
+        ...
+
+    def apply(self, jacobian: Jacobian) -> Tensor:
+        """Return J w for every draw w, (S, n, K)."""
+        ...
+
+
+class VectorDraws:
+    """Draws as vectors (S, p)."""
+
+    def __init__(self, vectors: Tensor) -> None:
+        self._vectors = vectors
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    def vectors(self) -> Tensor:
+        return self._vectors
+
+    def apply(self, jacobian: Jacobian) -> Tensor:
+        return jacobian.apply(self._vectors.to(jacobian.like))
 
 
 class Precision(Protocol):

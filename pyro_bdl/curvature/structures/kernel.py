@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
-from pyro_bdl.curvature.prior import PriorPrecision
+from pyro_bdl.curvature.prior import PriorPrecision, PriorRoot
 from pyro_bdl.curvature.structures.base import (
     Curvature,
     Precision,
@@ -31,7 +31,6 @@ from pyro_bdl.curvature.structures.base import (
 )
 from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.curvature.structures.kron.factors import make_room
-from pyro_bdl.curvature.structures.prior_root import PriorRoot
 from pyro_bdl.distributions.low_rank_normal import DiagonalPlusLowRank
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.subset import Subset

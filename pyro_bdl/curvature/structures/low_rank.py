@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
-from pyro_bdl.curvature.prior import PriorPrecision
+from pyro_bdl.curvature.prior import PriorPrecision, PriorRoot
 from pyro_bdl.curvature.structures.base import Curvature, Structure, named
 from pyro_bdl.curvature.structures.kernel import KernelPrecision
-from pyro_bdl.curvature.structures.prior_root import PriorRoot
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.validation import whole_number
 

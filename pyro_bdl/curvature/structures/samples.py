@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
-from pyro_bdl.curvature.prior import PriorPrecision
+from pyro_bdl.curvature.prior import PriorPrecision, PriorRoot
 from pyro_bdl.curvature.structures.base import (
     Curvature,
     Precision,
@@ -35,7 +35,6 @@ from pyro_bdl.curvature.structures.base import (
     named,
     whole_rows,
 )
-from pyro_bdl.curvature.structures.prior_root import PriorRoot
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.conjugate_gradients import conjugate_gradients, lanczos_quadrature
