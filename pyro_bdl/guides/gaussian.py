@@ -93,32 +93,34 @@ class LaplaceGuide(JointGuide):
 
     # Data
 
-    def fit(self, batches: Batches, *, progress: bool | None = None) -> Self:
-        """Compute the curvature from data, with the structure that fits them; return the guide."""
-        model = self.program_model
-        self.few = few_rows(model, self.require_layout(), self.loc, batches.first())
-        start = self.read()
-        self.config = chosen_config(
-            self.config, start.run, start.leaves, self.subset, self.few, batches
-        )
-        reading = self._fit([batches], progress)
-        check_factors(reading.run, reading.leaves, self.config)
+    def fit(
+        self, batches: Batches, *, few: Batch | None = None, progress: bool | None = None
+    ) -> Self:
+        """Compute the curvature from data, with the structure that fits them; return the guide.
+
+        :param few: a few rows of the data, where they are at hand.
+        """
+        model, layout = self.program_model, self.require_layout()
+        self.few = few or few_rows(model, layout, self.loc, batches.first())
+        reading = self.read()
+        run, leaves = reading.run, reading.leaves
+        self.config = chosen_config(self.config, run, leaves, self.subset, self.few, batches)
+        self._fit([batches], reading, progress)
+        check_factors(run, leaves, self.config)
         return self
 
     def refit(self, progress: bool | None = None) -> None:
         """Compute the curvature anew from the same data, at another ``loc``."""
-        self._fit([batches for batches, _ in self.passes], progress)
+        self._fit([batches for batches, _ in self.passes], self.read(), progress)
 
-    def _fit(self, data: list[Batches], progress: bool | None) -> ParameterReading:
+    def _fit(self, data: list[Batches], reading: ParameterReading, progress: bool | None) -> None:
         self._passes, self.num_data, self._in_likelihood = [], 0, {}
         for number, batches in enumerate(data):
             self._add(batches, self.curvature if number else None, progress)
-        reading = self.read()
         self._in_likelihood = _likelihood_parameters(reading)
         self.register_buffer("noise_factor", torch.ones_like(self.squares))
         self.register_buffer("reference_noise", learned_noise(reading))
         self.refresh(reading)
-        return reading
 
     def _add(self, batches: Batches, before: Curvature | None, progress: bool | None) -> None:
         at = At(self.program_model, self.subset, self.loc)
@@ -380,11 +382,13 @@ def approximate(
     subset: Subset,
     batches: Batches,
     *,
+    few: Batch | None = None,
     check: bool = True,
     progress: bool | None = None,
 ) -> LaplaceGuide:
     """The Gaussian around a guide's center, with the curvature over data.
 
+    :param few: a few rows of the data, where they are at hand.
     :param check: warn if the guide is not at a maximum.
     :raises UnsupportedProgramError: if latents are in subsampled plates.
     """
@@ -395,7 +399,7 @@ def approximate(
             "(handlers.integrate), call the program with all of its data, or use AutoMeanField "
             "or AutoAmortized"
         )
-    guide = LaplaceGuide(source, subset, config).fit(batches, progress=progress)
+    guide = LaplaceGuide(source, subset, config).fit(batches, few=few, progress=progress)
     if check:
         _check_maximum(guide)
     return guide

@@ -15,7 +15,7 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.gaussian import LaplaceGuide, approximate
 from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.init import init_to_network
-from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.subset import Subset, select
@@ -106,27 +106,24 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         subset = changes.pop("subset", self.subset)
         config = replace(self.config, **changes)
         batches = Batches(data)
-        batches.together(lambda: self._begin(*batches.first()))
+        few = batches.together(lambda: self._begin(*batches.first()))
         model, layout = self.program_model, self.require_layout()
         if isinstance(subset, str) and subset == "last-layer":
             args, kwargs = batches.first()
             subset = last_layer(model, layout, self.location().detach(), args, kwargs)
+        chosen = select(layout, subset, model=model)
         posterior = self._approximate(
-            config, select(layout, subset, model=model), batches, held_out is None, progress
+            config, chosen, batches, few=few, check=held_out is None, progress=progress
         )
         return posterior if held_out is None else posterior.fit_width(held_out)
 
     def _approximate(
-        self,
-        config: CurvatureConfig,
-        subset: Subset,
-        batches: Batches,
-        check: bool,
-        progress: bool | None,
+        self, config: CurvatureConfig, subset: Subset, batches: Batches, **options: Any
     ) -> LaplaceGuide:
-        return approximate(self, config, subset, batches, check=check, progress=progress)
+        return approximate(self, config, subset, batches, **options)
 
-    def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _begin(self, args: tuple, kwargs: dict[str, Any]) -> Batch:
+        """Check the program; return a few rows of the data."""
         model = self.program_model
         for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -139,6 +136,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         few = few_rows(model, self.require_layout(), self.location(), (args, kwargs))
         with own_randomness():
             Program(model, *few[0], **few[1]).check()
+        return few
 
 
 def last_layer(model: Callable, layout: Any, vector: Tensor, args: tuple, kwargs: Any) -> list[str]:

@@ -69,12 +69,7 @@ class AutoLastLayer(AutoLaplaceGGN):
         return {"subset": self.subset}
 
     def _approximate(
-        self,
-        config: CurvatureConfig,
-        subset: Subset,
-        batches: Batches,
-        check: bool,
-        progress: bool | None,
+        self, config: CurvatureConfig, subset: Subset, batches: Batches, **options: Any
     ) -> LaplaceGuide:
         """The posterior of the last layer given the features, at its mode.
 
@@ -86,12 +81,12 @@ class AutoLastLayer(AutoLaplaceGGN):
                 'AutoLastLayer has structure="full" alone: use AutoLaplaceGGN with '
                 f'subset="last-layer" for structure="{config.structure}"'
             )
-        posterior = super()._approximate(config, subset, batches, False, progress)
+        posterior = super()._approximate(config, subset, batches, **options | {"check": False})
         model, loc = self.program_model, posterior.loc
         _check_used_once(model, subset, loc, *posterior.few)
         closed = config.curvature in ("ggn", "hessian")
         closed = closed and is_quadratic(model, subset, loc, *batches.first())
-        find_mode(posterior, steps=1 if closed else STEPS, progress=progress)
+        find_mode(posterior, steps=1 if closed else STEPS, progress=options["progress"])
         posterior.mode = "closed" if closed else "steps"
         if closed:
             posterior.refresh()  # remove the remaining rounding error
