@@ -17,7 +17,7 @@ from pyro_bdl.curvature.jacobian.recorded_rows import RecordedRows
 from pyro_bdl.distributions.take_apart import (
     Structure,
     base_distribution,
-    parameters_of_any,
+    parameters_of,
     rebuild,
     take_apart,
 )
@@ -397,7 +397,7 @@ def _form(batch: Batch) -> Any:
 
 
 def _parameters(site: Site) -> dict[str, Tensor]:
-    return parameters_of_any(base_distribution(site.distribution))
+    return parameters_of(base_distribution(site.distribution))
 
 
 def _apart(site: Site) -> tuple[Structure | None, dict[str, Tensor]]:

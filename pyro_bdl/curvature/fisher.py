@@ -18,7 +18,7 @@ from pyro_bdl.curvature.fisher_roots import ESTIMATION_DRAWS, Cotangent, cell_ro
 from pyro_bdl.distributions.copies import masks_of
 from pyro_bdl.distributions.take_apart import (
     base_distribution,
-    parameters_of_any,
+    parameters_of,
 )
 from pyro_bdl.program.layout import support_bounds
 from pyro_bdl.program.trace import Site
@@ -27,7 +27,7 @@ from pyro_bdl.program.trace import Site
 def site_parameters(site: Site) -> dict[str, Tensor]:
     """The tensors of a site's distribution that depend on the latents, name -> (batch, *event)."""
     base = base_distribution(site.distribution)
-    return {name: value for name, value in parameters_of_any(base).items() if value.requires_grad}
+    return {name: value for name, value in parameters_of(base).items() if value.requires_grad}
 
 
 def num_data(site: Site) -> int:
@@ -70,7 +70,7 @@ def check_information(name: str, site: Site) -> None:
             f"the support of site '{name}' ({kind}) depends on the latents, so that there is no "
             f"Fisher information: {advice}"
         )
-    everything = {key: value.detach() for key, value in parameters_of_any(base).items()}
+    everything = {key: value.detach() for key, value in parameters_of(base).items()}
     with torch.enable_grad():
         found = rebuilt(base, everything).log_prob(site.value)
     expected = base.log_prob(site.value).detach()
@@ -138,7 +138,7 @@ def empirical_columns(site: Site) -> Iterator[Cotangent]:
 def cell_weights(site: Site) -> Tensor:
     """Square roots of the cells' weights (temperatures and masks), with the batch shape."""
     base = base_distribution(site.distribution)
-    like = next(iter(parameters_of_any(base).values()))
+    like = next(iter(parameters_of(base).values()))
     whole = site.distribution.batch_shape
     factors: list[Any] = [(site.scale, whole), (1.0 / site.subsampling, whole)]
     factors += [] if site.mask is None else [(site.mask, whole)]
@@ -166,7 +166,7 @@ def _one_cell_at_a_time(batch_shape: torch.Size, like: Tensor) -> Iterator[Tenso
 def _score(site: Site, value: Tensor) -> Cotangent:
     base = base_distribution(site.distribution)
     used = site_parameters(site)
-    everything = {name: v.detach() for name, v in parameters_of_any(base).items()}
+    everything = {name: v.detach() for name, v in parameters_of(base).items()}
     with torch.enable_grad():
         leaves = {name: everything[name].clone().requires_grad_() for name in used}
         again = rebuilt(base, everything | leaves)

@@ -9,7 +9,7 @@ from torch.distributions import Distribution, kl_divergence
 
 from pyro_bdl.distributions.take_apart import (
     base_distribution,
-    parameters_of_any,
+    parameters_of,
     rebuild,
     take_apart,
 )
@@ -79,7 +79,7 @@ def _by_divergence(base: Any, parameters: dict[str, Tensor]) -> Roots | None:
     shapes = _event_shapes(base, parameters)
     if sum(shape.numel() for shape in shapes.values()) > _DIVERGENCE_UP_TO:
         return None
-    every = {name: value.detach().double() for name, value in parameters_of_any(base).items()}
+    every = {name: value.detach().double() for name, value in parameters_of(base).items()}
     with torch.enable_grad():
         leaves = {name: every[name].clone().requires_grad_() for name in parameters}
         total = kl_divergence(rebuilt(base, every), rebuilt(base, every | leaves)).sum()
@@ -278,7 +278,7 @@ def _weighted_values(
                 values = base.sample((min(size, num_draws - start),))
             except NotImplementedError as error:
                 raise ValueError(_no_estimate(base, "be sampled")) from error
-            like = next(iter(parameters_of_any(base).values())).detach()
+            like = next(iter(parameters_of(base).values())).detach()
             yield values, like.new_full((len(values), *ones), 1.0 / num_draws)
         return
     for values in support.split(size):
@@ -298,7 +298,7 @@ def _few_values(base: Any) -> Tensor | None:
 def _scores(base: Distribution, names: tuple[str, ...], values: Tensor) -> Tensor:
     """d log p(value) / d theta, (d, *batch, k)."""
     count = len(values)
-    every = {n: v.detach().expand(count, *v.shape) for n, v in parameters_of_any(base).items()}
+    every = {n: v.detach().expand(count, *v.shape) for n, v in parameters_of(base).items()}
     with torch.enable_grad():
         leaves = {name: every[name].clone().requires_grad_() for name in names}
         again = rebuilt(base, every | leaves)

@@ -18,7 +18,7 @@ from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock, Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
 from pyro_bdl.curvature.jacobian.recorded_rows import working_dtype
 from pyro_bdl.curvature.structures.base import LinearDraws, Precision
-from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
+from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
 from pyro_bdl.program.trace import Site
 from pyro_bdl.program.unconstrained_parameters import (
     known_kind,
@@ -224,7 +224,7 @@ class LinearOutputs:
         with torch.enable_grad():
             leaves = {key: values[key].detach().requires_grad_() for key in self.moving}
             site = self.observed({**values, **leaves})
-            parameters = parameters_of_any(base_distribution(site.distribution))
+            parameters = parameters_of(base_distribution(site.distribution))
         for column in columns(site):
             found = torch.autograd.grad(
                 [parameters[key] for key in column],

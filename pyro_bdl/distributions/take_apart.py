@@ -91,7 +91,11 @@ def parameters_of(base: Distribution) -> dict[str, Tensor]:
     """
     if _structure(base) is not None:
         return dict(_tensors(base))
-    values = {name: vars(base).get(name) for name in base.arg_constraints}
+    held = [name for name in base.arg_constraints if isinstance(vars(base).get(name), Tensor)]
+    if not held:  # the distribution is made by a transform of another one
+        held = [name for name in base.arg_constraints if hasattr(base, name)]
+        held = [name for name in held if name != "logits" or "probs" not in held]
+    values = {name: getattr(base, name) for name in held}
     return {
         name: broadcast_parameter(base, name, value)
         for name, value in values.items()
@@ -338,18 +342,3 @@ def _drawn_moments(base: Distribution) -> tuple[Tensor, Tensor]:
     draws = base.sample(torch.Size([_DRAWS_FOR_MOMENTS]))
     mean = draws.mean(0)
     return mean, (draws - mean).square().mean(0)
-
-
-def parameters_of_any(base: Any) -> dict[str, Tensor]:
-    """``parameters_of``, also for distributions that are made by a transform of another one."""
-    values = parameters_of(base)
-    if not values:  # the distribution is made by a transform of another one
-        names = [name for name in base.arg_constraints if hasattr(base, name)]
-        names = [name for name in names if name != "logits" or "probs" not in names]
-        found = {name: getattr(base, name) for name in names}
-        values = {
-            name: broadcast_parameter(base, name, value)
-            for name, value in found.items()
-            if isinstance(value, Tensor)
-        }
-    return values

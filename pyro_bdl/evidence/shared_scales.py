@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, owners
-from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
+from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batch_norm import without_running_statistics
@@ -107,7 +107,7 @@ def _normalized(guide: Guide, sites: list[str], batch: Batch) -> dict[str, tuple
             scaled = {name: factor * values[name] for name in names}
             run = record(model, values | subsamples | scaled, args, kwargs, draw=leave_open)
             bases = [base_distribution(site.distribution) for site in run.observed.values()]
-            return [value for base in bases for value in parameters_of_any(base).values()]
+            return [value for base in bases for value in parameters_of(base).values()]
 
         joint = any(isinstance(module, NORMALIZATIONS) for module in modules)
         return normalized_groups(outputs, layers, joint=joint)

@@ -15,7 +15,7 @@ from pyro_bdl.curvature.fisher import (
     site_parameters,
 )
 from pyro_bdl.curvature.fisher_roots import cell_roots, rebuilt
-from pyro_bdl.distributions.take_apart import parameters_of_any
+from pyro_bdl.distributions.take_apart import parameters_of
 from pyro_bdl.program import Site
 
 
@@ -107,7 +107,7 @@ DRAWS = 100_000
 
 def information(base, names):
     """S S' of all the parameters together, flattened."""
-    used = {name: value for name, value in parameters_of_any(base).items() if name in names}
+    used = {name: value for name, value in parameters_of(base).items() if name in names}
     roots = cell_roots(base, used)
     zeros = {name: torch.zeros_like(value) for name, value in used.items()}
     columns = [torch.cat([{**zeros, **r}[name].reshape(-1) for name in used]) for r in roots]
@@ -117,7 +117,7 @@ def information(base, names):
 
 def scores(base, names, draws=DRAWS):
     """d log p(y) / d theta for draws of y, (draws, parameters)."""
-    every = {name: v.expand(draws, *v.shape) for name, v in parameters_of_any(base).items()}
+    every = {name: v.expand(draws, *v.shape) for name, v in parameters_of(base).items()}
     leaves = {name: every[name].clone().requires_grad_() for name in names}
     value = base.sample((draws,))
     rebuilt(base, every | leaves).log_prob(value).sum().backward()
@@ -136,7 +136,7 @@ def test_closed_forms_within_monte_carlo_error(name):
     """F = E[s s'] with the score s = d log p(y | theta) / d theta (Fisher 1925)."""
     torch.manual_seed(1)
     base = CLOSED[name]()
-    names = FIXED.get(name, list(parameters_of_any(base)))
+    names = FIXED.get(name, list(parameters_of(base)))
     found, order = information(base, names)
     mean, error = estimate(base, order)
     assert ((found - mean).abs() <= 5 * error + 1e-12).all(), (found, mean, error)
@@ -146,7 +146,7 @@ def test_closed_forms_within_monte_carlo_error(name):
 @pytest.mark.parametrize("name", CLOSED)
 def test_a_known_parameter_drops_out(name):
     base = CLOSED[name]()
-    names = FIXED.get(name, list(parameters_of_any(base)))
+    names = FIXED.get(name, list(parameters_of(base)))
     if len(names) < 2:
         return
     whole, order = information(base, names)
@@ -195,7 +195,7 @@ def test_other_distributions_are_estimated(name):
     torch.manual_seed(2)
     make, names = ESTIMATED[name]
     base = make()
-    names = names or list(parameters_of_any(base))
+    names = names or list(parameters_of(base))
     found, order = information(base, names)
     mean, error = estimate(base, order)
     error = error * (DRAWS / 512) ** 0.5  # the estimate is made of 512 draws
@@ -213,7 +213,7 @@ def test_saturated_outputs_have_finite_roots(logits):
             dist.Bernoulli(probs=value.sigmoid()),
             dist.Poisson(value.clamp(max=50).exp()),
         ):
-            for root in cell_roots(base, parameters_of_any(base)):
+            for root in cell_roots(base, parameters_of(base)):
                 assert all(torch.isfinite(part).all() for part in root.values())
 
 

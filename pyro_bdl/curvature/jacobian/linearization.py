@@ -11,7 +11,7 @@ from pyro_bdl.curvature.jacobian.block_position import BlockPosition
 from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock, Jacobian
 from pyro_bdl.curvature.jacobian.output_layers import IdentityBlock, SoftmaxBlock
 from pyro_bdl.curvature.jacobian.recorded_rows import RecordedRows, working_dtype
-from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
+from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils.autograd import reaches
@@ -47,7 +47,7 @@ class Linearization:
         """The tensors of an observed site's distribution, by name."""
         if name in self._parameters:
             return self._parameters[name]
-        return parameters_of_any(base_distribution(self.run.observed[name].distribution))
+        return parameters_of(base_distribution(self.run.observed[name].distribution))
 
     def gradient(self, value: Tensor, *, create_graph: bool = False) -> Tensor:
         """The gradient of a scalar in the subset, (p,); zero where it does not depend on it."""
