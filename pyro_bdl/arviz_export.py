@@ -192,12 +192,12 @@ def _plates(node: Any) -> dict[int, tuple[str, int]]:
     shape = node["value"].shape
     # A deterministic value counts as one event, even inside plates.
     batch = len(shape) - (0 if node["infer"].get("_deterministic") else node["fn"].event_dim)
-    found = {}
+    names = {}
     for frame in node["cond_indep_stack"]:
         axis = batch + frame.dim if frame.vectorized else -1
         if axis >= 0 and shape[axis] == frame.size:
-            found[axis] = frame.name, frame.size
-    return found
+            names[axis] = frame.name, frame.size
+    return names
 
 
 def _as_numpy(value: Tensor) -> Any:
@@ -244,15 +244,15 @@ def _about(posterior: Any) -> dict[str, Any]:
 @torch.no_grad()
 def _statistics(program: Program, posterior: Any, samples: Samples) -> dict[str, Tensor]:
     if isinstance(posterior, Samples):
-        found = {_STATISTICS.get(name, name): value for name, value in samples.stats.items()}
-        if "lp" in found:
-            found["lp"] = -found["lp"]
-        if "n_steps" in found:
-            found["tree_depth"] = found["n_steps"].clamp(min=1).log2().floor().long() + 1
-        return found
+        stats = {_STATISTICS.get(name, name): value for name, value in samples.stats.items()}
+        if "lp" in stats:
+            stats["lp"] = -stats["lp"]
+        if "n_steps" in stats:
+            stats["tree_depth"] = stats["n_steps"].clamp(min=1).log2().floor().long() + 1
+        return stats
     log_p, log_q = log_densities_of(program, posterior, samples)
-    found = {"lp": log_p[None]}
-    return found if log_q is None else found | {"log_q": log_q[None]}
+    stats = {"lp": log_p[None]}
+    return stats if log_q is None else stats | {"log_q": log_q[None]}
 
 
 def _predicted(

@@ -136,7 +136,7 @@ def site_khat(
             f"the sites of {type(guide).__name__} are not independent of each other: use "
             "ratios(...) for all of them, or function_khat(...)"
         )
-    found = {}
+    khats = {}
     with evaluation_mode(model, guide, args), seeded(seed), torch.no_grad():
         program = Program(model, *args, **dict(model_kwargs or {}))
         program.require_observed()
@@ -146,8 +146,8 @@ def site_khat(
             vectors = center.repeat(num_samples, 1)
             vectors[:, part] = guide.sample_vectors(num_samples)[:, part]
             # q of the other sites is a constant, which does not change k-hat.
-            found[name] = _summary(_log_ratios(program, guide, vectors)).pareto_k
-    return found
+            khats[name] = _summary(_log_ratios(program, guide, vectors)).pareto_k
+    return khats
 
 
 def function_khat(draws: Tensor, reference: Tensor) -> Tensor:

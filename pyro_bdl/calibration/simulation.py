@@ -268,18 +268,18 @@ def default_quantities(program: Program, targets: Targets) -> Quantities:
     def evaluate(draw: Draws) -> dict[str, Tensor]:
         run = record(program.model, draw, args, kwargs, draw=leave_open)
         function = run.deterministic.get("f")
-        found: dict[str, Tensor] = {}
+        numbers: dict[str, Tensor] = {}
         if function is not None:
-            found |= _numbers("f", function, _FEW_POINTS)
+            numbers |= _numbers("f", function, _FEW_POINTS)
         else:
             for name, site in run.observed.items():
-                found |= _numbers(
+                numbers |= _numbers(
                     f"mean of {name}", observation_mean(site.distribution), _FEW_POINTS
                 )
         if program.size <= _FEW_LATENTS:
             for name, latent in program.latents.items():
-                found |= _numbers(name, draw[name], latent.shape.numel())
-        return found
+                numbers |= _numbers(name, draw[name], latent.shape.numel())
+        return numbers
 
     return evaluate
 
@@ -307,9 +307,9 @@ def _ranks(h: Quantities, true: Mapping[str, Tensor], draws: Draws, simulation: 
 
     Source: Modrak et al. (2023), Simulation-based calibration checking for Bayesian computation.
     """
-    found, ranks = _evaluated(h, draws), []
+    drawn, ranks = _evaluated(h, draws), []
     for name in true:
-        values, truth = found[name], true[name][simulation]
+        values, truth = drawn[name], true[name][simulation]
         if values.isnan().any():
             raise ValueError(f"draws of '{name}' are NaN in simulation {simulation}")
         ties = int((values == truth).sum())

@@ -192,11 +192,11 @@ class DataParallel_ELBO(CheckedLoss, ELBO):
                 self._seed = int(torch.randint(2**62, (), device="cpu").item())
             return reading, self._seed, self._draws
 
-        found = self.ranks.gather(self.ranks.together(look))
-        batch = joint_batch(model, guide, [reading for reading, *_ in found])
+        readings = self.ranks.gather(self.ranks.together(look))
+        batch = joint_batch(model, guide, [reading for reading, *_ in readings])
         modules = [part for part in (model, guide) if isinstance(part, nn.Module)]
         self.ranks.broadcast(self._leaves | _values_of(modules))
-        _, self._seed, self._draws = found[0]
+        _, self._seed, self._draws = readings[0]
         self._used, self._form, self._batch = {}, None, batch
         return batch
 

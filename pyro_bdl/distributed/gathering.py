@@ -57,10 +57,10 @@ def _together(
     """The values of each rank, on the CPU, and all of them one after another."""
     parts = ranks.gather({name: value.detach().cpu() for name, value in values.items()})
     kinds = [{name: tuple(value.shape[1:]) for name, value in part.items()} for part in parts]
-    for rank, found in enumerate(kinds):
-        if found != kinds[0]:
+    for rank, shapes in enumerate(kinds):
+        if shapes != kinds[0]:
             raise ValueError(
-                f"rank {rank} has {kind} of shapes {found} and rank 0 of {kinds[0]}: make them "
+                f"rank {rank} has {kind} of shapes {shapes} and rank 0 of {kinds[0]}: make them "
                 "by the same program, with the same number of draws"
             )
     for one, other in combinations(range(len(parts)), 2):

@@ -8,7 +8,7 @@ To add one, write a function that fits it::
         return Result(guide_or_samples, settings={"what": "it was made with"})
 """
 
-from pyro_bdl.posteriors import variational, laplace, ensembles, chains  # isort: skip
+from pyro_bdl.posteriors import variational, laplace, ensembles, chains  # isort: skip  # noqa: F401
 from pyro_bdl.posteriors.registry import (
     Entry,
     Fit,
@@ -28,13 +28,9 @@ __all__ = [
     "Options",
     "Problem",
     "Result",
-    "chains",
-    "ensembles",
     "entries",
     "fit",
     "fit_together",
     "get",
-    "laplace",
     "register",
-    "variational",
 ]

@@ -68,7 +68,7 @@ def _sghmc(problem: Problem) -> Result:
             problem.model, data, kernel=kernel, init=start, num_warmup=warmup, num_samples=draws,
             **settings,
         )  # fmt: skip
-    told = {
+    made_with = {
         "num_warmup": start.info["num_warmup"],
         "thinning": kernel.thinning,
         "batch_size": start.info["batch_size"],
@@ -77,7 +77,7 @@ def _sghmc(problem: Problem) -> Result:
         "friction": f"{kernel.friction:.3g}",
         "MAP steps": run.settings["steps"],
     }
-    return Result(start, told, bool(start.info["interrupted"]))
+    return Result(start, made_with, bool(start.info["interrupted"]))
 
 
 def _settings(problem: Problem) -> dict[str, Any]:
@@ -98,12 +98,12 @@ def _nuts(problem: Problem) -> Result:
         problem.model, *problem.data, kernel=kernel, seed=problem.options.seed,
         progress=problem.progress, **settings,
     )  # fmt: skip
-    told = {
+    made_with = {
         **settings,
         "max_tree_depth": kernel.max_tree_depth,
         "target_accept": kernel.target_accept,
     }
-    return Result(samples, told, bool(samples.info.get("interrupted")))
+    return Result(samples, made_with, bool(samples.info.get("interrupted")))
 
 
 @register(
@@ -125,9 +125,9 @@ def _subnetwork_nuts(problem: Problem) -> Result:
         progress=problem.progress,
         **settings,
     )
-    told = {
+    made_with = {
         **settings,
         "max_tree_depth": kernel.max_tree_depth,
         "MAP steps": made.settings["steps"],
     }
-    return Result(samples, told, bool(samples.info.get("interrupted")))
+    return Result(samples, made_with, bool(samples.info.get("interrupted")))

@@ -87,16 +87,6 @@ class Ranks:
         if whole.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(whole)
 
-    def stack(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, in their order; all have the same shape and dtype."""
-        if self.size == 1:
-            return [tensor]
-        own = tensor.detach().contiguous()
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        with self._or_name_the_missing():
-            dist.all_gather(found, own, group=self.group)
-        return found
-
     def broadcast(self, named: Mapping[str, Tensor]) -> None:
         """Replace the values of tensors by the values on rank 0.
 
