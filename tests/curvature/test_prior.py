@@ -13,6 +13,8 @@ from torch.distributions import constraints
 from pyro_bdl import bayesianize, handlers, models, priors
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision, run_at
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides import AutoLaplaceGGN
+from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
 
 
@@ -354,3 +356,17 @@ def test_sites_of_one_precision(oracle):
     found.diagonal.sum().backward()
     torch.testing.assert_close(one.grad, torch.tensor(7 * -2 / 2.0**3))
     torch.testing.assert_close(rows.grad, torch.full((3, 1), -4.0))
+
+
+def test_a_large_joint_prior_is_no_known_quadratic():
+    """Its diagonal alone is at hand, so that its density off u* has to come from the program."""
+    model, x, y = network(priors.Normal(1.0))
+    guide = AutoLaplaceGGN(model, structure="kron").prototype(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)  # not at a maximum
+        model.update_prior(guide.laplace_approximation((x, y)))
+    program = Program(model, x, y)
+    vector = program.unconstrain(program.initial)
+    assert found(model, program, vector, (x, y)).quadratic
+    large = found(model, program, vector, (x, y), dense_up_to=1)
+    assert large.dense is None and not large.quadratic
