@@ -364,7 +364,7 @@ class NormalFormula(Formula):
                 ratio = ratio / owner.value.detach().reshape(())
             elif scale.requires_grad:
                 return None
-            group = _Group(ratio, owner and owner.name, float(site.scale))
+            group = _Group(ratio, None if owner is None else owner.name, float(site.scale))
             group = groups.setdefault((group.owner, float(ratio), group.power), group)
             group.locs[name] = prior_locations(reading, subset, name)
         factor, noise = _noise_factor(guide, reading), None

@@ -160,7 +160,8 @@ class _Search:
         self.model = LinearizedModel(guide) if linearized else None
 
     def run(self, method: str, steps: int, learning_rate: float, tolerance: float) -> Evidence:
-        history, left = [], steps
+        history: list[float] = []
+        left = steps
         if method == "fixed-point":
             history, left = self._fixed_point(steps, tolerance)
         if left:

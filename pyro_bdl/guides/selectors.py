@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_bdl.curvature.structures.diagonal import Diagonal
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.gaussian import LaplaceGuide, approximate
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, last_layer
@@ -160,7 +161,7 @@ class LargestPredictiveVariance(Selector):
 def diagonal_laplace(trained: Trained) -> LaplaceGuide:
     """A diagonal Laplace approximation of all latents."""
     guide = trained.guide
-    config, subset = replace(guide.config, structure="diag"), Subset(guide.require_layout())
+    config, subset = replace(guide.config, structure=Diagonal()), Subset(guide.require_layout())
     return approximate(guide, config, subset, trained.batches, check=False)
 
 

@@ -113,7 +113,7 @@ class DrawPredictions:
         """
         found = self._at_draws(_predictions, args, kwargs, densities=True, deterministic=True)
         sites = {
-            name: SitePredictions(*values, found.densities.get(name))
+            name: SitePredictions(values[0], values[1], values[2], found.densities.get(name))
             for name, values in found.values.items()
         }
         return sites, found.deterministic
