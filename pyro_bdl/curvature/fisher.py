@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_bdl.curvature.fisher_roots import ESTIMATION_DRAWS, Cotangent, cell_roots, rebuilt
+from pyro_bdl.curvature.fisher_roots import ESTIMATION_DRAWS, Cotangent, cell_roots, rebuilt, scores
 from pyro_bdl.distributions.copies import masks_of
 from pyro_bdl.distributions.take_apart import (
     base_distribution,
@@ -165,14 +165,4 @@ def _one_cell_at_a_time(batch_shape: torch.Size, like: Tensor) -> Iterator[Tenso
 
 def _score(site: Site, value: Tensor) -> Cotangent:
     base = base_distribution(site.distribution)
-    used = site_parameters(site)
-    everything = {name: v.detach() for name, v in parameters_of(base).items()}
-    with torch.enable_grad():
-        leaves = {name: everything[name].clone().requires_grad_() for name in used}
-        again = rebuilt(base, everything | leaves)
-        total = again.log_prob(value).sum()
-        gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(leaf) if gradient is None else gradient
-        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
-    }
+    return scores(base, site_parameters(site), value, many=False)

@@ -251,12 +251,13 @@ def _estimated_roots(
     total: Any = 0.0
     numbers = sum(v.numel() for v in parameters.values())
     for values, weights in _weighted_values(base, numbers, num_draws):
-        scores = _scores(base, tuple(parameters), values)
+        found = scores(base, parameters, values, many=True).values()
+        rows = torch.cat([v.reshape(len(values), *base.batch_shape, -1) for v in found], -1)
         if size > num_draws:  # the scores themselves are fewer columns than a root of F
-            for column in scores * weights.sqrt()[..., None]:
+            for column in rows * weights.sqrt()[..., None]:
                 yield _cotangent(base, column, shapes)
         else:
-            total = total + torch.einsum("d...i,d...j->...ij", scores * weights[..., None], scores)
+            total = total + torch.einsum("d...i,d...j->...ij", rows * weights[..., None], rows)
     for column in _root(total) if size <= num_draws else ():
         yield _cotangent(base, column, shapes)
 
@@ -295,25 +296,26 @@ def _few_values(base: Any) -> Tensor | None:
     return values if len(values) <= ESTIMATION_DRAWS else None
 
 
-def _scores(base: Distribution, names: tuple[str, ...], values: Tensor) -> Tensor:
-    """d log p(value) / d theta, (d, *batch, k)."""
-    count = len(values)
-    every = {n: v.detach().expand(count, *v.shape) for n, v in parameters_of(base).items()}
+def scores(base: Distribution, names: Iterable[str], values: Tensor, *, many: bool) -> Cotangent:
+    """d log p(value) / d theta for some of the parameters, of their shapes.
+
+    :param many: whether values and results have a leading dimension of draws.
+    :raises ValueError: if the density has no gradient in any of the parameters.
+    """
+    batch = (len(values), *base.batch_shape) if many else tuple(base.batch_shape)
+    draws = batch[:1] if many else ()
+    every = {n: v.detach().expand(*draws, *v.shape) for n, v in parameters_of(base).items()}
     with torch.enable_grad():
         leaves = {name: every[name].clone().requires_grad_() for name in names}
         again = rebuilt(base, every | leaves)
-        if again.batch_shape != (count, *base.batch_shape):
+        if tuple(again.batch_shape) != batch:
             raise ValueError(_no_estimate(base, "be given a batch of parameters"))
-        log_prob = again.log_prob(values).sum()
-        found: Any = [None] * len(names)
-        if log_prob.requires_grad:
-            found = torch.autograd.grad(log_prob, list(leaves.values()), allow_unused=True)
-    if all(gradient is None for gradient in found):
+        total = again.log_prob(values).sum()
+    if not total.requires_grad:
         raise ValueError(
-            f"the density of {type(base).__name__} has no gradient in its {', '.join(names)}, so "
+            f"the density of {type(base).__name__} has no gradient in its {', '.join(leaves)}, so "
             "that it has no Fisher information: observe a distribution whose density depends on "
             "the latents"
         )
-    pairs = zip(leaves.values(), found, strict=True)
-    scores = [torch.zeros_like(leaf) if g is None else g for leaf, g in pairs]
-    return torch.cat([s.reshape(count, *base.batch_shape, -1) for s in scores], -1)
+    found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
