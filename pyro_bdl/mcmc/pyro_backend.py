@@ -65,7 +65,9 @@ def _run_chain(
         potential_fn=potential, full_mass=kernel.dense_mass, **kernel.shared_options()
     )
     parameters = sampler.initial_params = {"u": start.detach().clone()}
-    vectors, rows, mean, interrupted = [], [], 0.0, False
+    vectors: list[Tensor] = []
+    rows: list[dict[str, Any]] = []
+    mean, interrupted = 0.0, False
     try:
         sampler.setup(plan.num_warmup)
         for i in range(plan.num_warmup + plan.num_samples):

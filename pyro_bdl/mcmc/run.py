@@ -159,7 +159,9 @@ class Chain:
         self.transition, self.advance, self.journal = transition, advance, journal
         devices = jax.devices()
         self.batched = number is None
-        self.device = None if self.batched or len(devices) == 1 else devices[number % len(devices)]
+        self.device = None
+        if number is not None and len(devices) > 1:
+            self.device = devices[number % len(devices)]
         with self._on_device():
             self.state = transition.init(keys, starts)
         self.stage = self.done = self.written = 0  # of the warm-up, iterations in it, blocks

@@ -17,7 +17,6 @@ from torch.distributions import constraints
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning, MissingOperatorError, UnsupportedProgramError
 from pyro_bdl.mcmc import HMC, NUTS, pyro_backend
-from pyro_bdl.mcmc import run as jax_run
 from pyro_bdl.mcmc.jax.translate import to_jax
 
 BACKENDS = ("numpyro", "pyro")
@@ -287,17 +286,6 @@ class InterruptingBar:
 
     def close(self):
         pass
-
-
-def test_interrupt_keeps_the_draws_made_numpyro(monkeypatch, slow_clock):
-    x, y = linear_data()
-    monkeypatch.setattr(jax_run, "progress_bar", lambda *_: InterruptingBar(30))
-    with pytest.warns(BdlWarning, match="interrupted"):
-        samples = bdl.mcmc.sample(
-            linear_model, x, y, num_warmup=20, num_samples=500, progress=False
-        )
-    assert samples.num_draws == 10
-    assert samples.info["interrupted"]
 
 
 def test_interrupt_keeps_the_draws_made_pyro(monkeypatch):

@@ -20,7 +20,7 @@ import numpy as np
 
 from pyro_bdl.mcmc.chains import Plan
 from pyro_bdl.mcmc.kernels import MAMS
-from pyro_bdl.mcmc.microcanonical import integrator, tuning
+from pyro_bdl.mcmc.microcanonical import integrator, starting, tuning
 from pyro_bdl.mcmc.microcanonical.integrator import PhasePoint
 from pyro_bdl.mcmc.microcanonical.starting import at_start, diverges, each_chain
 from pyro_bdl.mcmc.microcanonical.tuning import AcceptanceControl, Array, Moments, Tuned
@@ -167,18 +167,13 @@ def _warmup(kernel: MAMS, num_warmup: int) -> tuple[Stage, ...]:
         return restarted(state, averaged(state))._replace(moments=moments)
 
     def measured(state: AdjustedState, trace: Any) -> AdjustedState:
-        tuned = averaged(state)
-        if kernel.inverse_mass is None:
-            metric = tuning.metric(state.moments, tuned)
-            size = metric.step_size if kernel.step_size is None else tuned.step_size
-            tuned = metric._replace(step_size=size)
+        tuned = starting.measured(kernel, state.moments, averaged(state))
         limit = np.full_like(state.limit, kernel.max_steps)
         return restarted(forget(state), tuned)._replace(limit=limit)
 
     def lengthened(state: AdjustedState, trace: Any) -> AdjustedState:
-        trace = trace.reshape(len(state.key), -1, trace.shape[-1])
         tuned = averaged(state)
-        longer = tuned.length * _SHARE * tuning.autocorrelation_time(trace)
+        longer = tuned.length * _SHARE * starting.correlated_steps(state, trace)
         length = np.where(np.isfinite(longer), np.maximum(longer, tuned.length), tuned.length)
         return restarted(state, tuned._replace(length=length))
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from pyro_bdl.mcmc.chains import Plan
 from pyro_bdl.mcmc.kernels import MCLMC
-from pyro_bdl.mcmc.microcanonical import integrator, tuning
+from pyro_bdl.mcmc.microcanonical import integrator, starting, tuning
 from pyro_bdl.mcmc.microcanonical.integrator import PhasePoint
 from pyro_bdl.mcmc.microcanonical.starting import LARGEST_CHANGE, at_start, each_chain
 from pyro_bdl.mcmc.microcanonical.tuning import Array, EnergyControl, Moments, Tuned
@@ -160,9 +160,7 @@ def _warmup(kernel: MCLMC, num_warmup: int) -> tuple[Stage, ...]:
     def measured(state: MicrocanonicalState, trace: Any) -> MicrocanonicalState:
         if kernel.inverse_mass is not None:
             return forget(state)
-        tuned = tuning.metric(state.moments, state.tuned)
-        if kernel.step_size is not None:
-            tuned = tuned._replace(step_size=state.tuned.step_size)
+        tuned = starting.measured(kernel, state.moments, state.tuned)
         control = tuning.no_errors(np.zeros_like(state.control.weight))
         return forget(state)._replace(tuned=tuned, control=control)
 
@@ -174,8 +172,7 @@ def _warmup(kernel: MCLMC, num_warmup: int) -> tuple[Stage, ...]:
         return state._replace(tuned=tuned, adapting=np.zeros_like(state.adapting))
 
     def lengthened(state: MicrocanonicalState, trace: Any) -> MicrocanonicalState:
-        trace = trace.reshape(len(state.key), -1, trace.shape[-1])
-        longer = _SHARE * state.tuned.step_size * tuning.autocorrelation_time(trace)
+        longer = _SHARE * state.tuned.step_size * starting.correlated_steps(state, trace)
         length = np.where(np.isfinite(longer), longer, state.tuned.length)
         return state._replace(tuned=state.tuned._replace(length=length))
 

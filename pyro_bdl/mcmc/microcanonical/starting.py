@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pyro_bdl.mcmc.kernels import Kernel
 from pyro_bdl.mcmc.microcanonical import integrator, tuning
 from pyro_bdl.mcmc.microcanonical.integrator import PhasePoint, ValueAndGradient
-from pyro_bdl.mcmc.microcanonical.tuning import Tuned
+from pyro_bdl.mcmc.microcanonical.tuning import Moments, Tuned
 
 LARGEST_CHANGE = 1000.0  # nats of energy in a step or trajectory, as in NUTS
 
@@ -44,6 +44,19 @@ def at_start(
 def diverges(change: jax.Array) -> jax.Array:
     """Return whether an energy change says that the integrator failed."""
     return ~(jnp.abs(change) <= LARGEST_CHANGE)
+
+
+def measured(kernel: Kernel, moments: Moments, tuned: Tuned) -> Tuned:
+    """The settings with the measured metric, unless one was given; a given step size stays."""
+    if kernel.inverse_mass is not None:
+        return tuned
+    metric = tuning.metric(moments, tuned)
+    return metric if kernel.step_size is None else metric._replace(step_size=tuned.step_size)
+
+
+def correlated_steps(state: Any, trace: Any) -> Any:
+    """The autocorrelation time (chains,) of a trace (chains, iterations, ..., numbers)."""
+    return tuning.autocorrelation_time(trace.reshape(len(state.key), -1, trace.shape[-1]))
 
 
 def each_chain(init: Callable[[jax.Array, jax.Array], Any]) -> Callable:

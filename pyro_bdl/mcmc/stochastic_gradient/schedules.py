@@ -3,6 +3,9 @@
 import math
 from dataclasses import dataclass
 
+from pyro_bdl.mcmc.kernels import positive
+from pyro_bdl.utils.validation import whole_number
+
 
 @dataclass(frozen=True)
 class Polynomial:
@@ -20,8 +23,8 @@ class Polynomial:
     power: float = 0.55
 
     def __post_init__(self) -> None:
-        _check_positive("scale", self.scale)
-        _check_positive("offset", self.offset)
+        positive(self.scale, "scale")
+        positive(self.offset, "offset")
         if not 0.5 < self.power <= 1:
             raise ValueError(f"power must lie in (0.5, 1], got {self.power}")
 
@@ -48,9 +51,8 @@ class Cyclical:
     exploration: float = 0.5
 
     def __post_init__(self) -> None:
-        _check_positive("peak", self.peak)
-        if self.period < 1:
-            raise ValueError(f"period must be at least 1, got {self.period}")
+        positive(self.peak, "peak")
+        whole_number(self.period, "period")
         if not 0 <= self.exploration < 1:
             raise ValueError(f"exploration must lie in [0, 1), got {self.exploration}")
         if self.explores(self.period - 1):
@@ -67,8 +69,3 @@ class Cyclical:
 
     def _progress(self, step: int) -> float:
         return (step % self.period) / self.period
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be a positive finite number, got {value}")

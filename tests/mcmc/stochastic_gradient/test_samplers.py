@@ -231,12 +231,12 @@ def test_polynomial_schedule_is_its_formula():
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: Cyclical(0.0, 10), "peak must be a positive"),
+        (lambda: Cyclical(0.0, 10), "peak must be positive"),
         (lambda: Cyclical(0.1, 0), "period must be at least 1"),
         (lambda: Cyclical(0.1, 10, exploration=1.0), "exploration must lie in"),
         (lambda: Cyclical(0.1, 2, exploration=0.9), "leaves no step of a period of 2"),
-        (lambda: Polynomial(math.inf), "scale must be a positive"),
-        (lambda: Polynomial(0.1, offset=0.0), "offset must be a positive"),
+        (lambda: Polynomial(math.inf), "scale must be positive"),
+        (lambda: Polynomial(0.1, offset=0.0), "offset must be positive"),
         (lambda: Polynomial(0.1, power=0.5), "power must lie in"),
     ],
 )

@@ -289,14 +289,6 @@ def test_cyclical_steps_explore_without_noise_and_draw_in_the_rest(exact_posteri
     )
 
 
-def test_decaying_steps_follow_their_formula():
-    x, y = linear_data()
-    schedule = bdl.mcmc.Polynomial(0.05, offset=5.0, power=0.6)
-    samples = sampled(Linear(), (x, y), method="sgld", step_size=schedule)
-    exact = [schedule(step) for step in (5, 7, 9, 11, 13, 15)]
-    assert samples.stats["step_size"][0].tolist() == pytest.approx(exact)
-
-
 @pytest.mark.parametrize("method", list(KERNELS))
 def test_same_seed_same_draws_and_the_callers_random_state_stays(method):
     x, y = linear_data()
