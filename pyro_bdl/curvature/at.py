@@ -195,8 +195,8 @@ class At:
         for start in range(0, count, at_once):
             part = taken(batch, slice(start, start + at_once)) if at_once < count else batch
             mapped = self._mapped(part, plan, catch=start == 0)
-            differ = few is not None and not (mapped and self._agree(mapped, few, plan, batch))
-            if mapped is None or (start == 0 and differ):
+            compared = start == 0 and few is not None
+            if mapped is None or (compared and not self._agree(mapped, few, plan, batch)):
                 self._plans[_form(batch)] = None
                 yield self.whole(*batch)
                 return
@@ -332,7 +332,7 @@ class At:
             run = record(self.model, values, *batch, draw=leave_open)
         return [name for name, indices in run.subsamples.items() if len(indices) == count]
 
-    def _agree(self, mapped: _MappedRows, few: Run, plan: _Plan, batch: Batch) -> bool:
+    def _agree(self, mapped: _MappedRows, few: Any, plan: _Plan, batch: Batch) -> bool:
         """Compare single rows with the same rows together, and complete the plan."""
         together = {name: _apart(site)[1] for name, site in few.observed.items()}
         if not _same_form(mapped.observed, together):

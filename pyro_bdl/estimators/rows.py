@@ -1,8 +1,4 @@
-"""The rows of a program's arguments, one at a time.
-
-A program runs on x[n:n+1], with plates of size one, under ``vmap`` over n. Inside, no tensor has an
-axis that numbers the data, wherever the network puts it, so that none can be mistaken.
-"""
+"""The log likelihood of a program, one row of its arguments at a time."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,48 +9,14 @@ from torch import Tensor
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.batch_norm import uses_its_batch
 from pyro_bdl.program.batches import as_dicts, leading_size, taken
+from pyro_bdl.program.rows import RowMap
 from pyro_bdl.program.supports import nan_outside_support
 from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
-from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.utils.module_state import evaluation_mode, modules_of
 from pyro_bdl.utils.random_state import own_randomness
-from pyro_bdl.utils.trees import tree_flatten, tree_unflatten
 
 _INSTEAD = "use plain sampling (estimator=None)"
 _SLACK = {torch.float64: 1e-6, torch.float32: 1e-3}  # of the sum of the terms' sizes
-
-
-class RowMap:
-    """Map over single rows that stacks function(*args, **kwargs), each with its own random numbers.
-
-    Every tensor among the arguments with as many rows as the first one is cut; a row keeps its
-    leading axis, of length one. Where an operation has no batching rule, as torch's recurrent
-    layers, the rows are taken in a loop, with a warning.
-    """
-
-    def __init__(self) -> None:
-        self._map = DrawMap(over="data", batch_norm=False)
-
-    def __call__(self, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        leaves, spec = tree_flatten((tuple(map(as_dicts, args)), as_dicts(kwargs)))
-        count = leading_size(leaves)
-        cut = {
-            str(number): leaf
-            for number, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == count
-        }
-        if not cut:
-            raise UnsupportedProgramError(
-                "noise for each datum needs data that are arguments of the program, row by row: "
-                f"pass them as tensors (N, ...), or {_INSTEAD}"
-            )
-
-        def of_row(row: dict[str, Tensor]) -> Any:
-            inputs = [row[str(i)][None] if str(i) in row else leaf for i, leaf in enumerate(leaves)]
-            own_args, own_kwargs = tree_unflatten(inputs, spec)
-            return function(*own_args, **own_kwargs)
-
-        return self._map(of_row, cut)
 
 
 class RowwiseLikelihood:
@@ -101,7 +63,7 @@ class RowwiseLikelihood:
             self._of_data -= alike  # another plate of this length
             for plate in self._of_data:
                 self._plates[plate] = torch.zeros_like(first.subsamples[plate][:1])
-            alone = self._map(lambda *a, **k: self._run(values, a, k).terms(), args, kwargs)
+            alone = self._map(lambda a, k, _: self._run(values, a, k).terms(), args, kwargs)
         sites, of_row = whole.observed | whole.factors, first.observed | first.factors
         if sites.keys() != of_row.keys():
             other = next(iter(sites.keys() ^ of_row.keys()))
@@ -129,7 +91,7 @@ class RowwiseLikelihood:
         """
         last: list[Run] = []
 
-        def of_row(*own_args: Any, **own_kwargs: Any) -> Any:
+        def of_row(own_args: tuple, own_kwargs: dict[str, Any], lane: Tensor) -> Any:
             found = run(lambda: self._run(values, own_args, own_kwargs))
             last[:] = [found]
             terms = found.terms()

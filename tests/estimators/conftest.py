@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.func import jacrev
 
-from pyro_bdl.estimators.rows import RowMap
 from pyro_bdl.program import record
+from pyro_bdl.program.rows import RowMap
 
 D = torch.float64
 
@@ -42,8 +42,8 @@ class Layer:
         rows_of = RowMap()
 
         def one(draws):
-            def of_datum(x):
-                run = estimator.of_datum(lambda: record(self.program, draws, (x,)))
+            def of_datum(args, kwargs, lane):
+                run = estimator.of_datum(lambda: record(self.program, draws, args))
                 return run.result[0]
 
             with estimator.run(self.q, draws):

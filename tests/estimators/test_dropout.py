@@ -13,9 +13,9 @@ from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.estimators import flipout, local_reparameterization, per_example_dropout
-from pyro_bdl.estimators.rows import RowMap
 from pyro_bdl.guides import AutoMCDropout, AutoMeanField, GaussianNoise
 from pyro_bdl.program import record
+from pyro_bdl.program.rows import RowMap
 
 D = torch.float64
 COUNT = 4000
@@ -81,8 +81,8 @@ def outputs(guide, model, x, context=None):
     if context is None:
         return record(model.network, latents, (x,)).result
 
-    def of_datum(x):
-        return context.of_datum(lambda: record(model.network, latents, (x,)).result)[0]
+    def of_datum(args, kwargs, lane):
+        return context.of_datum(lambda: record(model.network, latents, args).result)[0]
 
     with context.run(guide.site_distributions(), latents):
         return RowMap()(of_datum, (x,), {})
@@ -224,8 +224,8 @@ def test_functions_of_products_alone():
         w = pyro.sample("weight", dist.Normal(0.0, 1.0).expand([1, 3]).to_event(2))
         return x @ w.T, F.linear(x, w)
 
-    def of_datum(x):
-        return context.of_datum(lambda: record(program, latents, (x,)).result)
+    def of_datum(args, kwargs, lane):
+        return context.of_datum(lambda: record(program, latents, args).result)
 
     with context.run(guide.site_distributions(), latents):
         first, second = RowMap()(of_datum, (x,), {})
