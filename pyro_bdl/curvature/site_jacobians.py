@@ -26,7 +26,8 @@ def fisher_jacobians(linearization: Linearization, config: CurvatureConfig) -> I
             raise UnsupportedProgramError(
                 f'structure="{kind}" takes the rows of the data one at a time, and '
                 f"those of site '{name}' depend on each other, or are no rows of the program's "
-                'arguments: pass them as tensors (N, ...), or use structure="full" or "diag"'
+                "arguments: pass tensors whose first dimension numbers the data, or use "
+                'structure="full" or "diag"'
             )
         yield from site_jacobians(linearization, name, config)
 
