@@ -1,22 +1,6 @@
 """A Pyro program as pure functions of its latents."""
 
-from pyro_bdl.program.program import Program, trace_once
-from pyro_bdl.program.trace import (
-    Run,
-    Site,
-    leave_open,
-    record,
-    sample_open,
-    sum_out_discrete,
-)
+from pyro_bdl.program.program import Program
+from pyro_bdl.program.trace import Run, Site, record
 
-__all__ = [
-    "Program",
-    "Run",
-    "Site",
-    "leave_open",
-    "record",
-    "sample_open",
-    "sum_out_discrete",
-    "trace_once",
-]
+__all__ = ["Program", "Run", "Site", "record"]

@@ -29,13 +29,10 @@ from pyro_bdl.program.trace import (
     leave_open,
     point_density,
     record,
-    sample_open,
     sum_out_discrete,
     why_not_summed_out,
 )
 from pyro_bdl.utils.module_state import preserved_buffers
-
-__all__ = ["Program", "Run", "Site", "leave_open", "record", "sample_open", "trace_once"]
 
 
 class Program:

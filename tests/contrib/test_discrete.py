@@ -22,8 +22,8 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.handlers import cold as cold_posterior
 from pyro_bdl.handlers import temper
 from pyro_bdl.mcmc.jax.translate import to_jax
-from pyro_bdl.program import Program, leave_open, record
-from pyro_bdl.program.trace import sum_out_discrete
+from pyro_bdl.program import Program, record
+from pyro_bdl.program.trace import leave_open, sum_out_discrete
 
 Y = torch.tensor([0.3, -1.2, 2.0, 0.1], dtype=torch.float64)
 
