@@ -156,13 +156,15 @@ class _Search:
     ) -> None:
         self.guide, self.progress = guide, progress
         self.formula, self.tuned = formula_of(guide, reading), followed(reading)
-        guide.refresh(reading)
+        if linearized:
+            guide.refresh(reading)
         self.model = LinearizedModel(guide) if linearized else None
 
     def run(self, method: str, steps: int, learning_rate: float, tolerance: float) -> Evidence:
         history: list[float] = []
         left = steps
         if method == "fixed-point":
+            self.formula.follow()
             history, left = self._fixed_point(steps, tolerance)
         if left:
             history += self._ascend(left, learning_rate)

@@ -280,7 +280,10 @@ class KroneckerCurvature(Curvature):
         parts, device = list(self.parts.values()), self.like.device
         uses = torch.zeros(self.size, dtype=torch.long, device="cpu")
         for part in parts:
-            uses[part.position.index_tensor(uses.device)] += 1
+            where = (
+                part.position.indices
+            )  # slices are not spelled out: they are millions of numbers
+            uses[where if isinstance(where, slice) else where.to(uses.device)] += 1
         for site, place in self.sites.items():
             of_site = uses[place]
             if (of_site > 1).any():
