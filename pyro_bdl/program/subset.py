@@ -154,7 +154,6 @@ def _near(layout: Layout, name: str) -> str:
 
 
 def _of_module(layout: Layout, module: nn.Module, model: Any) -> set[str]:
-    alike = []
     for outer in model.modules() if isinstance(model, nn.Module) else ():
         if not isinstance(outer, SampledNetwork):
             continue
@@ -162,11 +161,7 @@ def _of_module(layout: Layout, module: nn.Module, model: Any) -> set[str]:
             start = outer.site_prefix + (f"{prefix}." if prefix else "")
             if inner is module:
                 return {name for name in layout.latents if name.startswith(start)}
-            if type(inner) is type(module) and repr(inner) == repr(module):
-                alike.append(f"'{start}*'")
-    hint = f", such as {' or '.join(alike)}" if alike else ""
     raise ValueError(
         f"the subset names a module ({type(module).__name__}) that is not in the program: take it "
-        f"from the network that bayesianize returned (bnn.network.<name>), or give the sites' "
-        f"names{hint}"
+        "from the network that bayesianize returned (bnn.network.<name>), or give the sites' names"
     )

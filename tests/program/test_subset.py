@@ -137,7 +137,7 @@ def test_a_module_of_the_network_before_bayesianize():
     net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
     model = models.Regression(bayesianize(net, name="f"))
     layout = Program(model, torch.randn(4, 2), torch.randn(4)).layout
-    with pytest.raises(ValueError, match=r"module \(Linear\) that is not .* such as 'f\.2\.\*'$"):
+    with pytest.raises(ValueError, match=r"module \(Linear\) that is not in the program"):
         select(layout, net[2], model=model)
 
 
