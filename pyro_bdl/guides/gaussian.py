@@ -376,6 +376,20 @@ class LaplaceGuide(JointGuide):
         return self.subset.put(torch.zeros_like(self.loc), variances)
 
 
+def refuse_subsampled(source: Guide) -> None:
+    """Check that a run of a guide's program holds all of its latents.
+
+    :raises UnsupportedProgramError: if latents are in subsampled plates.
+    """
+    if source.subsampled:
+        raise UnsupportedProgramError(
+            f"the latent site '{min(source.subsampled)}' is in a subsampled plate, so that "
+            "no run of the program holds all latents: integrate it out where it is Gaussian "
+            "(handlers.integrate), call the program with all of its data, or use AutoMeanField "
+            "or AutoAmortized"
+        )
+
+
 def approximate(
     source: Guide,
     config: CurvatureConfig,
@@ -392,13 +406,7 @@ def approximate(
     :param check: warn if the guide is not at a maximum.
     :raises UnsupportedProgramError: if latents are in subsampled plates.
     """
-    if source.subsampled:
-        raise UnsupportedProgramError(
-            f"the latent site '{min(source.subsampled)}' is in a subsampled plate, so that "
-            "no run of the program holds all latents: integrate it out where it is Gaussian "
-            "(handlers.integrate), call the program with all of its data, or use AutoMeanField "
-            "or AutoAmortized"
-        )
+    refuse_subsampled(source)
     guide = LaplaceGuide(source, subset, config).fit(batches, few=few, progress=progress)
     if check:
         _check_maximum(guide)

@@ -12,7 +12,7 @@ from pyro_bdl.curvature.hyperparameters import few_rows
 from pyro_bdl.curvature.structures import structure_of
 from pyro_bdl.curvature.structures.base import Structure
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.guides.gaussian import LaplaceGuide, approximate
+from pyro_bdl.guides.gaussian import LaplaceGuide, approximate, refuse_subsampled
 from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program.batches import Batch, Batches
@@ -133,6 +133,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
                 )
         check_finite(model, args, kwargs)
         self.prototype(*args, **kwargs)
+        refuse_subsampled(self)
         few = few_rows(model, self.require_layout(), self.location(), (args, kwargs))
         with own_randomness():
             Program(model, *few[0], **few[1]).check()
