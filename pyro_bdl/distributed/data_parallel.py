@@ -226,7 +226,9 @@ class DataParallel_ELBO(CheckedLoss, ELBO):
             weight = batch.weight(args, kwargs)
             with poutine.trace(param_only=True) as statements, self._noise(), unchecked(self.elbo):
                 value = bound(batch.model, guide, *args, **kwargs)
-            loss = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.double)
+            loss = value
+            if not isinstance(value, Tensor):
+                loss = torch.tensor(value, dtype=torch.double, device=self._device())
             if not loss.requires_grad:
                 return weight, loss, {}, ()
             leaves = tensor_leaves(model, guide, statements.trace)

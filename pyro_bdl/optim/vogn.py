@@ -116,7 +116,10 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         """Return whether a run of single rows in evaluation mode has the terms of a step."""
         log_det = at.subset.layout.constrain(vector)[1]
         own_kl = self._flat_kl(guide, vector, log_det, at.run)
-        pairs = (torch.as_tensor(at.run.log_likelihood()), likelihood), (own_kl, kl)
+        pairs = (
+            (torch.as_tensor(at.run.log_likelihood(), device=vector.device), likelihood),
+            (own_kl, kl),
+        )
         slack = rounding_of(vector)
         return vector.requires_grad and all(
             torch.allclose(own.to(term), term, rtol=slack, atol=0.0) for own, term in pairs

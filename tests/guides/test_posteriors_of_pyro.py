@@ -148,7 +148,7 @@ def test_a_comparison_of_all_kinds(of_pyro, of_numpyro):
         guide(X, Y)
     posteriors |= {"pyro": of_pyro, "numpyro": of_numpyro, "dict": of_numpyro.get_samples()}
     found = bdl.compare(model, posteriors, X, Y, reference="numpyro", num_samples=20)
-    assert {row["posterior"] for row in found.rows[:-1]} == set(posteriors)
+    assert set(found.evaluations) == set(posteriors)
     assert found.evaluations["numpyro"].chains == 2
     torch.testing.assert_close(
         found.evaluations["dict"].function, found.evaluations["numpyro"].function
