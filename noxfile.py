@@ -31,6 +31,7 @@ def tests_newest(session):
     """The default tests with the newest releases."""
     session.install("--upgrade", ".[test]")
     session.run(*PYTEST, *session.posargs)
+    session.run(*PYTEST, "-m", "accel and not slow")
 
 
 @nox.session(name="tests", python=["3.11", "3.12", "3.13", "3.14"])

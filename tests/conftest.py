@@ -62,10 +62,16 @@ CUDA = pytest.param(
 )
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Register the second device where a test asks for one: autograd counts the devices at the
-    first backward pass of the process."""
-    if any("device" in getattr(item, "fixturenames", ()) for item in items):
+    """Mark the tests on a second device, and register it where one of them was selected: autograd
+    counts the devices at the first backward pass of a process, and has threads for them, with
+    which a process cannot fork as other tests do."""
+    for item in items:
+        if "device" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.accel)
+    yield
+    if any(item.get_closest_marker("accel") for item in items):
         second_device.register()
 
 
