@@ -66,7 +66,7 @@ class Problem:
             row = bdl.compare(
                 self.plain, {"": posterior}, self.x_test, self.y_test, reference=None,
                 num_samples=draws,
-            ).rows[0]  # fmt: skip
+            ).table.iloc[0]  # fmt: skip
         return float(row["nlpd"])
 
 

@@ -99,7 +99,7 @@ def rows_of(
         likelihood, kl = _terms(model, chosen, *train, options["batch_size"])
         scores = bdl.compare(
             model, {"": chosen}, *test, reference=None, ood=ood, num_samples=num_samples
-        ).rows[0]
+        ).table.iloc[0]
         count = len(train[0])
         row = {"neurons": neurons, "eta": eta, "tau": eta * neurons / count}
         row |= {"kl": kl, "kl_per_neuron": kl / neurons, "likelihood": likelihood / count}

@@ -325,7 +325,7 @@ def priors(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         )  # fmt: skip
         scores = bdl.compare(
             model, {name: chosen}, x_test, data.test.y, reference=None, num_samples=options.draws
-        ).rows[0]
+        ).table.iloc[0]
         rows[name] = {k: scores[k] for k in ("accuracy", "nlpd", "ece", "confidence")}
         rows[name]["seconds"] = time.perf_counter() - started
     return rows
