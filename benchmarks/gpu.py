@@ -1,4 +1,4 @@
-"""What the package does on a GPU, in ten minutes, as one table.
+"""The package on a GPU, in ten minutes: tests, times and memory as one table.
 
 ``python benchmarks/gpu.py`` on a machine with CUDA runs the tests of GPUs (``pytest -m cuda``),
 then steps of mean-field VI against the same step by hand in torch, a Kronecker Laplace

@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: timing in turns, memory of a process, output."""
+"""Timing in turns, memory of a process and output, for all benchmark scripts."""
 
 import argparse
 import json

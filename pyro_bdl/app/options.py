@@ -92,7 +92,7 @@ _SHIPPED = ", ".join(references.names())
 
 @dataclass(frozen=True)
 class Options:
-    """What ``pyro-bdl compare`` was asked for; each field is an option of its name."""
+    """The options of ``pyro-bdl compare``; each field is an option of its name."""
 
     example: Annotated[
         str | None,

@@ -251,7 +251,7 @@ class Fitter:
 
     @property
     def bars(self) -> bool:
-        """Whether progress bars are shown."""
+        """True if progress bars are shown."""
         return not (self.options.quiet or hidden(None))
 
 

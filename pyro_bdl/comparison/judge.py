@@ -1,4 +1,4 @@
-"""What the numbers of a comparison bear out: groups, reasons, doubts and the answer in words.
+"""Groups, reasons, doubts and the answer in words, as the numbers of a comparison bear them out.
 
 All limits stand in the table below. A difference counts from ``ERRORS`` standard errors on, and
 what has an unknown error decides nothing.
@@ -75,7 +75,7 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True)
 class Judgment:
-    """What the numbers say about a posterior.
+    """The group of a posterior and the reasons for it.
 
     :param group: ``"alike"``, ``"usable"``, ``"undecided"`` or ``"far"``, for the reference
         ``"reference"``; without a reference ``"alike"``, ``"worse"`` or ``"undecided"``.
@@ -200,7 +200,7 @@ def doubts(name: str, row: Row) -> list[str]:
 
 
 def reasons(row: Row, reference: Row | None, points: int, score: str = SCORE) -> tuple[Reason, ...]:
-    """What the numbers of a posterior say, the gravest first.
+    """Reasons against a posterior by its numbers, the gravest first.
 
     :param row: its numbers.
     :param reference: those of the reference; None without one, and of the reference itself.

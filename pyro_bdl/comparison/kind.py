@@ -1,4 +1,4 @@
-"""What a program observes.
+"""The observed sites of a program, as one target.
 
 The numbers of several observed sites are scored as one target. If all sites stand in one plate
 whose cells are the rows of the data, a datum is a row: its log density is the sum over the sites,
@@ -36,7 +36,7 @@ _DRAWS_AT_ONCE = 2**25
 
 @dataclass(frozen=True)
 class Kind:
-    """What a program observes.
+    """The observed sites of a program, and how they are scored.
 
     :param sites: observed site to the name of its distribution.
     :param task: ``"regression"`` or ``"classification"``.

@@ -37,7 +37,7 @@ _SAME = {torch.float64: 1e-6, torch.float32: 1e-3}  # of the largest output
 
 @dataclass
 class _Plan:
-    """What a few rows that run together tell about all rows of their shapes.
+    """Facts about all rows of some shapes, from a few that ran together.
 
     :param plates: of the data, with the index that a row alone has in them.
     :param memory: bytes that the outputs of a row's operations take.
@@ -297,8 +297,8 @@ class At:
             return record(self.model, {**values, **indices}, *part, draw=leave_open)
 
     def _plan(self, batch: Batch, check: bool) -> tuple[_Plan | None, Run | None]:
-        """What is known about rows of this form, and a run over a few rows of this batch, to be
-        compared with them."""
+        """The plan of rows of this form, and a run over a few rows of this batch, to be compared
+        with them."""
         form, count = _form(batch), leading_size(batch)
         if form in self._plans:
             plan = self._plans[form]

@@ -1,4 +1,4 @@
-"""What a bound computes in one step, as values."""
+"""The terms and the step of a bound, as values."""
 
 from typing import NamedTuple
 

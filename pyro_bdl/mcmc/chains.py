@@ -1,4 +1,4 @@
-"""What all samplers share: the plan of a run, its draws, progress, and warnings."""
+"""The plan of a run, its draws, progress and warnings, for all samplers."""
 
 import warnings
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _SHORTEST = 1e-4  # trajectory length that is not stuck, in standard deviations
 
 
 class Plan(NamedTuple):
-    """How long chains run and how; see ``pyro_bdl.mcmc.sample``."""
+    """The length, number and seed of chains; see ``pyro_bdl.mcmc.sample``."""
 
     num_warmup: int
     num_samples: int

@@ -69,7 +69,7 @@ class Options:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Kernel(Options):
-    """What moves chains, with the options that all kernels have.
+    """Base class of the kernels, with the options that all have.
 
     :param step_size: the step size, then not adapted; in units of the metric.
     :param inverse_mass: the metric, then not adapted: an estimate of the variances (P,) or the

@@ -16,7 +16,7 @@ from pyro_bdl.optim.natural_gradient import relative_change
 
 
 class Move(NamedTuple):
-    """What a step of an optimizer moves by.
+    """The step size and averages that an optimizer's step moves by.
 
     :param rate: rho, the step size in the precision.
     :param gradient: the location's average gradient with this step's, (P,).

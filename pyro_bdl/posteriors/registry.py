@@ -68,13 +68,13 @@ class Problem:
 
     @property
     def progress(self) -> bool:
-        """Whether bars are shown."""
+        """True if bars are shown."""
         return self.label is not None
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a registered function returns.
+    """A fitted posterior, as a registered function returns it.
 
     :param posterior: a guide or ``Samples``.
     :param settings: what it was made with.

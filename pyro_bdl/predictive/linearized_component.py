@@ -107,7 +107,7 @@ class LinearizedPart:
         deterministic: bool = False,
         sites: Collection[str] | None = None,
     ) -> AtDraws:
-        """What ``read`` returns of the observed sites' distributions at draws, and what else is
+        """Apply ``read`` to the observed sites' distributions at draws, and read what else is
         asked for.
 
         :param sites: names of the observed sites; by default all.
@@ -272,7 +272,7 @@ class LinearizedComponent:
         kwargs: dict,
         **options: Any,
     ) -> AtDraws:
-        """What ``LinearizedPart.at_draws`` returns at draws of the latents, joined over batches.
+        """Join ``LinearizedPart.at_draws`` at draws of the latents over batches.
 
         :param options: of ``LinearizedPart.at_draws``.
         """

@@ -1,4 +1,4 @@
-"""What predictives say of an observed site: its moments, densities and draws."""
+"""Moments, densities and draws of observed sites under a posterior."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ class SitePredictions(NamedTuple):
 
 
 class AtDraws(NamedTuple):
-    """What was read at S draws of the latents, each by site.
+    """Values read at S draws of the latents, each by site.
 
     :param values: what ``read`` returned of the observed sites.
     :param densities: log p(y_n | w_s) of the observed sites with a value, (S, *batch), where asked

@@ -1,4 +1,4 @@
-"""What older releases of the dependencies lack, in one place."""
+"""Names that older releases of the dependencies lack, in one place."""
 
 import contextlib
 
@@ -26,7 +26,7 @@ else:
             return self.base_constraint.event_dim
 
         def check(self, value: Tensor) -> Tensor:
-            """Whether a value is in the support of each component, from that of the first."""
+            """Check values against the support that all components have."""
             return self.base_constraint.check(value)
 
 
@@ -36,7 +36,7 @@ def current_accelerator() -> torch.device | None:
 
 
 def is_exporting() -> bool:
-    """Whether ``torch.export`` traces; torch 2.6 tells it from compiling in no public way."""
+    """True while ``torch.export`` traces; in torch 2.6 also while torch compiles."""
     exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
     return exporting()
 

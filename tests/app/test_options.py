@@ -60,7 +60,8 @@ def test_other_data_or_another_network_beside_it_are_refused(given, options):
 
 
 def test_its_own_network_beside_it_is_not_refused(options):
-    options("--reference", "iris", "--hidden", "10", "--prior-gain", "1").with_reference()
+    same, _ = options("--reference", "iris", "--hidden", "10", "--prior-gain", "1").with_reference()
+    assert same == options("--reference", "iris").with_reference()[0]
 
 
 def test_draws_move_to_a_device():

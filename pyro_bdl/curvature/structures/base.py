@@ -227,8 +227,8 @@ class Curvature(nn.Module, ABC):
         return cls.numbers_per_gradient(size, largest_shared)
 
     def plan(self) -> Any:
-        """What ``build`` needs of a fitted curvature besides its state: a tree of numbers, strings
-        and tensors."""
+        """The tree of numbers, strings and tensors that ``build`` needs of a fitted curvature
+        besides its state."""
         return None
 
     def build(self, plan: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the kernels of ``mcmc.sgmcmc`` share; each is a file of ``samplers``."""
+"""Base class of the kernels of ``mcmc.sgmcmc``; each is a file of ``samplers``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ def _friction(value: float, name: str) -> float:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StochasticKernel(Options):
-    """What moves chains along gradients of minibatches; ``SGLD`` says what the options are."""
+    """Base class of kernels on gradients of minibatches; ``SGLD`` explains the options."""
 
     settles: ClassVar[bool] = False  # after the first half of the warm-up
     checks: ClassVar[dict[str, Callable[[Any, str], Any]]] = {
