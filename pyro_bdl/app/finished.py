@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from pyro_bdl import posteriors
-from pyro_bdl.comparison import Evaluation
+from pyro_bdl.comparison.evaluate import Evaluation
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.guides.saved import load_posterior
 from pyro_bdl.posteriors import Fit, Options, Problem

@@ -21,17 +21,12 @@ from pyro_bdl.app.options import Options
 from pyro_bdl.app.page import write_page
 from pyro_bdl.app.provenance import provenance
 from pyro_bdl.app.report import Table
-from pyro_bdl.comparison import (
-    Comparison,
-    Costs,
-    Evaluation,
-    compare_evaluations,
-    costs,
-    evaluate,
-)
+from pyro_bdl.comparison.costs import COSTS, Costs
+from pyro_bdl.comparison.evaluate import Evaluation, evaluate
 from pyro_bdl.comparison.judge import criteria
 from pyro_bdl.comparison.metric import of_task
 from pyro_bdl.comparison.scores import TEST_DATA
+from pyro_bdl.comparison.table import Comparison, compare_evaluations
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.data.programs import check_memory, program
 from pyro_bdl.errors import ArgumentError, FailedStepError, MissingOperatorError
@@ -260,8 +255,8 @@ class _ProgressTable:
 
     def __init__(self, data: Dataset, names: Sequence[str], *, shown: bool) -> None:
         task = {"count": "regression"}.get(data.task, data.task)
-        scores = [metric.column() for metric in of_task(TEST_DATA, task) if metric.key in _SCORES]
-        self.columns = [*costs.COLUMNS, *scores]
+        scores = [metric for metric in of_task(TEST_DATA, task) if metric.key in _SCORES]
+        self.columns = [metric.column() for metric in (*COSTS, *scores)]
         self.width, self.shown = max(map(len, names)), shown
         if shown:
             self._print("", [column.title for column in self.columns], "")

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pyro_bdl.comparison.costs import Costs
-from pyro_bdl.comparison.evaluate import Evaluation, Setting
+from pyro_bdl.comparison.data import Data
+from pyro_bdl.comparison.evaluate import Evaluation, evaluate_on
 from pyro_bdl.comparison.k_fold import KFold
 from pyro_bdl.comparison.predictive_draws import PredictiveDraws
 from pyro_bdl.comparison.table import Comparison, compare_evaluations
 from pyro_bdl.errors import UnusableDrawsError
-from pyro_bdl.samples import Samples
 
 
 def compare(
@@ -45,8 +45,7 @@ def compare(
         The numbers of several observed sites are scored together, each given the data before it:
         see :mod:`pyro_bdl.comparison.kind`. Give them like units.
     :param posteriors: name to guide (Pyro's own guides too), ``Samples``, an ``MCMC`` of Pyro or
-        NumPyro, a dict of draws, or ``PredictiveDraws`` if only predictions are known. At least one
-        must not be ``PredictiveDraws``.
+        NumPyro, a dict of draws, or ``PredictiveDraws`` if only predictions are known.
     :param test: the test inputs and, last, the targets, each ``(N, ...)``, or dicts of tensors. A
         program of targets alone gets these.
     :param reference: name of the posterior with which the others are compared; None for no
@@ -73,49 +72,32 @@ def compare(
         another program (the error lists the sites that do not match), or data that do not fit or
         are not finite.
     """
-    _check(posteriors, reference, costs or {})
-    one = next(q for q in posteriors.values() if not isinstance(q, PredictiveDraws))
-    setting = Setting.of(
-        model, test, one, train=train, ood=ood, num_samples=num_samples,
-        batch_norm_data=batch_norm_data, units=units, seed=seed, progress=progress,
-    )  # fmt: skip
+    if not isinstance(posteriors, Mapping):
+        raise TypeError(
+            "posteriors must be a mapping from names to guides or Samples, got "
+            f"{type(posteriors).__name__}"
+        )
+    if not posteriors:
+        raise ValueError("posteriors is empty: give at least one guide or Samples by name")
+    names = ", ".join(map(repr, posteriors))
+    costs, left_out = costs or {}, left_out or {}
+    for what, name in (("reference", reference), *(("costs", name) for name in costs)):
+        if name is not None and name not in posteriors:
+            raise ValueError(
+                f"{what} {name!r} is not among the posteriors ({names}): name one of them, or say "
+                f"{what}=None"
+            )
+    one = next((q for q in posteriors.values() if not isinstance(q, PredictiveDraws)), None)
+    data = Data.read(model, one, test, train=train, ood=ood, units=units, seed=seed)
     found: dict[str, Evaluation] = {}
     for name, posterior in posteriors.items():
-        spent = (costs or {}).get(name, Costs())
         try:
-            found[name] = setting.evaluate(posterior, spent, (left_out or {}).get(name))
+            found[name] = evaluate_on(
+                data, posterior, num_samples=num_samples, batch_norm_data=batch_norm_data,
+                costs=costs.get(name), left_out=left_out.get(name), seed=seed, progress=progress,
+            )  # fmt: skip
         except UnusableDrawsError as error:
             raise UnusableDrawsError(f"posterior {name!r}: {error}", name) from error
         except (TypeError, ValueError) as error:
             raise type(error)(f"posterior {name!r}: {error}") from error
     return compare_evaluations(found, reference, progress=progress)
-
-
-def _check(
-    posteriors: Mapping[str, Any], reference: str | None, costs: Mapping[str, Costs]
-) -> None:
-    if not isinstance(posteriors, Mapping):
-        raise TypeError(
-            f"posteriors must be a mapping from names to guides or Samples, got "
-            f"{type(posteriors).__name__}"
-        )
-    if not posteriors:
-        raise ValueError("posteriors is empty: give at least one guide or Samples by name")
-    if all(isinstance(posterior, PredictiveDraws) for posterior in posteriors.values()):
-        raise ValueError("give at least one guide or Samples besides the predictive draws")
-    for name, posterior in posteriors.items():
-        if isinstance(posterior, Samples) and posterior.num_chains * posterior.num_draws < 2:
-            raise UnusableDrawsError(
-                f"posterior {name!r} has one draw: at least 2 are needed", name
-            )
-    names = ", ".join(map(repr, posteriors))
-    if reference is not None and reference not in posteriors:
-        raise ValueError(
-            f"reference {reference!r} is not among the posteriors ({names}); name one of them, or "
-            f"say reference=None to compare without"
-        )
-    for name, value in costs.items():
-        if name not in posteriors:
-            raise ValueError(f"costs has {name!r}, which is not among the posteriors: {names}")
-        if not isinstance(value, Costs):
-            raise TypeError(f"costs[{name!r}] must be a Costs, got {type(value).__name__}")

@@ -1,66 +1,38 @@
-"""Costs of a posterior and what its fit tells: time, memory, size, bounds of the evidence."""
+"""Numbers of a posterior besides its scores: costs, bounds of the evidence, convergence.
 
+A metric names its inputs by ``of``:
+
+=================  ==============================================================================
+``"costs"``        the ``Costs`` and the posterior
+``"drawing"``      seconds that all predictive draws took, and their number
+``"laplace"``      a Laplace approximation
+``"mixing"``       the ``Mixing`` of Markov chains
+``"time"``         their ``Mixing`` and the seconds of the fit
+``"gradients"``    their ``Mixing`` and how many gradients the draws took
+``"diverging"``    which draws diverged, bool
+=================  ==============================================================================
+"""
+
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from pyro_bdl import diagnostics
+from pyro_bdl.comparison.metric import metric
+from pyro_bdl.diagnostics.rhat import SHARE, limit_of_rhat
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.samples import Samples
-from pyro_bdl.utils.tables import Column
 from pyro_bdl.utils.trees import tree_leaves
 
-COLUMNS = (
-    Column("seconds", "seconds", help="Wall-clock time of the fit."),
-    Column(
-        "elbo",
-        "ELBO",
-        digits=4,
-        help="Evidence lower bound at temperature 1, in nats: a lower bound of the log evidence of "
-        "the program, with the same prior in every row, on the training data as it sees them; "
-        "larger is better. Of a Laplace approximation it is the bound of its Gaussian through the "
-        "network, not of the linear model.",
-    ),
-)
-FURTHER_COLUMNS = (
-    Column(
-        "log_evidence",
-        "log evid.",
-        digits=4,
-        help="Log evidence of a Laplace approximation, in nats: no bound, and of another model in "
-        "every row, with the prior scales and noise that it chose, of the linearized network or "
-        "of a subset of the weights given the others. Compare it between settings of one row, not "
-        "between rows nor with an ELBO.",
-    ),
-    Column(
-        "draw_seconds",
-        "s / draw",
-        help="Wall-clock time of one predictive draw at all test points.",
-    ),
-    Column(
-        "numbers",
-        "numbers",
-        help="How many numbers the posterior consists of: variational parameters, or all draws.",
-    ),
-    Column("memory", "MiB", help="Peak memory of the fit beyond the memory in use before it."),
-)
-OF_PARAMETERS = (
-    Column(
-        "gamma",
-        "gamma",
-        help="Effective number of parameters: how many the data determine, the others being left "
-        "to the prior (MacKay 1992).",
-    ),
-    Column("latents", "of", help="How many parameters there are: the most that gamma can be."),
-)
-FURTHER_OF_PARAMETERS = (Column("fitted", "data", help="How many data gamma is about."),)
-
-
-GAMMA_NEARLY_ALL, GAMMA_NEARLY_NONE = 0.9, 0.05  # of what the data may determine
+_LEAST_DRAWS = 4
+precise = partial(metric, digits=4)
 
 
 @dataclass(frozen=True)
@@ -78,22 +50,183 @@ class Costs:
     log_evidence: float | None = None
     peak_memory: int | None = None
 
-    def scores(self, posterior: Any) -> dict[str, Any]:
-        """The known numbers by the keys of the columns.
+    def inputs(self, posterior: Any, mixing: "Mixing | None" = None) -> dict[str, tuple]:
+        """The inputs of the metrics below, as far as they are known.
 
-        :param posterior: a guide, ``Samples`` or ``PredictiveDraws``.
+        :param posterior: of ``Samples``, the statistic ``num_steps`` counts the gradients.
+        :param mixing: of its chains.
         """
-        seconds, memory = self.seconds, self.peak_memory
-        if seconds is None and isinstance(posterior, Samples):
-            seconds = posterior.info.get("seconds")
-        found = {
-            "seconds": seconds,
-            "elbo": self.elbo,
-            "log_evidence": self.log_evidence,
-            "numbers": numbers_held(posterior),
-            "memory": None if memory is None else memory / 2**20,
-        }
-        return {key: value for key, value in found.items() if value is not None}
+        found: dict[str, tuple] = {"costs": (self, posterior)}
+        stats = posterior.stats if isinstance(posterior, Samples) else {}
+        if isinstance(posterior, LaplaceGuide):
+            found["laplace"] = (posterior,)
+        if "diverging" in stats:
+            found["diverging"] = (stats["diverging"],)
+        if mixing is not None and (spent := seconds.function(self, posterior)):
+            found["time"] = mixing, spent
+        if mixing is not None and "num_steps" in stats:
+            found["gradients"] = mixing, float(stats["num_steps"].double().sum())
+        return found
+
+
+# --------------------------------------------------------------------------------------- costs
+
+
+@metric("seconds", "costs")
+def seconds(costs: Costs, posterior: Any) -> float | None:
+    """Wall-clock time of the fit."""
+    own = posterior.info.get("seconds") if isinstance(posterior, Samples) else None
+    return own if costs.seconds is None else costs.seconds
+
+
+@precise("ELBO", "costs")
+def elbo(costs: Costs, posterior: Any) -> float | None:
+    """Evidence lower bound at temperature 1, in nats: a lower bound of the log evidence of the
+    program, with the same prior in every row, on the training data as it sees them; larger is
+    better. Of a Laplace approximation it is the bound of its Gaussian through the network, not of
+    the linear model."""
+    return costs.elbo
+
+
+@precise("log evid.", "costs")
+def log_evidence(costs: Costs, posterior: Any) -> float | None:
+    """Log evidence of a Laplace approximation, in nats: no bound, and of another model in every
+    row, with the prior scales and noise that it chose, of the linearized network or of a subset of
+    the weights given the others. Compare it between settings of one row, not between rows nor with
+    an ELBO."""
+    return costs.log_evidence
+
+
+@metric("s / draw", "drawing")
+def draw_seconds(seconds: float, draws: int) -> float:
+    """Wall-clock time of one predictive draw at all test points."""
+    return seconds / draws
+
+
+@metric("numbers", "costs")
+def numbers(costs: Costs, posterior: Any) -> int | None:
+    """How many numbers the posterior consists of: variational parameters, or all draws."""
+    return numbers_held(posterior)
+
+
+@metric("MiB", "costs")
+def memory(costs: Costs, posterior: Any) -> float | None:
+    """Peak memory of the fit beyond the memory in use before it."""
+    return None if costs.peak_memory is None else costs.peak_memory / 2**20
+
+
+COSTS, FURTHER_COSTS = (seconds, elbo), (log_evidence, draw_seconds, numbers, memory)
+
+# ---------------------------------------------------------- parameters that the data determine
+
+
+@metric("gamma", "laplace")
+def gamma(posterior: LaplaceGuide) -> Tensor:
+    """Effective number of parameters: how many the data determine, the others being left to the
+    prior (MacKay 1992)."""
+    return posterior.effective_parameters()
+
+
+@metric("of", "laplace")
+def latents(posterior: LaplaceGuide) -> int:
+    """How many parameters there are: the most that gamma can be."""
+    return posterior.subset.size
+
+
+@metric("data", "laplace")
+def fitted(posterior: LaplaceGuide) -> int:
+    """How many data gamma is about."""
+    return posterior.num_data
+
+
+PARAMETERS, FURTHER_PARAMETERS = (gamma, latents), (fitted,)
+
+# --------------------------------------------------------------------------------------- chains
+
+
+class Mixing(NamedTuple):
+    """R-hat and effective sample sizes ``(K,)`` of the function at the test points, and the R-hat
+    above which chains disagree; no numbers of a constant function and of fewer than 4 draws."""
+
+    rhat: Tensor
+    ess: Tensor
+    limit: float
+
+    @classmethod
+    def of(cls, function: Tensor, chains: int) -> "Mixing":
+        """The mixing of draws ``(S, N, ...)`` of one chain after the other.
+
+        Quantities that are constant, such as a probability that rounds to 1, are left out.
+        """
+        draws = len(function) // chains
+        by_chain = function.reshape(chains, draws, -1)
+        by_chain = by_chain[..., by_chain.flatten(0, 1).std(0) > 0]
+        rhat = size = function.new_full((1,), math.nan)
+        if draws >= _LEAST_DRAWS and by_chain.shape[-1]:
+            rhat, size, _ = diagnostics.convergence(by_chain)
+        return cls(rhat, size, limit_of_rhat(chains, draws))
+
+
+@precise("R-hat", "mixing")
+def rhat(mixing: Mixing) -> Tensor:
+    """R-hat of the function, not exceeded at 95 % of the test points; above its limit, 1.01 for
+    long chains, they disagree."""
+    return mixing.rhat.nanquantile(SHARE)
+
+
+@metric("low ESS", "mixing")
+def ess_low(mixing: Mixing) -> Tensor:
+    """Effective sample size of the function, in draws, reached at 95 % of the test points."""
+    return mixing.ess.nanquantile(1 - SHARE)
+
+
+@metric("ESS", "mixing")
+def ess_median(mixing: Mixing) -> Tensor:
+    """Median effective sample size of the function at the test points, in draws."""
+    return mixing.ess.nanquantile(0.5)
+
+
+@metric("ESS / s", "time")
+def ess_per_second(mixing: Mixing, seconds: float) -> Tensor:
+    """That ESS divided by the wall-clock time of the fit, warm-up included."""
+    return mixing.ess.nanquantile(0.5) / seconds
+
+
+@metric("ESS / 1000 grad.", "gradients")
+def ess_per_gradient(mixing: Mixing, gradients: float) -> Tensor | None:
+    """That ESS for 1000 gradients of the log density that the draws took, without those of the
+    warm-up."""
+    return 1000 * mixing.ess.nanquantile(0.5) / gradients if gradients > 0 else None
+
+
+@metric("div.", "diverging")
+def divergences(diverging: Tensor) -> int:
+    """Draws at which the integrator diverged."""
+    return int(diverging.sum())
+
+
+@precise("limit of R-hat", "mixing")
+def rhat_limit(mixing: Mixing) -> float:
+    """R-hat above which the chains disagree: 1.01, or for short chains what independent draws
+    exceed once in a thousand times."""
+    return mixing.limit
+
+
+@metric("diverged", "diverging", style="percent")
+def divergent(diverging: Tensor) -> Tensor:
+    """Share of the draws that diverged."""
+    return diverging.double().mean()
+
+
+CHAINS = (rhat, ess_low, ess_median, ess_per_second, ess_per_gradient, divergences)
+FURTHER_CHAINS = (rhat_limit, divergent)
+
+
+ALL_COSTS = (
+    *COSTS, *FURTHER_COSTS, *PARAMETERS, *FURTHER_PARAMETERS, *CHAINS, *FURTHER_CHAINS,
+)  # fmt: skip
+
+# --------------------------------------------------------------------------- numbers and memory
 
 
 @dataclass
@@ -164,12 +297,3 @@ def _resident(field: str) -> int | None:
         return None
     found = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
     return int(found[0]) * 1024 if found else None
-
-
-def determined(posterior: Any) -> dict[str, Any]:
-    """gamma of P parameters and N data by the keys of the columns; nothing for other posteriors."""
-    if not isinstance(posterior, LaplaceGuide):
-        return {}
-    with torch.no_grad():
-        gamma = float(posterior.effective_parameters())
-    return {"gamma": gamma, "latents": posterior.subset.size, "fitted": posterior.num_data}

@@ -1,34 +1,100 @@
-"""Checks of the data of a comparison."""
+"""The data of a comparison, checked, as arguments of its program."""
 
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bdl.program.batches import as_dicts, has_rows, leading_size, taken
+from pyro_bdl.comparison.kind import Kind, read_kind
+from pyro_bdl.program.batches import as_dicts, device_of_rows, has_rows, leading_size, taken
 from pyro_bdl.program.check import by_entry
+from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import tree_leaves
 from pyro_bdl.utils.validation import check_finite_tensor
 
+MOST_POINTS = 1000  # at which draws are kept
 
-def checked(kind: str, parts: Any, *, count: int | None = None) -> tuple:
+
+@dataclass(frozen=True)
+class Data:
+    """A program with the data that posteriors are scored on, as its arguments.
+
+    :param kind: what the program observes of them.
+    :param test: inputs and, last, targets.
+    :param y: the numbers that the program observes, in its units.
+    :param train: the training data, or None.
+    :param ood: out-of-distribution inputs, or None.
+    :param units: scale and shift to the target's own units.
+    """
+
+    model: Callable
+    kind: Kind
+    test: tuple
+    y: Tensor
+    train: tuple | None
+    ood: tuple | None
+    units: tuple[float, float]
+
+    @classmethod
+    def read(
+        cls, model: Callable, posterior: Any, test: Any, *, train: Any, ood: Any,
+        units: tuple[float, float], seed: int,
+    ) -> "Data":  # fmt: skip
+        """Check the data and read what the program observes.
+
+        :param posterior: one that gives values to latents with an improper prior.
+        :raises TypeError: for data that are not tensors.
+        :raises ValueError: for data or units that do not fit, and NaN.
+        """
+        args = _checked("test", test)
+        train = None if train is None else _checked("train", train, count=len(args))
+        if ood is not None:
+            ood = (ood,) if isinstance(ood, Tensor | Mapping) else ood
+            ood = _thinned(_checked("ood", ood, count=len(args) - 1))
+        if not (all(map(math.isfinite, units)) and units[0] > 0):
+            raise ValueError(f"units must be (scale, shift) with a positive scale, got {units}")
+        with seeded(seed):
+            try:
+                kind = read_kind(model, args, posterior)
+            except (ValueError, RuntimeError, IndexError):
+                _check_rows("test", args)
+                raise
+            y = kind.targets(model, args, posterior)
+        if kind.is_last:  # only of several sites there may be different numbers of rows
+            _check_rows("test", args)
+        elif ood is not None or tuple(units) != (1, 0):
+            raise ValueError(
+                "ood and units are for programs that observe the last argument at one site, "
+                f"and this one has the data of {', '.join(map(repr, kind.sites))}"
+            )
+        if train is not None and kind.by_rows:
+            _check_rows("train", train)
+        if ood is not None:
+            count = leading_size(ood)
+            ood = (*ood, y[:1].expand(count, *y.shape[1:]) if kind.needs_targets else None)
+        units = units if kind.task == "regression" else (1.0, 0.0)
+        return cls(model, kind, args, y, train, ood, units)
+
+
+def _checked(name: str, parts: Any, *, count: int | None = None) -> tuple:
     """Data as a program's arguments: finite tensors with rows, or dicts of them.
 
-    :param kind: ``"test"``, ``"train"`` or ``"ood"``, for messages.
+    :param name: ``"test"``, ``"train"`` or ``"ood"``, for messages.
     :param count: how many arguments there must be.
-    :raises TypeError: for what is no tensor.
-    :raises ValueError: for no arguments or other ones than ``count``, no rows, NaN and infinity.
     """
     if not isinstance(parts, tuple | list):
-        raise TypeError(f"{kind} must be a tuple of tensors, got {type(parts).__name__}")
+        raise TypeError(f"{name} must be a tuple of tensors, got {type(parts).__name__}")
     if not parts or count not in (None, len(parts)):
-        wanted = "inputs and, last, targets" if kind != "ood" else "inputs without targets"
+        wanted = "inputs and, last, targets" if name != "ood" else "inputs without targets"
         raise ValueError(
-            f"{kind} must hold {wanted}, as the test data do, got {len(parts)} tensors"
+            f"{name} must hold {wanted}, as the test data do, got {len(parts)} tensors"
         )
     for place, part in enumerate(parts):
-        name = kind if kind == "ood" else f"{'y' if place == len(parts) - 1 else 'x'}_{kind}"
-        for entry, tensor in by_entry({name: part}).items():
+        argument = name if name == "ood" else f"{'y' if place == len(parts) - 1 else 'x'}_{name}"
+        for entry, tensor in by_entry({argument: part}).items():
             if not isinstance(tensor, Tensor):
                 raise TypeError(
                     f"{entry} must be a tensor, got {type(tensor).__name__}: pass "
@@ -40,21 +106,21 @@ def checked(kind: str, parts: Any, *, count: int | None = None) -> tuple:
     return tuple(map(as_dicts, parts))
 
 
-def check_rows(kind: str, args: tuple) -> None:
-    """Check that all tensors of the data have the same number of rows.
-
-    :raises ValueError: if not.
-    """
+def _check_rows(name: str, args: tuple) -> None:
+    """Check that all tensors of the data have the same number of rows."""
     if not has_rows((args, {}), leading_size(args)):
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise ValueError(f"the {kind} data must have the same number of rows, got {shapes}")
+        raise ValueError(f"the {name} data must have the same number of rows, got {shapes}")
 
 
-def thinned(args: tuple, most: int) -> tuple:
-    """At most so many rows, evenly spaced."""
-    check_rows("ood", args)
-    rows = leading_size(args)
-    count = min(rows, most)
-    device = next(leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-    return taken(args, (torch.arange(count, device=device) * rows) // count)
+def _thinned(args: tuple) -> tuple:
+    """At most so many rows as are kept of the test data, evenly spaced."""
+    _check_rows("ood", args)
+    return taken(args, spaced(leading_size(args)).to(device_of_rows(args)))
+
+
+def spaced(rows: int) -> Tensor:
+    """The places of the kept points: all, or evenly spaced ones of many."""
+    count = min(rows, MOST_POINTS)
+    return torch.arange(count, device="cpu") * rows // count

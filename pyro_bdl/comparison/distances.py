@@ -15,7 +15,7 @@ A metric names its inputs by ``of``. Each input is a pair, of the posterior and 
 """
 
 import math
-from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from torch import Tensor
 
 from pyro_bdl import importance, metrics
 from pyro_bdl.comparison.evaluate import Evaluation
-from pyro_bdl.comparison.metric import Metric, evenly, measure, of_task
+from pyro_bdl.comparison.metric import CLASSES, NUMBERS, Metric, evenly, measure, metric, of_task
+from pyro_bdl.comparison.regions import REGIONS
 from pyro_bdl.metrics.distances import wasserstein1_by_chance
 from pyro_bdl.utils.tables import Column
 
@@ -35,42 +36,98 @@ _MOST_GROUPS = 10  # of the jackknife that gives these errors
 _LEAST_TAIL, _HIGH_K = 25, 0.7
 _LEAST_POINTS = 5  # in a region
 BY_CHANCE = 2.5  # Monte Carlo errors by which the distances of equal posteriors may differ
-_KL = (
-    "KL divergence from the reference's predictive distribution, in nats per test point; of "
-    "numbers between the Normals with their means and variances."
-)
-
 
 Numbers = dict[str, float]
 Pair = tuple[Any, Any]
+distance = partial(metric, error=True)
+
+# -------------------------------------------------------------------------------------- metrics
 
 
-def sd_of_draws(draws: Tensor) -> Tensor:
-    """The sd at each test point; zero if it is only rounding."""
-    sd = (draws - draws[0]).double().std(0, correction=0)
-    rounding = 4 * torch.finfo(draws.dtype).eps * draws.abs().max()
-    return torch.where(sd <= rounding, 0.0, sd)  # NaN stays
+@distance("mean", "function", task=NUMBERS)
+def mean_error(a: Tensor, b: Tensor) -> Tensor:
+    """Difference of the function's means, root mean square over the test points, in units of the
+    target, with its Monte Carlo error."""
+    return metrics.mean_error(a, b)
 
 
+@distance("agree", "function", task=CLASSES, style="percent")
+def agreement(a: Tensor, b: Tensor) -> Tensor:
+    """Share of the test points at which the same class is the most probable, with its Monte Carlo
+    error. The last row compares two halves of the reference's draws: better agreement cannot be
+    seen."""
+    return metrics.agreement(a, b)
+
+
+@distance("TV", "function", task=CLASSES)
+def total_variation(a: Tensor, b: Tensor) -> Tensor:
+    """Total variation distance of the predicted distributions, from 0 (equal) to 1, with its Monte
+    Carlo error."""
+    return metrics.total_variation(a, b)
+
+
+@distance("sd", "function")
+def sd_error(a: Tensor, b: Tensor) -> Tensor:
+    """Difference of the function's sds over the posterior, root mean square over the test points,
+    in units of the target or of a probability, with its Monte Carlo error."""
+    return metrics.sd_error(a, b)
+
+
+@distance("W1", "function")
+def wasserstein(a: Tensor, b: Tensor) -> Tensor:
+    """Wasserstein-1 distance of the function's distributions over the posterior, averaged over the
+    test points (and classes), in units of the target or of a probability, with its Monte Carlo
+    error. The last row compares two halves of the reference's draws: a smaller distance is no
+    larger than sampling makes it."""
+    return metrics.wasserstein1(a, b)
+
+
+@distance("sd ratio", "function")
 def sd_ratio(a: Tensor, b: Tensor) -> Tensor:
-    """The mean sd over the test points, divided by the reference's."""
+    """The function's sd, averaged over the test points, divided by the reference's, with its Monte
+    Carlo error; less than 1 is overconfident about the function."""
     return sd_of_draws(a).mean() / sd_of_draws(b).mean()
 
 
-def _mean_shift(a: Tensor, b: Tensor) -> Tensor | float:
-    """The difference of the means in sds of the reference."""
-    spread = sd_of_draws(b).square().mean().sqrt()
-    return metrics.mean_error(a, b) / spread if spread > 0 else torch.nan
+@distance("W2", "function")
+def wasserstein2(a: Tensor, b: Tensor) -> Tensor:
+    """Wasserstein-2 distance of the function's distributions, root mean square over the test
+    points, in the function's units."""
+    return metrics.wasserstein2(a, b)
 
 
-def _moments_kl(a: Tensor, b: Tensor) -> Tensor:
-    """KL divergence of the Normals with the mean and variance of the predictions."""
+@distance("energy", "few draws")
+def energy(a: Tensor, b: Tensor) -> Tensor:
+    """Energy distance of the joint distributions of the function at all test points, unbiased, in
+    the function's units; for equal distributions it can be negative by chance."""
+    return metrics.energy_distance(a, b)
+
+
+@distance("MMD²", "scaled")
+def mmd(a: Tensor, b: Tensor) -> Tensor:
+    """Squared maximum mean discrepancy of the joint distributions of the function at all test
+    points, unbiased; the Gaussian kernel has the width of the reference's median distance."""
+    return metrics.mmd(a, b, length_scale=1.0)
+
+
+@distance("KL", "moments", task=NUMBERS)
+def kl(a: Tensor, b: Tensor) -> Tensor:
+    """KL divergence from the reference's predictive distribution, in nats per test point, between
+    the Normals with their means and variances."""
     p, q = (metrics.variance_parts(*draws.unbind(-1)).total for draws in (a, b))
     return metrics.gaussian_kl(a[..., 0].double().mean(0), p, b[..., 0].double().mean(0), q)
 
 
-def _share_of_high_khat(evaluation: Evaluation, reference: Evaluation) -> Tensor | float:
-    """Share of the test points at which the k-hat of the function is above 0.7."""
+@distance("KL", "function", task=CLASSES, key="kl")
+def kl_of_classes(a: Tensor, b: Tensor) -> Tensor:
+    """KL divergence from the reference's predictive distribution, in nats per test point."""
+    return metrics.categorical_kl(a, b)
+
+
+@metric("k > 0.7", "evaluations", style="percent")
+def khat_high(evaluation: Evaluation, reference: Evaluation) -> Tensor | float:
+    """Share of the test points at which k-hat of the function's distribution against the
+    reference's is above 0.7: at a common mean the sd is less than about half."""
     ours = evenly(evaluation.function, evaluation.chains, _MOST_TAIL)
     theirs = evenly(reference.function, reference.chains, _MOST_TAIL)
     spread = sd_of_draws(theirs) > 0
@@ -81,153 +138,96 @@ def _share_of_high_khat(evaluation: Evaluation, reference: Evaluation) -> Tensor
     return ((k > _HIGH_K) | collapsed).double().mean()
 
 
-DISTANCES = (
-    Metric(
-        "mean_error",
-        "mean",
-        "Difference of the function's means, root mean square over the test points, in units "
-        "of the target, with its Monte Carlo error.",
-        metrics.mean_error,
-        of="function",
-        task="regression",
-        error=True,
-    ),
-    Metric(
-        "agreement",
-        "agree",
-        "Share of the test points at which the same class is the most probable, with its "
-        "Monte Carlo error. The last row compares two halves of the reference's draws: "
-        "better agreement cannot be seen.",
-        metrics.agreement,
-        of="function",
-        task="classification",
-        style="percent",
-        error=True,
-    ),
-    Metric(
-        "total_variation",
-        "TV",
-        "Total variation distance of the predicted distributions, from 0 (equal) to 1, with "
-        "its Monte Carlo error.",
-        metrics.total_variation,
-        of="function",
-        task="classification",
-        error=True,
-    ),
-    Metric(
-        "sd_error",
-        "sd",
-        "Difference of the function's sds over the posterior, root mean square over the test "
-        "points, in units of the target or of a probability, with its Monte Carlo error.",
-        metrics.sd_error,
-        of="function",
-        error=True,
-    ),
-    Metric(
-        "wasserstein",
-        "W1",
-        "Wasserstein-1 distance of the function's distributions over the posterior, averaged over "
-        "the test points (and classes), in units of the target or of a probability, with its Monte "
-        "Carlo error. The last row compares two halves of the reference's draws: a smaller "
-        "distance is no larger than sampling makes it.",
-        metrics.wasserstein1,
-        of="function",
-        error=True,
-    ),
-    Metric(
-        "sd_ratio",
-        "sd ratio",
-        "The function's sd, averaged over the test points, divided by the reference's, with its "
-        "Monte Carlo error; less than 1 is overconfident about the function.",
-        sd_ratio,
-        of="function",
-        error=True,
-    ),
-)
-FURTHER_DISTANCES = (
-    Metric(
-        "wasserstein2",
-        "W2",
-        "Wasserstein-2 distance of the function's distributions, root mean square over the "
-        "test points, in the function's units.",
-        metrics.wasserstein2,
-        of="function",
-        error=True,
-    ),
-    Metric(
-        "energy",
-        "energy",
-        "Energy distance of the joint distributions of the function at all test points, unbiased, "
-        "in the function's units; for equal distributions it can be negative by chance.",
-        metrics.energy_distance,
-        of="few draws",
-        error=True,
-    ),
-    Metric(
-        "mmd",
-        "MMD²",
-        "Squared maximum mean discrepancy of the joint distributions of the function at all test "
-        "points, unbiased; the Gaussian kernel has the width of the reference's median distance.",
-        lambda a, b: metrics.mmd(a, b, length_scale=1.0),
-        of="scaled",
-        error=True,
-    ),
-    Metric("kl", "KL", _KL, _moments_kl, of="moments", task="regression", error=True),
-    Metric(
-        "kl", "KL", _KL, metrics.categorical_kl, of="function", task="classification", error=True
-    ),
-    Metric(
-        "khat_high",
-        "k > 0.7",
-        "Share of the test points at which k-hat of the function's distribution against the "
-        "reference's is above 0.7: at a common mean the sd is less than about half.",
-        _share_of_high_khat,
-        of="evaluations",
-        style="percent",
-    ),
-)
-# Numbers for verdicts and ``to_dict``, without a column.
-UNSHOWN_DISTANCES = (
-    Metric("mean_shift", "", "", _mean_shift, of="function", error=True),
-    Metric(
-        "mean_error", "", "", metrics.mean_error, of="function", task="classification", error=True
-    ),
-)
-ALL_DISTANCES = (*DISTANCES, *FURTHER_DISTANCES, *UNSHOWN_DISTANCES)
+@distance("", "function")
+def mean_shift(a: Tensor, b: Tensor) -> Tensor | float:
+    """The difference of the means in sds of the reference."""
+    spread = sd_of_draws(b).square().mean().sqrt()
+    return metrics.mean_error(a, b) / spread if spread > 0 else torch.nan
+
+
+@distance("", "function", task=CLASSES, key="mean_error")
+def error_of_probabilities(a: Tensor, b: Tensor) -> Tensor:
+    """As ``mean_error``, without a column."""
+    return metrics.mean_error(a, b)
+
+
+DISTANCES = (mean_error, agreement, total_variation, sd_error, wasserstein, sd_ratio)
+FURTHER_DISTANCES = (wasserstein2, energy, mmd, kl, kl_of_classes, khat_high)
+ALL_DISTANCES = (*DISTANCES, *FURTHER_DISTANCES, mean_shift, error_of_probabilities)
 RESOLUTION = Column(
     "resolution",
     "resolved",
     help="W1 up to which an equal posterior may be by chance, with 2.5 Monte Carlo errors.",
 )
-REGION_COLUMNS = (
+REGION_COLUMNS = tuple(
     Column(
-        "sd_ratio_near",
-        "near",
-        error="sd_ratio_near_se",
-        help="sd ratio at the test inputs near training inputs.",
-    ),
-    Column(
-        "sd_ratio_between",
-        "between",
-        error="sd_ratio_between_se",
-        help="sd ratio at the test inputs between training inputs, far from all of them.",
-    ),
-    Column(
-        "sd_ratio_beyond",
-        "beyond",
-        error="sd_ratio_beyond_se",
-        help="sd ratio at the test inputs beyond the training inputs, far from all of them.",
-    ),
+        f"sd_ratio_{region}",
+        region,
+        error=f"sd_ratio_{region}_se",
+        help=f"sd ratio at the test inputs {where}.",
+    )
+    for region, where in REGIONS.items()
 )
+
+
+def sd_of_draws(draws: Tensor) -> Tensor:
+    """The sd at each test point; zero if it is only rounding."""
+    sd = (draws - draws[0]).double().std(0, correction=0)
+    rounding = 4 * torch.finfo(draws.dtype).eps * draws.abs().max()
+    return torch.where(sd <= rounding, 0.0, sd)  # NaN stays
+
+
+# ----------------------------------------------------------------------------------- of a pair
 
 
 def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
     """All distances of a posterior from the reference, by key, and their errors as ``key_se``."""
-    inputs = _inputs(evaluation, reference)
-    groups = groups_of(evaluation, reference)
+    inputs, groups = _inputs(evaluation, reference), groups_of(evaluation, reference)
     found = measure(ALL_DISTANCES, evaluation.task, inputs)
-    found |= _errors(evaluation.task, inputs, groups)
+    with_error = [m for m in of_task(ALL_DISTANCES, evaluation.task) if m.error]
+    for name, pair in inputs.items():
+        found |= _errors([m for m in with_error if m.of == name], pair, groups)
     return found | {"resolution": resolution(evaluation, reference, found["wasserstein_se"])}
+
+
+def _errors(chosen: list[Metric], pair: Pair, groups: int) -> Numbers:
+    """The Monte Carlo errors of metrics of the same inputs."""
+    if not chosen:
+        return {}
+
+    def values(a: Tensor, b: Tensor) -> Tensor:
+        numbers = [torch.as_tensor(metric.function(a, b), device="cpu") for metric in chosen]
+        return torch.stack([number.double() for number in numbers])
+
+    errors = metrics.monte_carlo_error(values, *map(at_some_points, pair), groups=groups)
+    return {f"{m.key}_se": error for m, error in zip(chosen, errors.tolist(), strict=True)}
+
+
+def at_some_points(draws: Tensor) -> Tensor:
+    """Draws ``(S, N, ...)`` at no more test points than Monte Carlo errors need: those of one draw
+    at many points are similar."""
+    return evenly(draws.movedim(1, 0), 1, _MOST_POINTS).movedim(0, 1)
+
+
+def _inputs(evaluation: Evaluation, reference: Evaluation) -> dict[str, Pair]:
+    pair = evaluation, reference
+    few = [evenly(side.function, side.chains, _MOST_PAIRED) for side in pair]
+    found: dict[str, Pair] = {
+        "evaluations": pair,
+        "function": (evaluation.function, reference.function),
+        "few draws": (few[0], few[1]),
+    }
+    scale = metrics.median_distance(few[1])
+    if scale > 0:
+        found["scaled"] = few[0].double() / scale, few[1].double() / scale
+    moments = [
+        torch.stack([side.expected, side.noise], -1)
+        for side in pair
+        if side.expected is not None and side.noise is not None
+    ]
+    if len(moments) == 2:
+        found["moments"] = moments[0], moments[1]
+    return found
 
 
 def resolution(evaluation: Evaluation, reference: Evaluation, error: float) -> float:
@@ -253,77 +253,19 @@ def groups_of(evaluation: Evaluation, reference: Evaluation) -> int:
 
 def floor(reference: Evaluation) -> Numbers:
     """The distances between two halves of the reference's own draws."""
-    if len(reference.function) < 2:
-        return {}
-    return distances(*reference.halves())
-
-
-def _inputs(evaluation: Evaluation, reference: Evaluation) -> dict[str, Pair]:
-    pair = evaluation, reference
-    found: dict[str, Pair] = {
-        "evaluations": pair,
-        "function": (evaluation.function, reference.function),
-    }
-    few = tuple(evenly(side.function, side.chains, _MOST_PAIRED) for side in pair)
-    scale = metrics.median_distance(few[1])
-    found["few draws"] = few[0], few[1]
-    if scale > 0:
-        found["scaled"] = few[0].double() / scale, few[1].double() / scale
-    if evaluation.expected is not None and reference.expected is not None:
-        found["moments"] = _moments(evaluation), _moments(reference)
-    return found
-
-
-def _moments(evaluation: Evaluation) -> Tensor:
-    """Mean and variance of the target given the draw, ``(S, N, ..., 2)``."""
-    assert evaluation.expected is not None and evaluation.noise is not None
-    return torch.stack([evaluation.expected, evaluation.noise], -1)
-
-
-def _errors(task: str, inputs: dict[str, Pair], groups: int) -> Numbers:
-    """The Monte Carlo errors of the metrics that have one."""
-    found: Numbers = {}
-    chosen = [metric for metric in of_task(ALL_DISTANCES, task) if metric.error]
-    for name, (a, b) in inputs.items():
-        group = [metric for metric in chosen if metric.of == name]
-        if group:
-            few = (at_some_points(draws) for draws in (a, b))
-            errors = metrics.monte_carlo_error(_joint_function(group), *few, groups=groups).tolist()
-            keys = (metric.error_key for metric in group)
-            found |= dict(zip(keys, errors, strict=True))
-    return found
-
-
-def at_some_points(draws: Tensor) -> Tensor:
-    """Draws ``(S, N, ...)`` at no more test points than Monte Carlo errors need: those of one draw
-    at many points are similar."""
-    return evenly(draws.movedim(1, 0), 1, _MOST_POINTS).movedim(0, 1)
-
-
-def _joint_function(group: Iterable[Metric]) -> Callable[[Tensor, Tensor], Tensor]:
-    """One function for several metrics of the same inputs: their numbers as a vector."""
-
-    def values(a: Tensor, b: Tensor) -> Tensor:
-        numbers = [metric.function(a, b) for metric in group]
-        return torch.stack([torch.as_tensor(v, device="cpu").double() for v in numbers])
-
-    return values
+    return distances(*reference.halves()) if len(reference.function) > 1 else {}
 
 
 def sd_ratios(ours: Evaluation, theirs: Evaluation) -> Numbers:
     """Ratio of the function's mean sds in each region, and its Monte Carlo error, by column.
 
-    :param ours: a posterior.
-    :param theirs: the reference.
     :returns: the ratios; regions with fewer than 5 test inputs are left out.
     """
     found: Numbers = {}
-    groups = groups_of(ours, theirs)
-    for name, mask in theirs.regions.items():
+    for region, mask in theirs.regions.items():
         if int(mask.sum()) >= _LEAST_POINTS:
-            a, b = (side.function.detach()[:, mask] for side in (ours, theirs))
-            few = at_some_points(a), at_some_points(b)
-            error = metrics.monte_carlo_error(sd_ratio, *few, groups=groups)
-            found[f"sd_ratio_{name}"] = float(sd_ratio(a, b))
-            found[f"sd_ratio_{name}_se"] = float(error)
+            pair = ours.function[:, mask], theirs.function[:, mask]
+            ratio = sd_ratio.function(*pair)
+            error = _errors([sd_ratio], pair, groups_of(ours, theirs))["sd_ratio_se"]
+            found |= {f"sd_ratio_{region}": float(ratio), f"sd_ratio_{region}_se": error}
     return found

@@ -1,6 +1,5 @@
 """``evaluate``: the scores, function draws and diagnostics of one posterior on test data."""
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,35 +11,38 @@ import torch
 from torch import Tensor
 
 from pyro_bdl import metrics
-from pyro_bdl.comparison import leave_one_out
-from pyro_bdl.comparison.convergence import convergence, divergences, efficiency
-from pyro_bdl.comparison.costs import Costs, determined
-from pyro_bdl.comparison.data import check_rows, checked, thinned
+from pyro_bdl.comparison.costs import ALL_COSTS, Costs, Mixing
+from pyro_bdl.comparison.data import Data, spaced
 from pyro_bdl.comparison.k_fold import KFold
-from pyro_bdl.comparison.kind import Kind, read_kind, stated_num_data, without_targets
-from pyro_bdl.comparison.leave_one_out import LeftOut
+from pyro_bdl.comparison.kind import without_targets
+from pyro_bdl.comparison.leave_one_out import (
+    ALL_LEFT_OUT,
+    LeftOut,
+    leave_one_out,
+    of_state,
+    state_of,
+)
 from pyro_bdl.comparison.metric import PointScores, measure
 from pyro_bdl.comparison.observe import Block, check_draws, known_block, observe
 from pyro_bdl.comparison.predictive_draws import PredictiveDraws
 from pyro_bdl.comparison.regions import regions
 from pyro_bdl.comparison.scores import SCORES, Score
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import BdlWarning, UnusableDrawsError
 from pyro_bdl.guides.draws import as_posterior, samples_of_program, to_samples
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
-from pyro_bdl.program.batches import leading_size, taken
+from pyro_bdl.program.batches import taken
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
 from pyro_bdl.utils.trees import tree_map
 
-# The largest number of test points at which draws are kept, and of numbers kept in total.
-_POINTS = 1000
-_NUMBERS = 2**24
+_NUMBERS = 2**24  # the largest number of numbers in the draws that are kept
 _LEAST_FOR_RANGE = 40
 _OF_WEIGHTS = 2**20  # sets the seed of a linear model's weights apart from that of the noise
 _FILE = "Evaluation"
+NUMBERS_OF_ONE = (*SCORES, *ALL_COSTS, *ALL_LEFT_OUT)
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Evaluation:
         state = dict(vars(self))
         state["points"] = {key: vars(value) for key, value in self.points.items()}
         if self.loo is not None:
-            state["loo"] = leave_one_out.state_of(self.loo)
+            state["loo"] = state_of(self.loo)
         return save_tree(path, state, kind=_FILE)
 
     @classmethod
@@ -139,7 +141,7 @@ class Evaluation:
         state = load_tree(path, kind=_FILE)
         state["points"] = {key: PointScores(**value) for key, value in state["points"].items()}
         if state["loo"] is not None:
-            state["loo"] = leave_one_out.of_state(state["loo"])
+            state["loo"] = of_state(state["loo"])
         return cls(**state)
 
 
@@ -164,222 +166,183 @@ def evaluate(
     :param costs: time and memory of the fit, ELBO and evidence, if known.
     :param left_out: the result of ``k_fold``, in place of PSIS-LOO.
     :raises TypeError: for a value that is not a posterior, or data that are not tensors.
-    :raises UnusableDrawsError: if draws, or their predictions, are NaN or infinite.
+    :raises UnusableDrawsError: if draws, or their predictions, are NaN or infinite, or if there is
+        only one.
     :raises ValueError: for no observed site, a posterior of another program (the error lists the
         sites that do not match), or data that do not fit or are not finite.
     """
-    setting = Setting.of(
-        model, test, posterior, train=train, ood=ood, num_samples=num_samples,
-        batch_norm_data=batch_norm_data, units=units, seed=seed, progress=progress,
+    data = Data.read(model, posterior, test, train=train, ood=ood, units=units, seed=seed)
+    return evaluate_on(
+        data, posterior, num_samples=num_samples, batch_norm_data=batch_norm_data, costs=costs,
+        left_out=left_out, seed=seed, progress=progress,
     )  # fmt: skip
-    return setting.evaluate(posterior, costs or Costs(), left_out)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The program, the data and the options that posteriors are evaluated with.
+def evaluate_on(
+    data: Data,
+    posterior: Any,
+    *,
+    num_samples: int,
+    batch_norm_data: Any,
+    costs: Costs | None,
+    left_out: KFold | None,
+    seed: int,
+    progress: bool | None,
+) -> Evaluation:
+    """``evaluate`` on data that are read; it starts from the seed, whatever came before."""
+    if num_samples < 2:
+        raise ValueError(f"num_samples must be at least 2, got {num_samples}")
+    costs = costs or Costs()
+    with seeded(seed), torch.no_grad():
+        if isinstance(posterior, PredictiveDraws):
+            found, inputs = _of_known(data, posterior)
+        else:
+            drawn = _Draws(data, posterior, num_samples, batch_norm_data, seed)
+            found, inputs = drawn.evaluation(progress)
+            posterior = drawn.posterior
+            if left_out is None and data.train is not None:
+                inputs |= drawn.left_out(data.train, progress)
+        if left_out is not None:
+            inputs["loo"] = left_out, ""
+        inputs |= costs.inputs(posterior, *inputs.get("mixing", ()))
+        scores = found.scores | measure(NUMBERS_OF_ONE, found.task, inputs)
+    return replace(found, scores=scores, loo=inputs.get("loo", (None,))[0])
 
-    :param kind: what the program observes.
-    :param test: the program's arguments.
-    :param y: the numbers that it observes.
-    :param ood: out-of-distribution inputs as the program's arguments.
+
+class _Draws:
+    """Draws of a posterior, made once, so that all numbers are about the same ones.
+
+    :param num_samples: draws of a guide.
+    :param batch_norm_data: see ``Predictive``.
+    :param seed: seed of the draws of a linear model.
     """
 
-    model: Callable
-    kind: Kind
-    test: tuple
-    y: Tensor
-    train: tuple | None
-    ood: tuple | None
-    num_samples: int
-    batch_norm_data: Any
-    units: tuple[float, float]
-    seed: int
-    progress: bool | None
-
-    @classmethod
-    def of(
-        cls, model: Callable, test: tuple, posterior: Any, *, train: Any, ood: Any,
-        num_samples: int, units: tuple[float, float], seed: int, **options: Any,
-    ) -> "Setting":  # fmt: skip
-        """Check the data and read the program.
-
-        :param posterior: one that gives values to latents with an improper prior.
-        """
-        args = checked("test", test)
-        known = None if train is None else checked("train", train, count=len(args))
-        elsewhere = None
-        if ood is not None:
-            ood = (ood,) if isinstance(ood, Tensor | Mapping) else ood
-            elsewhere = thinned(checked("ood", ood, count=len(args) - 1), _POINTS)
-        if num_samples < 2:
-            raise ValueError(f"num_samples must be at least 2, got {num_samples}")
-        if not (all(map(math.isfinite, units)) and units[0] > 0):
-            raise ValueError(f"units must be (scale, shift) with a positive scale, got {units}")
-        with seeded(seed):
-            try:
-                kind = read_kind(model, args, posterior)
-            except (ValueError, RuntimeError, IndexError):
-                check_rows("test", args)
-                raise
-            if kind.is_last:  # only of several sites there may be different numbers of rows
-                check_rows("test", args)
-            if not kind.is_last and (ood is not None or tuple(units) != (1, 0)):
-                raise ValueError(
-                    "ood and units are for programs that observe the last argument at one site, "
-                    f"and this one has the data of {', '.join(map(repr, kind.sites))}"
-                )
-            if known is not None and kind.by_rows:
-                check_rows("train", known)
-            y = kind.targets(model, args, posterior)
-        if elsewhere is not None:
-            count = leading_size(elsewhere) if kind.needs_targets else None
-            last = None if count is None else y[:1].expand(count, *y.shape[1:])
-            elsewhere = (*elsewhere, last)
-        return cls(
-            model, kind, args, y, known, elsewhere, num_samples, units=units, seed=seed, **options
-        )
-
-    def recognized(self, posterior: Any) -> Any:
-        """A guide, ``Samples`` or ``PredictiveDraws`` from any object that is a posterior."""
-        if isinstance(posterior, PredictiveDraws):
-            return posterior
-        size = stated_num_data(self.model)
-        rows = self.test if size is None else taken(self.test, slice(0, size))
-        return as_posterior(posterior, self.model, rows)
-
-    def evaluate(self, posterior: Any, costs: Costs, left_out: KFold | None) -> Evaluation:
-        """The evaluation of one posterior; it starts from the seed, whatever came before."""
-        with seeded(self.seed), torch.no_grad():
-            posterior = self.recognized(posterior)
-            if isinstance(posterior, PredictiveDraws):
-                found = self._of_known(posterior)
-            else:
-                found = self._of_posterior(posterior, left_out)
-        scores = costs.scores(posterior) | determined(posterior) | dict(found.scores)
-        if left_out is not None:
-            found = replace(found, loo=left_out)
-            scores |= leave_one_out.scores_of(left_out, "")
-        return replace(found, scores=scores | efficiency(posterior, scores))
-
-    def _of_known(self, known: PredictiveDraws) -> Evaluation:
-        if known.function.shape[1] != len(self.y):
-            raise ValueError(
-                f"it holds predictions at {known.function.shape[1]} points, but there are "
-                f"{len(self.y)} test inputs"
-            )
-        found, _ = self._scored([known_block(self.kind, known, self.y)], known.chains)
-        scores = dict(found.scores)
-        if known.chains > 1:
-            scores |= convergence(found.function, known.chains)
-        return replace(found, scores=scores)
-
-    def _of_posterior(self, posterior: Any, left_out: KFold | None) -> Evaluation:
-        kind, model = self.kind, self.model
+    def __init__(
+        self, data: Data, posterior: Any, num_samples: int, batch_norm_data: Any, seed: int
+    ) -> None:
+        kind, args = data.kind, data.test
+        rows = args if kind.most_rows is None else taken(args, slice(0, kind.most_rows))
+        self.data, self.posterior = data, as_posterior(posterior, data.model, rows)
         linear = is_linear(posterior)  # a Gauss-Newton posterior belongs to the linear model
         if linear and not kind.linear:
-            said_of = UNKNOWN.format(
-                kind=" and ".join(sorted(set(kind.sites.values()))), posterior="the posterior"
-            )
-            warnings.warn(said_of, BdlWarning, stacklevel=3)
             linear = False
+            names = " and ".join(sorted(set(kind.sites.values())))
+            words = UNKNOWN.format(kind=names, posterior="the posterior")
+            warnings.warn(words, BdlWarning, stacklevel=4)
         started = time.perf_counter()
-        samples = self._draws(posterior, 1 if linear else self.num_samples)
-        seconds = time.perf_counter() - started
-        for site, values in samples.flat().items():
+        count = 1 if linear else num_samples
+        self.samples = to_samples(self.posterior, count, *without_targets(args))
+        if kind.latents is not None:
+            self.samples = samples_of_program(kind.latents, self.posterior, self.samples)
+        self.seconds = time.perf_counter() - started
+        for site, values in self.samples.flat().items():
             check_draws(f"values of the site {site!r}", ~values.isfinite())
-        predictive: Any
+        self.count = num_samples if linear else self.samples.num_chains * self.samples.num_draws
+        if self.count < 2:
+            raise UnusableDrawsError("it has one draw: at least 2 are needed")
+        self.predictive: LinearizedPredictive | Predictive = Predictive(
+            data.model, self.samples, batch_norm_data=batch_norm_data
+        )
         if linear:
-            seed, count = self.seed + _OF_WEIGHTS, self.num_samples
-            predictive = LinearizedPredictive(model, posterior, count, seed=seed)
-        else:
-            predictive = Predictive(model, samples, batch_norm_data=self.batch_norm_data)
-            count = samples.num_chains * samples.num_draws
-        batches = shown(kind.batches(self.test, self.y, count), "scores", self.progress)
+            seed += _OF_WEIGHTS
+            self.predictive = LinearizedPredictive(data.model, posterior, num_samples, seed=seed)
 
-        def blocks() -> Iterator[Block]:
-            nonlocal seconds
-            for batch in batches:
-                started = time.perf_counter()
-                block = observe(predictive, kind, *batch)
-                seconds += time.perf_counter() - started
-                yield block
-
-        found, joint = self._scored(blocks(), samples.num_chains)
-        scores = {**found.scores, "draw_seconds": seconds / count}
-        if self.ood is not None:
-            block = observe(predictive, kind, self.ood, None).in_units(*self._units)
+    def evaluation(self, progress: bool | None) -> tuple[Evaluation, dict[str, tuple]]:
+        """The evaluation without its numbers but the points', and the inputs of metrics."""
+        data, chains = self.data, self.samples.num_chains
+        found, inputs, density = _scored(data, self._blocks(progress), chains)
+        inputs["drawing"] = self.seconds, self.count
+        if data.ood is not None:
+            block = observe(self.predictive, data.kind, data.ood, None).in_units(*data.units)
             there = replace(found, function=block.function, expected=block.mean, noise=block.noise)
             parts = found.uncertainty(), there.uncertainty()
-            if None not in parts:
-                scores |= measure(SCORES, kind.task, {"ood": parts})
-        if isinstance(posterior, Samples):
+            inputs |= {} if None in parts else {"ood": parts}
+        if isinstance(self.posterior, Samples):
             # noisy draws of the target always seem to mix
-            fixed = kind.fixed_mean and joint is not None
-            function: Any = joint if fixed else found.function
-            scores |= divergences(posterior) | convergence(function, samples.num_chains)
-        loo = None
-        if self.train is not None and left_out is None:
-            if kind.no_single:
-                words = f"{kind.no_single}: no datum can be left out, and there is no elpd"
-                warnings.warn(words, BdlWarning, stacklevel=3)
-            else:
-                loo, by = leave_one_out.leave_one_out(
-                    model, kind, posterior, samples, predictive, self.train,
-                    progress=self.progress,
-                )  # fmt: skip
-                scores |= leave_one_out.scores_of(loo, by)
-        return replace(found, scores=scores, loo=loo)
+            function = density if data.kind.fixed_mean and density is not None else found.function
+            inputs["mixing"] = (Mixing.of(function, chains),)
+        return found, inputs
 
-    def _draws(self, posterior: Any, count: int) -> Samples:
-        """Draws of a posterior, made once, so that all numbers are about the same draws."""
-        samples = to_samples(posterior, count, *without_targets(self.test))
-        if self.kind.latents is None:
-            return samples
-        return samples_of_program(self.kind.latents, posterior, samples)
+    def _blocks(self, progress: bool | None) -> Iterator[Block]:
+        data = self.data
+        batches = data.kind.batches(data.test, self.count, data.y[0].numel())
+        for args, rows in shown(batches, "scores", progress):
+            started = time.perf_counter()
+            block = observe(self.predictive, data.kind, args, data.y[rows])
+            self.seconds += time.perf_counter() - started
+            yield block
 
-    @property
-    def _units(self) -> tuple[float, float]:
-        return self.units if self.kind.task == "regression" else (1.0, 0.0)
+    def left_out(self, train: tuple, progress: bool | None) -> dict[str, tuple]:
+        """Leave-one-out on the training data as an input of metrics; empty where there is none."""
+        data = self.data
+        if data.kind.no_single:
+            words = f"{data.kind.no_single}: no datum can be left out, and there is no elpd"
+            warnings.warn(words, BdlWarning, stacklevel=4)
+            return {}
+        loo, by = leave_one_out(
+            data.model, data.kind, self.posterior, self.samples, self.predictive, train,
+            progress=progress,
+        )  # fmt: skip
+        return {} if loo is None else {"loo": (loo, by)}
 
-    def _scored(self, blocks: Iterable[Block], chains: int) -> tuple[Evaluation, Tensor | None]:
-        """The scores of all rows with the draws at some of them, and the last batch's density."""
-        kind, rows = self.kind, len(self.y)
-        scale, shift = self._units
-        count = min(rows, _POINTS)
-        places = torch.arange(count, device="cpu") * rows // count
-        score, kept, density, start = Score(kind), [], None, 0
-        for block in blocks:
-            block = block.in_units(scale, shift)
-            score.add(block)
-            density = block.log_density
-            inside = places[(places >= start) & (places < start + block.rows)] - start
-            if len(inside):
-                kept.append(block.at(inside.to(block.mean.device), chains, _NUMBERS // count))
-            start += block.rows
-        block = Block.joined(kept)
-        on_device = places.to(self.y.device)
-        inputs = taken(self.test[:-1], on_device) if kind.by_rows and len(self.test) > 1 else ()
-        y = self.y[on_device]
-        found = Evaluation(
-            task=kind.task,
-            rows=rows,
-            places=places,
-            inputs=inputs,
-            y=y * scale + shift if kind.task == "regression" else y,
-            regions=regions(inputs, self.train[:-1]) if self.train and inputs else {},
-            chains=chains,
-            function=block.function,
-            mean=score.mean(),
-            predictions=block.draws,
-            expected=None if block.noise is None else block.mean,
-            noise=block.noise,
-            pit=score.pit(),
-            points=score.points(),
+
+def _of_known(data: Data, known: PredictiveDraws) -> tuple[Evaluation, dict[str, tuple]]:
+    if known.function.shape[1] != len(data.y):
+        raise ValueError(
+            f"it holds predictions at {known.function.shape[1]} points, but there are "
+            f"{len(data.y)} test inputs"
         )
-        parts: dict[str, tuple[Any, ...]] = {}
-        if (uncertainty := found.uncertainty()) is not None:
-            parts["uncertainty"] = (uncertainty,)
-        if block.draws is not None and len(block.draws) >= _LEAST_FOR_RANGE:
-            parts["coverage range"] = tuple(metrics.coverage_range(block.draws).tolist())
-        return replace(found, scores=score.numbers(parts)), density
+    block = known_block(data.kind, known, data.y)
+    found, inputs, _ = _scored(data, [block], known.chains)
+    if known.chains > 1:
+        inputs["mixing"] = (Mixing.of(found.function, known.chains),)
+    return found, inputs
+
+
+def _scored(
+    data: Data, blocks: Iterable[Block], chains: int
+) -> tuple[Evaluation, dict[str, tuple], Tensor | None]:
+    """The scores of all rows with the draws at some of them, the inputs of the other metrics, and
+    the last batch's density."""
+    kind, rows, (scale, shift) = data.kind, len(data.y), data.units
+    score, kept, density, start = Score(kind), [], None, 0
+    places = spaced(rows)
+    for block in blocks:
+        block = block.in_units(scale, shift)
+        score.add(block)
+        density = block.log_density
+        inside = places[(places >= start) & (places < start + block.rows)] - start
+        if len(inside):
+            kept.append(block.at(inside.to(block.mean.device), chains, _NUMBERS // len(places)))
+        start += block.rows
+    block, chosen = Block.joined(kept), places.to(data.y.device)
+    x = taken(data.test[:-1], chosen) if kind.by_rows and len(data.test) > 1 else ()
+    y, points, whole = data.y[chosen], score.points(), score.whole()
+    found = Evaluation(
+        task=kind.task,
+        rows=rows,
+        places=places,
+        inputs=x,
+        y=y * scale + shift if kind.task == "regression" else y,
+        regions=regions(x, data.train[:-1]) if data.train and x else {},
+        chains=chains,
+        function=block.function,
+        mean=whole["mean"],
+        predictions=block.draws,
+        expected=None if block.noise is None else block.mean,
+        noise=block.noise,
+        pit=whole.get("transforms"),
+        scores={key: score.number for key, score in points.items()}
+        | {f"{key}_se": score.error for key, score in points.items()},
+        points=points,
+    )
+    inputs: dict[str, tuple[Any, ...]] = {}
+    if "y" in whole:
+        inputs["mean"] = whole["mean"], whole["y"]
+    if found.pit is not None:
+        inputs["pit"] = (found.pit,)
+    if (uncertainty := found.uncertainty()) is not None:
+        inputs["uncertainty"] = (uncertainty,)
+    if block.draws is not None and len(block.draws) >= _LEAST_FOR_RANGE:
+        inputs["coverage range"] = tuple(metrics.coverage_range(block.draws).tolist())
+    return found, inputs, density

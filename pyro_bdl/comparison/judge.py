@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pyro_bdl.comparison.costs import GAMMA_NEARLY_ALL, GAMMA_NEARLY_NONE
 from pyro_bdl.comparison.evaluate import Evaluation
 from pyro_bdl.utils.tables import Column, listed, with_error
 
@@ -25,6 +24,7 @@ SD_NONE = 1e-3  # sd ratio of a function without spread
 MEAN = 0.25  # difference of the means that counts as agreement, in sds of the reference
 DIVERGENT = 0.01  # share of divergent draws that puts a reference in doubt
 COVERAGE = 0.1  # two standard errors of a coverage, above which it says little
+GAMMA_ALL, GAMMA_NONE = 0.9, 0.05  # shares of what the data may determine: nearly all, or none
 QUICK = 0.5  # share of the best one's time at which a cheaper posterior is worth a sentence
 MOST_NAMES = 3  # in one list of the answer
 
@@ -52,8 +52,9 @@ BY_SCORE = (
 )
 # The three sentences of the answer.
 _CLOSEST = "{begin}{names} {verb} the closest{to}, at W1 {distance} (the draws resolve {resolved}; "
-_CHEAPER = "For {share} % of {reference}'s time, {name} is {group}, at W1 {distance:.2g}{brief}."
+_CHEAPER = "For {time}, {name} is {group}, at W1 {distance:.2g}{brief}."
 _FAR = "Far from it: {names}."
+_INTERVAL = "its 90 % interval of the target, noise included, holds {:.0f} % of the {}test targets"
 _REGIONS = {
     "_between": "between the training data",
     "_beyond": "beyond the training data",
@@ -123,18 +124,16 @@ def judge(
     """
     base = None if reference is None else rows[reference]
     points = next(iter(evaluations.values())).rows
-    key = SCORE if base is None else DISTANCE
-    key = score if base is None else key
+    key = score if base is None else DISTANCE
     names = sorted(rows, key=lambda name: (name != reference, _known(rows[name], key)))
     found = {}
     for name in names:
-        row = rows[name]
         if base is None:
             group = _group_by_score(evaluations[name], evaluations[names[0]], score)
         else:
-            group = REFERENCE if name == reference else _group(row, point)
+            group = REFERENCE if name == reference else _group(rows[name], point)
         other = None if name == reference else base
-        found[name] = Judgment(group, reasons(row, other, points, score))
+        found[name] = Judgment(group, reasons(rows[name], other, points, score))
     return found
 
 
@@ -145,7 +144,7 @@ def _known(row: Row, key: str) -> float:
 
 
 def _group(row: Row, point: float) -> str:
-    distance, error = _number(row, DISTANCE), _number(row, f"{DISTANCE}_se")
+    distance, error = _with_error(row, DISTANCE)
     resolution = _number(row, "resolution")
     if math.isnan(resolution):
         return UNDECIDED
@@ -178,21 +177,16 @@ def in_words(reference: str) -> str:
 def doubts(name: str, row: Row) -> list[str]:
     """A sentence on why a reference is in doubt: its chains disagree or diverge, or are too short
     to say."""
-    found, needed = [], []
-    rhat, limit = _number(row, "rhat"), _number(row, "rhat_limit")
-    if not math.isnan(limit) and not rhat <= limit:
-        unknown = "R-hat is unknown, which needs two chains of 4 draws"
-        known = f"R-hat is {rhat:.3f} in function space, above {limit:.4g}"
-        found.append(unknown if math.isnan(rhat) else known)
+    reason, needed = _convergence(row), []
+    if not _number(row, "rhat") <= _number(row, "rhat_limit"):
         needed.append(_LONGER)
     if _number(row, "divergent") > DIVERGENT:
-        found.append(f"{100 * row['divergent']:.2g} % of its draws diverged")
         needed.append(_SMALLER)
-    if not found:
+    if reason is None or not needed:
         return []
     return [
-        f"{name} cannot be trusted as the reference: {' and '.join(found)}. Before relying on "
-        f"the distances, give it {' and '.join(needed)}."
+        f"{name} cannot be trusted as the reference: {reason.words}. Before relying on the "
+        f"distances, give it {' and '.join(needed)}."
     ]
 
 
@@ -207,23 +201,23 @@ def reasons(row: Row, reference: Row | None, points: int, score: str = SCORE) ->
     :param points: number of test points.
     :param score: key of the NLPD that predictions are compared by.
     """
-    found: list[Reason | None] = []
+    found = [_coverage(row, points), _convergence(row)]
     if reference is not None:
-        found = [_predictions(row, score), _spread(row), _center(row), _left_out(row, reference)]
-    found += [_coverage(row, points), _convergence(row)]
-    known = [reason for reason in found if reason is not None] or [_calibrated(row, points)]
-    gamma = _parameters(row)
-    return (*known, Reason(gamma)) if gamma else tuple(known)
+        near = [_predictions(row, score), _spread(row), _center(row), _left_out(row, reference)]
+        found = [*near, *found]
+    if not any(found):
+        found = [_calibrated(row, points)]
+    return tuple(reason for reason in (*found, _parameters(row)) if reason is not None)
 
 
 def _is_clear(deviation: float, error: float, band: float) -> bool:
     """Return whether two errors are smaller than the deviation, or than the band of agreement if
     the deviation lies in it; an unknown error is not."""
-    return ERRORS * error <= max(deviation, band)
+    return ERRORS * error <= max(abs(deviation), band)
 
 
 def _predictions(row: Row, score: str) -> Reason | None:
-    gap, error = _number(row, f"{score}_diff"), _number(row, f"{score}_diff_se")
+    gap, error = _with_error(row, f"{score}_diff")
     if not gap > ERRORS * error:
         return None
     words = f"it predicts worse, by {with_error(gap, error)} nats per datum"
@@ -238,41 +232,43 @@ def _spread(row: Row) -> Reason | None:
         words = "the function has no spread where the reference's has: overconfident about it"
         return Reason(words, "no spread")
     region = _worst_region(row)
-    ratio, error = _number(row, f"sd_ratio{region}"), _number(row, f"sd_ratio{region}_se")
-    near = _number(row, "sd_ratio_near")
+    ratio, error = _with_error(row, f"sd_ratio{region}")
+    deviation, relative = _log_ratio(row, region)
     whose = f"the function's sd {_REGIONS[region]} is {_digits(ratio)} times the reference's"
-    ratio = max(ratio, SD_NONE)
-    deviation = abs(math.log(ratio))
-    if not _is_clear(deviation, error / ratio, SD):
+    if not _is_clear(deviation, relative, SD):
         unknown = "by an unknown error" if math.isnan(error) else f"± {error:.2f} by sampling"
         return Reason(f"{whose}, {unknown}: undecided")
-    if deviation <= SD:
+    if abs(deviation) <= SD:
         return Reason(f"{whose}: much alike")
+    near = _number(row, "sd_ratio_near")
     where = " there" if region else ""
     where += f" ({_digits(near)} times near them)" if region and not math.isnan(near) else ""
     word, fault = ("over", "too narrow") if ratio < 1 else ("under", "too wide")
     return Reason(f"{whose}: {word}confident about the function{where}", fault)
 
 
+def _log_ratio(row: Row, region: str) -> tuple[float, float]:
+    """log of an sd ratio, and its error."""
+    ratio, error = _with_error(row, f"sd_ratio{region}")
+    ratio = max(ratio, SD_NONE)
+    return math.log(ratio), error / ratio
+
+
 def _worst_region(row: Row) -> str:
     """The region away from the data where the sd is off most, clearly so, and more than near
     them; empty for none."""
-    near = _number(row, "sd_ratio_near")
-    near = math.log(near) if near > 0 else 0.0
+    near = _log_ratio(row, "_near")[0] if _number(row, "sd_ratio_near") > 0 else 0.0
     found = {}
     for region in ("_between", "_beyond"):
-        ratio, error = _number(row, f"sd_ratio{region}"), _number(row, f"sd_ratio{region}_se")
-        if math.isnan(ratio):
-            continue
-        off = math.log(max(ratio, SD_NONE))
+        off, error = _log_ratio(row, region)
         more = math.copysign(1, off) * (off - near) > SD_APART
-        if more and abs(off) > SD and _is_clear(abs(off), error / max(ratio, SD_NONE), SD):
+        if more and abs(off) > SD and _is_clear(off, error, SD):
             found[region] = abs(off)
     return max(found, key=lambda region: found[region], default="")
 
 
 def _center(row: Row) -> Reason | None:
-    off, error = _number(row, "mean_shift"), _number(row, "mean_shift_se")
+    off, error = _with_error(row, "mean_shift")
     if math.isnan(off):
         return None
     if not _is_clear(off, error, MEAN):
@@ -284,7 +280,7 @@ def _center(row: Row) -> Reason | None:
 
 def _left_out(row: Row, reference: Row) -> Reason | None:
     """A difference in elpd, where no k-hat is too high for it."""
-    gap, error = _number(row, "elpd_diff"), _number(row, "elpd_diff_se")
+    gap, error = _with_error(row, "elpd_diff")
     if not abs(gap) > ERRORS * error or any(_number(r, "high_k") > 0 for r in (row, reference)):
         return None
     word = "better" if gap > 0 else "worse"
@@ -294,50 +290,47 @@ def _left_out(row: Row, reference: Row) -> Reason | None:
 
 def _coverage(row: Row, points: int) -> Reason | None:
     share = _number(row, "coverage")
-    error = 2 * math.sqrt(0.9 * 0.1 / points)
     low, high = _number(row, "coverage_from"), _number(row, "coverage_to")
-    low, high = min(0.9 - error, low), max(0.9 + error, high)
-    if math.isnan(share) or low <= share <= high:
+    error = _error_of_coverage(points)
+    if math.isnan(share) or min(0.9 - error, low) <= share <= max(0.9 + error, high):
         return None
     width = "too narrow" if share < 0.9 else "too wide"
-    return Reason(f"{_interval(share, '')}: {width}", width)
+    return Reason(f"{_INTERVAL.format(100 * share, '')}: {width}", width)
 
 
 def _calibrated(row: Row, points: int) -> Reason:
     share = _number(row, "coverage")
     if math.isnan(share):
         return Reason("nothing to hold it against")
-    few = 2 * math.sqrt(0.9 * 0.1 / points) > COVERAGE
-    close = "too few to tell how close that is to 90 %"
-    close = close if few else "no farther from 90 % than chance takes it"
-    return Reason(f"{_interval(share, f'{points} ')}, {close}")
+    close = "no farther from 90 % than chance takes it"
+    if _error_of_coverage(points) > COVERAGE:
+        close = "too few to tell how close that is to 90 %"
+    return Reason(f"{_INTERVAL.format(100 * share, f'{points} ')}, {close}")
 
 
-def _interval(share: float, points: str) -> str:
-    held = f"holds {100 * share:.0f} % of the {points}test targets"
-    return f"its 90 % interval of the target, noise included, {held}"
+def _error_of_coverage(points: int) -> float:
+    """Two standard errors of the share of N targets in a correct 90 % interval."""
+    return ERRORS * math.sqrt(0.9 * 0.1 / points)
 
 
 def _convergence(row: Row) -> Reason | None:
-    rhat, limit, size = (_number(row, key) for key in ("rhat", "rhat_limit", "ess_low"))
+    rhat, limit, size, count = (
+        _number(row, key) for key in ("rhat", "rhat_limit", "ess_low", "divergences")
+    )
     if math.isnan(limit):
         return None
+    parts = [f"{'' if rhat <= limit else 'not '}converged (R-hat {rhat:.3f} in function space)"]
     if math.isnan(rhat):
-        text = "convergence unknown: R-hat needs two chains of 4 draws"
-    else:
-        state = "converged" if rhat <= limit else "not converged"
-        text = f"{state} (R-hat {rhat:.3f} in function space)"
-    text += "" if math.isnan(size) else f", ESS at least {size:.0f}"
-    count = _number(row, "divergences")
+        parts = ["convergence unknown: R-hat needs two chains of 4 draws"]
+    if not math.isnan(size):
+        parts.append(f"ESS at least {size:.0f}")
     if not math.isnan(count):
-        text += f", {count:.0f} divergence" if count else ", no divergence"
-        text += "" if count == 1 else "s"
-    text += ": it needs longer warm-up and more draws" if rhat > limit else ""
-    text += ": draws may miss parts" if _number(row, "divergent") > DIVERGENT else ""
-    return Reason(text)
+        parts.append(f"{count:.0f} divergence{'' if count == 1 else 's'}")
+    missed = ": draws may miss parts" if _number(row, "divergent") > DIVERGENT else ""
+    return Reason(f"{', '.join(parts)}{missed}")
 
 
-def _parameters(row: Row) -> str:
+def _parameters(row: Row) -> Reason | None:
     """A clause on the number of parameters that the data determine if it is high or low.
 
     A gamma near P means that all parameters are in use, so that more units may be worth a try. A
@@ -346,12 +339,12 @@ def _parameters(row: Row) -> str:
     """
     gamma, latents = _number(row, "gamma"), _number(row, "latents")
     share = f"the data determine {gamma:.3g} of {latents:.0f} parameters, nearly"
-    if gamma >= GAMMA_NEARLY_ALL * latents:
-        return f"{share} all: the network may be too small"
+    if gamma >= GAMMA_ALL * latents:
+        return Reason(f"{share} all: the network may be too small")
     data = _number(row, "fitted")
-    if gamma <= GAMMA_NEARLY_NONE * min(latents, latents if math.isnan(data) else data):
-        return f"{share} none: the prior decides"
-    return ""
+    if gamma <= GAMMA_NONE * min(latents, latents if math.isnan(data) else data):
+        return Reason(f"{share} none: the prior decides")
+    return None
 
 
 # ------------------------------------------------------------------------------------ answer
@@ -380,12 +373,14 @@ def answer(
     if reference is None:
         return " ".join(_answer_by_score(rows, judgments, score))
     whose = in_words(reference)
-    group = {name: judgments[name].group for name in names}
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(judgments[name].group, []).append(name)
     base = _number(rows[reference], "seconds")
     time = {name: _number(rows[name], "seconds") / base if base > 0 else math.nan for name in names}
     sentences = [f"{whose} is in doubt, so that what follows may change."] if doubtful else []
     scale = f"a point at {whose}'s mean has {point:.2g})"
-    alike = [name for name in names if group[name] == ALIKE]
+    alike, usable = groups.get(ALIKE, []), groups.get(USABLE, [])
     if alike:
         best = min(alike, key=lambda name: _known(time, name))
         several = f"; the fastest of them, {best}, took" if len(alike) > 1 else ", in"
@@ -393,39 +388,31 @@ def answer(
         sentences.append(f"{listed(alike)} cannot be told from {whose}{taken}.")
     else:
         best = names[0]
-        none = group[best] == FAR
-        same = [name for name in names if not _is_apart(rows[best], rows[name])]
+        near = [name for name in names if not _is_apart(rows[best], rows[name])]
         resolved = _number(rows[best], "resolution")
+        none = best in groups.get(FAR, [])
         text = _CLOSEST.format(
             begin=f"None comes near {whose}: " if none else "",
-            names=listed(same),
-            verb="is" if len(same) == 1 else "are",
+            names=listed(near),
+            verb="is" if len(near) == 1 else "are",
             to="" if none else f" to {whose}",
-            distance=_range([_number(rows[name], DISTANCE) for name in same]),
+            distance=_range([_number(rows[name], DISTANCE) for name in near]),
             resolved="an unknown distance" if math.isnan(resolved) else f"{resolved:.2g}",
         )
-        known = group[best] == USABLE and not math.isnan(time[best])
-        taken = f", in {_share(time[best], 'its')}" if known else ""
+        timed = best in usable and not math.isnan(time[best])
+        taken = f", in {_share(time[best], 'its')}" if timed else ""
         sentences.append(f"{text}{scale}{taken}.")
-    cheap = [name for name in names if group[name] in (ALIKE, USABLE) and time[name] == time[name]]
-    quick = min(cheap, key=lambda name: time[name], default=best)
-    if cheap and time[quick] >= 1:
-        open_ = [name for name in names if group[name] == UNDECIDED and time[name] < 1]
-        known_to = "usable"
-        if open_:
-            known_to = f"known to be usable (of {listed(open_)} the draws are too few to say)"
-        sentences.append(f"None that is faster than {whose} is {known_to}.")
-    elif quick != best and time[quick] <= QUICK * _known(time, best):
+    quick = min([*alike, *usable], key=lambda name: _known(time, name), default=best)
+    if quick != best and time[quick] <= QUICK * _known(time, best):
         sentences.append(
             _CHEAPER.format(
-                share=_percent(time[quick]), reference=whose, name=quick, group=group[quick],
+                time=_share(time[quick], f"{whose}'s"), name=quick, group=judgments[quick].group,
                 distance=_number(rows[quick], DISTANCE), brief=f" ({scale}" if alike else "",
             )
         )  # fmt: skip
     faults: dict[str, list[str]] = {}
-    for name in names:
-        if group[name] == FAR:
-            faults.setdefault(judgments[name].fault, []).append(name)
+    for name in groups.get(FAR, []):
+        faults.setdefault(judgments[name].fault, []).append(name)
     if faults:
         parts = (f"{listed(far, MOST_NAMES)} ({fault})" for fault, far in faults.items())
         sentences.append(_FAR.format(names="; ".join(parts)))
@@ -435,47 +422,45 @@ def answer(
 def _answer_by_score(
     rows: Mapping[str, Row], judgments: Mapping[str, Judgment], score: str
 ) -> Iterable[str]:
-    if len(judgments) == 1:
-        return [f"There is only {next(iter(judgments))}, and nothing to compare it with."]
     alike, worse = (
         [name for name, judgment in judgments.items() if judgment.group == group]
         for group in (ALIKE, WORSE)
     )
-    if not alike:
-        return []
-    sentences = [f"{listed(alike)} predicts the test data best by NLPD."]
-    if len(alike) > 1:
-        sentences = [
+    if len(judgments) == 1:
+        yield f"There is only {next(iter(judgments))}, and nothing to compare it with."
+        return
+    if len(alike) == 1:
+        yield f"{alike[0]} predicts the test data best by NLPD."
+    elif alike:
+        yield (
             f"{listed(alike)} predict the test data alike: their NLPDs differ by less than two "
             "standard errors from the best."
-        ]
+        )
     times = {name: t for name in alike if (t := _number(rows[name], "seconds")) == t}
     if len(times) > 1:
         quick = min(times, key=lambda name: times[name])
-        sentences.append(f"{quick} is the fastest of them ({times[quick]:.2g} s).")
-    if worse:
+        yield f"{quick} is the fastest of them ({times[quick]:.2g} s)."
+    if alike and worse:
         best = _number(rows[alike[0]], score)
         gaps = _range([_number(rows[name], score) - best for name in worse])
         verb = "predicts" if len(worse) == 1 else "predict"
-        names = listed(worse, MOST_NAMES)
-        sentences.append(f"{names} {verb} worse, by {gaps} nats per datum.")
-    return [*sentences, "Without a reference it is not known how near they are to the posterior."]
+        yield f"{listed(worse, MOST_NAMES)} {verb} worse, by {gaps} nats per datum."
+    if alike:
+        yield "Without a reference it is not known how near they are to the posterior."
 
 
 # -------------------------------------------------------------------------------------- words
 
 
 def _is_apart(a: Row, b: Row) -> bool:
-    error = math.hypot(*(_number(row, f"{DISTANCE}_se") for row in (a, b)))
-    return abs(_number(a, DISTANCE) - _number(b, DISTANCE)) > ERRORS * error
-
-
-def _percent(time: float) -> str:
-    return f"{100 * time:.0f}" if time >= 0.01 else f"{100 * time:.1g}"
+    (d_a, error_a), (d_b, error_b) = (_with_error(row, DISTANCE) for row in (a, b))
+    return abs(d_a - d_b) > ERRORS * math.hypot(error_a, error_b)
 
 
 def _share(time: float, whose: str) -> str:
-    return f"{_percent(time)} % of {whose} time" if time < 1.5 else f"{time:.2g} times {whose} time"
+    if time >= 1.5:
+        return f"{time:.2g} times {whose} time"
+    return f"{100 * time:.{'0f' if time >= 0.01 else '1g'}} % of {whose} time"
 
 
 def _range(values: Sequence[float]) -> str:
@@ -490,3 +475,7 @@ def _digits(ratio: float) -> str:
 def _number(row: Row, key: str) -> float:
     value = row.get(key)
     return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def _with_error(row: Row, key: str) -> tuple[float, float]:
+    return _number(row, key), _number(row, f"{key}_se")

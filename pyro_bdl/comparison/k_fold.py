@@ -104,11 +104,10 @@ def _log_density(model: Callable, posterior: Any, args: tuple, num_samples: int)
             "have no common plate with a cell for each row"
         )
     count = None if isinstance(posterior, Samples) else num_samples
-    make: Any = LinearizedPredictive if is_linear(posterior) else Predictive
+    linear = kind.linear and is_linear(posterior)
+    make: Any = LinearizedPredictive if linear else Predictive
     predictive, found = make(model, posterior, count), []
-    size = kind.most_rows or leading_size(args)
-    for start in range(0, leading_size(args), size):
-        part = taken(args, slice(start, start + size))
+    for part, _ in kind.batches(args, num_samples):
         density = log_densities(predictive, kind, part).double()
         found.append(log_mean_exp(density.reshape(len(density), leading_size(part), -1).sum(-1).T))
     return torch.cat(found)

@@ -10,7 +10,7 @@ own terms; if discrete sites that are summed out tie the data to each other, the
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -105,17 +105,18 @@ class Kind:
     def _joined(self, values: Mapping[str, Tensor], *leading: int) -> Tensor:
         return torch.cat([values[name].reshape(*leading, -1) for name in self.sites], -1)
 
-    def batches(self, args: tuple, y: Tensor, draws: int) -> list[tuple[tuple, Tensor]]:
-        """Arguments and targets in parts that limit memory, or whole where they belong together.
+    def batches(self, args: tuple, draws: int, width: int = 1) -> list[tuple[tuple, slice]]:
+        """Arguments and their rows in parts that limit memory, or whole where they belong together.
 
         :param draws: S.
+        :param width: numbers in a row's target.
         """
         if self.is_joint or not self.by_rows:
-            return [(args, y)]
-        size = max(1, bytes_at_once(_DRAWS_AT_ONCE) // (8 * draws * max(1, y[0].numel())))
+            return [(args, slice(None))]
+        size = max(1, bytes_at_once(_DRAWS_AT_ONCE) // (8 * draws * max(1, width)))
         size = min(size, self.most_rows or size)
-        slices = [slice(start, start + size) for start in range(0, len(y), size)]
-        return [(taken(args, rows), y[rows]) for rows in slices]
+        parts = [slice(start, start + size) for start in range(0, leading_size(args), size)]
+        return [(taken(args, rows), rows) for rows in parts]
 
     def targets(self, model: Callable, args: tuple, posterior: Any) -> Tensor:
         """The numbers that the program observes."""
@@ -140,13 +141,6 @@ class Kind:
         return self._joined(values, *([leading_size(args)] if self.by_rows else []))
 
 
-def stated_num_data(model: Any) -> int | None:
-    """The N (``num_data``) of a program, also under handlers; None if it has none."""
-    while not hasattr(model, "num_data") and hasattr(model, "model"):  # under a handler
-        model = model.model
-    return getattr(model, "num_data", None)
-
-
 def without_targets(args: tuple) -> tuple:
     """The program's arguments for predictions."""
     return (*args[:-1], None) if len(args) > 1 else args
@@ -163,7 +157,7 @@ def read_kind(model: Callable, args: tuple, posterior: Any) -> Kind:
     :raises UnsupportedProgramError: if the program does not sample the site without targets, and
         its distribution with targets cannot be sampled either.
     """
-    most_rows = stated_num_data(model)
+    most_rows = _stated_num_data(model)
     rows = args if most_rows is None else taken(args, slice(0, most_rows))
     with evaluation_mode(model, posterior):
         run, program, at = _first_run(model, rows, posterior)
@@ -176,58 +170,49 @@ def read_kind(model: Callable, args: tuple, posterior: Any) -> Kind:
         kinds = {name: observation_kind(site.distribution) for name, site in sites.items()}
         classes = {_number_of_classes(kinds[name], site) for name, site in sites.items()}
         is_class = len(classes) == 1 and None not in classes
-        common: dict[str, Any] = {
-            "sites": kinds,
-            "task": "classification" if is_class else "regression",
-            "latents": None if program is None else program.latents,
-            "mixed": len(classes) > 1,
-            "linear": are_known(sites.values()),
-            "most_rows": most_rows,
-        }
         (name, site), *others = sites.items()
-        if others or not _are_targets(rows[-1], site):
-            return _kind_of_several(model, rows, run, posterior, common)
-        distribution: Any = site.distribution
-        check_fit(rows[-1], distribution.shape())
-        without = record(model, at, without_targets(rows), draw=leave_open).observed
-        if name not in without and not common["linear"]:
-            raise UnsupportedProgramError(
-                f"the program does not sample the site {name!r} where the targets are None: write "
-                "it with y=None as an argument and pyro.sample(..., obs=y)"
-            )
-        numbers = rows[-1].numel()
-        is_joint = len(rows[-1]) > 1 and site.distribution.event_shape.numel() == numbers
-        no_single = run.one_step_ahead() or ""
-        if is_joint:
-            no_single = f"the site {name!r} is one joint observation of all rows"
+        is_last = not others and _are_targets(rows[-1], site)
+        linear, plates = are_known(sites.values()), {}
+        without: Mapping[str, Site] = {}
+        tied = run.one_step_ahead()
+        if is_last:
+            check_fit(rows[-1], cast(Any, site.distribution).shape())
+            without = record(model, at, without_targets(rows), draw=leave_open).observed
+            if name not in without and not linear:
+                raise UnsupportedProgramError(
+                    f"the program does not sample the site {name!r} where the targets are None: "
+                    "write it with y=None as an argument and pyro.sample(..., obs=y)"
+                )
+            numbers = rows[-1].numel()
+            is_joint = len(rows[-1]) > 1 and site.distribution.event_shape.numel() == numbers
+            words = f"the site {name!r} is one joint observation of all rows"
+        else:
+            plates = _common_plates(sites)
+            is_joint = not plates and (tied or run.coupled_data()) is not None
+            words = "discrete sites that are summed out tie the data of all observed sites to "
+            words, tied = words + "each other", None
         return Kind(
-            **common,
-            is_last=True,
-            by_rows=True,
-            plates={},
-            no_single=no_single,
+            sites=kinds,
+            task="classification" if is_class else "regression",
+            latents=None if program is None else program.latents,
+            is_last=is_last,
+            by_rows=is_last or _are_rows(model, rows, run, plates, posterior),
+            plates=plates,
+            mixed=len(classes) > 1,
+            no_single=words if is_joint else tied or "",
             is_joint=is_joint,
-            fixed_mean=is_joint and program is not None and _same_mean(program, name),
+            fixed_mean=is_joint and is_last and program is not None and _same_mean(program, name),
+            linear=linear,
             needs_targets=name not in without,
+            most_rows=most_rows,
         )
 
 
-def _kind_of_several(
-    model: Callable, rows: tuple, run: Run, posterior: Any, common: dict[str, Any]
-) -> Kind:
-    plates = _common_plates(run.observed)
-    tied = not plates and (run.one_step_ahead() is not None or run.coupled_data() is not None)
-    words = "discrete sites that are summed out tie the data of all observed sites to each other"
-    return Kind(
-        **common,
-        is_last=False,
-        by_rows=_are_rows(model, rows, run, plates, posterior),
-        plates=plates,
-        no_single=words if tied else "",
-        is_joint=tied,
-        fixed_mean=False,
-        needs_targets=True,
-    )
+def _stated_num_data(model: Any) -> int | None:
+    """The N (``num_data``) of a program, also under handlers; None if it has none."""
+    while not hasattr(model, "num_data") and hasattr(model, "model"):  # under a handler
+        model = model.model
+    return getattr(model, "num_data", None)
 
 
 def class_probabilities(kind: str, mean: Tensor) -> Tensor:

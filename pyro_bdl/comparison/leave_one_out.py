@@ -11,13 +11,14 @@ from torch import Tensor
 from pyro_bdl import diagnostics
 from pyro_bdl.comparison.k_fold import KFold
 from pyro_bdl.comparison.kind import Kind
+from pyro_bdl.comparison.metric import metric
 from pyro_bdl.comparison.observe import log_densities
 from pyro_bdl.diagnostics.loo import LOO, log_mean_exp, standard_error
 from pyro_bdl.diagnostics.subsampled_loo import SubsampledLOO
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import log_densities_of
-from pyro_bdl.predictive.linearized import is_linear
+from pyro_bdl.predictive.linearized import LinearizedPredictive
 from pyro_bdl.program.batches import has_rows, leading_size, taken
 from pyro_bdl.program.program import Program
 from pyro_bdl.samples import Samples
@@ -35,33 +36,55 @@ _MOST_BAD = 0.05
 MOST_LEFT_OUT = 2000
 _AGAIN = "k_fold, or --folds of pyro-bdl compare, fits it again without a part of the data."
 
-COLUMNS = (
-    Column(
-        "elpd_loo",
-        "elpd",
-        digits=4,
-        error="elpd_loo_se",
-        help="Expected log predictive density of the training data, each left out in turn, summed, "
-        "in nats as the program sees them, with its standard error over the data; larger is "
-        "better. Values that PSIS-LOO does not support are withheld, for the reason beside them.",
-    ),
-    Column(
-        "high_k",
-        "high k",
-        help="Training data whose k-hat is too high for PSIS-LOO to be relied on.",
-    ),
-    Column(
-        "loo_by",
-        "by",
-        style="text",
-        help="draws: PSIS of draws of Markov chains. p / q: PSIS of draws of a guide, weighted to "
-        "those of the exact posterior, which the value then is about. folds: fitted again without "
-        "each part of the data. withheld, k high: PSIS fails, since single data, or the weights "
-        "p / q, leave too few draws. withheld, not refitted: parameters that were fitted to all "
-        "data stay as they are, such as the features of a last layer or the point of a "
-        "linearization, which is too optimistic.",
-    ),
-)
+# -------------------------------------------------------- metrics of ``"loo"``, result and ``by``
+
+
+@metric("elpd", "loo", digits=4, error=True)
+def elpd_loo(left_out: LeftOut, by: str) -> float | None:
+    """Expected log predictive density of the training data, each left out in turn, summed, in nats
+    as the program sees them, with its standard error over the data; larger is better. Values that
+    PSIS-LOO does not support are withheld, for the reason beside them."""
+    return None if _withheld(left_out, by) else left_out.elpd
+
+
+@metric("", "loo")
+def elpd_loo_se(left_out: LeftOut, by: str) -> float | None:
+    """The standard error of ``elpd_loo``, without a column."""
+    error = left_out.total_se if isinstance(left_out, SubsampledLOO) else left_out.se
+    return None if _withheld(left_out, by) else error
+
+
+@metric("high k", "loo")
+def high_k(left_out: LeftOut, by: str) -> int | None:
+    """Training data whose k-hat is too high for PSIS-LOO to be relied on."""
+    return None if isinstance(left_out, KFold) else left_out.num_bad
+
+
+@metric("by", "loo", style="text")
+def loo_by(left_out: LeftOut, by: str) -> str:
+    """draws: PSIS of draws of Markov chains. p / q: PSIS of draws of a guide, weighted to those of
+    the exact posterior, which the value then is about. folds: fitted again without each part of the
+    data. withheld, k high: PSIS fails, since single data, or the weights p / q, leave too few
+    draws. withheld, not refitted: parameters that were fitted to all data stay as they are, such as
+    the features of a last layer or the point of a linearization, which is too optimistic."""
+    if isinstance(left_out, KFold):
+        return f"{left_out.folds} folds"
+    if reason := _withheld(left_out, by):
+        return f"withheld, {reason}"
+    if isinstance(left_out, SubsampledLOO):
+        return f"{by}, {len(left_out.rows)} of {len(left_out.approximation)} data"
+    return by
+
+
+@metric("p", "loo")
+def p_loo(left_out: LeftOut, by: str) -> float | None:
+    """Effective number of parameters by PSIS-LOO."""
+    return None if isinstance(left_out, KFold) or _withheld(left_out, by) else left_out.p_loo
+
+
+LEFT_OUT = (elpd_loo, high_k, loo_by)
+FURTHER_LEFT_OUT = (p_loo,)
+ALL_LEFT_OUT = (*LEFT_OUT, elpd_loo_se, *FURTHER_LEFT_OUT)
 DIFFERENCE = Column(
     "elpd_diff",
     "difference",
@@ -69,7 +92,17 @@ DIFFERENCE = Column(
     help="elpd minus the reference's, with the standard error of the difference; not of values by "
     "p / q, which are about the exact posterior.",
 )
-FURTHER_COLUMNS = (Column("p_loo", "p", help="Effective number of parameters by PSIS-LOO."),)
+
+
+def _withheld(left_out: LeftOut, by: str) -> str:
+    """Why PSIS-LOO does not support a value; empty where it does."""
+    if isinstance(left_out, KFold):
+        return ""
+    many = left_out.num_bad > _MOST_BAD * left_out.pareto_k.numel()
+    return "not refitted" if by == PLAIN else "k high" if many else ""
+
+
+# --------------------------------------------------------------------------------- leaving out
 
 
 def leave_one_out(
@@ -99,11 +132,10 @@ def leave_one_out(
     :param progress: show bars.
     :returns: None for one or a few point masses, for which PSIS-LOO is not possible.
     """
-    linear = is_linear(posterior) and kind.linear
+    linear = isinstance(predictive, LinearizedPredictive)
     if not linear and _number_of_values(samples) < _LEAST_VALUES:
         return None, ""
-    y = kind.targets(model, train, posterior)
-    parts = [args for args, _ in kind.batches(train, y, _number_of_draws(predictive, samples))]
+    parts = [args for args, _ in kind.batches(train, _number_of_draws(predictive, samples))]
     rows, density, total, approximation = _likelihoods(predictive, kind, parts, most, progress)
     draws = density.unflatten(0, (samples.num_chains if isinstance(posterior, Samples) else 1, -1))
     by, log_q = PLAIN, None
@@ -156,30 +188,6 @@ def _likelihoods(
         means.append(log_mean_exp(found.T))
         start = end
     return rows, torch.cat(kept, 1), total, torch.cat(means)
-
-
-def scores_of(left_out: LeftOut | None, by: str) -> dict[str, Any]:
-    """The numbers by the keys of the columns; without those that PSIS-LOO does not support.
-
-    :param by: the kind of draws, see ``leave_one_out``.
-    """
-    if left_out is None:
-        return {}
-    if isinstance(left_out, KFold):
-        by = f"{left_out.folds} folds"
-        return {"elpd_loo": left_out.elpd, "elpd_loo_se": left_out.se, "loo_by": by}
-    many = left_out.num_bad > _MOST_BAD * left_out.pareto_k.numel()
-    reason = "not refitted" if by == PLAIN else "k high" if many else ""
-    if reason:
-        return {"high_k": left_out.num_bad, "loo_by": f"withheld, {reason}"}
-    error = left_out.se
-    if isinstance(left_out, SubsampledLOO):
-        error = left_out.total_se
-        by = f"{by}, {len(left_out.rows)} of {len(left_out.approximation)} data"
-    return {
-        "elpd_loo": left_out.elpd, "elpd_loo_se": error, "p_loo": left_out.p_loo,
-        "high_k": left_out.num_bad, "loo_by": by,
-    }  # fmt: skip
 
 
 def withheld_notes(scores: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The protocol of a metric: one number for each posterior, and its column of the table."""
+"""A metric: one number for each posterior, with its column of the table."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -10,23 +10,27 @@ from torch import Tensor
 
 from pyro_bdl.utils.tables import Column
 
+Inputs = Mapping[str, tuple[Any, ...]]  # of metrics, by ``of``
+NUMBERS, CLASSES = "regression", "classification"
+
 
 @dataclass(frozen=True)
 class Metric:
     """A number that a comparison computes for each posterior, with its column of the table.
 
-    To add one, put it into a tuple of :mod:`pyro_bdl.comparison.scores` (one posterior on test
-    data) or of :mod:`pyro_bdl.comparison.distances` (a posterior against the reference). Its place
-    in the tuple is its place in the table.
+    ``metric`` makes one of a function. Its place in a tuple of :mod:`pyro_bdl.comparison.scores`
+    (one posterior on test data), :mod:`pyro_bdl.comparison.costs` (its fit and chains) or
+    :mod:`pyro_bdl.comparison.distances` (a posterior against the reference) is its place in the
+    table.
 
     :param key: name of the number in the rows and in CSV files.
     :param title: heading of its column; empty for a number that only verdicts use.
-    :param help: one sentence on the number's meaning and units.
-    :param function: from the inputs to a number or a scalar tensor.
+    :param help: one or two sentences on the number's meaning and units.
+    :param function: from the inputs to a number, a scalar tensor or a text; None if it is unknown.
     :param of: name of the inputs; the module of the tuple lists them. If they are not known, the
         number is left out.
     :param task: ``"regression"`` or ``"classification"``; None for both.
-    :param style: style of the column, see ``Column``.
+    :param style: style of the column, see ``Column``; ``digits`` are its digits.
     :param error: whether the rows hold its Monte Carlo error, under ``key_se``. Distances only.
     :param over_points: for a score that is a mean over the test points: ``"mean"``, or ``"root"``
         for the square root of a mean. The function then returns the value of each point, ``(N,
@@ -41,31 +45,43 @@ class Metric:
     of: str
     task: str | None = None
     style: str = "number"
+    digits: int = 3
     error: bool = False
     over_points: str = ""
 
-    @property
-    def error_key(self) -> str:
-        """Name of the error in the rows; empty without one."""
-        return f"{self.key}_se" if self.error or self.over_points else ""
-
     def column(self) -> Column:
         """The column that shows the number."""
-        help = self.help
+        help, error = self.help, f"{self.key}_se" if self.error or self.over_points else ""
         if self.over_points:
             help += " With its standard error over the test points."
-        return Column(self.key, self.title, help=help, style=self.style, error=self.error_key)
+        return Column(
+            self.key, self.title, help=help, style=self.style, digits=self.digits, error=error
+        )
 
     def difference_column(self) -> Column:
         """The column of the paired difference from the reference."""
-        return Column(
-            f"{self.key}_diff",
-            self.title,
-            help=f"{self.title} minus the reference's at the same test points, with the standard "
-            "error of this difference.",
-            style=self.style,
-            error=f"{self.key}_diff_se",
+        help = (
+            f"{self.title} minus the reference's at the same test points, with the standard error "
+            "of this difference."
         )
+        key = f"{self.key}_diff"
+        return Column(key, self.title, help=help, style=self.style, error=f"{key}_se")
+
+
+def metric(
+    title: str, of: str, *, key: str = "", **options: Any
+) -> Callable[[Callable[..., Any]], Metric]:
+    """Make a ``Metric`` of the function below, whose docstring is the help of its column.
+
+    :param key: by default the function's name.
+    :param options: of ``Metric``.
+    """
+
+    def made(function: Callable[..., Any]) -> Metric:
+        help = " ".join((function.__doc__ or "").split())
+        return Metric(key or function.__name__, title, help, function, of, **options)
+
+    return made
 
 
 def of_task(metrics: Iterable[Metric], task: str) -> list[Metric]:
@@ -73,37 +89,28 @@ def of_task(metrics: Iterable[Metric], task: str) -> list[Metric]:
     return [metric for metric in metrics if metric.task in (None, task)]
 
 
-def measure(
-    metrics: Iterable[Metric], task: str, inputs: Mapping[str, tuple[Any, ...]]
-) -> dict[str, float]:
+def measure(metrics: Iterable[Metric], task: str, inputs: Inputs) -> dict[str, Any]:
     """The numbers by key, for the metrics of the task whose inputs are known.
 
     Those that are means over the test points come from ``measure_points``.
     """
+    known = (m for m in of_task(metrics, task) if m.of in inputs and not m.over_points)
+    found = {m.key: m.function(*inputs[m.of]) for m in known}
     return {
-        metric.key: _number(metric.function(*inputs[metric.of]))
-        for metric in of_task(metrics, task)
-        if metric.of in inputs and not metric.over_points
+        key: value if isinstance(value, str | int) else float(value)
+        for key, value in found.items()
+        if value is not None
     }
 
 
-def _number(value: Any) -> float:
-    return float(value.detach() if isinstance(value, Tensor) else value)
-
-
-def measure_points(
-    metrics: Iterable[Metric], task: str, inputs: Mapping[str, tuple[Any, ...]]
-) -> dict[str, Tensor]:
+def measure_points(metrics: Iterable[Metric], task: str, inputs: Inputs) -> dict[str, Tensor]:
     """The values ``(N,)`` at each test point, of the metrics that are means over them.
 
     Values of several numbers in one target are averaged: the rows are what was sampled.
     """
-    found = {}
-    for metric in of_task(metrics, task):
-        if metric.of in inputs and metric.over_points:
-            values = metric.function(*inputs[metric.of])
-            found[metric.key] = values.detach().double().reshape(len(values), -1).mean(1)
-    return found
+    known = (m for m in of_task(metrics, task) if m.of in inputs and m.over_points)
+    values = {m.key: m.function(*inputs[m.of]).double() for m in known}
+    return {key: value.reshape(len(value), -1).mean(1) for key, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -147,9 +154,7 @@ class PointScores:
 
 def standard_error_of_mean(values: Tensor) -> float:
     """sd / sqrt(N); NaN for a single value."""
-    if len(values) < 2:
-        return math.nan
-    return float(values.std()) / math.sqrt(len(values))
+    return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def evenly(draws: Tensor, chains: int, most: int) -> Tensor:

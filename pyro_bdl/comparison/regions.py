@@ -7,6 +7,11 @@ from torch import Tensor
 
 from pyro_bdl.utils.trees import tree_leaves
 
+REGIONS = {
+    "near": "near training inputs",
+    "between": "between training inputs, far from all of them",
+    "beyond": "beyond the training inputs, far from all of them",
+}
 _MOST_TRAINING = 4096
 _FAR = 2.0  # times the spacing of the training inputs
 

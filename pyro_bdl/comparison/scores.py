@@ -15,9 +15,9 @@ A metric names its inputs by ``of``:
 ``"ood"``               the ``Uncertainty`` at test inputs and at inputs from elsewhere
 ======================  =========================================================================
 
-``"draws"`` and ``"density"`` are computed for one batch of test data at a time, since they need
-much memory: their metrics are means over the test points (``over_points``). Numbers are in the
-target's units.
+``"draws"`` and ``"density"`` are known of one batch of test data at a time, since they need much
+memory: their metrics are means over the test points (``over_points``). Numbers are in the target's
+units.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,244 +29,198 @@ from torch import Tensor
 
 from pyro_bdl import metrics
 from pyro_bdl.comparison.kind import Kind
-from pyro_bdl.comparison.metric import Metric, PointScores, measure, measure_points, of_task
+from pyro_bdl.comparison.metric import (
+    CLASSES,
+    NUMBERS,
+    Metric,
+    PointScores,
+    measure_points,
+    metric,
+    of_task,
+)
 from pyro_bdl.comparison.observe import Block
+from pyro_bdl.metrics import Uncertainty
 from pyro_bdl.utils.tables import listed
-
-Inputs = dict[str, tuple[Any, ...]]  # of metrics, by ``of``
 
 # Below this many effective draws the density of a mixture says more about their number.
 FEW_DRAWS = 10
 _MANY_POINTS = 0.1
 
-
-def _nlpd(density: Tensor, rows: int) -> Tensor:
-    """NLPD of each row; a joint density of all rows is divided by their number."""
-    found = metrics.negative_log_predictive_density(density, pointwise=True)
-    return found / rows if density.shape[1] == 1 else found
+score = partial(metric, over_points="mean")
 
 
-def _expected_nll(density: Tensor, rows: int) -> Tensor:
-    """E_q[NLL] of each row; a joint density of all rows is divided by their number."""
-    found = metrics.expected_negative_log_likelihood(density, pointwise=True)
-    return found / rows if density.shape[1] == 1 else found
+# ------------------------------------------------------------------------------------ test data
 
 
-def _rests_on_few(density: Tensor, rows: int) -> Tensor:
-    return (metrics.effective_draws(density) < FEW_DRAWS).double()
+@metric("RMSE", "mean", task=NUMBERS, over_points="root")
+def rmse(mean: Tensor, y: Tensor) -> Tensor:
+    """Root mean square error of the mean, in units of the target."""
+    return metrics.squared_error(mean, y)
+
+
+@score("accuracy", "mean", task=CLASSES, style="percent")
+def accuracy(mean: Tensor, y: Tensor) -> Tensor:
+    """Share of the classes predicted correctly."""
+    return metrics.accuracy(mean, y, pointwise=True)
+
+
+@score("NLPD", "density")
+def nlpd(density: Tensor, rows: int) -> Tensor:
+    """Negative log predictive density per datum, in nats; smaller is better."""
+    return _per_row(metrics.negative_log_predictive_density(density, pointwise=True), rows)
+
+
+@score("NLPD, Normal", "moments", task=NUMBERS)
+def nlpd_normal(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+    """Negative log density of the targets under the Normal with the predictive mean and variance,
+    in nats. It does not depend on the number of draws, as the density of their mixture does where
+    the noise is much smaller than the function's sd."""
+    return metrics.gaussian_nlpd(mean, variance, y)
+
+
+@score("CRPS", "draws", task=NUMBERS)
+def crps(draws: Tensor, y: Tensor) -> Tensor:
+    """Continuous ranked probability score, in units of the target; smaller is better."""
+    return metrics.crps(draws, y, pointwise=True)
 
 
 def _coverage(key: str, percent: int) -> Metric:
-    return Metric(
-        key,
-        f"in {percent} %",
+    help = (
         f"Share of the targets inside the central {percent} % interval, noise included; less is "
-        "overconfident about the targets.",
-        partial(metrics.interval_coverage, level=percent / 100, pointwise=True),
-        of="draws",
-        task="regression",
-        style="percent",
-        over_points="mean",
+        "overconfident about the targets."
     )
+    share = partial(metrics.interval_coverage, level=percent / 100, pointwise=True)
+    options = {"task": NUMBERS, "style": "percent", "over_points": "mean"}
+    return Metric(key, f"in {percent} %", help, share, "draws", **options)  # type: ignore[arg-type]
 
 
-TEST_DATA = (
-    Metric(
-        "rmse",
-        "RMSE",
-        "Root mean square error of the mean, in units of the target.",
-        metrics.squared_error,
-        of="mean",
-        task="regression",
-        over_points="root",
-    ),
-    Metric(
-        "accuracy",
-        "accuracy",
-        "Share of the classes predicted correctly.",
-        partial(metrics.accuracy, pointwise=True),
-        of="mean",
-        task="classification",
-        style="percent",
-        over_points="mean",
-    ),
-    Metric(
-        "nlpd",
-        "NLPD",
-        "Negative log predictive density per datum, in nats; smaller is better.",
-        _nlpd,
-        of="density",
-        over_points="mean",
-    ),
-    Metric(
-        "nlpd_normal",
-        "NLPD, Normal",
-        "Negative log density of the targets under the Normal with the predictive mean and "
-        "variance, in nats. It does not depend on the number of draws, as the density of their "
-        "mixture does where the noise is much smaller than the function's sd.",
-        metrics.gaussian_nlpd,
-        of="moments",
-        task="regression",
-        over_points="mean",
-    ),
-    Metric(
-        "crps",
-        "CRPS",
-        "Continuous ranked probability score, in units of the target; smaller is better.",
-        partial(metrics.crps, pointwise=True),
-        of="draws",
-        task="regression",
-        over_points="mean",
-    ),
-    _coverage("coverage", 90),
-    Metric(
-        "brier",
-        "Brier",
-        "Squared error of the class probabilities, from 0 (best) to 2.",
-        partial(metrics.brier, pointwise=True),
-        of="mean",
-        task="classification",
-        over_points="mean",
-    ),
-    Metric(
-        "ece",
-        "ECE",
-        "Expected calibration error, in 15 bins: how far confidence is from accuracy.",
-        metrics.expected_calibration_error,
-        of="mean",
-        task="classification",
-        style="percent",
-    ),
-)
+@score("Brier", "mean", task=CLASSES)
+def brier(mean: Tensor, y: Tensor) -> Tensor:
+    """Squared error of the class probabilities, from 0 (best) to 2."""
+    return metrics.brier(mean, y, pointwise=True)
+
+
+@metric("ECE", "mean", task=CLASSES, style="percent")
+def ece(mean: Tensor, y: Tensor) -> Tensor:
+    """Expected calibration error, in 15 bins: how far confidence is from accuracy."""
+    return metrics.expected_calibration_error(mean, y)
+
+
+TEST_DATA = (rmse, accuracy, nlpd, nlpd_normal, crps, _coverage("coverage", 90), brier, ece)
+
+# ---------------------------------------------------------------------------------- calibration
+
+
+@score("NLPD by few", "density", style="percent")
+def nlpd_few(density: Tensor, rows: int) -> Tensor:
+    """Share of the test points at which NLPD rests on fewer than 10 effective draws."""
+    return (metrics.effective_draws(density) < FEW_DRAWS).double()
+
+
+@metric("90 % from", "coverage range", task=NUMBERS, style="percent")
+def coverage_from(low: float, high: float) -> float:
+    """The coverage of the 90 % interval is less than this with probability 2.5 % if the targets
+    follow from one of the posterior's functions, and then the interval is correct."""
+    return low
+
+
+@metric("90 % to", "coverage range", task=NUMBERS, style="percent")
+def coverage_to(low: float, high: float) -> float:
+    """Likewise, the coverage is more than this with probability 2.5 %."""
+    return high
+
+
+@metric("PIT", "pit", task=NUMBERS)
+def pit(transforms: Tensor) -> Tensor:
+    """Kolmogorov-Smirnov distance of the probability integral transforms from uniform; for a
+    calibrated posterior and N independent targets it is above 1.36 / sqrt(N) with probability
+    5 %."""
+    return metrics.uniformity(transforms)
+
+
+@metric("adaptive ECE", "mean", task=CLASSES, style="percent")
+def ace(mean: Tensor, y: Tensor) -> Tensor:
+    """Calibration error in 15 bins that hold equally many test points."""
+    return metrics.adaptive_calibration_error(mean, y)
+
+
+@score("confidence", "mean", task=CLASSES, style="percent")
+def confidence(mean: Tensor, y: Tensor) -> Tensor:
+    """Mean probability of the predicted class; the accuracy if calibrated."""
+    return metrics.mean_confidence(mean, pointwise=True)
+
+
+@score("mean NLL", "density")
+def expected_nll(density: Tensor, rows: int) -> Tensor:
+    """Negative log likelihood per datum of a single draw, averaged over the draws, in nats; NLPD is
+    that of their mean, and never larger."""
+    return _per_row(metrics.expected_negative_log_likelihood(density, pointwise=True), rows)
+
+
 CALIBRATION = (
-    Metric(
-        "nlpd_few",
-        "NLPD by few",
-        f"Share of the test points at which NLPD rests on fewer than {FEW_DRAWS} effective draws.",
-        _rests_on_few,
-        of="density",
-        style="percent",
-        over_points="mean",
-    ),
-    _coverage("coverage_50", 50),
-    Metric(
-        "coverage_from",
-        "90 % from",
-        "The coverage of the 90 % interval is less than this with probability 2.5 % if the "
-        "targets follow from one of the posterior's functions, and then the interval is correct.",
-        lambda low, high: low,
-        of="coverage range",
-        task="regression",
-        style="percent",
-    ),
-    Metric(
-        "coverage_to",
-        "90 % to",
-        "Likewise, the coverage is more than this with probability 2.5 %.",
-        lambda low, high: high,
-        of="coverage range",
-        task="regression",
-        style="percent",
-    ),
-    _coverage("coverage_95", 95),
-    Metric(
-        "pit",
-        "PIT",
-        "Kolmogorov-Smirnov distance of the probability integral transforms from uniform; for "
-        "a calibrated posterior and N independent targets it is above 1.36 / sqrt(N) with "
-        "probability 5 %.",
-        metrics.uniformity,
-        of="pit",
-        task="regression",
-    ),
-    Metric(
-        "ace",
-        "adaptive ECE",
-        "Calibration error in 15 bins that hold equally many test points.",
-        metrics.adaptive_calibration_error,
-        of="mean",
-        task="classification",
-        style="percent",
-    ),
-    Metric(
-        "confidence",
-        "confidence",
-        "Mean probability of the predicted class; the accuracy if calibrated.",
-        lambda probabilities, y: metrics.mean_confidence(probabilities, pointwise=True),
-        of="mean",
-        task="classification",
-        style="percent",
-        over_points="mean",
-    ),
-    Metric(
-        "expected_nll",
-        "mean NLL",
-        "Negative log likelihood per datum of a single draw, averaged over the draws, in nats; "
-        "NLPD is that of their mean, and never larger.",
-        _expected_nll,
-        of="density",
-        over_points="mean",
-    ),
-)
+    nlpd_few, _coverage("coverage_50", 50), coverage_from, coverage_to,
+    _coverage("coverage_95", 95), pit, ace, confidence, expected_nll,
+)  # fmt: skip
+
+# ---------------------------------------------------------------------------------- uncertainty
+
+
+@metric("aleatoric", "uncertainty", task=NUMBERS, key="aleatoric")
+def noise_sd(parts: Uncertainty) -> Tensor:
+    """The sd of the noise, root mean square over the test points, in units of the target."""
+    return parts.aleatoric.mean().sqrt()
+
+
+@metric("aleatoric", "uncertainty", task=CLASSES)
+def aleatoric(parts: Uncertainty) -> Tensor:
+    """Mean entropy of the classes given the weights, in nats."""
+    return parts.aleatoric.mean()
+
+
+@metric("epistemic", "uncertainty", task=NUMBERS, key="epistemic")
+def function_sd(parts: Uncertainty) -> Tensor:
+    """The sd of the mean prediction over the posterior, root mean square over the test points, in
+    units of the target. The squares of both terms sum to the variance."""
+    return parts.epistemic.mean().sqrt()
+
+
+@metric("epistemic", "uncertainty", task=CLASSES)
+def epistemic(parts: Uncertainty) -> Tensor:
+    """Mutual information of class and weights, in nats; both terms sum to the entropy."""
+    return parts.epistemic.mean()
+
+
+@metric("OOD entropy", "ood", task=CLASSES)
+def ood_entropy(here: Uncertainty, there: Uncertainty) -> Tensor:
+    """Mean entropy of the predictive class distribution at out-of-distribution inputs, in nats."""
+    return there.total.mean()
+
+
+@metric("AUROC", "ood")
+def auroc(here: Uncertainty, there: Uncertainty) -> Tensor:
+    """Probability that the predictive uncertainty is higher at an out-of-distribution input than at
+    a test input; 0.5 means no separation."""
+    return metrics.auroc(here.total, there.total)
+
+
+@metric("epist. AUROC", "ood")
+def auroc_epistemic(here: Uncertainty, there: Uncertainty) -> Tensor:
+    """The same with the epistemic uncertainty."""
+    return metrics.auroc(here.epistemic, there.epistemic)
+
+
 UNCERTAINTY = (
-    Metric(
-        "aleatoric",
-        "aleatoric",
-        "The sd of the noise, root mean square over the test points, in units of the target.",
-        lambda parts: parts.aleatoric.mean().sqrt(),
-        of="uncertainty",
-        task="regression",
-    ),
-    Metric(
-        "aleatoric",
-        "aleatoric",
-        "Mean entropy of the classes given the weights, in nats.",
-        lambda parts: parts.aleatoric.mean(),
-        of="uncertainty",
-        task="classification",
-    ),
-    Metric(
-        "epistemic",
-        "epistemic",
-        "The sd of the mean prediction over the posterior, root mean square over the test "
-        "points, in units of the target. The squares of both terms sum to the variance.",
-        lambda parts: parts.epistemic.mean().sqrt(),
-        of="uncertainty",
-        task="regression",
-    ),
-    Metric(
-        "epistemic",
-        "epistemic",
-        "Mutual information of class and weights, in nats; both terms sum to the entropy.",
-        lambda parts: parts.epistemic.mean(),
-        of="uncertainty",
-        task="classification",
-    ),
-    Metric(
-        "ood_entropy",
-        "OOD entropy",
-        "Mean entropy of the predictive class distribution at out-of-distribution inputs, in nats.",
-        lambda here, there: there.total.mean(),
-        of="ood",
-        task="classification",
-    ),
-    Metric(
-        "auroc",
-        "AUROC",
-        "Probability that the predictive uncertainty is higher at an out-of-distribution input "
-        "than at a test input; 0.5 means no separation.",
-        lambda here, there: metrics.auroc(here.total, there.total),
-        of="ood",
-    ),
-    Metric(
-        "auroc_epistemic",
-        "epist. AUROC",
-        "The same with the epistemic uncertainty.",
-        lambda here, there: metrics.auroc(here.epistemic, there.epistemic),
-        of="ood",
-    ),
-)
+    noise_sd, aleatoric, function_sd, epistemic, ood_entropy, auroc, auroc_epistemic,
+)  # fmt: skip
 SCORES = (*TEST_DATA, *CALIBRATION, *UNCERTAINTY)
+
+
+def _per_row(values: Tensor, rows: int) -> Tensor:
+    """A joint density of all rows, divided by their number."""
+    return values / rows if len(values) == 1 else values
+
+
+# -------------------------------------------------------------------------------- of predictions
 
 
 class Score:
@@ -277,74 +231,45 @@ class Score:
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self._means: list[Tensor] = []
-        self._targets: list[Tensor] = []
-        self._places: list[Tensor] = []
-        self._values: dict[str, list[Tensor]] = {}
+        self._parts: dict[str, list[Tensor]] = {}
 
     def add(self, block: Block) -> None:
         """Score a batch."""
-        inputs: dict[str, tuple[Any, ...]] = {}
-        mean, y = block.mean.mean(0), block.y
+        mean, y, inputs = block.mean.mean(0), block.y, {}
+        parts = {"mean": mean}
+        if y is not None:
+            inputs["mean"], parts["y"] = (mean, y), y
+        if block.log_density is not None:
+            inputs["density"] = block.log_density, block.rows
+        if block.draws is not None and y is not None:
+            inputs["draws"] = block.draws, y
+            parts["transforms"] = metrics.pit(block.draws, y)
         if self.kind.is_normal and block.noise is not None:
             variance = metrics.variance_parts(block.mean, block.noise).total
             inputs["moments"] = mean, variance.reshape(mean.shape), y
         elif self.kind.is_normal and block.draws is not None:
             inputs["moments"] = mean, block.draws.double().var(0), y
-        if block.log_density is not None:
-            inputs["density"] = block.log_density, block.rows
-        if block.draws is not None and y is not None:
-            inputs["draws"] = block.draws, y
-            self._places.append(metrics.pit(block.draws, y))
-        for key, found in measure_points(SCORES, self.kind.task, inputs).items():
-            self._values.setdefault(key, []).append(found)
-        self._means.append(mean)
-        self._targets += [] if y is None else [y]
+        parts |= measure_points(SCORES, self.kind.task, inputs)
+        for name, values in parts.items():
+            self._parts.setdefault(name, []).append(values)
 
-    def mean(self) -> Tensor:
-        """The mean predictions."""
-        return torch.cat(self._means)
-
-    def pit(self) -> Tensor | None:
-        """The probability integral transforms; None without draws of the target."""
-        return torch.cat(self._places) if self._places else None
+    def whole(self) -> dict[str, Tensor]:
+        """The ``"mean"`` predictions at all test points and, if they are known, the targets ``"y"``
+        and their ``"transforms"``; also the values of metrics by key."""
+        return {name: torch.cat(parts) for name, parts in self._parts.items()}
 
     def points(self) -> dict[str, PointScores]:
         """The scores that are means over the test points."""
-        task = self.kind.task
-        values = {key: torch.cat(found) for key, found in self._values.items()}
-        values |= measure_points(SCORES, task, self._whole())
-        return {
-            metric.key: PointScores.of(metric, values[metric.key])
-            for metric in of_task(SCORES, task)
-            if metric.key in values
-        }
-
-    def numbers(self, inputs: Inputs) -> dict[str, Any]:
-        """All scores and their errors by key.
-
-        :param inputs: inputs of metrics at the kept points.
-        """
-        points = self.points()
-        found: dict[str, Any] = {key: score.number for key, score in points.items()}
-        found |= {f"{key}_se": score.error for key, score in points.items()}
-        return found | measure(SCORES, self.kind.task, self._whole() | inputs)
-
-    def _whole(self) -> Inputs:
-        pit = self.pit()
-        found: Inputs = {} if pit is None else {"pit": (pit,)}
-        return found | ({"mean": (self.mean(), torch.cat(self._targets))} if self._targets else {})
+        known, whole = of_task(SCORES, self.kind.task), self.whole()
+        return {m.key: PointScores.of(m, whole[m.key]) for m in known if m.key in whole}
 
 
 def differences(evaluation: Any, reference: Any) -> dict[str, float]:
     """The scores minus the reference's at the same test points, as ``key_diff`` and its error."""
-    found = {}
-    for metric in of_task(TEST_DATA, evaluation.task):
-        if metric.key in evaluation.points and metric.key in reference.points:
-            key = f"{metric.key}_diff"
-            found[key], found[f"{key}_se"] = evaluation.points[metric.key].difference(
-                reference.points[metric.key]
-            )
+    found, known = {}, evaluation.points.keys() & reference.points.keys()
+    for key in (score.key for score in TEST_DATA if score.key in known):
+        gap, error = evaluation.points[key].difference(reference.points[key])
+        found |= {f"{key}_diff": gap, f"{key}_diff_se": error}
     return found
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from pyro_bdl.comparison import convergence, costs, judge, leave_one_out
+from pyro_bdl.comparison import costs, judge, leave_one_out
 from pyro_bdl.comparison.distances import (
     DISTANCES,
     FURTHER_DISTANCES,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 100
 _LEAST_WIDTH = 40  # of a verdict, also beside long names
+Groups = Mapping[str, Iterable[Metric | Column]]
 NAME = Column("posterior", "posterior", style="text")
 
 
@@ -171,6 +173,7 @@ class Comparison:
         return page
 
 
+@torch.no_grad()
 def compare_evaluations(
     evaluations: Mapping[str, Evaluation],
     reference: str | None = None,
@@ -241,48 +244,43 @@ def _check_same(name: str, evaluation: Evaluation, first: Evaluation) -> None:
 # ------------------------------------------------------------------------------------- columns
 
 
-def columns(task: str, reference: str | None) -> list[Column]:
-    """The columns of the table for ``"regression"`` or ``"classification"``, in order.
+def columns(task: str, reference: str | None) -> tuple[list[Column], list[Column]]:
+    """The columns of the table and further ones, in the order of their groups.
 
+    :param task: ``"regression"`` or ``"classification"``.
     :param reference: heading of the reference's columns; None without a reference.
     """
     difference = () if reference is None else (leave_one_out.DIFFERENCE,)
-    return _grouped(
-        {
-            "": (judge.COLUMN, *costs.COLUMNS),
-            "parameters that the data determine": costs.OF_PARAMETERS,
-            "test data": _of_metrics(TEST_DATA, task),
-            f"distance to {reference}": _of_metrics(DISTANCES, task),
-            "leave one out": (*leave_one_out.COLUMNS, *difference),
-            "Markov chains": convergence.COLUMNS,
-        }
-    )
+    paired = [metric.difference_column() for metric in of_task(TEST_DATA, task)]
+    first: Groups = {
+        "": (judge.COLUMN, *costs.COSTS),
+        "parameters that the data determine": costs.PARAMETERS,
+        "test data": TEST_DATA,
+        f"distance to {reference}": DISTANCES,
+        "leave one out": (*leave_one_out.LEFT_OUT, *difference),
+        "Markov chains": costs.CHAINS,
+    }
+    further: Groups = {
+        "costs": costs.FURTHER_COSTS,
+        "parameters that the data determine": costs.FURTHER_PARAMETERS,
+        "calibration": CALIBRATION,
+        "uncertainty": UNCERTAINTY,
+        f"test data, difference to {reference}": paired,
+        f"distance to {reference}": (*FURTHER_DISTANCES, RESOLUTION),
+        f"sd ratio to {reference}": REGION_COLUMNS,
+        "leave one out": leave_one_out.FURTHER_LEFT_OUT,
+        "Markov chains": costs.FURTHER_CHAINS,
+    }
+    return _grouped(first, task), _grouped(further, task)
 
 
-def details(task: str, reference: str | None) -> list[Column]:
-    """Further columns, in the order of their groups."""
-    paired = [metric for metric in of_task(TEST_DATA, task) if metric.over_points]
-    return _grouped(
-        {
-            "costs": costs.FURTHER_COLUMNS,
-            "parameters that the data determine": costs.FURTHER_OF_PARAMETERS,
-            "calibration": _of_metrics(CALIBRATION, task),
-            "uncertainty": _of_metrics(UNCERTAINTY, task),
-            f"test data, difference to {reference}": [m.difference_column() for m in paired],
-            f"distance to {reference}": [*_of_metrics(FURTHER_DISTANCES, task), RESOLUTION],
-            f"sd ratio to {reference}": REGION_COLUMNS,
-            "leave one out": leave_one_out.FURTHER_COLUMNS,
-            "Markov chains": convergence.FURTHER_COLUMNS,
-        }
-    )
-
-
-def _of_metrics(metrics: Iterable[Metric], task: str) -> list[Column]:
-    return [metric.column() for metric in of_task(metrics, task)]
-
-
-def _grouped(groups: Mapping[str, Iterable[Column]]) -> list[Column]:
-    return [replace(column, group=group) for group, part in groups.items() for column in part]
+def _grouped(groups: Groups, task: str) -> list[Column]:
+    return [
+        replace(item if isinstance(item, Column) else item.column(), group=group)
+        for group, items in groups.items()
+        for item in items
+        if isinstance(item, Column) or item.task in (None, task)
+    ]
 
 
 def _frame(
@@ -293,7 +291,7 @@ def _frame(
     import pandas as pd
 
     table = pd.DataFrame.from_dict(rows, orient="index").rename_axis("posterior")
-    first, further = columns(task, reference), details(task, reference)
+    first, further = columns(task, reference)
     if not few:  # then it says what NLPD says
         further = [*(c for c in first if c.key == "nlpd_normal"), *further]
         first = [c for c in first if c.key != "nlpd_normal"]

@@ -7,10 +7,9 @@ import math
 import pytest
 import torch
 
-from pyro_bdl import posteriors
+from pyro_bdl import Comparison, posteriors
 from pyro_bdl.app import cross_validation
 from pyro_bdl.app.command import main
-from pyro_bdl.comparison import Comparison
 
 
 def test_errors_are_those_of_overlapping_splits():

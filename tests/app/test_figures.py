@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import pyro_bdl as bdl
+from pyro_bdl import PredictiveDraws
 from pyro_bdl.app import figures
 from pyro_bdl.app.figures import CAPTIONS
-from pyro_bdl.comparison import PredictiveDraws
 
 
 def plane(x, y=None):

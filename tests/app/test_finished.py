@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from pyro_bdl import posteriors
+from pyro_bdl import Comparison, Evaluation, posteriors
 from pyro_bdl.app.command import main
-from pyro_bdl.comparison import Comparison, Evaluation
 from pyro_bdl.guides import AutoMAP, AutoMeanField
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")

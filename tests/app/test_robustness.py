@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyro_bdl import Samples, posteriors
+from pyro_bdl import Comparison, Samples, posteriors
 from pyro_bdl.app import run as cli
 from pyro_bdl.app.command import main
-from pyro_bdl.comparison import Comparison
 from pyro_bdl.posteriors import registry
 
 TINY = ["--steps", "3", "--hidden", "2"]

@@ -10,10 +10,9 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from pyro_bdl import posteriors
+from pyro_bdl import Comparison, posteriors
 from pyro_bdl.app.command import main
 from pyro_bdl.app.run import limited_threads
-from pyro_bdl.comparison import Comparison
 from pyro_bdl.curvature import config as curvature_config
 
 TINY = ["--steps", "20", "--chains", "2", "--warmup", "20", "--draws", "20", "--hidden", "4"]

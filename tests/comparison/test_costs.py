@@ -3,15 +3,13 @@
 import sys
 import warnings
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
+from helpers.comparisons import shift, weights
 from pyro.infer.autoguide import AutoNormal
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison.costs import determined, numbers_held, peak_memory
-from pyro_bdl.comparison.judge import reasons
+from pyro_bdl.comparison.costs import numbers_held, peak_memory
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
@@ -48,13 +46,7 @@ def test_numbers_are_those_of_the_posterior():
 
 
 def test_costs_are_columns_where_they_are_known():
-    def shift(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(w.expand(len(x)), 1.0), obs=y)
-
-    x, y, draws = torch.zeros(3, 1), torch.zeros(3), bdl.Samples({"w": torch.randn(2, 50)})
-    given = {"a": draws, "b": draws}
+    x, y, given = torch.zeros(3, 1), torch.zeros(3), {"a": weights(), "b": weights()}
     assert "log_evidence" not in bdl.compare(shift, given, x, y, reference=None).table
     costs = {"a": bdl.Costs(log_evidence=-12.345, peak_memory=2**21)}
     found = bdl.compare(shift, given, x, y, reference=None, costs=costs)
@@ -64,32 +56,9 @@ def test_costs_are_columns_where_they_are_known():
     assert "log_evidence" not in found.numbers()["b"]
 
 
-def reading(gamma, latents, fitted):
-    """What is said of gamma, after that there is nothing to hold the posterior against."""
-    row = {"gamma": gamma, "latents": latents, "fitted": fitted}
-    return " ".join(reason.words for reason in reasons(row, None, 10)[1:])
-
-
-@pytest.mark.parametrize(
-    ("gamma", "words"),
-    [
-        (84.0, "the data determine 84 of 85 parameters, nearly all: the network may be too small"),
-        (0.4, "the data determine 0.4 of 85 parameters, nearly none: the prior decides"),
-        (30.0, ""),
-    ],
-)
-def test_the_reading(gamma, words):
-    assert reading(gamma, 85, 40) == words
-
-
-def test_few_of_many_parameters_may_be_all_that_the_data_can_determine():
-    assert reading(20.0, 10_000, 50) == ""
-
-
-def test_it_is_a_column_of_the_comparison():
+@pytest.mark.usefixtures("double")
+def test_the_parameters_that_the_data_determine_are_a_column():
     """Linear regression: gamma is the trace of the posterior's share of the curvature."""
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
     x, y = torch.randn(30, 3), torch.randn(30)
     net = bdl.bayesianize(torch.nn.Linear(3, 1), bdl.priors.Normal(10.0))
     model = bdl.models.Regression(net, noise=0.5)
@@ -99,14 +68,10 @@ def test_it_is_a_column_of_the_comparison():
         posterior = guide.laplace_approximation((x, y))
     design = torch.cat([x, torch.ones(30, 1)], 1)
     curvature = design.T @ design / 0.25
-    gamma = torch.linalg.solve(curvature + 0.01 * torch.eye(4), curvature).trace()
-    assert determined(posterior) == {
-        "gamma": pytest.approx(float(gamma)),
-        "latents": 4,
-        "fitted": 30,
-    }
-    assert determined(guide) == {}
-    found = bdl.compare(model, {"laplace": posterior}, x, y, reference=None, num_samples=4)
-    assert found.table.loc["laplace", "gamma"] == pytest.approx(float(gamma))
+    gamma = torch.linalg.solve(curvature + 0.01 * torch.eye(4), curvature).trace().item()
+    given = {"laplace": posterior, "map": guide}
+    found = bdl.compare(model, given, x, y, reference=None, num_samples=4)
+    row = found.numbers()["laplace"]
+    assert (row["gamma"], row["latents"], row["fitted"]) == (pytest.approx(gamma), 4, 30)
+    assert "gamma" not in found.numbers()["map"] and "gamma" in found.to_text()
     assert "nearly all: the network may be too small" in found.verdicts["laplace"]
-    assert "gamma" in found.to_text()

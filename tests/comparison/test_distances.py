@@ -2,30 +2,16 @@
 
 import math
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
+from helpers.comparisons import normal, shift
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison.distances import distances
+from pyro_bdl.comparison.distances import distances, sd_of_draws
 from pyro_bdl.comparison.evaluate import Evaluation
 from pyro_bdl.comparison.metric import evenly
 
-
-def shift(x, y=None):
-    """f = w for every input; y ~ Normal(f, 1)."""
-    w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))
-    f = pyro.deterministic("f", w.expand(len(x)))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(f, 1.0), obs=y)
-
-
-def normal_samples(mean, sd, count=4000, seed=0):
-    torch.manual_seed(seed)
-    quantiles = (torch.arange(count) + 0.5) / count
-    draws = mean + sd * torch.special.ndtri(quantiles)[torch.randperm(count)]
-    return bdl.Samples({"w": draws.reshape(4, -1)})
+X, Y = torch.zeros(5, 1), torch.zeros(5)
 
 
 def folded(mean, sd):
@@ -37,18 +23,18 @@ def folded(mean, sd):
 
 @pytest.fixture(scope="module")
 def table():
-    draws = {"a": normal_samples(1.0, 0.5), "nuts": normal_samples(0.0, 1.0, seed=1)}
-    return bdl.compare(shift, draws, torch.zeros(5, 1), torch.zeros(5))
+    return bdl.compare(shift, {"a": normal(1.0, 0.5), "nuts": normal(0.0, 1.0, seed=1)}, X, Y)
 
 
 def test_between_normals_all_are_the_closed_forms(table):
     row = table.numbers()["a"]
-    assert row["wasserstein2"] == pytest.approx(math.sqrt(1 + 0.25), rel=1e-2)
+    closed = {"mean_error": 1.0, "sd_error": 0.5, "sd_ratio": 0.5, "wasserstein": folded(1, 0.5)}
+    closed |= {"wasserstein2": math.sqrt(1 + 0.25), "aleatoric": 1.0, "epistemic": 0.5}
+    # predictive Normals of variance 1.25 and 2
+    closed["kl"] = (2 / 1.25 + 1 / 1.25 - 1 + math.log(1.25 / 2)) / 2
+    assert {key: row[key] for key in closed} == pytest.approx(closed, rel=1e-2)
     energy = 2 * folded(1, math.sqrt(1.25)) - folded(0, math.sqrt(0.5)) - folded(0, math.sqrt(2))
     assert row["energy"] == pytest.approx(energy, abs=4 * row["energy_se"])
-    # predictive Normals of variance 1.25 and 2
-    kl = (2 / 1.25 + 1 / 1.25 - 1 + math.log(1.25 / 2)) / 2
-    assert row["kl"] == pytest.approx(kl, rel=1e-2)
     l = 0.9539  # the median of |Normal(0, sqrt(2))|
 
     def kernel(mean, variance):
@@ -57,7 +43,6 @@ def test_between_normals_all_are_the_closed_forms(table):
 
     mmd = kernel(0, 0.5) + kernel(0, 2) - 2 * kernel(1, 1.25)
     assert row["mmd"] == pytest.approx(mmd, abs=4 * row["mmd_se"])
-    assert row["aleatoric"] == pytest.approx(1.0) and row["epistemic"] == pytest.approx(0.5, 1e-2)
 
 
 def test_each_has_an_error_and_a_floor(table):
@@ -88,21 +73,15 @@ def test_the_error_is_that_of_other_draws():
         rows.append(distances(of_draws(1 + 0.5 * first), of_draws(second)))
     for key in ("wasserstein", "energy", "sd_ratio", "kl"):
         true = torch.tensor([row[key] for row in rows]).std()  # known to 16 %
-        said = torch.tensor([row[f"{key}_se"] for row in rows]).mean()
-        assert said == pytest.approx(true.item(), rel=0.45), key
+        stated = torch.tensor([row[f"{key}_se"] for row in rows]).mean()
+        assert stated == pytest.approx(true.item(), rel=0.45), key
 
 
 def test_khat_finds_what_is_too_narrow():
-    x, y = torch.zeros(3, 1), torch.zeros(3)
-    draws = {
-        "narrow": normal_samples(0.0, 0.1),
-        "wide": normal_samples(0.0, 1.5, seed=1),
-        "point": bdl.Samples({"w": torch.zeros(4, 100)}),
-        "nuts": normal_samples(0.0, 1.0, seed=2),
-    }
-    rows = bdl.compare(shift, draws, x, y).numbers()
-    found = [rows[name]["khat_high"] for name in ("narrow", "wide", "point")]
-    assert found == [1.0, 0.0, 1.0]
+    draws = {"narrow": normal(0.0, 0.1), "wide": normal(0.0, 1.5, seed=1)}
+    draws |= {"point": bdl.Samples({"w": torch.zeros(4, 100)}), "nuts": normal(0.0, 1.0, seed=2)}
+    rows = bdl.compare(shift, draws, X, Y).numbers()
+    assert [rows[name]["khat_high"] for name in ("narrow", "wide", "point")] == [1.0, 0.0, 1.0]
     assert rows["point"]["sd_ratio"] == 0 and rows["point"]["mmd"] > 0.1
 
 
@@ -114,7 +93,7 @@ def test_evenly_takes_as_many_of_each_chain():
 
 def test_errors_need_no_more_than_some_of_the_points():
     """The function is one number at all points, however many they are."""
-    draws = {"a": normal_samples(1.0, 0.5, 400), "nuts": normal_samples(0.0, 1.0, 400, seed=1)}
+    draws = {"a": normal(1.0, 0.5, 400), "nuts": normal(0.0, 1.0, 400, seed=1)}
     few, many = (
         bdl.compare(shift, draws, torch.zeros(n, 1), torch.zeros(n)).numbers()["a"]
         for n in (5, 350)
@@ -123,21 +102,22 @@ def test_errors_need_no_more_than_some_of_the_points():
         assert many[f"{key}_se"] == pytest.approx(few[f"{key}_se"], rel=1e-6), key
 
 
+def test_an_sd_of_nan_is_not_zero():
+    values = torch.tensor([[0.0, 1.0, 3.0], [float("nan"), 1.0, 5.0]])
+    assert torch.equal(sd_of_draws(values)[1:], torch.tensor([0.0, 1.0]).double())
+    assert sd_of_draws(values)[0].isnan()
+
+
 def test_a_doubtful_reference_is_told_once_and_first():
-    good = normal_samples(0.0, 1.0)
+    good, draws = normal(0.0, 1.0), {"a": normal(0, 0.5)}
     diverging = torch.zeros(4, 1000, dtype=torch.bool)
     diverging[0, :100] = True
     bad = bdl.Samples(good.latents, {"diverging": diverging})
-    found = bdl.compare(
-        shift, {"a": normal_samples(0, 0.5), "nuts": bad}, torch.zeros(3, 1), torch.zeros(3)
-    )
-    assert len(found.warnings) == 1 and "2.5 % of its draws diverged" in found.warnings[0]
+    found = bdl.compare(shift, draws | {"nuts": bad}, X, Y)
     text = str(found)
+    assert len(found.warnings) == 1 and "100 divergences" in found.warnings[0]
     assert "nuts (doubtful)" in text and "Warning: nuts cannot be trusted" in text
     assert text.count("trusted") == 1 and text.index("trusted") < text.index("distance to nuts")
     assert "trusted" not in found.verdicts["a"]
-    assert list(found.verdicts) == ["nuts", "a"]  # as the rows are ranked
-    fine = bdl.compare(
-        shift, {"a": normal_samples(0, 0.5), "nuts": good}, torch.zeros(3, 1), torch.zeros(3)
-    )
+    fine = bdl.compare(shift, draws | {"nuts": good}, X, Y)
     assert not fine.warnings and "doubtful" not in str(fine) and "trusted" not in str(fine)

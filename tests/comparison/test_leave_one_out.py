@@ -13,6 +13,7 @@ import pyro_bdl as bdl
 from pyro_bdl.comparison import leave_one_out as module
 from pyro_bdl.comparison.kind import read_kind
 from pyro_bdl.comparison.leave_one_out import difference, leave_one_out
+from pyro_bdl.comparison.metric import measure
 
 N = 20
 OLD = arviz.__version__.startswith("0.")
@@ -231,7 +232,7 @@ def test_of_many_data_a_part_is_left_out_and_the_errors_say_so(data):
     assert kind == "draws" and len(part.rows) == 10 and part.subsampling_se > 0
     torch.testing.assert_close(part.pointwise, whole.pointwise[part.rows])
     assert abs(part.elpd - whole.elpd) < 4 * part.subsampling_se
-    row = module.scores_of(part, kind)
+    row = measure(module.ALL_LEFT_OUT, "regression", {"loo": (part, kind)})
     assert row["loo_by"] == "draws, 10 of 20 data" and row["elpd_loo_se"] == part.total_se
     assert difference(part, part) == (0.0, 0.0)
     assert module.comparable(part, part) and not module.comparable(part, whole)

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import pyro_bdl as bdl
-from pyro_bdl import Samples, compare
-from pyro_bdl.comparison.k_fold import k_fold
+from pyro_bdl import Samples, compare, k_fold
 from pyro_bdl.errors import BdlWarning
 
 pytestmark = pytest.mark.usefixtures("double")
