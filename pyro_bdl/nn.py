@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pyro
 import torch
+from pyro import poutine
 from pyro.nn import PyroParam
 from pyro.poutine.plate_messenger import block_plate
 from pyro.poutine.runtime import get_plates
@@ -31,7 +32,7 @@ from pyro_bdl.program.gaussian_prior import (
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork, each
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.vmap import DrawMap
-from pyro_bdl.scales import Hyperprior, beside, hyperparameter_scope
+from pyro_bdl.scales import Hyperprior, Scope, beside, hyperparameter_scope
 from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.names import Names, chooser
 
@@ -73,10 +74,9 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         self._over_networks = DrawMap(over="the networks of a plate", batch_norm=False)
         self._cache: dict[str, tuple[Any, Distribution]] = {}
         self._places = _places(copied)
-        self._structure = _structure(copied)
         self._checked_modes: set[bool] = set()  # of training, without reentrant checkpoints
         self._hyperparameters: dict[str, str] = {}
-        with hyperparameter_scope(_Declarations(self)):
+        with poutine.block(), hyperparameter_scope(_NetworkScope(self)):
             self._find_sites()
 
     def _find_sites(self) -> None:
@@ -111,7 +111,6 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         frames = get_plates()
-        self._check_structure()
         if not self.sites or not (frames or self.plates):
             with self._under_task_prior():
                 values = self._sample()
@@ -154,41 +153,30 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
                     "track_running_stats=False, or call eval() on the network"
                 )
 
-    def _check_structure(self) -> None:
+    def check_layers(self) -> None:
         """Check that the network still has the layers that were given priors.
 
         :raises UnsupportedProgramError: if layers were added, replaced or taken away, so that there
             are weights without a prior, or sampled ones that nothing uses.
         """
-        network = self._modules["network"]
-        for module, parts in self._structure:
-            if tuple(module._modules.values()) != parts:
-                break
-        else:
-            if self._structure[0][0] is network:
-                return
         known = {place for places in self._places.values() for place in places}
-        names = {part: name for name, part in network.named_modules()}
-        for part, name in names.items():
-            for key, parameter in part._parameters.items():
-                is_new = parameter is not None and (part, key) not in known
-                if is_new and parameter.requires_grad:
-                    where = f"'{name}.{key}'" if name else f"'{key}'"
-                    raise UnsupportedProgramError(
-                        f"the parameter {where} came into the network after bayesianize and has no "
-                        "prior: change the layers first, and call bayesianize then"
-                    )
+        for name, places in _places(self.network).items():
+            if getattr(*places[0]).requires_grad and places[0] not in known:
+                raise UnsupportedProgramError(
+                    f"the parameter '{name}' came into the network after bayesianize and has no "
+                    "prior: change the layers first, and call bayesianize then"
+                )
+        present = set(self.network.modules())
         for site in self.sites:
-            if not any(part in names for part, _ in self._places[site]):
+            if not any(module in present for module, _ in self._places[site]):
                 raise UnsupportedProgramError(
                     f"the layer of the weights '{self.site_prefix}{site}' was taken out of the "
                     "network after bayesianize: change the layers first, and call bayesianize then"
                 )
-        self._structure = _structure(network)
 
     def _sample(self, batch: torch.Size = _NO_BATCH) -> dict[str, Tensor]:
         values = {}
-        with hyperparameter_scope(_Scope(self)):
+        with hyperparameter_scope(_NetworkScope(self)):
             for name in self.sites:
                 owner, key = self._places[name][0]
                 start = getattr(owner, key)
@@ -244,7 +232,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         for attribute in result._hyperparameters.values():
             delattr(result, attribute)
         result._hyperparameters, result._cache = {}, {}
-        with hyperparameter_scope(_Declarations(result)):
+        with poutine.block(), hyperparameter_scope(_NetworkScope(result)):
             for name in result.sites:
                 owner, key = result._places[name][0]
                 if result._distribution(name, getattr(owner, key)) is None:
@@ -357,30 +345,9 @@ def with_prior(model: Any, prior: Any) -> nn.Module:
     return result
 
 
-class _Declarations:
-    """Scope that declares a prior's PyroParams on the module and draws hyperpriors."""
-
-    def __init__(self, module: BayesianModule) -> None:
-        self.module = module
-
-    def sample(self, name: str, distribution: Distribution) -> Tensor:
-        return distribution.sample()
-
-    sample_for_each = sample
-
-    def param(self, name: str, declaration: PyroParam) -> Tensor:
-        attribute = "hyper_" + "".join(c if c.isalnum() else "_" for c in name)
-        if name not in self.module._hyperparameters:
-            self.module._hyperparameters[name] = attribute
-            setattr(self.module, attribute, beside(self.module, declaration))
-        return getattr(self.module, attribute)
-
-    def weigh(self, name: str, hyperprior: Hyperprior, value: Tensor) -> None:
-        pass
-
-
-class _Scope:
-    """Scope of one run, in which each hyperparameter is sampled or read once."""
+class _NetworkScope(Scope):
+    """Scope of one run of a network, in which each hyperparameter is declared, sampled or read
+    once."""
 
     def __init__(self, module: BayesianModule) -> None:
         self.module = module
@@ -389,7 +356,7 @@ class _Scope:
     def sample(self, name: str, distribution: Any) -> Tensor:
         with ExitStack() as stack:
             for plate in self.module.plates:
-                stack.enter_context(block_plate(plate))
+                stack.enter_context(block_plate(plate, strict=False))
             return self.sample_for_each(name, distribution)
 
     def sample_for_each(self, name: str, distribution: Any) -> Tensor:
@@ -398,8 +365,12 @@ class _Scope:
         return self.values[name]
 
     def param(self, name: str, declaration: PyroParam) -> Tensor:
+        attributes = self.module._hyperparameters
+        if name not in attributes:
+            attributes[name] = "hyper_" + "".join(c if c.isalnum() else "_" for c in name)
+            setattr(self.module, attributes[name], beside(self.module, declaration))
         if name not in self.values:
-            self.values[name] = getattr(self.module, self.module._hyperparameters[name])
+            self.values[name] = getattr(self.module, attributes[name])
         return self.values[name]
 
     def weigh(self, name: str, hyperprior: Hyperprior, value: Tensor) -> None:
@@ -407,14 +378,6 @@ class _Scope:
         if site not in self.values:
             self.values[site] = hyperprior.log_prob(value)
             pyro.factor(site, self.values[site])
-
-
-Structure = list[tuple[nn.Module, tuple[nn.Module | None, ...]]]
-
-
-def _structure(network: nn.Module) -> Structure:
-    """Each module of a network with its submodules, the network itself first."""
-    return [(module, tuple(module._modules.values())) for module in network.modules()]
 
 
 def _refuse(network: nn.Module) -> None:

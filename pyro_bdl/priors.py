@@ -88,8 +88,14 @@ class Prior:
         return hyperparameter(getattr(self, argument), f"{self.label}.{argument}", like)
 
 
-def _spread(base: Distribution, parameter: Tensor) -> Distribution:
-    return base.expand(parameter.shape).to_event(parameter.dim())  # type: ignore[attr-defined]
+def _spread(base: Any, parameter: Tensor) -> Distribution:
+    return base.expand(parameter.shape).to_event(parameter.dim())
+
+
+def _normal(parameter: Tensor, scale: Any, loc: Tensor | None = None) -> Distribution:
+    """Independent Normals over a parameter, around zero by default."""
+    loc = parameter.new_zeros(()) if loc is None else loc
+    return _spread(dist.Normal(loc, scale), parameter)
 
 
 class Normal(Prior):
@@ -117,8 +123,7 @@ class Normal(Prior):
         return cls(precision**-0.5)
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
-        scale = self._value("scale", parameter)
-        return _spread(dist.Normal(parameter.new_zeros(()), scale), parameter)
+        return _normal(parameter, self._value("scale", parameter))
 
 
 class FanIn(Prior):
@@ -133,7 +138,7 @@ class FanIn(Prior):
         scale = self._value("gain", parameter)
         if parameter.dim() >= 2 and not isinstance(module, nn.Embedding):
             scale = scale / math.sqrt(parameter[0].numel())
-        return _spread(dist.Normal(parameter.new_zeros(()), scale), parameter)
+        return _normal(parameter, scale)
 
 
 class MatrixNormal(Prior):
@@ -160,8 +165,7 @@ class MatrixNormal(Prior):
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
         if parameter.dim() < 2:
-            zero = parameter.new_zeros(())
-            return _spread(dist.Normal(zero, parameter.new_full((), self.scale)), parameter)
+            return _normal(parameter, parameter.new_full((), self.scale))
         sides = []
         sizes = len(parameter), parameter[0].numel()
         for kind, factor, size in zip(("rows", "columns"), self.factors, sizes, strict=True):
@@ -232,14 +236,11 @@ class ARD(Prior):
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
         if parameter.dim() < 2:
-            return _spread(
-                dist.Normal(parameter.new_zeros(()), parameter.new_full((), self.start)), parameter
-            )
+            return _normal(parameter, parameter.new_full((), self.start))
         shape = (1, parameter.shape[1], *(1,) * (parameter.dim() - 2))
         start = parameter.detach().new_full(shape, self.start)
         own = PyroParam(start, constraint=dist.constraints.positive)
-        scale = hyperparameter(own, f"{self.label}.{name}.scale", parameter)
-        return _spread(dist.Normal(torch.zeros_like(scale), scale), parameter)
+        return _normal(parameter, hyperparameter(own, f"{self.label}.{name}.scale", parameter))
 
 
 class LogUniform(Prior):
@@ -310,8 +311,7 @@ class Pretrained(Prior):
         self.scale = checked(scale, "scale")
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
-        scale = self._value("scale", parameter)
-        return dist.Normal(parameter.detach(), scale).to_event(parameter.dim())
+        return _normal(parameter, self._value("scale", parameter), parameter.detach())
 
 
 class Moped(Prior):
@@ -331,7 +331,7 @@ class Moped(Prior):
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
         value = parameter.detach()
         scale = self._value("delta", parameter) * value.abs().clamp(min=self.floor)
-        return dist.Normal(value, scale).to_event(parameter.dim())
+        return _normal(parameter, scale, value)
 
 
 class GPrior(Prior):
@@ -362,8 +362,7 @@ class GPrior(Prior):
         if name not in self.curvature:
             raise ValueError(f"GPrior has no curvature of parameter {name!r}: give one")
         h = self.curvature[name].to(parameter).reshape(parameter.shape)
-        scale = self._value("scale", parameter) * h.rsqrt()
-        return dist.Normal(parameter.new_zeros(()), scale).to_event(parameter.dim())
+        return _normal(parameter, self._value("scale", parameter) * h.rsqrt())
 
 
 class ByName(Prior):

@@ -1,6 +1,5 @@
 """``Samples``: draws of one or several Markov chains."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,16 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from pyro.infer.mcmc.api import MCMC
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from pyro_bdl.utils.files import atomic_write
+from pyro_bdl.utils.tensor_file import load_tree, save_tree
 
 __all__ = ["Samples"]
 
-_VERSION = "1"
-SUFFIX = ".safetensors"
+SAVED_KIND = "file of samples"
 
 
 @dataclass(frozen=True)
@@ -165,50 +161,21 @@ class Samples:
         return cls(latents, stats, info)
 
     def save(self, path: str | Path) -> Path:
-        """Write to a file ``.safetensors``, which holds no code.
+        """Write to a file of tensors and JSON (safetensors), which holds no code.
 
         If writing fails, an existing file stays as it was.
-
-        :raises ValueError: for another suffix.
         """
-        path = _checked(path)
-        tensors = {f"latents/{name}": value for name, value in self.latents.items()}
-        tensors |= {f"stats/{name}": value for name, value in self.stats.items()}
-        stored = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
-        sites, info = json.dumps(list(self.latents)), json.dumps(dict(self.info))
-        with atomic_write(path) as part:
-            save_file(stored, str(part), {"version": _VERSION, "sites": sites, "info": info})
-        return path
+        tree = {"latents": self.latents, "stats": self.stats, "info": self.info}
+        return save_tree(path, tree, kind=SAVED_KIND)
 
     @classmethod
     def load(cls, path: str | Path, *, device: torch.device | str = "cpu") -> "Samples":
         """Read a file that ``save`` wrote.
 
         :raises FileNotFoundError: if there is no such file.
-        :raises ValueError: for another suffix, or a file that ``save`` did not write.
+        :raises ValueError: for a file that ``save`` did not write, or that is damaged.
         """
-        path = _checked(path)
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no file '{path}'")
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                header, keys = file.metadata() or {}, list(file.keys())
-                if header["version"] != _VERSION:
-                    raise ValueError(f"version {header['version']!r} is not {_VERSION!r}")
-                latents = {
-                    name: file.get_tensor(f"latents/{name}") for name in json.loads(header["sites"])
-                }
-                stats = {
-                    key.removeprefix("stats/"): file.get_tensor(key)
-                    for key in keys
-                    if key.startswith("stats/")
-                }
-            return cls(latents, stats, dict(json.loads(header["info"]))).to(device)
-        except Exception as error:  # any error: the file may be anything, or truncated
-            raise ValueError(
-                f"'{path}' does not hold samples that Samples.save wrote, or is damaged "
-                f"({type(error).__name__}: {error})"
-            ) from error
+        return cls(**load_tree(path, kind=SAVED_KIND)).to(device)
 
     def __repr__(self) -> str:
         return (
@@ -228,10 +195,3 @@ def is_numpyro_mcmc(value: Any) -> bool:
 def as_tensor(value: Any) -> Tensor:
     """A tensor, or a tensor with the numbers of an array of numpy or JAX."""
     return value if isinstance(value, Tensor) else torch.from_numpy(np.array(np.asarray(value)))
-
-
-def _checked(path: str | Path) -> Path:
-    path = Path(path)
-    if path.suffix != SUFFIX:
-        raise ValueError(f"'{path}' must end in {SUFFIX}")
-    return path

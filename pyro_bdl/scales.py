@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import pyro
 import torch
@@ -53,23 +53,13 @@ class Hyperprior:
 Scale = float | PyroParam | Distribution | Hyperprior
 
 
-class HyperparameterScope(Protocol):
-    """The home of the hyperparameters of a prior while a network's priors are evaluated.
+class Scope:
+    """The home of hyperparameters while priors are evaluated: here, plain statements of Pyro.
 
     The networks of a plate share what ``sample`` and ``param`` give; ``sample_for_each`` draws for
     every one of them.
     """
 
-    def sample(self, name: str, distribution: Distribution) -> Tensor: ...
-
-    def sample_for_each(self, name: str, distribution: Distribution) -> Tensor: ...
-
-    def param(self, name: str, declaration: PyroParam) -> Tensor: ...
-
-    def weigh(self, name: str, hyperprior: Hyperprior, value: Tensor) -> None: ...
-
-
-class _PlainScope:
     def sample(self, name: str, distribution: Any) -> Tensor:
         return pyro.sample(name, distribution)
 
@@ -83,16 +73,16 @@ class _PlainScope:
         pyro.factor(f"{name}.hyperprior", hyperprior.log_prob(value))
 
 
-_scope: ContextVar[HyperparameterScope] = ContextVar("scope", default=_PlainScope())  # noqa: B039
+_scope: ContextVar[Scope] = ContextVar("scope", default=Scope())  # noqa: B039
 
 
-def present_scope() -> HyperparameterScope:
+def present_scope() -> Scope:
     """The current scope for the evaluation of priors."""
     return _scope.get()
 
 
 @contextmanager
-def hyperparameter_scope(scope: HyperparameterScope) -> Iterator[None]:
+def hyperparameter_scope(scope: Scope) -> Iterator[None]:
     """Let priors inside the context take their hyperparameters from ``scope``."""
     token = _scope.set(scope)
     try:

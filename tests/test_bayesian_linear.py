@@ -56,6 +56,7 @@ def test_posterior_and_predictive_condition_the_joint_gaussian(phi, y, alpha, be
     """Against p(w, y*) conditioned on y as one Gaussian over all of them. Source: Bishop 2006,
     section 3.3."""
     found = posterior(SufficientStatistics.of(phi, y), alpha, beta)
+    assert len(found.covariance) == (1 if alpha.dim() < 2 and beta.dim() == 0 else K)
     new = torch.randn(6, H, dtype=D)
     mean, variance = predict(new, found, beta)
     for k in range(K):
@@ -97,35 +98,23 @@ def test_evidence_has_the_gradient_of_the_marginal_density(phi, y):
         torch.testing.assert_close(a, b)
 
 
-def test_outputs_share_one_covariance_where_they_can(phi, y):
-    found = posterior(SufficientStatistics.of(phi, y), 1.0, 2.0)
-    assert found.covariance.shape == (1, H, H)
-
-
 def test_more_features_than_rows(phi, y):
     found = log_evidence(SufficientStatistics.of(phi[:2], y[:2, 0]), 0.7, 2.5)
     expected = gaussian(phi[:2], torch.tensor(0.7, dtype=D), torch.tensor(2.5, dtype=D))
     torch.testing.assert_close(found, expected.log_prob(y[:2, 0]))
 
 
-def test_batches_add_up(phi, y):
-    whole = SufficientStatistics.of(phi.float(), y.float())
-    parts = [SufficientStatistics.of(phi[i::3].float(), y[i::3].float()) for i in range(3)]
-    total = parts[0] + parts[1] + parts[2]
-    for name in ("gram", "cross", "squares", "count"):
-        value = getattr(total, name)
-        assert value.dtype == D
-        torch.testing.assert_close(value, getattr(whole, name))
-
-
-def test_weights_count_rows_more_than_once(phi, y):
+def test_batches_add_up_and_weights_count_rows_more_than_once(phi, y):
     times = torch.arange(N) % 3
-    weighted = SufficientStatistics.of(phi, y, times)
-    repeated = SufficientStatistics.of(
-        phi.repeat_interleave(times, 0), y.repeat_interleave(times, 0)
-    )
+    parts = [SufficientStatistics.of(phi[i::2], y[i::2], times[i::2]) for i in range(2)]
+    repeated = phi.repeat_interleave(times, 0), y.repeat_interleave(times, 0)
+    expected = SufficientStatistics.of(*repeated)
     for name in ("gram", "cross", "squares", "count"):
-        torch.testing.assert_close(getattr(weighted, name), getattr(repeated, name))
+        torch.testing.assert_close(getattr(parts[0] + parts[1], name), getattr(expected, name))
+    with pytest.raises(ValueError, match=r"got \(25, 4\) and \(24, 3\)"):
+        SufficientStatistics.of(phi, y[1:])
+    with pytest.raises(ValueError, match=r"features must have shape \(N, H\)"):
+        SufficientStatistics.of(phi[0], y)
 
 
 @pytest.mark.parametrize("fixed", [{}, {"alpha": 0.3}, {"beta": 3.0}])
@@ -151,30 +140,10 @@ def test_fixed_point_is_a_maximum(phi, y, fixed):
     assert 0 < found.gamma < H * K
 
 
-def test_fixed_point_recovers_the_noise_and_the_prior():
-    """With 20000 rows and 500 x 3 weights: beta within 3 of its standard errors sqrt(2 / NK),
-    alpha within 3 of sqrt(2 / HK)."""
-    rows, features = 4000, 100
-    phi = torch.randn(rows, features, dtype=D)
-    weights = torch.randn(features, K, dtype=D) / 2.0**0.5
-    y = phi @ weights + 0.5 * torch.randn(rows, K, dtype=D)
-    found = maximize(SufficientStatistics.of(phi, y))
-    assert float(found.beta) == pytest.approx(4.0, rel=3 * (2 / (rows * K)) ** 0.5)
-    assert float(found.alpha) == pytest.approx(2.0, rel=3 * (2 / (features * K)) ** 0.5)
-    assert float(found.gamma) == pytest.approx(features * K, rel=0.01)
-
-
 @pytest.mark.parametrize("targets", [torch.zeros(3), torch.ones(3)])
 def test_data_that_are_fitted_exactly_end_finite(targets):
     found = maximize(SufficientStatistics.of(torch.eye(3, dtype=D), targets), steps=50)
     assert math.isfinite(found.alpha) and math.isfinite(found.beta) and found.steps <= 50
-
-
-def test_shapes_are_checked(phi, y):
-    with pytest.raises(ValueError, match=r"got \(25, 4\) and \(24, 3\)"):
-        SufficientStatistics.of(phi, y[1:])
-    with pytest.raises(ValueError, match=r"features must have shape \(N, H\)"):
-        SufficientStatistics.of(phi[0], y)
 
 
 def test_on_another_device(phi, y, device):

@@ -27,13 +27,12 @@ from pyro_bdl.guides.statements import (
 )
 from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.batches import Batch
-from pyro_bdl.program.check import refuse_sharded
 from pyro_bdl.program.gaussian_prior import GaussianPrior
 from pyro_bdl.program.layout import Latent, Layout
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import Run, distribution_of_targets
-from pyro_bdl.utils.module_state import modules_of, outside_inference_mode
+from pyro_bdl.utils.module_state import outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
 
 
@@ -110,7 +109,6 @@ class Guide(SavedGuide, OwnParameters, AutoGuide):
 
     @outside_inference_mode()
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        refuse_sharded(modules_of(self.program_model))
         trace = trace_once(poutine.block(self.model, self._prototype_hide_fn), args, kwargs)
         program = Program.from_trace(self.model, trace, args, kwargs)
         start, full = at_full_size(program, trace)

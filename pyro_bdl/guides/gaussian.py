@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.automatic_structure import chosen_config
@@ -448,14 +448,35 @@ def _as_prior(guide: LaplaceGuide) -> GaussianPrior:
             f'structure="{guide.config.structure}" has samples and no matrix that could be a '
             'prior: call laplace_approximation(data, structure="kron") or "diag" for it'
         )
-    precision = copy.deepcopy(guide.precision)
-    if precision.independent and guide.subset.complete:
-        scale = precision.variances().sqrt()
+    if guide.precision.independent and guide.subset.complete:
+        scale = guide.precision.variances().sqrt()
         return independent_prior(guide.require_layout(), guide.loc, scale)
     with torch.no_grad():
         factor = guide.curvature_factor(guide.noise_factor).to(guide.prior_diagonal)
         diagonal = (guide.curvature.diagonal() * factor + guide.prior_diagonal) / guide.width
-    return joint_prior(guide.subset, guide.loc, precision, diagonal)
+    return joint_prior(guide.subset, guide.loc, _StoredPosterior(guide), diagonal)
+
+
+class _StoredPosterior(nn.Module):
+    """A copy of a guide's curvature and prior, whose call makes the posterior's precision."""
+
+    factor: Tensor
+    diagonal: Tensor
+
+    def __init__(self, guide: LaplaceGuide) -> None:
+        super().__init__()
+        self.curvature, self.quadratic = copy.deepcopy(guide.curvature), guide.prior_quadratic
+        prior, width = guide.prior.divided(guide.width), guide.width
+        factor = guide.curvature_factor(guide.noise_factor).to(guide.prior_diagonal) / width
+        parts = {"diagonal": prior.diagonal, "indices": prior.indices, "dense": prior.dense}
+        for name, value in (parts | {"factor": factor}).items():
+            self.register_buffer(name, None if value is None else value.detach().clone())
+
+    def forward(self) -> Precision:
+        parts = self.diagonal, self.indices, self.dense
+        return self.curvature.with_prior(
+            PriorPrecision(*parts, quadratic=self.quadratic), self.factor
+        )
 
 
 def _slope_of_prior(reading: ParameterReading, layout: Any) -> Tensor:

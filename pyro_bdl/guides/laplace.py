@@ -17,9 +17,8 @@ from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.check import check_finite
-from pyro_bdl.program.program import Program
+from pyro_bdl.program.program import check_program
 from pyro_bdl.program.subset import Subset, select
-from pyro_bdl.utils.random_state import own_randomness
 
 
 class AutoLaplaceGGN(UnconstrainedMAP):
@@ -134,9 +133,9 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         check_finite(model, args, kwargs)
         self.prototype(*args, **kwargs)
         refuse_subsampled(self)
-        few = few_rows(model, self.require_layout(), self.location(), (args, kwargs))
-        with own_randomness():
-            Program(model, *few[0], **few[1]).check()
+        layout, vector = self.require_layout(), self.location().detach()
+        few = few_rows(model, layout, vector, (args, kwargs))
+        check_program(model, layout.constrain(vector)[0], *few)
         return few
 
 

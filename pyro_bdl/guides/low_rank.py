@@ -19,7 +19,7 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.kl import expected_log_prior
 from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.init import init_to_network
-from pyro_bdl.program.gaussian_prior import GaussianPrior, joint_prior
+from pyro_bdl.program.gaussian_prior import GaussianPrior, StoredPrecision, joint_prior
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run
 
@@ -126,6 +126,6 @@ class AutoLowRank(NormalGuide):
     def as_prior(self) -> GaussianPrior:
         """A Gaussian prior over all latents, see ``Guide.as_prior``."""
         self._require_global()
-        precision = PrecisionOfLowRankCovariance(*self._scale_and_factor())
+        stored = StoredPrecision(PrecisionOfLowRankCovariance, *self._scale_and_factor())
         subset = Subset(self.require_layout())
-        return joint_prior(subset, self.location(), precision, precision.diagonal())
+        return joint_prior(subset, self.location(), stored, stored().diagonal())

@@ -164,9 +164,10 @@ class AutoMatrixNormal(Guide):
         for name, loc in layout.unflatten(self._parameter("loc")).items():
             latent = layout.latents[name]
             if name in self.matrices:
-                blocks.append(MatrixBlock(latent, loc, *self.factors(name)))
+                rows, columns = self.factors(name)
+                blocks.append(MatrixBlock(latent, loc=loc, row_factor=rows, column_factor=columns))
             else:
-                blocks.append(NormalBlock(latent, loc, scales[name]))
+                blocks.append(NormalBlock(latent, loc=loc, scale=scales[name]))
         return GaussianPrior(blocks)
 
 

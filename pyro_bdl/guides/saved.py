@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.layout import Layout, differences, origin
 from pyro_bdl.program.trace import leave_open, record
-from pyro_bdl.samples import SUFFIX, Samples
+from pyro_bdl.samples import SAVED_KIND as SAMPLES_KIND
+from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.tensor_file import kind_of_file, load_tree, save_tree
@@ -154,8 +155,7 @@ def load_posterior(path: str | Path, model: Callable) -> Any:
     :raises RuntimeError: for a posterior of another program, such as one with another prior or
         noise, which stays as it was.
     """
-    path = Path(path)
-    if path.suffix == SUFFIX and path.is_file() and kind_of_file(path) is None:
+    if kind_of_file(path) == SAMPLES_KIND:
         return Samples.load(path)
     tree = load_tree(path, kind=SAVED_KIND)
     before: Any = None

@@ -25,7 +25,7 @@ from pyro_bdl.guides.selectors import (
 )
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program.batches import Batch, Batches
-from pyro_bdl.program.gaussian_prior import GaussianPrior, joint_prior
+from pyro_bdl.program.gaussian_prior import GaussianPrior, StoredPrecision, joint_prior
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.samples import Samples
 
@@ -227,7 +227,7 @@ class SubsetNormal(JointGuide):
         :raises ValueError: if the subset holds only some of a site's entries.
         """
         inverse = torch.cholesky_inverse(self._parameter("scale_tril").detach().double())
-        return joint_prior(self.subset, self.location(), FullPrecision(inverse))
+        return joint_prior(self.subset, self.location(), StoredPrecision(FullPrecision, inverse))
 
     def variances(self) -> Tensor:
         """The marginal variances of the unconstrained vector (P,), zero outside the subset."""

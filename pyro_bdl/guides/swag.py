@@ -20,7 +20,12 @@ from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.init import init_afresh, init_to_network
 from pyro_bdl.program.batches import Batch
-from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior, joint_prior
+from pyro_bdl.program.gaussian_prior import (
+    GaussianPrior,
+    StoredPrecision,
+    independent_prior,
+    joint_prior,
+)
 from pyro_bdl.program.subset import Subset
 
 STRUCTURES = ("low_rank", "diag")
@@ -327,8 +332,9 @@ class SWAGGuide(JointGuide, NormalGuide):
         self._require_global()
         if not len(self.factor):
             return independent_prior(self.require_layout(), self.loc, self.diagonal.sqrt())
-        precision = PrecisionOfLowRankCovariance(self.diagonal.sqrt(), self.factor.mT)
-        return joint_prior(Subset(self.require_layout()), self.loc, precision, precision.diagonal())
+        tensors = self.diagonal.sqrt(), self.factor.mT
+        stored = StoredPrecision(PrecisionOfLowRankCovariance, *tensors)
+        return joint_prior(Subset(self.require_layout()), self.loc, stored, stored().diagonal())
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
         """q over the unconstrained vector (P,).

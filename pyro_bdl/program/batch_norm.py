@@ -74,35 +74,6 @@ def without_running_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
 # ----------------------------------------------------------------------------------- prediction
 
 
-@contextmanager
-def gathering(*programs: Any) -> Iterator[list[_BatchNorm]]:
-    """Let BatchNorm layers collect the mean and variance of all their inputs in their running
-    statistics.
-
-    Every batch has the same weight. The layers' own statistics are restored on exit.
-    """
-    found: list[_BatchNorm] = []
-    saved: list[tuple[bool, Any, list[Tensor]]] = []
-
-    def begin(module: Any, args: object) -> None:
-        if not keeps_statistics(module) or module in found:
-            return
-        values = [getattr(module, name).clone() for name in _STATISTICS]
-        found.append(module)
-        saved.append((module.training, module.momentum, values))
-        module.reset_running_stats()
-        module.training, module.momentum = True, None
-
-    try:
-        with hooked(modules_of(*programs), begin, kind=_BatchNorm):
-            yield found
-    finally:
-        for module, (training, momentum, values) in zip(found, saved, strict=True):
-            module.training, module.momentum = training, momentum
-            for name, value in zip(_STATISTICS, values, strict=True):
-                getattr(module, name).data.copy_(value)
-
-
 @torch.no_grad()
 def statistics_of_draws(
     model: Callable, draws: Draws, data: Batches, *, progress: bool | None = None
@@ -115,13 +86,14 @@ def statistics_of_draws(
     :raises ValueError: if the program calls no BatchNorm layer with running statistics.
     """
     rows: list[Draws] = []
-    total = next(iter(draws.values())).shape[0]
+    modules, total = modules_of(model), next(iter(draws.values())).shape[0]
     for i in trange(total, desc="batch norm", disable=hidden(progress), leave=False, delay=1):
         draw = {name: value[i] for name, value in draws.items()}
-        with gathering(model) as layers:
+        with leaving_running_statistics(modules, in_evaluation=True) as calls:
             for args, kwargs in data:
                 record(model, draw, args, kwargs, draw=leave_open)
-            rows.append(_values(layers))
+        layers, means = _means(calls)
+        rows.append(means)
         if not layers:
             raise ValueError(
                 "batch_norm_data is given, but the program has no BatchNorm layer with running "
@@ -130,12 +102,14 @@ def statistics_of_draws(
     return layers, {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def _values(layers: list[_BatchNorm]) -> Draws:
-    return {
-        _key(i, name): getattr(layer, name).clone()
-        for i, layer in enumerate(layers)
-        for name in _RUNNING
-    }
+def _means(calls: "list[BatchStatistics]") -> tuple[list[_BatchNorm], Draws]:
+    """The layers of calls, and the means of their statistics over each layer's calls."""
+    layers, means = list(dict.fromkeys(call.layer for call in calls)), {}
+    for i, layer in enumerate(layers):
+        values = [(call.mean, call.variance) for call in calls if call.layer is layer]
+        for name, rows in zip(_RUNNING, zip(*values, strict=True), strict=True):
+            means[_key(i, name)] = torch.stack(rows).mean(0)
+    return layers, means
 
 
 def _key(number: int, name: str) -> str:
@@ -167,16 +141,20 @@ class BatchStatistics(NamedTuple):
 
 
 @contextmanager
-def leaving_running_statistics(modules: Iterable[nn.Module]) -> Iterator[list[BatchStatistics]]:
-    """Keep the running statistics of BatchNorm layers in training mode unchanged.
+def leaving_running_statistics(
+    modules: Iterable[nn.Module], *, in_evaluation: bool = False
+) -> Iterator[list[BatchStatistics]]:
+    """Let BatchNorm layers normalize by their batch, with their running statistics unchanged.
 
     Yields a list of the statistics of their calls, in order.
+
+    :param in_evaluation: also the layers in evaluation mode, not only those in training mode.
     """
     calls: list[BatchStatistics] = []
     away: dict[_BatchNorm, dict[str, Tensor | None]] = {}
 
     def take_away(module: Any, args: tuple) -> None:
-        if not keeps_statistics(module) or not module.training:
+        if not keeps_statistics(module) or not (module.training or in_evaluation):
             return
         inputs = args[0].detach()
         dims = [0, *range(2, inputs.dim())]

@@ -17,8 +17,8 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor, nn
 
 from pyro_bdl.errors import ArgumentError, UnsupportedProgramError
-from pyro_bdl.utils.module_state import evaluation_mode, modules_of
-from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.program.network_sites import SampledNetwork
+from pyro_bdl.utils.module_state import modules_of
 from pyro_bdl.utils.trees import tree_leaves
 from pyro_bdl.utils.validation import check_finite_tensor
 
@@ -191,15 +191,24 @@ def refuse_sharded(modules: Iterable[nn.Module]) -> None:
                 )
 
 
-def check_one_density(program: Any) -> None:
-    """Check that two runs of a ``Program`` at the same latents have the same density.
+def check_modules(modules: Iterable[nn.Module]) -> None:
+    """Check that a program's parameters are whole and its networks those that were given priors.
 
-    Random states are as before on exit.
+    :raises UnsupportedProgramError: otherwise.
+    """
+    refuse_sharded(modules)
+    for module in modules:
+        if isinstance(module, SampledNetwork):
+            module.check_layers()
 
+
+def check_one_density(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
+    """Check that two runs of a program at the same latents have the same density.
+
+    :param first: the log density of each site in one run.
+    :param second: those in another run.
     :raises UnsupportedProgramError: naming the site that differs.
     """
-    with torch.no_grad(), own_randomness(), evaluation_mode(program.model):
-        first, second = (_terms(program) for _ in range(2))
     for name, value in first.items():
         if not torch.allclose(value, second[name], rtol=_SAME, equal_nan=True):
             raise UnsupportedProgramError(
@@ -209,12 +218,6 @@ def check_one_density(program: Any) -> None:
                 "a latent under poutine.block, or dropout that is always on: condition the latent, "
                 "write F.dropout(x, p, self.training), or pass the number as an argument"
             )
-
-
-def _terms(program: Any) -> dict[str, Tensor]:
-    run = program.run(program.initial)
-    prior = {name: site.log_prob().sum() for name, site in run.latents.items()}
-    return prior | run.terms()
 
 
 # ------------------------------------------------------------------------------------- whole data

@@ -11,8 +11,6 @@ import copy
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
-from itertools import count
 from typing import Any, Self
 
 import pyro.distributions as dist
@@ -28,48 +26,52 @@ from pyro_bdl.program.network_sites import INIT_KEY
 from pyro_bdl.program.subset import Subset
 
 
-class NormalBlock(nn.Module):
-    """Independent Normals over one site's unconstrained numbers."""
+class _SiteBlock(nn.Module):
+    """A block of one site, with its tensors as buffers."""
 
     loc: Tensor
-    scale: Tensor
 
-    def __init__(self, latent: Latent, loc: Tensor, scale: Tensor) -> None:
+    def __init__(self, latent: Latent, **tensors: Tensor) -> None:
         super().__init__()
         self.latents = (latent,)
-        self.register_buffer("loc", loc.detach().clone())
-        self.register_buffer("scale", scale.detach().clone())
+        for name, value in tensors.items():
+            self.register_buffer(name, value.detach().clone())
+
+
+class NormalBlock(_SiteBlock):
+    """Independent Normals (``loc``, ``scale``) over one site's unconstrained numbers."""
+
+    scale: Tensor
 
     def distribution(self, latent: Latent, run: "_PriorRun") -> Any:
         return marginal(latent, self.loc, self.scale)
 
 
-class MatrixBlock(nn.Module):
-    """A matrix normal over one site."""
+class MatrixBlock(_SiteBlock):
+    """A matrix normal (``loc``, ``row_factor``, ``column_factor``) over one site."""
 
-    loc: Tensor
     row_factor: Tensor
     column_factor: Tensor
-
-    def __init__(self, latent: Latent, loc: Tensor, rows: Tensor, columns: Tensor) -> None:
-        super().__init__()
-        self.latents = (latent,)
-        for name, value in (("loc", loc), ("row_factor", rows), ("column_factor", columns)):
-            self.register_buffer(name, value.detach().clone())
 
     def distribution(self, latent: Latent, run: "_PriorRun") -> Any:
         return MatrixNormal(self.loc, self.row_factor, self.column_factor)
 
 
-class FixedBlock(nn.Module):
-    """One site fixed at a value, for guides over a subset of the latents."""
+class FixedBlock(_SiteBlock):
+    """One site fixed at ``loc``, for guides over a subset of the latents."""
 
-    loc: Tensor
 
-    def __init__(self, latent: Latent, loc: Tensor) -> None:
+class StoredPrecision(nn.Module):
+    """A precision as a module: ``kind(*tensors)``, with the tensors as buffers."""
+
+    def __init__(self, kind: Callable[..., Any], *tensors: Tensor) -> None:
         super().__init__()
-        self.latents = (latent,)
-        self.register_buffer("loc", loc.detach().clone())
+        self.kind, self.names = kind, [f"tensor_{number}" for number in range(len(tensors))]
+        for name, value in zip(self.names, tensors, strict=True):
+            self.register_buffer(name, value.detach().clone())
+
+    def forward(self) -> Any:
+        return self.kind(*(getattr(self, name) for name in self.names))
 
 
 class JointBlock(nn.Module):
@@ -77,29 +79,35 @@ class JointBlock(nn.Module):
 
     :param latents: the sites, in the order in which the vector holds them.
     :param loc: (p,).
-    :param precision: an object with ``dense``, ``logdet()``, ``quadratic(x)`` and ``sample(S)``,
-        as in ``curvature.structures.base.Precision``.
+    :param stored: a module of buffers whose call makes the precision, an object with ``dense``,
+        ``logdet()``, ``quadratic(x)`` and ``sample(S)`` as ``curvature.structures.base.Precision``.
     :param diagonal: the diagonal of the precision (p,); by default computed from it.
     """
 
     loc: Tensor
-    precision: Any
     precision_diagonal: Tensor
 
     def __init__(
         self,
         latents: Iterable[Latent],
         loc: Tensor,
-        precision: Any,
+        stored: nn.Module,
         diagonal: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.layout = Layout(list(latents))
         self.latents = tuple(self.layout.latents.values())
         self.register_buffer("loc", loc.detach().clone())
-        self.precision = precision
+        self.stored, self._precision = stored, None
         diagonal = self.precision_matrix().diagonal() if diagonal is None else diagonal
         self.register_buffer("precision_diagonal", diagonal.detach().clone())
+
+    @property
+    def precision(self) -> Any:
+        if self._precision is None:
+            with torch.no_grad():
+                self._precision = self.stored()
+        return self._precision
 
     def distribution(self, latent: Latent, run: "_PriorRun") -> Any:
         return JointSite(self, latent, run)
@@ -125,51 +133,13 @@ class JointBlock(nn.Module):
         (gradient,) = torch.autograd.grad(self.precision.quadratic(rows).sum(), rows)
         return 0.5 * gradient
 
-    def _apply(self, function: Callable, recurse: bool = True) -> Any:
-        self.precision = _moved(self.precision, function)
-        return super()._apply(function, recurse)
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._precision = None
+        return super()._apply(*args, **kwargs)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        numbers = count()
-
-        def keep(tensor: Tensor) -> Tensor:
-            destination[f"{prefix}precision.{next(numbers)}"] = tensor.detach()
-            return tensor
-
-        _moved(self.precision, keep)
-
-    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
-        names = [name for name in state if name.startswith(f"{prefix}precision.")]
-        saved = iter([state.pop(name) for name in sorted(names, key=_last_number)])
-        if names:
-            self.precision = _moved(self.precision, lambda tensor: next(saved).to(tensor))
-        super()._load_from_state_dict(state, prefix, *rest)
-
-
-def _moved(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to a precision's tensors, as ``nn.Module._apply`` does for modules."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, torch.dtype):  # a dtype of results
-        return function(torch.empty(0, dtype=value, device="cpu")).dtype
-    if isinstance(value, nn.Module):
-        return value._apply(function)
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(part, function) for part in value)
-    if type(value).__module__.startswith("pyro_bdl."):
-        result = copy.copy(value)
-        for key, part in vars(value).items():
-            if isinstance(getattr(type(value), key, None), cached_property):
-                vars(result).pop(key)  # follows from the others
-            else:
-                object.__setattr__(result, key, _moved(part, function))
-        return result
-    return value
-
-
-def _last_number(name: str) -> int:
-    return int(name.rsplit(".", 1)[1])
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._precision = None
+        super()._load_from_state_dict(*args, **kwargs)
 
 
 class JointSite(TorchDistribution):
@@ -303,18 +273,19 @@ def independent_prior(layout: Layout, loc: Tensor, scale: Tensor) -> GaussianPri
     """The prior u ~ Normal(loc, scale^2) with independent numbers; loc and scale are (P,)."""
     locs, scales = layout.unflatten(loc), layout.unflatten(scale)
     return GaussianPrior(
-        NormalBlock(latent, locs[name], scales[name]) for name, latent in layout.latents.items()
+        NormalBlock(latent, loc=locs[name], scale=scales[name])
+        for name, latent in layout.latents.items()
     )
 
 
 def joint_prior(
-    subset: Subset, loc: Tensor, precision: Any, diagonal: Tensor | None = None
+    subset: Subset, loc: Tensor, stored: nn.Module, diagonal: Tensor | None = None
 ) -> GaussianPrior:
     """The prior u ~ N(loc, precision^-1) on a subset of whole sites; the others are fixed at
     ``loc``.
 
     :param loc: (P,).
-    :param precision: as in ``JointBlock``, over the subset.
+    :param stored: makes the precision over the subset, as in ``JointBlock``.
     :raises ValueError: if the subset holds only some of a site's entries.
     """
     layout = subset.layout
@@ -326,12 +297,12 @@ def joint_prior(
             "as a prior it needs whole sites, such as subset=[names]"
         )
     blocks: list[nn.Module] = [
-        JointBlock([layout.latents[n] for n in subset.parts], subset.take(loc), precision, diagonal)
+        JointBlock([layout.latents[n] for n in subset.parts], subset.take(loc), stored, diagonal)
     ]
     values = layout.unflatten(loc)
     for name, latent in layout.latents.items():
         if name not in subset.parts:
-            blocks.append(FixedBlock(latent, values[name]))
+            blocks.append(FixedBlock(latent, loc=values[name]))
     return GaussianPrior(blocks)
 
 

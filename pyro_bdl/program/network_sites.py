@@ -19,6 +19,9 @@ class SampledNetwork:
     network: nn.Module
     site_prefix: str
 
+    def check_layers(self) -> None:
+        """Check that the network still has the layers whose weights are sampled."""
+
 
 @dataclass(frozen=True)
 class Each:

@@ -3,6 +3,10 @@
 ``Program`` runs the program once to find its latent and observed sites. From then on it offers
 functions of the latents that survive ``torch.func.vmap``, ``grad``, ``jvp`` and ``vjp``,
 ``make_fx`` and ``torch.compile``. Everything else in the package is built on these.
+
+The factor N / B of a minibatch comes from the plates around a site: ``Run.add`` reads it into
+``Site.scale`` (with 1 / temperature) and ``Site.subsampling`` (alone), ``Site.log_prob`` multiplies
+by the scale, and ``log_joint`` is the sum over sites of that.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,24 +19,34 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
-from pyro_bdl.distributions.copies import is_improper, without_masks
+from pyro_bdl.distributions.copies import is_improper
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.program.check import check_finite, check_one_density, explain, refuse_sparse
+from pyro_bdl.program.check import (
+    check_finite,
+    check_modules,
+    check_one_density,
+    explain,
+    refuse_sparse,
+)
 from pyro_bdl.program.layout import Latent, Layout, transform_of
 from pyro_bdl.program.supports import check_fixed_supports, check_support, feasible_value
 from pyro_bdl.program.trace import (
     RENAME,
     Run,
     Site,
-    distribution_of_targets,
     is_deterministic,
     leave_open,
-    point_density,
     record,
     sum_out_discrete,
     why_not_summed_out,
 )
-from pyro_bdl.utils.module_state import preserved_buffers
+from pyro_bdl.utils.module_state import evaluation_mode, modules_of, preserved_buffers
+from pyro_bdl.utils.random_state import own_randomness
+
+NOTHING_OBSERVED = (
+    "the program has no observed site: pass the targets to it, so that a sample statement gets "
+    "obs=..."
+)
 
 
 class Program:
@@ -73,46 +87,31 @@ class Program:
 
     def _read(self, model: Callable, trace: Any, args: tuple, kwargs: dict) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
-        latents: list[Latent] = []
-        self.observed: tuple[str, ...] = ()
-        self.factors: tuple[str, ...] = ()
-        self.deterministic: tuple[str, ...] = ()
-        self.discrete: tuple[str, ...] = ()
         self.plates: dict[str, tuple[int, int]] = {}
-        self.initial: dict[str, Tensor] = {}
-        self._subsamples: dict[str, Tensor] = {}
-        device = _device(trace)
+        run, latents, discrete = Run(), [], []
         for name, node in trace.nodes.items():
             if node["type"] != "sample":
                 continue
             if isinstance(node["fn"], _Subsample):
                 self.plates[name] = (node["fn"].size, len(node["value"]))
-                self._subsamples[name] = node["value"]
-            elif is_deterministic(node):
-                self.deterministic += (name,)
-                if point_density(node) and _point_density_at(name, node).any():
-                    self.factors += (name,)
-            elif isinstance(node["fn"], Unit):
-                self.factors += (name,)
-            elif node["is_observed"]:
-                self.observed += (name,)
-                distribution, mask = without_masks(distribution_of_targets(node), node["mask"])
-                site = Site(distribution, node["value"], 1.0, mask)
-                check_support(Run(observed={name: site}))
-            elif (wide := _wider_than_plates(node)) is not None:
-                raise UnsupportedProgramError(
-                    f"the {wide} around the site '{name}' is a tensor with more cells than the "
-                    "plates of the site, which would count it several times: put it around the "
-                    "statements in those plates only"
-                )
-            elif node["fn"].support.is_discrete:
-                self.discrete += (_read_discrete(name, node),)
-            else:
-                value = node["value"].detach().to(device)
-                latents.append(_read_latent(name, node, value))
-                self.initial[name] = value
-        self.layout = Layout(latents)
-        check_fixed_supports(self, latents)
+                run.subsamples[name] = node["value"]
+                continue
+            kind = run.add(node)[0]
+            if kind == "latents" and _is_continuous(name, node):
+                latents.append(name)
+            elif kind == "latents":
+                discrete.append(name)
+        check_support(run)
+        self._subsamples = run.subsamples
+        self.observed, self.discrete = tuple(run.observed), tuple(discrete)
+        self.deterministic = tuple(run.deterministic)
+        self.factors = tuple(name for name, site in run.factors.items() if _is_factor(site))
+        device = _device(trace)
+        self.initial = {name: run.latents[name].value.detach().to(device) for name in latents}
+        self.layout = Layout(
+            [_read_latent(name, trace.nodes[name], self.initial[name]) for name in latents]
+        )
+        check_fixed_supports(self)
 
     # Latents and vectors
 
@@ -213,20 +212,8 @@ class Program:
         return {} if found is None else found.responsibilities()
 
     def check(self) -> None:
-        """Check the contract of a program (``program/check.py``) on its arguments.
-
-        Its random numbers are the caller's, whose state is as before on exit; its modules are in
-        evaluation mode meanwhile.
-
-        :raises ValueError: for arguments that are not finite.
-        :raises ArgumentError: for sparse tensors.
-        :raises UnsupportedProgramError: if nothing is observed, or two runs at the same latents
-            differ, as with a latent that ``poutine.block`` hides.
-        """
-        refuse_sparse(self.model, self.args, self.kwargs)
-        check_finite(self.model, self.args, self.kwargs)
-        self.require_observed()
-        check_one_density(self)
+        """Check the contract of a program on its arguments, as :func:`check_program` does."""
+        check_program(self.model, {**self._subsamples, **self.initial}, self.args, self.kwargs)
 
     def require_observed(self) -> None:
         """Check that the program has observed data.
@@ -234,10 +221,7 @@ class Program:
         :raises UnsupportedProgramError: if it has none.
         """
         if not self.observed and not self.factors:
-            raise UnsupportedProgramError(
-                "the program has no observed site: pass the targets to it, so that a sample "
-                "statement gets obs=..."
-            )
+            raise UnsupportedProgramError(NOTHING_OBSERVED)
 
     def to_jax(self, *args: Any, **kwargs: Any) -> Any:
         """The log density as a JAX function of u (P,) and of the data, with its gradient and T(u).
@@ -275,25 +259,60 @@ class Program:
             leave_open(msg)
 
 
-class _ImproperStart(Messenger):
-    """Handler that gives a value to latents with an improper prior, which cannot be sampled."""
+def check_program(
+    model: Callable, latents: Mapping[str, Tensor], args: tuple, kwargs: Mapping[str, Any]
+) -> None:
+    """Check the contract of a program (``program/check.py``) by two runs at some latents.
+
+    Random states are as before on exit; modules are in evaluation mode meanwhile.
+
+    :raises ValueError: for arguments that are not finite, or targets outside the supports of their
+        distributions.
+    :raises ArgumentError: for sparse tensors.
+    :raises UnsupportedProgramError: if nothing is observed, or the two runs differ, as with a
+        latent that ``poutine.block`` hides.
+    """
+    refuse_sparse(model, args, kwargs)
+    check_finite(model, args, kwargs)
+    with torch.no_grad(), own_randomness(), evaluation_mode(model):
+        first = record(model, latents, args, kwargs, draw=leave_open)
+        check_support(first)
+        if all(site.value is None for site in first.observed.values()) and not any(
+            map(_is_factor, first.factors.values())
+        ):
+            raise UnsupportedProgramError(NOTHING_OBSERVED)
+        second = record(model, {**first.subsamples, **latents}, args, kwargs, draw=leave_open)
+        check_one_density(*({**run.prior_terms(), **run.terms()} for run in (first, second)))
+
+
+class _FirstRun(Messenger):
+    """Handler of the first run: names must differ, and latents with an improper prior, which
+    cannot be sampled, get a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
 
     def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] in self.names:
+            raise UnsupportedProgramError(
+                f"two sample statements are named '{msg['name']}': {RENAME}"
+            )
+        self.names.add(msg["name"])
         if msg["value"] is None and is_improper(msg["fn"]):
             msg["value"] = feasible_value(msg["fn"], radius=2.0)
 
 
 def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """The Pyro trace of one run that does not change buffers (BatchNorm statistics)."""
-    tracer = poutine.trace(model)
+    tracer, modules = poutine.trace(model), modules_of(model, args, dict(kwargs))
+    check_modules(modules)
     try:
-        quiet = preserved_buffers(model, args, dict(kwargs))
-        with poutine.block(), _ImproperStart(), torch.no_grad(), quiet:
+        quiet = preserved_buffers(modules)
+        with poutine.block(), _FirstRun(), torch.no_grad(), quiet:
             return tracer.get_trace(*args, **kwargs)
     except Exception as error:
         explain(error, model, args, kwargs)
-        if str(error).startswith("Multiple sample sites named"):
-            raise UnsupportedProgramError(f"{str(error).splitlines()[0]}: {RENAME}") from error
         for name, plate in _sites_in_plates(tracer.trace).items():
             error.add_note(
                 f"if '{name}' are weights: they are sampled inside the plate '{plate}', which "
@@ -303,31 +322,9 @@ def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         raise
 
 
-def _wider_than_plates(node: Any) -> str | None:
-    """The handler, ``mask`` or ``scale``, with a dimension that a site and its plates lack."""
-    shape = node["fn"].batch_shape
-    sizes = {frame.dim: frame.size for frame in node["cond_indep_stack"]}
-    for name in ("mask", "scale"):
-        cells = node[name].shape if isinstance(node[name], Tensor) else ()
-        for dim in range(-len(cells), 0):
-            own = shape[dim] if -dim <= len(shape) else 1
-            if cells[dim] > 1 and max(own, sizes.get(dim, 1)) == 1:
-                return f"poutine.{name}"
-    return None
-
-
-def _point_density_at(name: str, node: Any) -> Tensor:
-    """Return the log density of an observed Delta at its own value.
-
-    :raises UnsupportedProgramError: if a Delta observes other values than its own.
-    """
-    result = node["fn"].log_prob(node["value"])
-    if torch.isneginf(result).any():
-        raise UnsupportedProgramError(
-            f"the site '{name}' observes values that its Delta does not take, so that the program "
-            "has no density: give it a distribution with some noise"
-        )
-    return result
+def _is_factor(site: Site) -> bool:
+    """Return whether a factor is one, and not the Delta of a reparameterization without density."""
+    return isinstance(site.distribution, Unit) or bool(site.unscaled_log_prob().any())
 
 
 def _sites_in_plates(trace: Any) -> dict[str, str]:
@@ -353,14 +350,27 @@ def _device(trace: Any) -> torch.device:
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
-def _read_discrete(name: str, node: Any) -> str:
-    reason = why_not_summed_out(node)
+def _is_continuous(name: str, node: Any) -> bool:
+    """Return whether a latent is continuous; check that it can be one, or be summed out."""
+    shape = node["fn"].batch_shape
+    sizes = {frame.dim: frame.size for frame in node["cond_indep_stack"]}
+    for handler in ("mask", "scale"):
+        cells = node[handler].shape if isinstance(node[handler], Tensor) else ()
+        for dim in range(-len(cells), 0):
+            size = shape[dim] if -dim <= len(shape) else 1
+            if cells[dim] > 1 and max(size, sizes.get(dim, 1)) == 1:
+                raise UnsupportedProgramError(
+                    f"the poutine.{handler} around the site '{name}' is a tensor with more cells "
+                    "than the plates of the site, which would count it several times: put it "
+                    "around the statements in those plates only"
+                )
+    reason = why_not_summed_out(node) if node["fn"].support.is_discrete else None
     if reason is not None:
         raise UnsupportedProgramError(
             f"the discrete latent site '{name}' ({type(node['fn']).__name__}) cannot be summed "
             f"out, since {reason}; or observe it (were the targets passed?)"
         )
-    return name
+    return not node["fn"].support.is_discrete
 
 
 def _read_latent(name: str, node: Any, value: Tensor) -> Latent:

@@ -7,18 +7,19 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_bdl.distributions.copies import point_of
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.program.layout import Latent, support_bounds, transform_of
+from pyro_bdl.program.layout import support_bounds, transform_of
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.compat import MixtureSameFamilyConstraint
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.validation import listed
 
 
-def check_fixed_supports(program: Any, latents: list[Latent]) -> None:
+def check_fixed_supports(program: Any) -> None:
     """Check that supports with tensor bounds do not depend on other latents."""
-    bounded = [site for site in latents if support_bounds(site.support)]
-    if not bounded or len(latents) < 2:
+    bounded = [site for site in program.latents.values() if support_bounds(site.support)]
+    if not bounded or len(program.latents) < 2:
         return
     with torch.no_grad(), poutine.block(), preserved_buffers(program.model):
         elsewhere = program.constrain(program.unconstrain(program.initial) + 0.5)[0]
@@ -43,7 +44,14 @@ def check_support(run: Run, *, first_row: int = 0) -> None:
     :param first_row: the number of the run's first row, for messages.
     :raises ValueError: if a target is outside its distribution's support, such as a class that does
         not exist; the error names site and rows.
+    :raises UnsupportedProgramError: if a Delta observes other values than its own.
     """
+    for name, site in run.factors.items():
+        if point_of(site.distribution) is not None and site.log_prob().isneginf().any():
+            raise UnsupportedProgramError(
+                f"the site '{name}' observes values that its Delta does not take, so that the "
+                "program has no density: give it a distribution with some noise"
+            )
     for name, site in run.observed.items():
         bad = _outside_support(site)
         if bad is None or not bad.any():

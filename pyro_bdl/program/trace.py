@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +11,6 @@ import torch
 from pyro.distributions import Unit
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.distributions import Distribution
@@ -93,12 +92,53 @@ class Run:
     discrete: "SummedOut | None" = None
     result: Any = None
 
+    def add(self, msg: Any) -> tuple[str, Site]:
+        """Add a sample statement, a Pyro message or a node of a trace that is no plate's indices.
+
+        :returns: its kind ("latents", "observed", "factors", "discrete", or "" where it has no
+            density) and its site.
+        :raises UnsupportedProgramError: for a second statement of the same name.
+        """
+        name, infer = msg["name"], msg["infer"]
+        if name in self.latents or name in self.observed or name in self.factors:
+            raise UnsupportedProgramError(f"two sample statements are named '{name}': {RENAME}")
+        value = None if infer.get("_placeholder") else msg["value"]
+        subsampling, plates = 1.0, []
+        for frame in msg["cond_indep_stack"]:
+            subsampling *= (frame.full_size or frame.size) / frame.size
+            if frame.dim is not None:
+                plates.append((frame.name, frame.dim))
+        distribution = distribution_of_targets(msg) if msg["is_observed"] else msg["fn"]
+        distribution, mask = without_masks(distribution, msg["mask"])
+        site = Site(distribution, value, msg["scale"], mask, subsampling, tuple(plates))
+        self.followed = self.followed or self.open
+        kind = "latents"
+        if (msg["is_observed"] or "_deterministic" in infer) and is_deterministic(msg):
+            self.deterministic[name] = msg["value"]
+            kind = "factors" if point_density(msg) else ""
+        elif isinstance(msg["fn"], Unit):
+            kind = "factors"
+        elif msg["is_observed"] or infer.get("_open"):
+            kind = "observed"
+            self.open = self.open or not msg["is_observed"]
+        elif infer.get("_enumerated"):
+            kind = "discrete"
+            if infer.get("_open_leaf"):
+                self.observed[name] = site._replace(value=None)
+        if kind in ("latents", "observed", "factors"):
+            getattr(self, kind)[name] = site
+        return kind, site
+
     def log_prior(self) -> Tensor | float:
-        return _total(self.latents.values())
+        return _sum(self.prior_terms())
+
+    def prior_terms(self) -> dict[str, Tensor]:
+        """The scalars that ``log_prior`` adds up, by site."""
+        return {name: site.log_prob().sum() for name, site in self.latents.items()}
 
     def log_likelihood(self) -> Tensor | float:
-        terms = self.terms()
-        return functools.reduce(torch.add, terms.values()) if terms else 0.0
+        """log p(y | w) of all N data: each observed site's terms, N / B times each."""
+        return _sum(self.terms())
 
     def terms(self) -> dict[str, Tensor]:
         """The scalars that ``log_likelihood`` adds up, by site; sites that discrete sites are
@@ -130,9 +170,8 @@ class Run:
         return next((n for n, s in sites if getattr(s.distribution, "couples_data", False)), None)
 
 
-def _total(sites: Iterable[Site]) -> Tensor | float:
-    terms = [site.log_prob().sum() for site in sites if site.value is not None]
-    return functools.reduce(torch.add, terms) if terms else 0.0
+def _sum(terms: Mapping[str, Tensor]) -> Tensor | float:
+    return functools.reduce(torch.add, terms.values()) if terms else 0.0
 
 
 def is_deterministic(msg: Any) -> bool:
@@ -204,37 +243,10 @@ class _Recorder(Messenger):
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] != "sample":
             return
-        name, run, infer = msg["name"], self.run, msg["infer"]
         if isinstance(msg["fn"], _Subsample):
-            run.subsamples[name] = msg["value"]
+            self.run.subsamples[msg["name"]] = msg["value"]
             return
-        if name in run.latents or name in run.observed or name in run.factors:
-            raise UnsupportedProgramError(f"two sample statements are named '{name}': {RENAME}")
-        value = None if infer.get("_placeholder") else msg["value"]
-        subsampling, plates = 1.0, []
-        for frame in msg["cond_indep_stack"]:
-            subsampling *= (frame.full_size or frame.size) / frame.size
-            if frame.dim is not None:
-                plates.append((frame.name, frame.dim))
-        distribution = distribution_of_targets(msg) if msg["is_observed"] else msg["fn"]
-        distribution, mask = without_masks(distribution, msg["mask"])
-        site = Site(distribution, value, msg["scale"], mask, subsampling, tuple(plates))
-        run.followed = run.followed or run.open
-        kind = "latents"
-        if (msg["is_observed"] or "_deterministic" in infer) and is_deterministic(msg):
-            run.deterministic[name] = msg["value"]
-            kind = "factors" if point_density(msg) else ""
-        elif isinstance(msg["fn"], Unit):
-            kind = "factors"
-        elif msg["is_observed"] or infer.get("_open"):
-            kind = "observed"
-            run.open = run.open or not msg["is_observed"]
-        elif infer.get("_enumerated"):
-            kind = "discrete"
-            if infer.get("_open_leaf"):
-                run.observed[name] = site._replace(value=None)
-        if kind in ("latents", "observed", "factors"):
-            getattr(run, kind)[name] = site
+        kind, site = self.run.add(msg)
         if self.enumeration is not None:
             self.enumeration.after(msg, site, kind)
 
@@ -293,9 +305,6 @@ def record(
     :raises RuntimeError: if another thread runs a program at this time.
     """
     recorder = _Recorder(values, draw)
-    for handler in _PYRO_STACK:
-        if isinstance(handler, _Recorder) and handler.thread not in (None, recorder.thread):
-            raise RuntimeError(f"two threads run Pyro programs at the same time: {_THREADS}")
     with pyro.validation_enabled(False), recorder:
         try:
             recorder.run.result = function(*args, **(kwargs or {}))

@@ -381,16 +381,13 @@ def test_save_and_load(tmp_path, dtype):
 
 
 def test_samples_say_what_is_wrong(tmp_path):
-    good = bdl.Samples({"w": torch.randn(2, 5, 3)})
-    with pytest.raises(ValueError, match=r"must end in \.safetensors"):
-        good.save(tmp_path / "draws.pkl")
     with pytest.raises(FileNotFoundError):
         bdl.Samples.load(tmp_path / "nothing.safetensors")
     save_file({"a": torch.zeros(3)}, tmp_path / "other.safetensors")
     for name in ("other.safetensors", "text.safetensors", "empty.safetensors"):
         if name != "other.safetensors":
             (tmp_path / name).write_text("text" if "text" in name else "")
-        with pytest.raises(ValueError, match=f"{name}' does not hold samples"):
+        with pytest.raises(ValueError, match=f"{name}' is no file of samples"):
             bdl.Samples.load(tmp_path / name)
     with pytest.raises(ValueError, match=r"same \(chains, draws\)"):
         bdl.Samples({"w": torch.randn(2, 5), "v": torch.randn(2, 6)})

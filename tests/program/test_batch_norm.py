@@ -12,12 +12,7 @@ from torch.optim.swa_utils import update_bn
 
 import pyro_bdl as bdl
 from pyro_bdl.guides import AutoEnsemble, AutoLaplaceGGN, AutoMAP, AutoMeanField
-from pyro_bdl.program.batch_norm import (
-    computing_with,
-    gathering,
-    leaving_running_statistics,
-    take_up,
-)
+from pyro_bdl.program.batch_norm import leaving_running_statistics, take_up
 from pyro_bdl.program.vmap import DrawMap
 
 
@@ -40,10 +35,6 @@ def problem(net=None):
     y = x.mean((1, 2)).sin()
     net = network() if net is None else net
     return bdl.models.Regression(bdl.bayesianize(net), noise=0.3, num_data=30), net, x, y
-
-
-def layers(model):
-    return [part for part in model.modules() if isinstance(part, nn.BatchNorm1d)]
 
 
 def state(model):
@@ -90,8 +81,11 @@ def posterior(request):
     return model, net, x, y, result, draws
 
 
-@pytest.mark.parametrize("memory", [16 * 2**20, 1], ids=["at once", "one by one"])
-@pytest.mark.parametrize("in_batches", [False, True], ids=["whole", "batches"])
+@pytest.mark.parametrize(
+    "in_batches, memory",
+    [(False, 16 * 2**20), (True, 1)],
+    ids=["at once", "in batches, one by one"],
+)
 def test_every_draw_has_the_statistics_that_torch_gives_it(posterior, in_batches, memory):
     model, net, x, y, result, draws = posterior
     inputs = torch.randn(7, 1, 4, dtype=torch.float64)
@@ -171,28 +165,9 @@ def test_all_is_as_before_after_an_error():
     with pytest.raises(RuntimeError):
         bdl.Predictive(model, guide, 2, batch_norm_data=(x, y))(x[:, :, :2])
     assert same(before, state(model))
-    with pytest.raises(KeyError), computing_with(layers(model), {}):
-        pass
-    assert same(before, state(model))
-
-
-def test_a_network_without_batch_norm():
-    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 1)).double()
-    model, _, x, y = problem(net)
-    guide = AutoMAP(model).prototype(x, y)
+    plain = problem(nn.Sequential(nn.Flatten(), nn.Linear(4, 1)).double())[0]
     with pytest.raises(ValueError, match=r"no BatchNorm layer .*leave it out"):
-        bdl.Predictive(model, guide, 2, batch_norm_data=(x, y))(x)
-
-
-def test_gathering_counts_a_layer_that_is_called_twice():
-    layer = nn.BatchNorm1d(2, track_running_stats=True)
-    a, b = torch.randn(5, 2), torch.randn(5, 2) + 1.0
-    with gathering(layer) as found:
-        layer(a), layer(b)
-        assert found == [layer]
-        torch.testing.assert_close(layer.running_mean, 0.5 * (a.mean(0) + b.mean(0)))
-        torch.testing.assert_close(layer.running_var, 0.5 * (a.var(0) + b.var(0)))
-    assert torch.equal(layer.running_mean, torch.zeros(2)) and layer.num_batches_tracked == 0
+        bdl.Predictive(plain, AutoMAP(plain).prototype(x, y), 2, batch_norm_data=(x, y))(x)
 
 
 # Training
@@ -219,14 +194,6 @@ def test_vmap_updates_statistics_as_a_loop_does(momentum, calls):
     for name, value in other.named_buffers():
         torch.testing.assert_close(getattr(at_once, name), value)
     assert at_once.num_batches_tracked == 1 + 4 * calls
-
-
-def test_networks_without_batch_norm_pay_for_no_hooks():
-    linear, draws = nn.Linear(2, 1), {"b": torch.randn(3, 1)}
-    mapped = DrawMap()
-    for _ in range(2):
-        mapped(lambda draw: linear(torch.ones(2)) + draw["b"], draws)
-    assert mapped._evaluate.__name__ == "_vmapped"
 
 
 @pytest.mark.filterwarnings("ignore:var_mean")

@@ -5,7 +5,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_bdl.program.batches import Batches, has_rows, leading_size, taken
-from pyro_bdl.utils.memory import available_memory
 
 X, Y = torch.randn(6, 2), torch.randn(6)
 
@@ -43,24 +42,17 @@ def test_other_forms():
     assert args[1] is Y and kwargs == {}
     assert Batches([{"x": X}]).first() == ((), {"x": X})
     assert Batches((X, [Y, Y])).first()[0][0] is X
+    assert Batches(((X, X), Y)).first() == (((X, X), Y), {})
+    assert Batches([((X, Y), (X, Y))]).first() == (((X, Y), (X, Y)), {})
+    for data in (3, range(2)):
+        with pytest.raises(TypeError, match="got int"):
+            list(Batches(data))
 
 
 @pytest.mark.parametrize("data", [((X, Y),), ((X, Y), (X, Y)), ([X, Y], (X, Y)), [X, Y], [X]])
 def test_what_could_be_a_batch_or_several_is_refused(data):
     with pytest.raises(ValueError, match=r"one batch as a tuple .* as a list"):
         Batches(data)
-
-
-def test_a_tuple_holds_arguments_of_any_kind():
-    """({...},) is a program's one argument, a dict; [{...}] is a batch of keyword arguments."""
-    named = {"x": X, "y": Y}
-    assert Batches((named,)).first() == ((named,), {})
-    assert Batches((named, Y)).first() == ((named, Y), {})
-    assert Batches(((X, X), Y)).first() == (((X, X), Y), {})
-    assert Batches([(named,)]).first() == ((named,), {})
-    assert Batches([named]).first() == ((), named)
-    assert len(list(Batches([(X, Y), (X, Y)]))) == 2
-    assert Batches([((X, Y), (X, Y))]).first() == (((X, Y), (X, Y)), {})
 
 
 def test_many_batches():
@@ -80,13 +72,6 @@ def test_no_batch(data):
         list(Batches(data))
 
 
-def test_no_data():
-    with pytest.raises(TypeError, match="got int"):
-        Batches(3)
-    with pytest.raises(TypeError, match="got int"):
-        list(Batches(range(2)))
-
-
 def test_rows():
     batch = ((X, {"a": Y, "b": torch.tensor(2.0), "c": 3.0}), {"d": X})
     (x, inner), kwargs = taken(batch, torch.tensor([4, 1]))
@@ -100,8 +85,3 @@ def test_rows():
     assert has_rows(((X, Y), {}), 6)
     assert not has_rows(((X, torch.tensor(1.0)), {}), 6)
     assert not has_rows(((), {}), 6)
-
-
-def test_memory():
-    free = available_memory(torch.device("cpu"))
-    assert free is None or free > 2**20

@@ -83,16 +83,6 @@ def test_copies_have_parameters_of_their_own():
     assert original.inner.loc.grad is None
 
 
-def test_a_copy_of_a_container_too():
-    original = Plain(Own(1.0), Own(2.0))
-    original()
-    clone = copy.deepcopy(original)
-    with torch.no_grad():
-        clone.parts[0].loc.fill_(11.0)
-    assert clone() == 16.0
-    assert original() == 6.0
-
-
 def test_entries_leave_the_store_with_their_module():
     kept = Own(1.0)
     kept()
