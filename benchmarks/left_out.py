@@ -18,7 +18,7 @@ from torch import nn
 import pyro_bdl as bdl
 from pyro_bdl import posteriors
 from pyro_bdl.comparison.leave_one_out import difference
-from pyro_bdl.data import load_default
+from pyro_bdl.data import EXAMPLES
 
 
 def model_of(x: torch.Tensor, hidden: int) -> nn.Module:
@@ -36,7 +36,7 @@ def main() -> None:
     given = options.parse_args()
     torch.set_num_threads(given.threads)
     warnings.simplefilter("ignore")
-    data = load_default()
+    data = EXAMPLES["diabetes"].load()
     settings = posteriors.Options(
         steps=given.steps, chains=2, warmup=given.draws, draws=given.draws
     )

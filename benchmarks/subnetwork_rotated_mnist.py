@@ -2,7 +2,7 @@
 
 A ResNet of 77 418 weights with group normalization is trained on upright images and tested on
 the same test images at angles from 0 to 180 degrees (Daxberger et al. 2021, section 6.3), and
-with noise, blur or less contrast at five strengths (``data.corrupt``). All posteriors share one
+with noise, blur or less contrast at five strengths (``corruptions.py``). All posteriors share one
 prior, Normal(0, 0.1^2); MAP, SWAG, VOGN and the Laplace approximations start from one trained
 network. With ``--tune`` each Laplace approximation takes the prior scale that predicts
 held-out upright images best. Laplace predicts linearised, by the probit approximation; the rest
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from corruptions import corrupt
 from harness import read_rows, write_rows
 from images import Part, best_scale
 from pyro.infer.autoguide.initialization import init_to_value
@@ -28,7 +29,6 @@ from torch import Tensor, nn
 
 import pyro_bdl as bdl
 from pyro_bdl import metrics
-from pyro_bdl.data import corrupt
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import selectors
 from pyro_bdl.nn import with_prior

@@ -103,7 +103,7 @@ def _version(asked: bool) -> None:
 
 
 def _epilog() -> str:
-    problems = [f"- {each.name}: {each.description}" for each in EXAMPLES.values()]
+    problems = [f"- {name}: {example.description}" for name, example in EXAMPLES.items()]
     fits = [
         f"- {entry.name}{' *' if entry.default else ''}: {entry.description}"
         for entry in posteriors.entries()

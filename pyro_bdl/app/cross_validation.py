@@ -2,23 +2,24 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
+import numpy as np
 
 from pyro_bdl.utils.tables import Column
 
-Scores = Mapping[str, Mapping[str, float]]
-
-_SCORES = (
-    ("rmse", "RMSE"),
-    ("accuracy", "accuracy"),
-    ("nlpd", "NLPD"),
-    ("crps", "CRPS"),
-    ("coverage", "in 90 %"),
-    ("brier", "Brier"),
+SCORES = tuple(
+    Column(key, title, error=f"{key}_se", style=style)
+    for key, title, style in (
+        ("rmse", "RMSE", "number"),
+        ("accuracy", "accuracy", "percent"),
+        ("nlpd", "NLPD", "number"),
+        ("crps", "CRPS", "number"),
+        ("coverage", "in 90 %", "percent"),
+        ("brier", "Brier", "number"),
+    )
 )
-_PERCENT = ("accuracy", "coverage")
 NOTE = (
     "Each posterior was fitted again on each split. The errors are those of the mean over the "
     "splits, sqrt((1 / splits + test rows / training rows) variance), since the splits share "
@@ -28,47 +29,36 @@ NOTE = (
 
 
 def summarized(
-    found: Sequence[Scores], names: Sequence[str], reference: str | None, folds: int
+    splits: Sequence[Mapping[str, Mapping[str, Any]]], reference: str, folds: int
 ) -> tuple[list[dict[str, Any]], list[Column]]:
     """Means over the splits with their errors, and paired differences from the reference.
 
-    :param found: the scores of each split.
-    :param names: the posteriors; those that lack a split are left out.
+    :param splits: the scores of each split by posterior; posteriors that lack a split are left out.
     :param reference: the posterior to which differences are taken, if it is there.
     :param folds: K: the test part of each split is 1 / (K - 1) of its training part.
     """
-    there = [name for name in names if found and all(name in split for split in found)]
-    reference = reference if reference in there else None
-    rows: list[dict[str, Any]] = []
-    for name in there:
-        row: dict[str, Any] = {"posterior": name}
-        for key, _ in _SCORES:
-            if not all(key in split[name] for split in found):
-                continue
-            values = [split[name][key] for split in found]
-            row[key], row[f"{key}_se"] = mean_and_error(values, folds)
-            if reference is not None and name != reference:
-                gaps = [split[name][key] - split[reference][key] for split in found]
-                row[f"{key}_diff"], row[f"{key}_diff_se"] = mean_and_error(gaps, folds)
-        rows.append(row)
+    names = [name for name in splits[0] if all(name in split for split in splits)]
+    rows: list[dict[str, Any]] = [{"posterior": name} for name in names]
     columns = [Column("posterior", "posterior", style="text")]
-    for part, group in (("", "mean over the splits"), ("_diff", f"difference from {reference}")):
-        columns += [
-            Column(
-                f"{key}{part}",
-                title,
-                group,
-                error=f"{key}{part}_se",
-                style="percent" if key in _PERCENT else "number",
-            )
-            for key, title in _SCORES
-            if any(f"{key}{part}" in row for row in rows)
-        ]
+    for suffix, group in (("", "mean over the splits"), ("_diff", f"difference from {reference}")):
+        if suffix and reference not in names:
+            break
+        for score in SCORES:
+            table = np.array([[s[n].get(score.key, math.nan) for n in names] for s in splits])
+            if np.isnan(table).any():
+                continue
+            if suffix:
+                table = table - table[:, [names.index(reference)]]
+            key, error = f"{score.key}{suffix}", f"{score.key}{suffix}_se"
+            columns.append(replace(score, key=key, error=error, group=group))
+            for row, values in zip(rows, table.T, strict=True):
+                if not (suffix and row["posterior"] == reference):
+                    row[key], row[error] = mean_and_error(values, folds)
     return rows, columns
 
 
 def mean_and_error(values: Sequence[float], folds: int) -> tuple[float, float]:
-    """The mean of scores of splits, and its standard error; NaN for a single split.
+    """The mean of scores of splits, and its standard error.
 
     With J splits whose scores have the variance s^2, and K folds::
 
@@ -78,7 +68,5 @@ def mean_and_error(values: Sequence[float], folds: int) -> tuple[float, float]:
 
     Source: Nadeau & Bengio (2003), Inference for the generalization error, section 3.
     """
-    numbers = torch.tensor(values, dtype=torch.float64, device="cpu")
-    if len(values) < 2:
-        return float(numbers.mean()), math.nan
-    return float(numbers.mean()), math.sqrt((1 / len(values) + 1 / (folds - 1)) * numbers.var())
+    variance = np.var(values, ddof=1)
+    return float(np.mean(values)), math.sqrt((1 / len(values) + 1 / (folds - 1)) * variance)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 
 from pyro_bdl import plots
-from pyro_bdl.app.figures import CAPTIONS, alternative, cost, figures
+from pyro_bdl.app.figures import CAPTIONS, alternative, cost, figures, points
 from pyro_bdl.app.report import Picture, Table, notebook_report, write_report
-from pyro_bdl.comparison import judge
-from pyro_bdl.comparison.judge import ALIKE, FAR, REFERENCE, UNDECIDED, USABLE, WORSE
+from pyro_bdl.comparison.judge import ALIKE, FAR, REFERENCE, UNDECIDED, USABLE, WORSE, criteria
 from pyro_bdl.comparison.table import NAME
+from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.utils.tables import Column
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["figures", "fragment", "write_page"]
 
-# Above the table stand the first of these and the first other one.
-_FIRST, _SECOND = "cost", ("bands", "sd_map", "forest", "calibration")
+# Above the table stand the figure of costs and the first other one of these.
+_FIRST, _SECOND = "cost", ("bands", "forest", "calibration")
 _MORE = "More figures"
 # Groups of columns that are shown from the start, by the beginnings of their names.
 _SHOWN = ("test data", "distance to")
@@ -39,33 +39,27 @@ _GROUPS = {
 def write_page(
     comparison: "Comparison",
     path: str | Path,
-    figures: Mapping[str, Figure] | None = None,
     *,
-    title: str = "Posteriors compared",
+    data: Dataset | None = None,
+    figures: Mapping[str, Figure] | None = None,
     about: str = "",
-    notes: Sequence[str] = (),
     settings: Mapping[str, object] | None = None,
-    points: Mapping[str, str] | None = None,
     further: Sequence[Table] = (),
 ) -> Path:
     """Write the report of a comparison and return its path.
 
     :param path: the HTML file.
-    :param figures: those of ``Comparison.figures``, called with names and units of the data; by
-        default without them.
-    :param title: heading of the page.
+    :param data: the data, for names and units.
+    :param figures: those of ``Comparison.figures``; by default those without the posteriors.
     :param about: a line on the data and the model.
-    :param notes: paragraphs below the table, such as units.
-    :param settings: see ``report.write_report``.
-    :param points: the inputs of the test points that figures show, by their names.
+    :param settings: of the run, see ``report.write_report``.
     :param further: more tables, after the first.
     """
-    columns = [_placed(column) for column in _columns(comparison)]
-    figures = comparison.figures() if figures is None else figures
-    criteria = [judge.criteria(comparison.reference)] if comparison.summary else []
+    figures = comparison.figures(data=data) if figures is None else figures
     first = [name for name in (_FIRST,) if name in figures]
     first += [name for name in _SECOND if name in figures][:1]
     order = [*first, *(name for name in figures if name not in first)]
+    columns = [_placed(column) for column in _columns(comparison)]
     table = Table(
         "Table",
         list(comparison.numbers().values()),
@@ -74,6 +68,7 @@ def write_page(
         hidden=[c.group for c in columns if c.group and not c.group.startswith(_SHOWN)],
         ranked=_ranked(comparison),
     )
+    inputs = {} if data is None else _inputs(comparison, data)
     return write_report(
         path,
         table,
@@ -81,12 +76,18 @@ def write_page(
             _picture(comparison, name, figures[name], "" if name in first else _MORE)
             for name in order
         ],
-        title=title,
+        title="Posteriors compared"
+        if data is None
+        else f"Posteriors of a neural network for {data.target_name}",
         about=about,
         verdicts=comparison.verdicts,
         further=further,
-        notes=[*notes, *criteria, *comparison.notes],
-        settings={**({"Test points in the figures": points} if points else {}), **(settings or {})},
+        notes=[
+            *([] if data is None else [units(data)]),
+            *([criteria(comparison.reference)] if comparison.summary else []),
+            *comparison.notes,
+        ],
+        settings={**({"Test points in the figures": inputs} if inputs else {}), **(settings or {})},
         **_answer(comparison),
     )
 
@@ -94,11 +95,26 @@ def write_page(
 def fragment(comparison: "Comparison") -> str:
     """The answer, the ranked table and the first picture, as HTML inside another page."""
     columns = [c for c in _columns(comparison) if not c.group or c.group.startswith(_SHOWN)]
-    rows = list(comparison.numbers().values())
+    rows, drawn = list(comparison.numbers().values()), cost(comparison)
     return notebook_report(
         Table("Table", rows, columns, ranked=_ranked(comparison)),
-        pictures=[_picture(comparison, *drawn) for drawn in cost(comparison).items()],
+        pictures=[] if drawn is None else [_picture(comparison, "cost", drawn)],
         **_answer(comparison),
+    )
+
+
+def units(data: Dataset) -> str:
+    """The units of the numbers in the table."""
+    if data.task == "classification":
+        return "NLPD and ELBO are in nats; distances are between class probabilities."
+    if data.task == "count":
+        return (
+            f"RMSE and CRPS are in units of {data.target_name}; distances are between the logs of "
+            "the rates; NLPD and ELBO are in nats."
+        )
+    return (
+        f"RMSE, CRPS and distances are in units of {data.target_name}; NLPD is in nats for them, "
+        "ELBO in nats for the standardized training targets."
     )
 
 
@@ -108,11 +124,25 @@ def _answer(comparison: "Comparison") -> dict[str, Any]:
 
 
 def _picture(comparison: "Comparison", name: str, figure: Figure, section: str = "") -> Picture:
-    return Picture(figure, CAPTIONS[name], alternative(name, comparison), section)
+    return Picture(figure, CAPTIONS[name][0], alternative(name, comparison), section)
+
+
+def _inputs(comparison: "Comparison", data: Dataset) -> dict[str, str]:
+    """The inputs of the test points in the figures, by their names."""
+    shown = {}
+    for title, (row, *_) in points(comparison, data).items():
+        inputs = data.point(int(comparison.first.places[row]))["inputs"]
+        shown[title] = ", ".join(f"{name} {value:.4g}" for name, value in inputs.items())
+    return shown
 
 
 def _columns(comparison: "Comparison") -> list[Column]:
     return [NAME, *(c for c in comparison.table.attrs["columns"] if c.key != "group")]
+
+
+def _placed(column: Column) -> Column:
+    """The column; bounds in a group of their own, since only some posteriors have them."""
+    return replace(column, group="bounds") if column.key in _BOUNDS else column
 
 
 def _ranked(comparison: "Comparison") -> list[tuple[str, list[str]]]:
@@ -120,10 +150,5 @@ def _ranked(comparison: "Comparison") -> list[tuple[str, list[str]]]:
     members: dict[str, list[str]] = {group: [] for group in _GROUPS}
     for name, judgment in comparison.judgments.items():
         members[judgment.group].append(name)
-    found = [(words, members[group]) for group, words in _GROUPS.items()]
-    return [*found, ("Not there", list(comparison.left_out))]
-
-
-def _placed(column: Column) -> Column:
-    """The column; bounds in a group of their own, since only some posteriors have them."""
-    return replace(column, group="bounds") if column.key in _BOUNDS else column
+    ranked = [(words, members[group]) for group, words in _GROUPS.items()]
+    return [*ranked, ("Not there", list(comparison.left_out))]

@@ -1,16 +1,7 @@
 """Data sets for the command and the tutorials."""
 
-from pyro_bdl.data.corruptions import corrupt
-from pyro_bdl.data.dataset import Dataset, load_csv, load_default, prepare, two_clusters
-from pyro_bdl.data.examples import EXAMPLES, Example
+from pyro_bdl.data.csv import load_csv
+from pyro_bdl.data.dataset import Dataset, prepare
+from pyro_bdl.data.examples import EXAMPLES, two_clusters
 
-__all__ = [
-    "EXAMPLES",
-    "Dataset",
-    "Example",
-    "corrupt",
-    "load_csv",
-    "load_default",
-    "prepare",
-    "two_clusters",
-]
+__all__ = ["EXAMPLES", "Dataset", "load_csv", "prepare", "two_clusters"]

@@ -1,24 +1,22 @@
-"""Data sets for the command and the tutorials: read, checked, split and standardized."""
+"""``Dataset``: a supervised task, and ``prepare``, which checks, splits and standardizes it."""
 
-import difflib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
-from pyro_bdl.data.csv import listed, plain, quoted, read_csv, read_features, target_values
 from pyro_bdl.errors import BdlWarning
 
-TASKS = ("regression", "classification", "count")
-IMPUTERS = ("mean", "median", "most_frequent")
+Task = Literal["regression", "classification", "count"]
+Imputer = Literal["mean", "median", "most_frequent"]
 _MAX_INTEGER_CLASSES = 10
 _MIN_ROWS, _MIN_TRAINING_ROWS = 10, 5
+_MAX_LISTED = 5
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Dataset:
         header; empty if they have no numbers.
     :param source: where the data come from, in words.
     :param split: how they were split, in words.
-    :param notes: sentences on what was inferred, expanded and filled in.
+    :param notes: sentences on what was inferred and filled in.
     """
 
     x_train: Tensor
@@ -76,15 +74,19 @@ class Dataset:
         """
         values = self.x_test[place].double().cpu()
         if self.x_mean:
-            sd, mean = values.new_tensor(self.x_sd), values.new_tensor(self.x_mean)
-            values = values * sd + mean
+            values = values * values.new_tensor(self.x_sd) + values.new_tensor(self.x_mean)
         y = self.y_test[place]
-        target: Any = self.class_names[int(y)] if self.class_names else float(self.in_units(y))
         return {
             "row": self.test_rows[place] if self.test_rows else None,
             "inputs": dict(zip(self.feature_names, values.tolist(), strict=True)),
-            "target": target,
+            "target": self.class_names[int(y)] if self.class_names else float(self.in_units(y)),
         }
+
+    def point_name(self, place: int) -> str:
+        """A test point's row in the source, or its place in simulated data, and its target."""
+        point = self.point(place)
+        where = f"point {place}" if point["row"] is None else f"row {point['row']}"
+        return f"{where}, target {_plain(point['target'], 3)}"
 
     def in_units(self, y: Tensor) -> Tensor:
         """Standardized targets or predictions in the units of the target, y * sd + mean."""
@@ -92,141 +94,8 @@ class Dataset:
 
     def to(self, device: torch.device | str) -> "Dataset":
         """The same data set on another device."""
-        moved = {
-            name: getattr(self, name).to(device)
-            for name in ("x_train", "y_train", "x_test", "y_test")
-        }
-        return replace(self, **moved)
-
-
-# ------------------------------------------------------------------------------------- sources
-
-
-def load_csv(
-    path: str | Path,
-    target: str,
-    task: str | None = None,
-    *,
-    separator: str = ",",
-    decimal: str = ".",
-    thousands: str | None = None,
-    dates: Sequence[str] = (),
-    one_hot: bool = False,
-    impute: str | None = None,
-    test_fraction: float = 0.2,
-    seed: int = 0,
-    fold: tuple[int, int] | None = None,
-) -> Dataset:
-    """Read a CSV file with a header; every column but the target is a feature.
-
-    How numbers and dates are written is not guessed: it is said here.
-
-    :param path: the file.
-    :param target: name of the target column.
-    :param separator: the character between columns.
-    :param decimal: the mark before decimals.
-    :param thousands: the mark between groups of three digits; None: there is none.
-    :param dates: columns of dates such as 2024-12-31 or 2024-12-31 23:59. They become year, month,
-        day, weekday, hour and minute, as far as these differ between rows.
-    :param task: ``"regression"``, ``"classification"`` or ``"count"``; found from the target if
-        None: text, or whole numbers with at most 10 distinct values, are classes. The data set's
-        ``notes`` say what was found.
-    :param one_hot: turn each column of text into one column of zeros and ones for each of its
-        values in the training part, named ``column=value``.
-    :param impute: see :func:`prepare`.
-    :param test_fraction: see :func:`prepare`.
-    :param seed: see :func:`prepare`.
-    :param fold: see :func:`prepare`.
-    :raises FileNotFoundError: if there is no such file.
-    :raises ValueError: if the file is empty, or has only a header, ragged rows, or unnamed or
-        repeated columns; if the target is not among the columns; if a feature is not numeric or a
-        date is not written as above; and in the cases of :func:`prepare`.
-    """
-    frame = read_csv(Path(path), separator)
-    if target not in frame.columns:
-        near = difflib.get_close_matches(target, frame.columns, n=3, cutoff=0.5)
-        hint = f"did you mean {quoted(near, 'or')}?" if near else f"it has {quoted(frame.columns)}"
-        raise ValueError(f"target: {path} has no column {target!r}; {hint}")
-    features, notes = read_features(
-        frame.drop(columns=target),
-        Path(path),
-        one_hot=one_hot,
-        decimal=decimal,
-        thousands=thousands,
-        dates=dates,
-    )
-    made = prepare(
-        features,
-        target_values(frame[target], task, decimal, thousands),
-        feature_names=tuple(features.columns),
-        target_name=target,
-        task=task,
-        impute=impute,
-        test_fraction=test_fraction,
-        seed=seed,
-        fold=fold,
-    )
-    return replace(made, source=f"the file {path}", notes=(*notes, *made.notes))
-
-
-def load_default(
-    *, test_fraction: float = 0.2, seed: int = 0, fold: tuple[int, int] | None = None
-) -> Dataset:
-    """scikit-learn's diabetes data: 442 patients, 10 features, disease progression after a year.
-
-    Source: Efron, Hastie, Johnstone, Tibshirani (2004), Least angle regression.
-    """
-    from sklearn.datasets import load_diabetes
-
-    bunch = load_diabetes(scaled=False)
-    made = prepare(
-        bunch.data,
-        bunch.target,
-        feature_names=tuple(bunch.feature_names),
-        target_name="disease progression",
-        task="regression",
-        test_fraction=test_fraction,
-        seed=seed,
-        fold=fold,
-    )
-    return replace(made, source="scikit-learn's diabetes data")
-
-
-def two_clusters(n: int = 100, seed: int = 0, *, noise: float = 0.1) -> Dataset:
-    """One feature in two clusters with a gap between them, y = cos(4 x + 0.8) + noise.
-
-    Half of the inputs are uniform on [-1, -0.7], half on [0.5, 1]. The test inputs are 200 evenly
-    spaced points on [-1.5, 1.5]. Nothing is standardized.
-
-    :param n: number of training points, at least 2.
-    :param seed: seed of the inputs and the noise.
-    :param noise: sd of the noise on the training and the test targets.
-    :raises ValueError: if ``n`` is smaller than 2 or ``noise`` is negative.
-
-    Source: Foong et al. (2019), "In-between" uncertainty in Bayesian neural networks, section 4.
-    """
-    if n < 2:
-        raise ValueError(f"n={n}: two clusters need at least 2 points")
-    if noise < 0:
-        raise ValueError(f"noise={noise}: a standard deviation must not be negative")
-    generator = torch.Generator().manual_seed(seed)
-    left = -1 + 0.3 * torch.rand(n // 2, 1, generator=generator, device="cpu")
-    right = 0.5 + 0.5 * torch.rand(n - n // 2, 1, generator=generator, device="cpu")
-    x_train = torch.cat([left, right])
-    x_test = torch.linspace(-1.5, 1.5, 200, device="cpu")[:, None]
-    y_train, y_test = (
-        torch.cos(4 * x + 0.8).squeeze(-1)
-        + noise * torch.randn(len(x), generator=generator, device="cpu")
-        for x in (x_train, x_test)
-    )
-    return Dataset(
-        x_train, y_train, x_test, y_test, ("x",), "y", "regression",
-        source=f"two clusters with a gap between them, simulated with seed {seed}",
-        split="the test inputs are a grid on [-1.5, 1.5]",
-    )  # fmt: skip
-
-
-# --------------------------------------------------------------------- from numbers to a Dataset
+        tensors = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **tensors)  # type: ignore[arg-type]
 
 
 def prepare(
@@ -263,60 +132,76 @@ def prepare(
     :raises ValueError: for shapes that do not fit; fewer than 10 rows, or 5 in the training part;
         NaN, infinity, or numbers so large that squared errors overflow (the error names rows and
         columns); a constant target, or a target that the dtype cannot resolve; fewer than two
-        classes; too few rows in each class for the test part; an unknown task; a test fraction
-        outside (0, 1).
+        classes; too few rows in each class for the test part or the folds; an unknown task; a test
+        fraction outside (0, 1).
     """
     y, dtype = np.asarray(y), torch.get_default_dtype()
-    _check_arguments(x, y, feature_names, task, impute, test_fraction)
-    frame = x if isinstance(x, pd.DataFrame) else pd.DataFrame(np.asarray(x, dtype=float))
-    _check_values(frame, y, feature_names, target_name, impute is not None)
+    if task not in (None, *get_args(Task)):
+        raise ValueError(f"task={task!r} is unknown; choose {quoted(get_args(Task))}")
+    if impute not in (None, *get_args(Imputer)):
+        raise ValueError(f"impute={impute!r} is unknown; choose {quoted(get_args(Imputer))}")
+    if x.ndim != 2 or y.shape != x.shape[:1] or x.shape[1] != len(feature_names):
+        raise ValueError(
+            f"x and y must be (N, D) and (N,) with D feature_names, but have shapes {x.shape} and "
+            f"{y.shape} and {len(feature_names)} names"
+        )
+    if len(y) < _MIN_ROWS:
+        raise ValueError(f"data: there are {len(y)} rows; at least {_MIN_ROWS} are needed")
+    frame = x if isinstance(x, pd.DataFrame) else pd.DataFrame(x, dtype=float)
+    frame = frame.set_axis(list(feature_names), axis=1)
+    _check_values(frame, y, target_name, imputed=impute is not None)
     notes = []
     if task is None:
-        task, note = _found_task(y, target_name)
+        task, note = _task_of(y, target_name)
         notes.append(note)
-    y_mean, y_sd = 0.0, 1.0
     class_names: tuple[str, ...] = ()
-    labels = None
+    labels = np.zeros(len(y), int)
     if task == "classification":
-        class_values, labels = np.unique(y, return_inverse=True)
-        _check_classes(class_values, y, target_name)
-        y, class_names = labels, tuple(plain(value) for value in class_values)
-    else:
-        y = _numbers(y, target_name, task)
-    if fold is None:
-        test = _random_rows(len(y), labels, test_fraction, seed, target_name)
-    else:
-        test = _fold(labels, fold, seed, len(y))
-    _check_split(test, test_fraction)
-    if labels is None and np.ptp(y[~test]) == 0:
+        values, labels = np.unique(y, return_inverse=True)
+        _check_classes(values, y, target_name)
+        y, class_names = labels, tuple(map(_plain, values))
+    elif task == "count" and (bad := (y < 0) | (y != np.round(y.astype(float)))).any():
+        row = int(np.flatnonzero(bad)[0])
         raise ValueError(
-            f"target: column {target_name!r} is constant ({y[~test][0]:g} in all training "
-            f"rows): there is nothing to learn; choose another target"
+            f"target: column {target_name!r} does not hold counts ({y[row]:g} in row {row + 1}); "
+            "say task='regression' (--task regression)"
         )
-    if task == "regression":
+    test = _random_rows(labels, test_fraction, seed) if fold is None else _fold(labels, fold, seed)
+    if not test.any() or (~test).sum() < _MIN_TRAINING_ROWS:
+        raise ValueError(
+            f"test_fraction={test_fraction:g} (--test-fraction) leaves {(~test).sum()} of the "
+            f"{len(y)} rows to learn from and {test.sum()} for the test; at least "
+            f"{_MIN_TRAINING_ROWS} and 1 are needed: change it, or give more rows of each class"
+        )
+    y_mean, y_sd = 0.0, 1.0
+    if task != "classification":
+        y = y.astype(float)
         y_mean, y_sd = float(y[~test].mean()), float(y[~test].std())
-        _check_resolution(y_mean, y_sd, target_name)
+        if not torch.finfo(dtype).eps * abs(y_mean) < 0.01 * y_sd:
+            raise ValueError(
+                f"target: column {target_name!r} is constant or nearly so, with mean {y_mean:g} "
+                f"and sd {y_sd:g}, which {dtype} cannot resolve: choose another target, or "
+                "subtract a constant from it"
+            )
+        y_mean, y_sd = (y_mean, y_sd) if task == "regression" else (0.0, 1.0)
         y = (y - y_mean) / y_sd
-    features, names, filled = _encoded(frame, ~test, impute, feature_names)
-    features, x_mean, x_sd = _standardized(features, ~test, names)
-    far = _too_large(np.column_stack([features, y]), torch.finfo(dtype).max)
-    if far.any():
-        raise ValueError(
-            f"data: numbers too far from those of the training part to compute with, in "
-            f"{_places(far, [*names, target_name])}; correct them or remove the rows"
+    features, x_mean, x_sd = _features(frame, ~test, impute)
+    if impute and frame.isna().any(axis=None):
+        notes.append(
+            f"{frame.isna().sum().sum()} missing values filled in with the "
+            f"{impute.replace('_', ' ')} of the training rows."
         )
-
-    share = (
-        f"{test_fraction:.3g} of the rows" if fold is None else f"fold {fold[0] + 1} of {fold[1]}"
-    )
-    by_class = ", of each class alike" if task == "classification" else ""
     y_dtype = torch.int64 if task == "classification" else dtype
+    share = f"{test_fraction:.3g} of the rows"
+    if fold is not None:
+        share = f"fold {fold[0] + 1} of {fold[1]}"
+    by_class = ", of each class alike" if task == "classification" else ""
     return Dataset(
-        x_train=torch.as_tensor(features[~test], dtype=dtype, device="cpu"),
+        x_train=torch.as_tensor(features.to_numpy()[~test], dtype=dtype, device="cpu"),
         y_train=torch.as_tensor(y[~test], dtype=y_dtype, device="cpu"),
-        x_test=torch.as_tensor(features[test], dtype=dtype, device="cpu"),
+        x_test=torch.as_tensor(features.to_numpy()[test], dtype=dtype, device="cpu"),
         y_test=torch.as_tensor(y[test], dtype=y_dtype, device="cpu"),
-        feature_names=tuple(names),
+        feature_names=tuple(features.columns),
         target_name=target_name,
         task=task,
         class_names=class_names,
@@ -326,244 +211,133 @@ def prepare(
         x_sd=tuple(x_sd.tolist()),
         test_rows=tuple((np.flatnonzero(test) + 1).tolist()),
         split=f"at random, {share} for the test{by_class}; seed {seed}",
-        notes=(*notes, *filled),
+        notes=tuple(notes),
     )
 
 
-def _found_task(y: np.ndarray, name: str) -> tuple[str, str]:
+def _check_values(frame: pd.DataFrame, y: np.ndarray, target_name: str, *, imputed: bool) -> None:
+    """Check that no value is missing, and that squares of all numbers can be computed, even of
+    numbers a thousand times larger."""
+    largest = torch.finfo(torch.get_default_dtype()).max ** 0.5 / 1000
+    table = frame.assign(**{target_name: y})
+    missing, numbers = table.isna(), table.select_dtypes("number")
+    large = (numbers.abs() >= largest).reindex(columns=table.columns, fill_value=False)
+    bad = large | missing
+    if imputed:
+        bad = large.assign(**{target_name: bad[target_name]})
+    rows = np.flatnonzero(bad.any(axis=1))
+    if len(rows):
+        places = [f"row {row + 1}: {quoted(table.columns[bad.iloc[row]])}" for row in rows]
+        remedy = ", or have them filled in with impute='median' (--impute median)"
+        only_features = not (large.any(axis=None) or missing[target_name].any())
+        raise ValueError(
+            "data: missing values, infinity or numbers too large to compute with in "
+            f"{listed(places, '; ')}; correct them, or remove the rows or columns"
+            f"{remedy if only_features else ''}"
+        )
+
+
+def _task_of(y: np.ndarray, name: str) -> tuple[str, str]:
     """The task that the target suggests, and a sentence that says why and how to change it."""
     values = len(pd.unique(y))
     if y.dtype.kind not in "iuf":
         return "classification", f"{name} holds text, {values} different ones: a classification."
     whole = bool(np.all(y == np.round(y)))
     # A constant is more likely a broken regression target than a single class.
-    if whole and values <= _MAX_INTEGER_CLASSES and np.ptp(y) > 0:
+    if whole and 1 < values <= _MAX_INTEGER_CLASSES:
         return "classification", (
             f"{name} holds {values} different whole numbers, so that it is taken as "
             f"{values} classes; if they are quantities, say --task regression, if they count "
             "something, --task count."
         )
-    note = f"{name} holds numbers, {values} different ones: a regression."
-    if whole and y.min() >= 0:
-        note = note[:-1] + "; if they count something, say --task count."
-    return "regression", note
+    counts = "; if they count something, say --task count" if whole and y.min() >= 0 else ""
+    return "regression", f"{name} holds numbers, {values} different ones: a regression{counts}."
 
 
-def _numbers(y: np.ndarray, name: str, task: str) -> np.ndarray:
-    """The target as floats; counts are checked."""
-    y = y.astype(float)
-    if task == "count" and (bool(np.any(y < 0)) or bool(np.any(y != np.round(y)))):
-        row = int(np.flatnonzero((y < 0) | (y != np.round(y)))[0])
+def _check_classes(values: np.ndarray, y: np.ndarray, target_name: str) -> None:
+    if len(values) < 2:
         raise ValueError(
-            f"target: column {name!r} does not hold counts ({y[row]:g} in row {row + 1}); say "
-            "task='regression' (--task regression)"
+            f"target: column {target_name!r} has the single class {_plain(values[0])!r}; at least "
+            "two are needed"
         )
-    return y
+    if len(values) > len(y) // 2:
+        raise ValueError(
+            f"target: column {target_name!r} has {len(values)} different values ({_plain(y[0])!r} "
+            f"in row 1) in {len(y)} rows, too many for classes; if it is a quantity, make it "
+            "numbers and say task='regression' (--task regression)"
+        )
 
 
-def _fold(labels: np.ndarray | None, fold: tuple[int, int], seed: int, rows: int) -> np.ndarray:
+def _random_rows(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+    """The rows of a random test part: the share of each class, and never all its rows."""
+    if not 0 < fraction < 1:
+        raise ValueError(f"test_fraction={fraction} (--test-fraction) must lie between 0 and 1")
+    rng = np.random.default_rng(seed)
+    test = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        rows = rng.permutation(np.flatnonzero(labels == label))
+        test[rows[: min(round(fraction * len(rows)), len(rows) - 1)]] = True
+    return test
+
+
+def _fold(labels: np.ndarray, fold: tuple[int, int], seed: int) -> np.ndarray:
     """The rows of one of k folds; of classes each fold has its share."""
     from sklearn.model_selection import KFold, StratifiedKFold
 
     place, count = fold
-    most = rows if labels is None else int(np.bincount(labels).max())
-    if not 0 <= place < count or count < 2:
-        raise ValueError(f"fold={fold}: give (i, k) with 0 <= i < k and k >= 2")
-    if count > most:
-        whose = "" if labels is None else " of the largest class"
-        raise ValueError(
-            f"{count} folds (--folds) are too many for {most} rows{whose}; choose at most {most}"
-        )
-    kind = KFold if labels is None else StratifiedKFold
-    splits = kind(count, shuffle=True, random_state=seed)
-    given = np.zeros(rows) if labels is None else labels
+    kind = StratifiedKFold if labels.any() else KFold
+    splits = kind(count, shuffle=True, random_state=seed).split(labels[:, None], labels)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a class with fewer rows than folds
-        chosen = [test for _, test in splits.split(np.zeros((rows, 1)), given)][place]
-    test = np.zeros(rows, dtype=bool)
-    test[chosen] = True
-    return test
+        return np.isin(np.arange(len(labels)), list(splits)[place][1])
 
 
-def _random_rows(
-    count: int, labels: np.ndarray | None, fraction: float, seed: int, target_name: str
-) -> np.ndarray:
-    """The rows of a random test part; of classes their share, and never all rows of one."""
-    rng = np.random.default_rng(seed)
-    test = np.zeros(count, dtype=bool)
-    if labels is None:
-        test[rng.permutation(count)[: max(1, round(fraction * count))]] = True
-        return test
-    for label in np.unique(labels):
-        rows = rng.permutation(np.flatnonzero(labels == label))
-        test[rows[: min(round(fraction * len(rows)), len(rows) - 1)]] = True
-    if not test.any():
-        raise ValueError(
-            f"target: the classes of column {target_name!r} have too few rows for a test part of "
-            f"{fraction:g}; give more rows, or a larger test_fraction"
-        )
-    return test
-
-
-def _encoded(
-    frame: pd.DataFrame, train: np.ndarray, impute: str | None, names: Sequence[str]
-) -> tuple[np.ndarray, list[str], list[str]]:
-    """Numbers, then indicators of text, both as the training rows have them: values and names, and
-    a sentence that counts what was filled in."""
-    from sklearn.compose import ColumnTransformer
+def _features(
+    frame: pd.DataFrame, train: np.ndarray, impute: str | None
+) -> tuple[pd.DataFrame, np.ndarray, np.ndarray]:
+    """Numbers, then indicators of text, both as the training rows have them and standardized; their
+    means and sds."""
+    from sklearn.compose import make_column_transformer
     from sklearn.impute import SimpleImputer
     from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import OneHotEncoder
+    from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
-    is_text = _is_text(frame)
-    texts, numbers = np.flatnonzero(is_text).tolist(), np.flatnonzero(~is_text).tolist()
-    encoder = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
-    filled = SimpleImputer(strategy=impute, keep_empty_features=True) if impute else "passthrough"
-    transformer = ColumnTransformer(
-        [
-            ("numbers", filled, numbers),
-            ("texts", make_pipeline(SimpleImputer(strategy="most_frequent"), encoder), texts),
-        ]
+    numbers = frame.select_dtypes("number").columns
+    encoder = OneHotEncoder(
+        handle_unknown="ignore", sparse_output=False,
+        feature_name_combiner=lambda name, text: f"{name}={text}",
+    )  # fmt: skip
+    number = SimpleImputer(strategy=impute, keep_empty_features=True) if impute else "passthrough"
+    text = make_pipeline(SimpleImputer(strategy="most_frequent"), encoder)
+    encoded = make_column_transformer(
+        (number, numbers), (text, frame.columns.drop(numbers)), verbose_feature_names_out=False
     )
-    frame = frame.set_axis(range(frame.shape[1]), axis=1)
-    values = transformer.fit(frame[train]).transform(frame)
-    shown = [names[i] for i in numbers]
-    if len(texts):
-        fitted = transformer.named_transformers_["texts"][-1].categories_
-        shown += [
-            f"{names[i]}={text}" for i, kinds in zip(texts, fitted, strict=True) for text in kinds
-        ]
-    missing = frame.isna().sum()
-    if impute is None or not missing.any():
-        return values, shown, []
-    columns = [f"{name} {count}" for name, count in zip(names, missing, strict=True) if count]
-    note = (
-        f"{missing.sum()} missing values filled in with the {impute.replace('_', ' ')} of the "
-        f"training rows ({listed(columns)})."
-    )
-    return values, shown, [note]
-
-
-def _is_text(frame: pd.DataFrame) -> np.ndarray:
-    return np.array([not pd.api.types.is_numeric_dtype(kind) for kind in frame.dtypes])
-
-
-def _standardized(
-    x: np.ndarray, train: np.ndarray, names: Sequence[str]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The standardized features, their means and their sds in the training part."""
-    from sklearn.preprocessing import StandardScaler
-
-    scaler = StandardScaler().fit(x[train])
-    x = scaler.transform(x)
-    constant = ~np.isclose(x[train].std(axis=0), 1.0)  # scikit-learn leaves them unscaled
+    scaler = StandardScaler()
+    pipeline = make_pipeline(encoded, scaler).set_output(transform="pandas")
+    values = pipeline.fit(frame[train]).transform(frame)
+    # scikit-learn leaves what is constant up to rounding unscaled
+    constant = ~np.isclose(values[train].std(ddof=0), 1.0)
     if constant.any():
-        columns = [name for name, flag in zip(names, constant, strict=True) if flag]
         warnings.warn(
-            f"constant in the training part, so set to zero: {quoted(columns)}",
+            f"constant in the training part, so set to zero: {quoted(values.columns[constant])}",
             BdlWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
-    return np.where(constant, 0.0, x), scaler.mean_, scaler.scale_
+        values.loc[:, constant] = 0.0
+    return values, scaler.mean_, scaler.scale_
 
 
-# ---------------------------------------------------------------------------------------- checks
+def _plain(value: object, digits: int = 6) -> str:
+    """A class or a number; numbers without a trailing .0."""
+    return f"{value:.{digits}g}" if isinstance(value, (int, float, np.number)) else str(value)
 
 
-def _check_arguments(
-    x: np.ndarray | pd.DataFrame,
-    y: np.ndarray,
-    names: Sequence[str],
-    task: str | None,
-    impute: str | None,
-    test_fraction: float,
-) -> None:
-    if task not in (None, *TASKS):
-        raise ValueError(f"task={task!r} is unknown; choose {quoted(TASKS, 'or')}")
-    if impute not in (None, *IMPUTERS):
-        raise ValueError(f"impute={impute!r} is unknown; choose {quoted(IMPUTERS, 'or')}")
-    if not 0 < test_fraction < 1:
-        raise ValueError(f"test_fraction={test_fraction} must lie between 0 and 1")
-    if x.ndim != 2 or y.shape != x.shape[:1]:
-        raise ValueError(
-            f"x and y must have shapes (N, D) and (N,), but have {x.shape} and {y.shape}"
-        )
-    if len(names) != x.shape[1]:
-        raise ValueError(f"feature_names has {len(names)} names for {x.shape[1]} columns of x")
-    if len(y) < _MIN_ROWS:
-        rows = f"{len(y)} row" + "s" * (len(y) != 1)
-        raise ValueError(f"data: there are {rows}; at least {_MIN_ROWS} are needed")
+def quoted(names: Iterable[object]) -> str:
+    """The first few names in quotes."""
+    return listed([repr(str(name)) for name in names])
 
 
-def _check_values(
-    frame: pd.DataFrame,
-    y: np.ndarray,
-    feature_names: Sequence[str],
-    target_name: str,
-    imputed: bool,
-) -> None:
-    """Check that no value is missing, and that squares of all numbers can be computed."""
-    missing = frame.isna().to_numpy()
-    numbers = np.where(_is_text(frame), 0.0, frame.mask(missing, 0.0)).astype(float)
-    bad_x = _too_large(numbers, np.finfo(float).max)
-    largest = torch.finfo(torch.get_default_dtype()).max  # targets are scored in their own units
-    bad_y = pd.isna(y) | (y.dtype.kind == "f" and _too_large(y, largest))
-    bad = np.column_stack([bad_x if imputed else bad_x | missing, bad_y])
-    if bad.any():
-        only_missing = not (bad_y.any() or bad_x.any())
-        remedy = ", or have them filled in with impute='median' (--impute median)"
-        raise ValueError(
-            f"data: missing values, infinity or numbers too large in "
-            f"{_places(bad, [*feature_names, target_name])}; fill them in, or remove the rows or "
-            f"columns{remedy if only_missing else ''}"
-        )
-
-
-def _too_large(values: np.ndarray, largest: float) -> np.ndarray:
-    """Where squares overflow, even of numbers a thousand times larger."""
-    return abs(values) >= largest**0.5 / 1000
-
-
-def _places(bad: np.ndarray, names: Sequence[str]) -> str:
-    """Rows and columns in which ``bad`` is true."""
-    places = [
-        f"row {row + 1}: {quoted(names[i] for i in np.flatnonzero(bad[row]).tolist())}"
-        for row in np.flatnonzero(bad.any(axis=1))
-    ]
-    return listed(places, separator="; ")
-
-
-def _check_split(test: np.ndarray, test_fraction: float) -> None:
-    left = int((~test).sum())
-    if left < _MIN_TRAINING_ROWS:
-        raise ValueError(
-            f"test_fraction={test_fraction:g} (--test-fraction) leaves {left} of the {len(test)} "
-            f"rows to learn from; at least {_MIN_TRAINING_ROWS} are needed: make it smaller"
-        )
-
-
-def _check_resolution(mean: float, sd: float, target_name: str) -> None:
-    """Check that the default dtype can resolve the targets y * sd + mean."""
-    dtype = torch.get_default_dtype()
-    if not torch.finfo(dtype).eps * abs(mean) < 0.01 * sd < np.inf:
-        raise ValueError(
-            f"target: column {target_name!r} has mean {mean:g} and sd {sd:g}, which {dtype} cannot "
-            "resolve: subtract a constant from it, or give it in other units"
-        )
-
-
-def _check_classes(class_values: np.ndarray, y: np.ndarray, target_name: str) -> None:
-    if len(class_values) < 2:
-        raise ValueError(
-            f"target: column {target_name!r} has the single class {plain(class_values[0])!r}; at "
-            f"least two are needed"
-        )
-    if len(class_values) > len(y) // 2:
-        if y.dtype.kind in "iuf":
-            remedy = "say task='regression' (--task regression)"
-        else:
-            remedy = f"if it is a quantity or a date ({y[0]!r} in row 1), make it numbers,"
-        raise ValueError(
-            f"target: column {target_name!r} has {len(class_values)} different values in "
-            f"{len(y)} rows, too many for classes; {remedy} or choose another target"
-        )
+def listed(items: Sequence[str], separator: str = ", ") -> str:
+    """The first few items, and the number of further ones."""
+    rest = len(items) - _MAX_LISTED
+    return separator.join(items[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")

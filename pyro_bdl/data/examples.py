@@ -2,84 +2,123 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from pyro_bdl.data.dataset import Dataset, load_default, prepare, two_clusters
-
-Split = tuple[int, int] | None
+from pyro_bdl.data.dataset import Dataset, prepare
 
 
 @dataclass(frozen=True)
 class Example:
     """A built-in problem.
 
-    :param name: its name for users.
     :param description: one line for help texts.
-    :param load: ``load(test_fraction, seed, fold)`` returns the data.
+    :param load: ``load(test_fraction=, seed=, fold=)`` returns the data; see ``prepare``.
     :param gain: the prior's gain, see ``priors.FanIn``.
     """
 
-    name: str
     description: str
-    load: Callable[[float, int, Split], Dataset]
+    load: Callable[..., Dataset]
     gain: float = 1.0
 
 
-def _in_between(test_fraction: float, seed: int, fold: Split) -> Dataset:
-    return two_clusters(40, seed, noise=0.2)
+def two_clusters(n: int = 100, seed: int = 0, *, noise: float = 0.1) -> Dataset:
+    """One feature in two clusters with a gap between them, y = cos(4 x + 0.8) + noise.
+
+    Half of the inputs are uniform on [-1, -0.7], half on [0.5, 1]. The test inputs are 200 evenly
+    spaced points on [-1.5, 1.5]. Nothing is standardized.
+
+    :param n: number of training points, at least 2.
+    :param seed: seed of the inputs and the noise.
+    :param noise: sd of the noise on the training and the test targets.
+    :raises ValueError: if ``n`` is smaller than 2.
+
+    Source: Foong et al. (2019), "In-between" uncertainty in Bayesian neural networks, section 4.
+    """
+    if n < 2:
+        raise ValueError(f"n={n}: two clusters need at least 2 points")
+    generator = torch.Generator().manual_seed(seed)
+    left = -1 + 0.3 * torch.rand(n // 2, 1, generator=generator, device="cpu")
+    right = 0.5 + 0.5 * torch.rand(n - n // 2, 1, generator=generator, device="cpu")
+    x_test = torch.linspace(-1.5, 1.5, 200, device="cpu")[:, None]
+
+    def targets(x: Tensor) -> Tensor:
+        standard = torch.randn(len(x), generator=generator, device="cpu")
+        return torch.cos(4 * x + 0.8).squeeze(-1) + noise * standard
+
+    return _simulated(torch.cat([left, right]), x_test, targets, "y", "regression", seed)
 
 
-def _diabetes(test_fraction: float, seed: int, fold: Split) -> Dataset:
-    return load_default(test_fraction=test_fraction, seed=seed, fold=fold)
-
-
-def _breast_cancer(test_fraction: float, seed: int, fold: Split) -> Dataset:
-    """569 tumors, 30 features of their cells, malignant or benign."""
-    from sklearn.datasets import load_breast_cancer
-
-    bunch = load_breast_cancer()
-    made = prepare(
-        bunch.data,
-        bunch.target_names[bunch.target],
-        feature_names=tuple(map(str, bunch.feature_names)),
-        target_name="diagnosis",
-        task="classification",
-        test_fraction=test_fraction,
-        seed=seed,
-        fold=fold,
-    )
-    return replace(made, source="scikit-learn's breast cancer data")
-
-
-def _counts(test_fraction: float, seed: int, fold: Split) -> Dataset:
+def _counts(seed: int) -> Dataset:
     """Counts with a rate of exp(1.5 + sin(4 x)) at 120 inputs in two clusters."""
     generator = torch.Generator().manual_seed(seed)
     share = torch.rand(120, 1, generator=generator, device="cpu")
     x = torch.where(share < 0.5, -1.5 + 2 * share, 0.5 + 2 * (share - 0.5))
     grid = torch.linspace(-2, 2, 160, device="cpu")[:, None]
-    y, y_test = (
-        torch.poisson((1.5 + torch.sin(4 * inputs)).exp(), generator=generator).squeeze(-1)
-        for inputs in (x, grid)
-    )
+
+    def targets(x: Tensor) -> Tensor:
+        return torch.poisson((1.5 + torch.sin(4 * x)).exp(), generator=generator).squeeze(-1)
+
+    return _simulated(x, grid, targets, "count", "count", seed)
+
+
+def _simulated(
+    x: Tensor, grid: Tensor, targets: Callable[[Tensor], Tensor], name: str, task: str, seed: int
+) -> Dataset:
     return Dataset(
-        x, y, grid, y_test, ("x",), "count", "count",
-        source=f"counts in two clusters of inputs, simulated with seed {seed}",
-        split="the test inputs are a grid on [-2, 2]",
+        x, targets(x), grid, targets(grid), ("x",), name, task,
+        source=f"two clusters with a gap between them, simulated with seed {seed}",
+        split=f"the test inputs are a grid on [{grid.min():g}, {grid.max():g}]",
     )  # fmt: skip
 
 
+def _without_folds(simulate: Callable[[int], Dataset]) -> Callable[..., Dataset]:
+    """The ``load`` of a simulated problem."""
+
+    def load(*, seed: int = 0, fold: Any = None, **_: Any) -> Dataset:
+        if fold is not None:
+            raise ValueError("--folds needs data with rows: this problem's test inputs are a grid")
+        return simulate(seed)
+
+    return load
+
+
+def _diabetes(**options: Any) -> Dataset:
+    """442 patients, 10 features, disease progression after a year.
+
+    Source: Efron, Hastie, Johnstone, Tibshirani (2004), Least angle regression.
+    """
+    from sklearn.datasets import load_diabetes
+
+    bunch = load_diabetes(scaled=False)
+    made = prepare(
+        bunch.data, bunch.target, feature_names=tuple(bunch.feature_names),
+        target_name="disease progression", task="regression", **options,
+    )  # fmt: skip
+    return replace(made, source="scikit-learn's diabetes data")
+
+
+def _breast_cancer(**options: Any) -> Dataset:
+    """569 tumors, 30 features of their cells, malignant or benign."""
+    from sklearn.datasets import load_breast_cancer
+
+    bunch = load_breast_cancer()
+    made = prepare(
+        bunch.data, bunch.target_names[bunch.target],
+        feature_names=tuple(map(str, bunch.feature_names)), target_name="diagnosis", **options,
+    )  # fmt: skip
+    return replace(made, source="scikit-learn's breast cancer data")
+
+
 EXAMPLES = {
-    example.name: example
-    for example in (
-        Example(
-            "in-between",
-            "one feature, two clusters of data with a gap between them (Foong et al. 2019)",
-            _in_between,
-            gain=4.0,  # whose functions vary as fast as the true one
-        ),
-        Example("diabetes", "442 patients, 10 features, disease progression", _diabetes),
-        Example("breast-cancer", "569 tumors, 30 features, two classes", _breast_cancer),
-        Example("counts", "one feature, counts in two clusters", _counts, gain=2.0),
-    )
+    "in-between": Example(
+        "one feature, two clusters of data with a gap between them (Foong et al. 2019)",
+        _without_folds(lambda seed: two_clusters(40, seed, noise=0.2)),
+        gain=4.0,  # whose functions vary as fast as the true one
+    ),
+    "diabetes": Example("442 patients, 10 features, disease progression", _diabetes),
+    "breast-cancer": Example("569 tumors, 30 features, two classes", _breast_cancer),
+    "counts": Example("one feature, counts in two clusters", _without_folds(_counts), gain=2.0),
 }

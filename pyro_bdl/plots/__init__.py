@@ -4,37 +4,30 @@ Each function takes tensors, usually a mapping from the names of the posteriors 
 predictions. It returns a :class:`matplotlib.figure.Figure` that is not registered with pyplot: save
 it with ``figure.savefig``. The same names in the same order get the same colors and markers in
 every figure; the reference is dark gray. Figures are five inches wide, so that their text can be
-read on a phone.
+read on a phone. ArviZ draws traces and pairs, of ``to_arviz(model, posterior, x, y)``.
 """
 
-from pyro_bdl.plots.chains import convergence, pairs, rank_histograms, ranks, trace
-from pyro_bdl.plots.curves import cost_against_quality, temperature_curves
-from pyro_bdl.plots.intervals import forest, intervals
-from pyro_bdl.plots.maps import probability_maps, sd_ratio_maps
+from pyro_bdl.plots.curves import cost_against_quality, intervals, temperature_curves
+from pyro_bdl.plots.histograms import pit_histogram, rank_histograms, ranks
 from pyro_bdl.plots.predictions import (
     calibration,
     function_space,
-    pit_histogram,
     predictive_bands,
+    probability_maps,
 )
 from pyro_bdl.plots.style import styles, use_style
 
 __all__ = [
     "calibration",
-    "convergence",
     "cost_against_quality",
-    "forest",
     "function_space",
     "intervals",
-    "pairs",
     "pit_histogram",
     "predictive_bands",
     "probability_maps",
     "rank_histograms",
     "ranks",
-    "sd_ratio_maps",
     "styles",
     "temperature_curves",
-    "trace",
     "use_style",
 ]

@@ -1,38 +1,38 @@
-"""Predictions of posteriors: bands, calibration, and points against those of the reference."""
+"""Predictions of posteriors: bands, calibration, maps, and moments against the reference."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.artist import Artist
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
-from scipy import stats
 from torch import Tensor
 
 from pyro_bdl import metrics
-from pyro_bdl.diagnostics.rank import quantile_of_sorted, sort
 from pyro_bdl.plots.style import (
+    COLORS,
     GRAY,
     INK,
+    SMALL,
+    TEXT,
+    WHITE,
     array,
-    bars,
-    check_level,
     check_points,
     check_posteriors,
-    diagonal,
-    key,
+    entry,
     legend_below,
     panels,
     styles,
-    title,
-    titled_panels,
 )
 
 _MAX_POINTS = 400
+_LEVELS = (0.1, 0.5, 0.9)
+_CLASSES = LinearSegmentedColormap.from_list("classes", (COLORS[0], WHITE, COLORS[1]), N=20)
 
 
 def predictive_bands(
@@ -63,25 +63,31 @@ def predictive_bands(
         1), or draws that do not fit x.
     """
     check_posteriors(draws, reference)
-    check_level(level)
-    grid = array(x.reshape(-1))
-    check_points(draws, len(grid))
-    order = np.argsort(grid, kind="stable")
-    bands = {name: _band(values, level)[:, order] for name, values in draws.items()}
-    grid = grid[order]
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, got {level}")
+    check_points(draws, x.numel())
+    order = np.argsort(array(x.reshape(-1)), kind="stable")
+    grid = array(x.reshape(-1))[order]
+    bands = {name: _band(array(values)[:, order], level) for name, values in draws.items()}
     shown = [name for name in draws if name != reference] or list(draws)
-    look = styles(draws, reference)
-    figure, axes = titled_panels(
-        shown,
-        height=2.3 if len(shown) <= 3 else 1.6,
-        xlabel=xlabel,
-        ylabel=ylabel,
-        looks=look,
-        sharey=True,
+    looks = styles(draws, reference)
+    height = 2.3 if len(shown) <= 3 else 1.6
+    figure, axes = panels(
+        shown, height, xlabel=xlabel, ylabel=ylabel, looks=looks, sharex=True, sharey=True
     )
+    entries: list[Artist]
+    label = f"mean and {100 * level:.4g} % interval"
+    entries = [Patch(color=GRAY, alpha=0.5, linewidth=0, label=label)]
+    if reference is not None and shown != [reference]:
+        entries += [
+            entry(f"{reference}: mean", color=INK, linewidth=1, linestyle="--"),
+            entry(f"{reference}: interval", color=INK, linewidth=1, linestyle=":"),
+        ]
+    if x_train is not None and y_train is not None:
+        entries.append(entry("training data", color=INK, marker=".", linestyle="none"))
     for axis, name in zip(axes, shown, strict=True):
         low, mean, high = bands[name]
-        color = look[name]["color"]
+        color = looks[name]["color"]
         axis.fill_between(grid, low, high, color=color, alpha=0.25, linewidth=0)
         axis.plot(grid, mean, color=color, linewidth=2)
         if reference is not None and name != reference:
@@ -92,27 +98,14 @@ def predictive_bands(
         if x_train is not None and y_train is not None:
             points = array(x_train.reshape(-1)), array(y_train.reshape(-1))
             axis.plot(*points, ".", color=INK, markersize=4, alpha=0.6)
-    entries: list[tuple[Artist, str]]
-    entries = [
-        (Patch(color=GRAY, alpha=0.5, linewidth=0), f"mean and {100 * level:.4g} % interval")
-    ]
-    if reference is not None and shown != [reference]:
-        entries += [
-            (Line2D([], [], color=INK, linewidth=1, linestyle="--"), f"{reference}: mean"),
-            (Line2D([], [], color=INK, linewidth=1, linestyle=":"), f"{reference}: interval"),
-        ]
-    if x_train is not None and y_train is not None:
-        entries.append((Line2D([], [], color=INK, marker=".", linestyle="none"), "training data"))
     legend_below(figure, entries)
     return figure
 
 
-def _band(values: Tensor, level: float) -> np.ndarray:
-    """Lower end, mean and upper end, ``(3, N)``."""
-    ordered = sort(values.detach().cpu().double().T.contiguous())
-    low = quantile_of_sorted(ordered, (1 - level) / 2)
-    high = quantile_of_sorted(ordered, (1 + level) / 2)
-    return torch.stack([low, ordered.mean(-1), high]).numpy()
+def _band(values: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lower end, mean and upper end."""
+    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return low, values.mean(0), high
 
 
 def calibration(
@@ -138,29 +131,25 @@ def calibration(
     check_posteriors(predictions, reference)
     if task not in ("regression", "classification"):
         raise ValueError(f"task={task!r} is unknown; choose 'regression' or 'classification'")
-    figure, (axis,) = panels(1, height=4.6)
+    figure, (axis,) = panels([""], 4.6)
     axis.plot([0, 1], [0, 1], color=GRAY, linewidth=1, linestyle="--", zorder=1)
-    look = styles(predictions, reference)
-    levels = np.arange(1, 20) / 20
+    looks = styles(predictions, reference)
     for name, values in predictions.items():
-        where: Any
-        found: Any
+        where: Any = np.arange(1, 20) / 20
         if task == "regression":
-            where = levels
-            found = array(metrics.interval_coverage(values, y, level=levels.tolist()))
+            observed = array(metrics.interval_coverage(values, y, level=where.tolist()))
         else:
-            where, found, share = map(array, metrics.reliability(values, y, bins=bins))
-            where, found = where[share > 0], found[share > 0]
-        axis.plot(where, found, linewidth=1.5, markersize=5, label=name, **look[name])
+            where, observed, share = map(array, metrics.reliability(values, y, bins=bins))
+            where, observed = where[share > 0], observed[share > 0]
+        axis.plot(where, observed, linewidth=1.5, markersize=5, label=name, **looks[name])
     axis.text(0.97, 0.06, "overconfident", ha="right", color=GRAY, fontstyle="italic")
     axis.text(0.03, 0.94, "underconfident", va="center", color=GRAY, fontstyle="italic")
+    labels = {
+        "regression": ("level of the central interval", "share of test targets inside"),
+        "classification": ("confidence of the predicted class", "share predicted right"),
+    }
     axis.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-    if task == "regression":
-        axis.set_xlabel("level of the central interval")
-        axis.set_ylabel("share of test targets inside")
-    else:
-        axis.set_xlabel("confidence of the predicted class")
-        axis.set_ylabel("share predicted right")
+    axis.set(xlabel=labels[task][0], ylabel=labels[task][1])
     for each in (axis.xaxis, axis.yaxis):
         each.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
         each.set_major_locator(MaxNLocator(5))
@@ -168,137 +157,119 @@ def calibration(
     return figure
 
 
-def pit_histogram(
-    predictions: Mapping[str, Tensor],
-    y: Tensor,
-    *,
-    reference: str | None = None,
-    bins: int = 10,
-    level: float = 0.99,
-) -> Figure:
-    """Histograms of the probability integral transform of the test targets, one panel per
-    posterior.
-
-    They are flat if predictions are calibrated, valleys if they are too narrow, hills if they are
-    too wide, and slopes if they are biased. If the N targets are independent draws of the
-    predictions, a bar lies within the band with probability ``level``: quantiles of Binomial(N, 1 /
-    bins).
-
-    :param predictions: draws ``(S, N, ...)`` of the target, noise included.
-    :param y: ``(N, ...)``, the targets.
-    :param reference: name of the reference, drawn in dark gray.
-    :param bins: number of bins of each histogram.
-    :param level: probability of the band.
-    :raises ValueError: for no posterior, an unknown reference, fewer than 2 bins, a level outside
-        (0, 1), or draws that do not fit y.
-
-    Source: Gneiting, Balabdaoui & Raftery (2007), Probabilistic forecasts, calibration and
-    sharpness.
-    """
-    check_posteriors(predictions, reference)
-    check_level(level)
-    if bins < 2:
-        raise ValueError(f"bins must be at least 2, got {bins}")
-    look = styles(predictions, reference)
-    bar = stats.binom(y.numel(), 1 / bins)
-    low, high = bar.ppf((1 - level) / 2), bar.ppf((1 + level) / 2)
-    edges = np.linspace(0, 1, bins + 1)
-    counts = {name: pit_counts(values, y, bins) for name, values in predictions.items()}
-    figure, axes = titled_panels(
-        list(predictions), height=1.9, xlabel="PIT", ylabel="test targets", looks=look, sharey=True
-    )
-    for axis, (name, heights) in zip(axes, counts.items(), strict=True):
-        color = look[name]["color"]
-        bars(axis, edges, heights, band=(low, high), expected=bar.mean(), color=color)
-        axis.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
-    axes[0].set_ylim(0, 1.1 * max(high, *(heights.max() for heights in counts.values())))
-    legend_below(figure, key(level))
-    return figure
-
-
-def pit_counts(draws: Tensor, y: Tensor, bins: int) -> np.ndarray:
-    """The number of targets in each bin of the probability integral transform, ``(bins,)``; the sum
-    is N.
-
-    The rank of a target among S draws is one of S + 1 numbers, or a range of them if draws equal
-    the target. The target is spread evenly over this range::
-
-        [ #{s: x_s < y} , #{s: x_s <= y} + 1 ] / (S + 1)
-
-    All bars of calibrated predictions therefore have the same expected height, for any S and number
-    of bins, and for targets that are counts. Bars need not be whole numbers.
-
-    :param draws: ``(S, N, ...)`` of the target, noise included.
-    :param y: ``(N, ...)``.
-    :raises ValueError: if the shapes do not fit.
-
-    Source: Czado, Gneiting & Held (2009), Predictive model assessment for count data, section 2.1.
-    """
-    if draws.shape[1:] != y.shape:
-        raise ValueError(
-            f"y has shape {tuple(y.shape)}, but the draws have {tuple(draws.shape)}: (S, *y.shape) "
-            "is needed"
-        )
-    x, target = draws.detach().double(), y.detach().double()
-    size = len(x) + 1
-    start = array((x < target).sum(0).flatten())[:, None] / size
-    stop = array((x <= target).sum(0).flatten() + 1)[:, None] / size
-    edges = np.linspace(0, 1, bins + 1)
-    below = np.clip((edges - start) / (stop - start), 0, 1)
-    return np.diff(below, axis=1).sum(0)
-
-
 def function_space(
-    draws: Mapping[str, Tensor],
-    *,
-    reference: str,
-    quantity: str = "prediction",
-    units: str = "",
+    draws: Mapping[str, Tensor], *, reference: str, quantity: str = "prediction"
 ) -> Figure:
     """Mean and sd of the function at each test point against those of the reference.
 
     :param draws: ``(S, N, ...)`` for each posterior. If there are more than 400 numbers at the test
         points, evenly spaced ones are shown.
     :param reference: name of the posterior on the horizontal axis.
-    :param quantity: name of the quantity, for the labels.
-    :param units: units of the draws, for the labels.
+    :param quantity: name of the quantity, with units.
     :raises ValueError: for no other posterior than the reference, or test points that differ in
-        shape.
+        number.
     """
     check_posteriors(draws, reference)
-    others = [name for name in draws if name != reference]
-    if not others:
-        raise ValueError(f"there is no posterior besides the reference {reference!r}")
-    check_points(draws)
-    look = styles(draws, reference)
-    figure, axes = panels(2, height=4.0)
+    check_points(draws, draws[reference].shape[1])
+    looks = styles(draws, reference)
+    figure, axes = panels(
+        [f"{word} of the {quantity}" for word in ("mean", "sd")], 4.0,
+        columns=1, ylabel="each posterior",
+    )  # fmt: skip
     moments = {name: _moments(values) for name, values in draws.items()}
-    unit = f" ({units})" if units else ""
-    for axis, index, word in zip(axes, (0, 1), ("mean", "sd"), strict=True):
-        at = moments[reference][index]
-        for name in others:
-            axis.plot(
-                at,
-                moments[name][index],
-                linestyle="none",
-                markersize=5,
-                markeredgewidth=0,
-                alpha=0.55,
-                label=name,
-                **look[name],
-            )
-        diagonal(axis)
-        title(axis, f"{word} of the {quantity}")
-        axis.set_xlabel(f"{reference}{unit}")
-        axis.set_ylabel(f"each posterior{unit}")
+    for place, axis in enumerate(axes):
+        for name in draws:
+            if name != reference:
+                axis.plot(
+                    moments[reference][place], moments[name][place], linestyle="none",
+                    markersize=5, markeredgewidth=0, alpha=0.55, label=name, **looks[name],
+                )  # fmt: skip
+        axis.margins(0.05)
+        limits = np.array([axis.get_xlim(), axis.get_ylim()])
+        ends = limits[:, 0].min(), limits[:, 1].max()
+        axis.plot(ends, ends, color=GRAY, linestyle="--", linewidth=1, zorder=1)
+        axis.set(xlim=ends, ylim=ends, aspect="equal", xlabel=reference)
+        for each in (axis.xaxis, axis.yaxis):
+            each.set_major_locator(MaxNLocator(5))
     legend_below(figure, axes[0])
     return figure
 
 
 def _moments(values: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    flat = values.detach().reshape(values.shape[0], -1)
+    flat = values.detach().flatten(1).double()
     if flat.shape[1] > _MAX_POINTS:
         flat = flat[:, torch.linspace(0, flat.shape[1] - 1, _MAX_POINTS, device="cpu").long()]
-    flat = flat.double()
-    sd = flat.std(0, correction=min(1, flat.shape[0] - 1))
-    return array(flat.mean(0)), array(sd)
+    return array(flat.mean(0)), array(flat.std(0, correction=min(1, len(flat) - 1)))
+
+
+def probability_maps(
+    x: Tensor,
+    probabilities: Mapping[str, Tensor],
+    *,
+    x_train: Tensor | None = None,
+    y_train: Tensor | None = None,
+    reference: str | None = None,
+    labels: Sequence[str] = ("first input", "second input"),
+) -> Figure:
+    """The probability of class 1 over two inputs, a map for each posterior.
+
+    Lines are drawn where it is 0.1, 0.5 (thick) and 0.9.
+
+    :param x: ``(N, 2)``, inputs that fill a rectangular grid, in any order.
+    :param probabilities: ``(N,)`` for each posterior, between 0 and 1.
+    :param x_train: ``(M, 2)``, training inputs.
+    :param y_train: ``(M,)``, their classes 0 and 1; None shows all alike.
+    :param reference: name of the posterior that others are compared with; drawn last.
+    :param labels: names of the two inputs.
+    :raises ValueError: for no posterior, a reference that is not among them, inputs that do not
+        fill a grid, or probabilities that do not fit them.
+    """
+    check_posteriors(probabilities, reference)
+    if x.dim() != 2 or x.shape[1] != 2:
+        raise ValueError(f"x must have shape (N, 2), but has {tuple(x.shape)}")
+    points = array(x)
+    shown = [name for name in probabilities if name != reference]
+    shown += [] if reference is None else [reference]
+    figure, axes = panels(
+        shown, 2.1, columns=2, xlabel=labels[0], ylabel=labels[1],
+        looks=styles(probabilities, reference), sharex=True, sharey=True,
+    )  # fmt: skip
+    drawn: ScalarMappable
+    for name, axis in zip(shown, axes, strict=True):
+        values = array(probabilities[name])
+        grid = _grid(points, values) if values.shape == (len(points),) else None
+        if grid is None or not ((values >= 0) & (values <= 1)).all():
+            raise ValueError(
+                f"probabilities[{name!r}], of shape {tuple(values.shape)}, must have a number "
+                "between 0 and 1 for each row of x, and x must fill a rectangular grid, as "
+                "torch.cartesian_prod makes it"
+            )
+        drawn = axis.pcolormesh(
+            *grid, vmin=0, vmax=1, cmap=_CLASSES, shading="nearest", rasterized=True
+        )
+        axis.grid(visible=False)
+        axis.contour(*grid, levels=_LEVELS, colors=INK, linewidths=(0.7, 1.6, 0.7))
+        if x_train is not None:
+            classes = np.zeros(len(x_train)) if y_train is None else array(y_train)
+            for value, mark, color in zip(np.unique(classes), "os", COLORS, strict=False):
+                axis.plot(
+                    *array(x_train)[classes == value].T, mark, color=color, markersize=4,
+                    markeredgecolor=WHITE, markeredgewidth=0.6,
+                )  # fmt: skip
+    bar = figure.colorbar(drawn, ax=axes, location="bottom", aspect=35, shrink=0.9)
+    bar.ax.xaxis.set_major_locator(MaxNLocator(5))
+    bar.ax.tick_params(labelsize=SMALL, colors=INK)
+    bar.set_label("probability of class 1", fontsize=TEXT, color=INK)
+    return figure
+
+
+def _grid(points: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, ...] | None:
+    """The two axes and the values ``(len(second), len(first))`` if the points fill a grid, else
+    None."""
+    first, column = np.unique(points[:, 0], return_inverse=True)
+    second, row = np.unique(points[:, 1], return_inverse=True)
+    table = np.full((len(second), len(first)), np.nan)
+    filled = np.zeros(table.shape, bool)
+    table[row, column], filled[row, column] = values, True
+    is_grid = filled.all() and filled.size == len(points) and min(filled.shape) > 1
+    return (first, second, table) if is_grid else None

@@ -1,4 +1,4 @@
-"""Helpers of all figures: colors, markers, panels, legends, tensors as arrays."""
+"""The look of all figures: colors, marks, panels, legends, tensors as arrays."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from matplotlib.transforms import offset_copy
 from torch import Tensor
 
@@ -93,43 +92,29 @@ def styles(names: Iterable[str], reference: str | None = None) -> dict[str, dict
     return {reference: {"color": INK, "marker": "*"}, **chosen} if reference else chosen
 
 
-def check_posteriors(given: Mapping[str, object], reference: str | None) -> None:
-    """Check the names of posteriors.
+def check_posteriors(posteriors: Mapping[str, object], reference: str | None) -> None:
+    """Check that there are posteriors to draw, and that the reference is one of them.
 
-    :raises ValueError: for no posterior, or a reference that is not among them.
+    :raises ValueError: if not.
     """
-    if not given:
-        raise ValueError("there is no posterior to draw")
-    if reference is not None and reference not in given:
+    if not posteriors or not (reference is None or reference in posteriors):
         raise ValueError(
-            f"reference={reference!r} is not among the posteriors {', '.join(map(repr, given))}"
+            f"reference={reference!r} must be among the posteriors, which are: "
+            f"{', '.join(posteriors) or 'none'}"
         )
 
 
-def check_points(draws: Mapping[str, Tensor], count: int | None = None) -> None:
-    """Check that all draws are at the same points.
+def check_points(values: Mapping[str, Tensor], count: int) -> None:
+    """Check that draws ``(S, N, ...)`` are at N points.
 
-    :param count: the number of points, if it is known.
     :raises ValueError: if not.
     """
-    first = next(iter(draws.values()))
-    for name, values in draws.items():
-        if values.dim() < 2 or values.shape[1:] != first.shape[1:]:
+    for name, draws in values.items():
+        if draws.dim() < 2 or draws.shape[1] != count:
             raise ValueError(
-                f"all draws must be (S, N, ...) at the same test points, but draws[{name!r}] has "
-                f"shape {tuple(values.shape)} beside {tuple(first.shape)}"
+                f"draws[{name!r}] must be (S, {count}, ...), at the {count} inputs, but has shape "
+                f"{tuple(draws.shape)}"
             )
-    if count is not None and first.shape[1] != count:
-        raise ValueError(f"there are {count} inputs, but draws of shape {tuple(first.shape)}")
-
-
-def check_level(level: float) -> None:
-    """Check the level of an interval.
-
-    :raises ValueError: for a level outside (0, 1).
-    """
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, got {level}")
 
 
 def array(values: Tensor) -> np.ndarray:
@@ -138,10 +123,26 @@ def array(values: Tensor) -> np.ndarray:
 
 
 def panels(
-    count: int, *, height: float, columns: int = 1, **shared: Any
+    titles: Sequence[str],
+    height: float,
+    *,
+    columns: int | None = None,
+    xlabel: str = "",
+    ylabel: str = "",
+    looks: Mapping[str, Mapping[str, Any]] | None = None,
+    **shared: Any,
 ) -> tuple[Figure, list[Axes]]:
-    """A white figure, five inches wide, with panels in rows of ``columns``; returns figure and
-    panels."""
+    """A white figure, five inches wide, and its panels.
+
+    :param titles: of the panels; empty for none.
+    :param height: of a panel, in inches.
+    :param columns: by default one for up to three panels, two for more.
+    :param xlabel: at the lowest panels; ``ylabel`` at the left ones.
+    :param looks: color and marker of each title, from :func:`styles`.
+    :param shared: ``sharex``, ``sharey``.
+    """
+    count = len(titles)
+    columns = (1 if count <= 3 else 2) if columns is None else columns
     rows = math.ceil(count / columns)
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(WIDTH, height * rows + 0.5), layout="constrained")
@@ -150,47 +151,28 @@ def panels(
         axes = figure.subplots(rows, columns, squeeze=False, **shared).ravel()
     for unused in axes[count:]:
         unused.remove()
-    if shared.get("sharex"):  # if the last row is not full, the panels above it have labels
-        for axis in axes[max(0, count - columns) : count]:
+    for place, (axis, text) in enumerate(zip(axes, titles, strict=False)):
+        _title(axis, text, looks[text] if looks else None)
+        if place % columns == 0:
+            axis.set_ylabel(ylabel)
+        if place >= count - columns:  # also above a last row that is not full
+            axis.set_xlabel(xlabel)
             axis.tick_params(labelbottom=True)
     return figure, list(axes[:count])
 
 
-def titled_panels(
-    names: Sequence[str],
-    *,
-    height: float,
-    xlabel: str = "",
-    ylabel: str = "",
-    columns: int | None = None,
-    looks: Mapping[str, Mapping[str, Any]] | None = None,
-    **shared: Any,
-) -> tuple[Figure, list[Axes]]:
-    """Panels with titles, and labels at the left and below; returns figure and panels.
-
-    :param columns: by default one for a few panels, two for many.
-    :param looks: color and marker of each title, from ``styles``.
-    """
-    columns = (1 if len(names) <= 3 else 2) if columns is None else columns
-    figure, axes = panels(len(names), height=height, columns=columns, sharex=True, **shared)
-    for place, (axis, name) in enumerate(zip(axes, names, strict=True)):
-        title(axis, name, None if looks is None else looks[name])
-        if place % columns == 0:
-            axis.set_ylabel(ylabel)
-    for axis in axes[-columns:]:
-        axis.set_xlabel(xlabel)
-    return figure, axes
-
-
-def diagonal(axis: Axes) -> None:
-    """Set equal limits on both axes, and draw the line of equality."""
-    axis.margins(0.05)
-    limits = np.array([axis.get_xlim(), axis.get_ylim()])
-    low, high = limits[:, 0].min(), limits[:, 1].max()
-    axis.plot([low, high], [low, high], color=GRAY, linestyle="--", linewidth=1, zorder=1)
-    axis.set(xlim=(low, high), ylim=(low, high), aspect="equal")
-    for each in (axis.xaxis, axis.yaxis):
-        each.set_major_locator(MaxNLocator(5))
+def _title(axis: Axes, text: str, look: Mapping[str, Any] | None) -> None:
+    """A title at the left, with the posterior's marker before it."""
+    title = axis.set_title(text, loc="left", fontsize=TEXT, fontweight="bold", color=INK)
+    if look is None:
+        return
+    figure = axis.figure.figure
+    title.set_transform(offset_copy(title.get_transform(), figure, x=14, units="points"))
+    place = offset_copy(axis.transAxes, figure, x=5, y=_ABOVE, units="points")
+    axis.plot(
+        0, 1, transform=place, clip_on=False, markersize=7, linestyle="none", scalex=False,
+        scaley=False, **look,
+    )  # fmt: skip
 
 
 def plain_log_axis(axis: Axis) -> None:
@@ -201,75 +183,20 @@ def plain_log_axis(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def title(axis: Axes, text: str, look: Mapping[str, Any] | None = None) -> None:
-    """Set a left-aligned title, with the posterior's marker before it.
+def entry(label: str, **look: Any) -> Line2D:
+    """An entry of a legend: a line or marker of this look."""
+    return Line2D([], [], label=label, **look)
 
-    :param look: the posterior's color and marker, from ``styles``; None for a plain title.
+
+def legend_below(figure: Figure, entries: Sequence[Artist] | Axes) -> None:
+    """Add a legend below all panels, in as many columns as fit; none without entries.
+
+    :param entries: artists with their labels, or a panel with labeled lines.
     """
-    drawn = axis.set_title(text, loc="left", fontsize=TEXT, fontweight="bold", color=INK)
-    if look is None:
+    artists = entries.get_legend_handles_labels()[0] if isinstance(entries, Axes) else entries
+    if not artists:
         return
-    figure = axis.figure.figure
-    drawn.set_transform(offset_copy(drawn.get_transform(), figure, x=14, units="points"))
-    place = offset_copy(axis.transAxes, figure, x=5, y=_ABOVE, units="points")
-    axis.plot(
-        0, 1, transform=place, clip_on=False, markersize=7, linestyle="none", scalex=False,
-        scaley=False, **look,
-    )  # fmt: skip
-
-
-def legend_below(figure: Figure, entries: Sequence[tuple[Artist, str]] | Axes) -> None:
-    """Add a legend below all panels, in as many columns as fit; none without labels.
-
-    :param entries: artists and labels, or a panel with labeled lines.
-    """
-    if isinstance(entries, Axes):
-        entries = list(zip(*entries.get_legend_handles_labels(), strict=True))
-    if not entries:
-        return
-    handles, labels = zip(*entries, strict=True)
-    columns = max(1, min(3, len(labels), 60 // (max(map(len, labels)) + 6)))
+    longest = max(len(str(artist.get_label())) for artist in artists)
+    columns = max(1, min(3, len(artists), 60 // (longest + 6)))
     with matplotlib.rc_context(_STYLE):
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns)
-
-
-def bars(
-    axis: Axes,
-    edges: np.ndarray,
-    heights: np.ndarray,
-    *,
-    band: tuple[float, float],
-    expected: float,
-    color: Any,
-) -> None:
-    """Draw bars in front of the band; the band's ends are drawn over the bars.
-
-    :param edges: edges of the bins, ``(B + 1,)``.
-    :param heights: ``(B,)``.
-    :param band: the lower and upper end of the band.
-    :param expected: expected count of a bin.
-    :param color: color of all bars, or one for each bar.
-    """
-    axis.axhspan(*band, color=BAND, linewidth=0, zorder=0)
-    axis.bar(
-        edges[:-1],
-        heights,
-        width=np.diff(edges),
-        align="edge",
-        color=color,
-        edgecolor="white",
-        linewidth=0.8,
-    )
-    for end in band:
-        axis.axhline(end, color=SOFT, linewidth=0.8)
-    axis.axhline(expected, color=GRAY, linestyle="--", linewidth=1)
-    axis.set_xlim(edges[0], edges[-1])
-    axis.grid(visible=False)
-
-
-def key(level: float) -> list[tuple[Artist, str]]:
-    """Entries of the legend for band and line."""
-    return [
-        (Patch(facecolor=BAND, edgecolor=SOFT, linewidth=0.8), f"{100 * level:.4g} % band"),
-        (Line2D([], [], color=GRAY, linestyle="--", linewidth=1), "expected"),
-    ]
+        figure.legend(handles=artists, loc="outside lower center", ncols=columns)

@@ -9,15 +9,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pyro_bdl.comparison.predictive_draws import PredictiveDraws
-from pyro_bdl.data import Dataset
+from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.data.programs import program
-from pyro_bdl.utils.files import atomic_write
 
-_VERSION = "1"
 _SUFFIX = ".safetensors"
 _PARTS = ("x_train", "y_train", "x_test", "y_test")
 
@@ -81,47 +78,11 @@ class Reference:
             chains=self.chains,
         )
 
-    def save(self, path: str | Path) -> Path:
-        """Write to a ``.safetensors`` file, in float32; return the path."""
-        tensors = {name: getattr(self.dataset, name) for name in _PARTS}
-        # The probability of the first class follows from the others.
-        classes = self.dataset.task == "classification"
-        tensors["function"] = self.function[..., 1:] if classes else self.function
-        if self.noise is not None:
-            tensors["noise"] = self.noise
-        stored = {
-            name: (value.float() if value.is_floating_point() else value).contiguous().clone()
-            for name, value in tensors.items()
-        }
-        about = {
-            name: getattr(self.dataset, name)
-            for name in ("feature_names", "target_name", "task", "class_names", "y_mean", "y_sd")
-        }
-        header = {
-            "version": _VERSION,
-            "name": self.name,
-            "dataset": json.dumps(about),
-            "architecture": json.dumps(dict(self.architecture)),
-            "chains": json.dumps(self.chains),
-            "info": json.dumps(dict(self.info)),
-        }
-        path = Path(path)
-        with atomic_write(path) as part:
-            save_file(stored, str(part), header)
-        return path
-
     @classmethod
     def read(cls, path: str | Path) -> "Reference":
-        """Read a file that ``save`` wrote.
-
-        :raises ValueError: for a file of another version.
-        """
+        """Read a file that ``benchmarks/references.py`` wrote."""
         with safe_open(str(path), framework="pt") as file:
             header = file.metadata() or {}
-            if header.get("version") != _VERSION:
-                raise ValueError(
-                    f"'{path}' has version {header.get('version')!r}, but {_VERSION!r} is needed"
-                )
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         about = json.loads(header["dataset"])
         function = tensors["function"]
@@ -133,18 +94,16 @@ class Reference:
         return cls(
             name=header["name"],
             dataset=Dataset(**{name: tensors[name] for name in _PARTS}, **about),
-            architecture=json.loads(header["architecture"]),
             function=function,
             noise=tensors.get("noise"),
-            chains=json.loads(header["chains"]),
-            info=json.loads(header["info"]),
+            **{name: json.loads(header[name]) for name in ("architecture", "chains", "info")},
         )
 
 
 def names() -> tuple[str, ...]:
     """Names of the reference posteriors that the package holds."""
-    files = _folder().iterdir()
-    return tuple(sorted(f.name.removesuffix(_SUFFIX) for f in files if f.name.endswith(_SUFFIX)))
+    files = (file.name for file in _folder().iterdir())
+    return tuple(sorted(n.removesuffix(_SUFFIX) for n in files if n.endswith(_SUFFIX)))
 
 
 def load(name: str) -> Reference:

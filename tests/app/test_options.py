@@ -40,28 +40,31 @@ def test_quick_and_given_options(options):
     assert options("--dates", "a", "--dates", "b, c").dates == ["a", "b, c"]
 
 
-def test_the_reference_brings_its_data_and_network_and_no_other_nuts(options):
-    chosen, found = options("--reference", "iris").with_reference()
-    assert chosen.hidden == (10,) and chosen.activation == "tanh"
+def test_the_program_is_of_the_options_the_problem_or_the_reference(options):
+    for given, words in (
+        ([], "Linear(1, 50), Tanh, Linear(50, 1); FanIn(4)"),
+        (["--prior-gain", "2", "--hidden", "3,2"], "Linear(3, 2), Tanh, Linear(2, 1); FanIn(2)"),
+        (["--reference", "iris"], "Linear(4, 10), Tanh, Linear(10, 3); FanIn(1)"),
+    ):
+        chosen = options(*given)
+        program = chosen.program(chosen.load())[1]
+        assert words in f"{program['network']}; {program['prior of the weights']}"
+
+
+def test_the_reference_brings_its_data_and_no_other_nuts(options):
+    chosen = options("--reference", "iris")
     assert "nuts" not in chosen.names() and "map" in chosen.names()
-    assert chosen.gain() == 1.0 and "iris" in found.dataset.source
-    assert options().with_reference() == (options(), None)
-    kept, _ = options("--reference", "iris", "--guides", "nuts").with_reference()
-    assert kept.names() == ("nuts",)
+    assert "iris" in chosen.load().source
+    assert options("--reference", "iris", "--guides", "nuts").names() == ("nuts",)
 
 
 @pytest.mark.parametrize(
     "given", ["--task regression", "--hidden 7", "--activation relu", "--noise robust",
-              "--prior-gain 2"]
+              "--prior-gain 2", "--folds 3"]
 )  # fmt: skip
 def test_other_data_or_another_network_beside_it_are_refused(given, options):
     with pytest.raises(ValueError, match=f"{given.split()[0]} has no effect with --reference"):
-        options("--reference", "iris", *given.split()).with_reference()
-
-
-def test_its_own_network_beside_it_is_not_refused(options):
-    same, _ = options("--reference", "iris", "--hidden", "10", "--prior-gain", "1").with_reference()
-    assert same == options("--reference", "iris").with_reference()[0]
+        options("--reference", "iris", *given.split()).load()
 
 
 def test_draws_move_to_a_device():

@@ -3,27 +3,25 @@
 import pytest
 import torch
 
-from pyro_bdl.data import EXAMPLES
+from pyro_bdl.data import EXAMPLES, two_clusters
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_problems_are_finite_and_say_where_they_come_from(name):
-    data = EXAMPLES[name].load(0.2, 0, None)
-    assert data.source and data.split
+    data = EXAMPLES[name].load(test_fraction=0.2, seed=0, fold=None)
+    assert data.source and data.split and len(repr(data)) < 100
     for part in (data.x_train, data.x_test, data.y_train, data.y_test):
         assert bool(part.isfinite().all())
     assert len(data.x_train) == len(data.y_train) and len(data.x_test) == len(data.y_test)
-    point = data.point(3)
-    assert list(point["inputs"]) == list(data.feature_names)
-    other = EXAMPLES[name].load(0.2, 1, None)
+    assert list(data.point(3)["inputs"]) == list(data.feature_names)
+    other = EXAMPLES[name].load(test_fraction=0.2, seed=1, fold=None)
     assert not torch.equal(data.x_train[:20], other.x_train[:20])
 
 
 def test_points_are_rows_of_the_source():
     from sklearn.datasets import load_diabetes
 
-    data = EXAMPLES["diabetes"].load(0.2, 0, None)
-    source = load_diabetes(scaled=False)
+    data, source = EXAMPLES["diabetes"].load(), load_diabetes(scaled=False)
     for place in (0, 40):
         point = data.point(place)
         row = point["row"] - 1
@@ -32,10 +30,22 @@ def test_points_are_rows_of_the_source():
 
 
 def test_counts_are_counts():
-    y = EXAMPLES["counts"].load(0.2, 0, None).y_train
+    y = EXAMPLES["counts"].load().y_train
     assert bool((y == y.round()).all()) and float(y.min()) >= 0 and float(y.mean()) > 2
 
 
-def test_folds_part_the_rows():
-    rows = [EXAMPLES["breast-cancer"].load(0.2, 0, (i, 5)).test_rows for i in range(5)]
-    assert sorted(row for part in rows for row in part) == list(range(1, 570))
+def test_two_clusters():
+    data = two_clusters(50, seed=1)
+    x = data.x_train.squeeze(-1)
+    assert ((x >= -1) & (x <= -0.7)).sum() == 25
+    assert ((x >= 0.5) & (x <= 1)).sum() == 25
+    clean = two_clusters(50, seed=1, noise=0.0)
+    torch.testing.assert_close(clean.y_train, torch.cos(4 * x + 0.8))
+    assert 0.05 < (data.y_train - clean.y_train).std() < 0.2
+    with pytest.raises(ValueError, match="n=1"):
+        two_clusters(1)
+
+
+def test_simulated_problems_have_no_folds():
+    with pytest.raises(ValueError, match="test inputs are a grid"):
+        EXAMPLES["counts"].load(fold=(0, 5))

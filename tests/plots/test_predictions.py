@@ -1,12 +1,9 @@
-"""Bands, coverage, reliability, probability integral transforms, moments against the reference."""
+"""Bands, coverage, reliability, maps, moments against the reference."""
 
 import numpy as np
-import pytest
 import torch
-from scipy import stats
 
 from pyro_bdl import metrics, plots
-from pyro_bdl.plots.predictions import pit_counts
 
 
 def test_bands_show_mean_and_interval_in_order_of_x(draws):
@@ -50,52 +47,33 @@ def test_calibration_of_classes_leaves_out_empty_bins(line):
     np.testing.assert_allclose(curve.get_ydata(), [0.5, 1.0], rtol=1e-6)
 
 
-def test_pit_of_exact_predictions():
-    """A target above k of S draws lies in [k, k + 1] / (S + 1)."""
-    draws = torch.arange(9.0)[:, None].expand(9, 4)
-    y = torch.tensor([-1.0, 0.5, 7.5, 99.0])  # ranks 0, 1, 8, 9 of 10
-    np.testing.assert_allclose(pit_counts(draws, y, 10), [1, 1, 0, 0, 0, 0, 0, 0, 1, 1])
-    np.testing.assert_allclose(pit_counts(draws, y, 5), [2, 0, 0, 0, 2])
-    # Bins that cut a rank's stretch in two share it.
-    np.testing.assert_allclose(pit_counts(draws[:, :1], y[:1], 20)[:3], [0.5, 0.5, 0])
-
-
-def test_pit_spreads_ties():
-    """All draws equal the target: it may lie anywhere."""
-    counts = pit_counts(torch.zeros(5, 3), torch.zeros(3), 4)
-    np.testing.assert_allclose(counts, [0.75, 0.75, 0.75, 0.75])
-
-
-def test_pit_is_the_expectation_of_the_metric():
-    """metrics.pit puts each target at random within its stretch."""
-    draws, y = torch.randn(7, 3).round(), torch.randn(3).round()
-    many = torch.stack([metrics.pit(draws, y) for _ in range(20_000)])
-    found = np.histogram(many.numpy(), bins=4, range=(0, 1))[0] / 20_000
-    # Each count is a mean of 20 000 sums of 3 indicators: an sd of at most 0.0062.
-    np.testing.assert_allclose(pit_counts(draws, y, 4), found, atol=0.025)
-
-
-def test_pit_bars_and_band(draws):
-    y = torch.randn(8)
-    figure = plots.pit_histogram(draws, y, reference="nuts", bins=4, level=0.95)
-    low, high = stats.binom(8, 0.25).ppf([0.025, 0.975])
-    assert [axis.get_title(loc="left") for axis in figure.axes] == list(draws)
-    for axis, values in zip(figure.axes, draws.values(), strict=True):
-        band, *bars = axis.patches
-        assert (band.get_y(), band.get_y() + band.get_height()) == (low, high)
-        heights = [bar.get_height() for bar in bars]
-        np.testing.assert_allclose(heights, pit_counts(values, y, 4))
-        assert sum(heights) == pytest.approx(8)
-        assert axis.get_ylim()[0] == 0 and axis.get_ylim()[1] > max(high, *heights)
-        assert axis.lines[-1].get_ydata()[0] == 2
-
-
 def test_function_space_shows_means_and_sds(draws, line):
-    figure = plots.function_space(draws, reference="nuts", units="mm")
+    figure = plots.function_space(draws, reference="nuts")
     for axis, moment in zip(figure.axes, (torch.mean, torch.std), strict=True):
         points = line(axis, "mean-field")
         np.testing.assert_allclose(points.get_xdata(), moment(draws["nuts"], dim=0), rtol=1e-5)
         expected = moment(draws["mean-field"], dim=0)
         np.testing.assert_allclose(points.get_ydata(), expected, rtol=1e-5)
-        assert axis.get_xlabel() == "nuts (mm)"
+        assert axis.get_xlabel() == "nuts"
         assert axis.get_xlim() == axis.get_ylim()
+
+
+def test_probabilities_are_at_their_place():
+    """The reference comes last; each class has its marker."""
+    x = torch.cartesian_prod(torch.arange(4.0), torch.arange(3.0))
+    order = torch.randperm(12)
+    shown = {"nuts": torch.full((12,), 0.5), "map": torch.arange(12.0) / 11}
+    figure = plots.probability_maps(
+        x[order],
+        {name: values[order] for name, values in shown.items()},
+        x_train=x[:5],
+        y_train=torch.tensor([0, 1, 1, 0, 1]),
+        reference="nuts",
+        labels=("east", "north"),
+    )
+    first, second = figure.axes[:2]
+    assert [axis.get_title(loc="left") for axis in (first, second)] == ["map", "nuts"]
+    assert (first.get_xlabel(), first.get_ylabel()) == ("east", "north")
+    expected = (np.arange(12) / 11).reshape(4, 3).T
+    np.testing.assert_allclose(first.collections[0].get_array(), expected)
+    assert [len(line.get_xdata()) for line in first.lines[-2:]] == [2, 3]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pyro_bdl as bdl
-from pyro_bdl.references import Reference, reference
+from pyro_bdl.references import reference
 
 
 def test_they_are_small_and_passed_their_checks():
@@ -60,10 +60,3 @@ def test_a_guide_is_compared_with_it_and_a_halved_reference_is_alike():
     )  # fmt: skip
     assert {table.judgments[name].group for name in ("half", "guide")} == {"alike", "far"}
     assert table.numbers()["nuts"]["nlpd"] and not table.warnings
-
-
-def test_saved_and_read(tmp_path):
-    found = bdl.references.load("wine")
-    again = Reference.read(found.save(tmp_path / "a.safetensors"))
-    assert torch.equal(again.function, found.function) and again.info == found.info
-    assert again.dataset.class_names == found.dataset.class_names and again.noise is None

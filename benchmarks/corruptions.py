@@ -11,8 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.data.csv import quoted
-
 NOISE = (0.08, 0.12, 0.18, 0.26, 0.38)  # the sd, as a share of the range
 BLUR = (0.5, 1.0, 1.5, 2.0, 3.0)  # the sd of the kernel, in pixels
 CONTRAST = (0.4, 0.3, 0.2, 0.1, 0.05)  # the share that is left
@@ -44,7 +42,7 @@ def corrupt(
     :raises ValueError: for another kind, severity or shape, and for values outside the range.
     """
     if kind not in CORRUPTIONS:
-        raise ValueError(f"kind={kind!r} is unknown; choose {quoted(CORRUPTIONS, 'or')}")
+        raise ValueError(f"kind={kind!r} is unknown; choose {', '.join(CORRUPTIONS)}")
     if severity not in range(1, 6):
         raise ValueError(f"severity={severity!r} must be 1, 2, 3, 4 or 5")
     if x.ndim not in (3, 4) or not x.is_floating_point():

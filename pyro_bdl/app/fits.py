@@ -1,0 +1,177 @@
+"""The posteriors of one data set, fitted one after another and kept in a folder as they finish."""
+
+import json
+import shutil
+import zlib
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from pyro_bdl import posteriors
+from pyro_bdl.app.cross_validation import SCORES
+from pyro_bdl.app.options import Options
+from pyro_bdl.comparison.costs import Costs
+from pyro_bdl.comparison.evaluate import Evaluation, evaluate
+from pyro_bdl.data.dataset import Dataset
+from pyro_bdl.errors import ArgumentError, FailedStepError, MissingOperatorError
+from pyro_bdl.guides.saved import load_posterior
+from pyro_bdl.posteriors import Fit, Problem
+from pyro_bdl.samples import Samples
+from pyro_bdl.utils.files import atomic_write
+from pyro_bdl.utils.progress import hidden, logger
+from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.version import __version__
+
+_NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
+# Errors that say what is wrong with program, data or options; others show their traceback.
+_EXPLAINED = (
+    ValueError,
+    ArgumentError,
+    MissingOperatorError,
+    FailedStepError,
+    torch.linalg.LinAlgError,
+    *_NO_MEMORY,
+)
+
+
+class Fits:
+    """The posteriors of one data set, and their scores on its test part.
+
+    They are kept in ``posteriors/CHECKSUM`` of the folder of results, the checksum being that of
+    data, program and settings: a fit is the file of its posterior and, written last, ``NAME.json``
+    with its costs; ``NAME.evaluation`` has its scores. A crash at any moment leaves what is
+    finished, and the same command goes on from it.
+
+    ``left_out`` has the reasons of those that are not there, ``failed`` tells whether one of these
+    is an error, ``interrupted`` whether Ctrl-C ended the fits.
+
+    :param shown: print a line for each posterior.
+    :raises OSError: if the folder cannot be written to.
+    :raises ValueError: for a program that does not fit the data.
+    """
+
+    def __init__(self, options: Options, data: Dataset, *, shown: bool) -> None:
+        self.options, self.data, self.shown = options, data, shown
+        self.names = options.names()
+        with seeded(options.seed):  # of the network's first weights
+            model, self.words = options.program(data)
+        self.problem = Problem(model, data.x_train, data.y_train, options.settings())
+        self.fits: dict[str, Fit] = {}
+        self.evaluations: dict[str, Evaluation] = {}
+        self.left_out: dict[str, str] = {}
+        self.failed = self.interrupted = False
+        tensors = (data.x_train, data.y_train, data.x_test, data.y_test)
+        numbers = b"".join(tensor.cpu().numpy().tobytes() for tensor in tensors)
+        run = {
+            "version of pyro_bdl": __version__,
+            "data": f"{data!r}, checksum {zlib.crc32(numbers):08x}",
+            **self.words,
+            **asdict(options.settings()),
+        }
+        text = json.dumps(run, indent=1)
+        self.folder = options.out / "posteriors" / f"{zlib.crc32(text.encode()):08x}"
+        if options.fresh:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        with atomic_write(self.folder / "run.json") as part:
+            part.write_text(text, encoding="utf-8")
+
+    def fit_all(self) -> None:
+        """Fit and evaluate all posteriors; Ctrl-C ends it, a failure does not."""
+        finished = [name for name in self.names if (self.folder / f"{name}.json").exists()]
+        if finished and self.shown:
+            logger.warning(
+                "goes on from %s, where %s finished; --fresh fits anew",
+                self.folder,
+                ", ".join(finished) + (" is" if len(finished) == 1 else " are"),
+            )
+        for name in self.names:
+            try:
+                fit = self._load(name) or self._fit(name)
+                evaluation = self._evaluation(fit)
+                self.fits[name], self.evaluations[name] = fit, evaluation
+                self._say(fit, finished=name in finished)
+                self.interrupted = fit.interrupted
+            except KeyboardInterrupt:
+                self.interrupted = True
+            except _EXPLAINED as error:
+                self.left_out[name] = f"left out: {error}"
+                self.failed |= not isinstance(error, _NO_MEMORY)  # too large for this machine
+                logger.warning("%s is %s", name, self.left_out[name])
+            if self.interrupted:
+                done = {*self.evaluations, *self.left_out}
+                left = ", ".join(name for name in self.names if name not in done)
+                logger.warning("interrupted; not fitted: %s", left or "none")
+                break
+
+    def evaluated(self, posterior: Any, costs: Costs | None = None) -> Evaluation:
+        """A posterior on the test part, in the units of the target."""
+        data = self.data
+        return evaluate(
+            self.problem.model,
+            posterior,
+            data.x_test,
+            data.y_test,
+            train=(data.x_train, data.y_train),
+            costs=costs,
+            units=(data.y_sd, data.y_mean),
+            seed=self.options.seed,
+            progress=self._bars,
+        )
+
+    @property
+    def _bars(self) -> bool:
+        return not (self.options.quiet or hidden(None))
+
+    def _say(self, fit: Fit, *, finished: bool) -> None:
+        """A line of time and scores."""
+        if self.shown:
+            scores = self.evaluations[fit.name].scores
+            cells = [f"{c.title} {c.cell(scores)}" for c in SCORES if c.key in scores]
+            time = f"{fit.seconds:.1f} s" + (" before" if finished else "")
+            width = max(map(len, self.names))
+            print(f"  {fit.name.ljust(width)}  {', '.join([time, *cells])}", flush=True)
+
+    def _fit(self, name: str) -> Fit:
+        fit = posteriors.fit(name, self.problem, progress=self._bars)
+        if not fit.interrupted:
+            try:
+                fit.posterior.save(self.folder / f"{name}.safetensors")
+                content = asdict(replace(fit, posterior=None, settings=dict(fit.settings)))
+                with atomic_write(self.folder / f"{name}.json") as part:
+                    part.write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
+            except (OSError, SafetensorError) as error:
+                logger.warning("%s could not be kept in %s: %s", name, self.folder, error)
+        return fit
+
+    def _load(self, name: str) -> Fit | None:
+        """A finished fit; None without one or, with a message, for damaged files."""
+        path = self.folder / f"{name}.json"
+        if not path.exists():
+            return None
+        try:
+            fit = Fit(**json.loads(path.read_text(encoding="utf-8")))
+            program = posteriors.get(name).program(self.problem)
+            posterior = load_posterior(path.with_suffix(".safetensors"), program)
+        except (ValueError, TypeError, OSError, SafetensorError) as error:
+            logger.warning("%s is fitted again: the finished one is damaged (%s)", name, error)
+            return None
+        if isinstance(posterior, Samples):
+            posterior = posterior.to(self.problem.x.device)
+        return replace(fit, posterior=posterior)
+
+    def _evaluation(self, fit: Fit) -> Evaluation:
+        path = self.folder / f"{fit.name}.evaluation"
+        if not fit.interrupted and path.exists():
+            try:
+                return Evaluation.load(path).to(self.data.y_test.device)
+            except (ValueError, OSError) as error:
+                logger.warning("%s is scored again: %s", fit.name, error)
+        evaluation = self.evaluated(fit.posterior, fit.costs)
+        if not fit.interrupted:
+            try:
+                evaluation.save(path)
+            except (OSError, SafetensorError) as error:
+                logger.warning("the scores of %s could not be kept: %s", fit.name, error)
+        return evaluation

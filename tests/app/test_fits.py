@@ -1,0 +1,171 @@
+"""Finished posteriors are kept, and the same command fits only what is missing."""
+
+import errno
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pyro_bdl import Evaluation
+from pyro_bdl.app import run as app
+from pyro_bdl.guides import AutoMAP, AutoMeanField
+from pyro_bdl.posteriors import registry
+
+pytestmark = pytest.mark.usefixtures("ctrl_c", "no_figures")
+TIMES = ("seconds", "draw_seconds", "memory")
+THREE = {"guides": "map,mean-field,last-layer"}
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+def folders(out):
+    return sorted((out / "posteriors").iterdir())
+
+
+def test_the_same_command_goes_on_after_kill_9(tiny, fitted, tmp_path, out, rows_of):
+    def killed(name):
+        if name == "last-layer":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    fitted.before = killed
+    child = os.fork()
+    if child == 0:
+        tiny(**THREE)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    fitted.before = lambda name: None
+    code, printed, err = tiny(**THREE)
+    assert code == 0 and "map, mean-field are finished" in err and fitted == ["last-layer"]
+    lines = [line for line in printed.splitlines() if " s before, " in line]
+    assert [line.split()[0] for line in lines] == ["map", "mean-field"]
+    tiny(**THREE, folder="whole")
+    assert rows_of(out, *TIMES) == rows_of(tmp_path / "whole", *TIMES)
+    del fitted[:]
+    assert tiny(**THREE)[0] == 0 and fitted == []
+    assert tiny("--fresh", **THREE)[0] == 0 and fitted == ["map", "mean-field", "last-layer"]
+
+
+def test_ctrl_c_keeps_what_is_finished_and_not_what_is_half_done(tiny, fitted):
+    def pressed(name):
+        if name == "mean-field":
+            raise KeyboardInterrupt
+
+    fitted.before = pressed
+    assert "interrupted; not fitted: mean-field, last-layer" in tiny(**THREE)[2]
+    fitted.before = lambda name: None
+    assert tiny(**THREE)[0] == 0 and fitted == ["map", "mean-field", "last-layer"]
+
+
+def test_ctrl_c_while_the_elbo_is_estimated_keeps_the_fit(tiny, out, rows_of, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(registry, "estimate_elbo", interrupted)
+    code, _, err = tiny(guides="mean-field,map")
+    assert code == 0 and "interrupted; not fitted: map" in err
+    assert list(rows_of(out)) == ["mean-field"] and rows_of(out)["mean-field"]["rmse"]
+
+
+def test_fits_that_are_not_compared_are_kept(tiny, out, rows_of, monkeypatch, with_draws):
+    def failing(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with_draws()
+    with monkeypatch.context() as patch:
+        patch.setattr(app, "compare_evaluations", failing)
+        code, _, err = tiny(guides="mean-field,nuts")
+    assert code == 130 and "pyro-bdl: interrupted" in err and "Traceback" not in err
+    assert [path.name for path in out.iterdir()] == ["posteriors"]
+    code, printed, err = tiny(guides="mean-field,nuts")
+    assert code == 0 and "where mean-field, nuts are finished; --fresh fits anew" in err
+    assert printed.count(" s before, ") == 2 and set(rows_of(out)) >= {"mean-field", "nuts"}
+
+
+def test_a_failure_has_a_row_that_says_why_and_is_tried_again(tiny, fitted, out, rows_of):
+    def failing(name):
+        if name == "mean-field":
+            raise ValueError("no luck today")
+
+    fitted.before = failing
+    code, _, err = tiny(**THREE)
+    said = "left out: no luck today"
+    assert code == 1 and f"mean-field is {said}" in err
+    rows = rows_of(out)
+    assert rows["mean-field"]["verdict"] == said and float(rows["last-layer"]["rmse"]) > 0
+    assert said in (out / "report.html").read_text(encoding="utf-8")
+    fitted.before = lambda name: None
+    assert tiny(**THREE)[0] == 0 and fitted == ["map", "last-layer", "mean-field"]
+
+
+def test_a_posterior_whose_draws_are_nan_is_left_out(tiny, out, rows_of, with_draws):
+    def spoil(values):
+        values[1, 3] = torch.nan
+        return values
+
+    with_draws(spoil)
+    code, _, err = tiny(guides="map,nuts")
+    assert code == 1 and "nuts is left out: 1 of 20 draws" in err
+    rows = rows_of(out)
+    assert list(rows) == ["map", "nuts"] and rows["nuts"]["rmse"] == ""
+    assert tiny(guides="nuts")[0] == 1
+
+
+@pytest.mark.parametrize("name", ["mean-field.safetensors", "mean-field.json"])
+def test_a_damaged_posterior_is_fitted_again(name, tiny, fitted, out, rows_of):
+    tiny(**THREE)
+    before = rows_of(out, *TIMES)
+    path = folders(out)[0] / name
+    path.write_bytes(path.read_bytes()[:-20])
+    del fitted[:]
+    code, _, err = tiny(**THREE)
+    assert code == 0 and "mean-field is fitted again: the finished one is damaged" in err
+    assert fitted == ["mean-field"] and rows_of(out, *TIMES) == before
+
+
+def test_scores_are_kept_too(tiny, out, rows_of):
+    tiny()
+    path = folders(out)[0] / "map.evaluation"
+    kept = Evaluation.load(path)
+    assert kept.scores["rmse"] == float(rows_of(out)["map"]["rmse"])
+    replace(kept, scores={**kept.scores, "rmse": 1234.5}).save(path)
+    assert "1234" in tiny()[1]
+
+
+@pytest.mark.parametrize("more", ["--steps 4", "--seed 1", "--hidden 3", "--test-fraction 0.3", ""])
+def test_another_command_or_other_data_start_anew_and_lose_nothing(more, tiny, table, fitted, out):
+    tiny()
+    before = table.read_text()
+    if not more:
+        table.write_text(before.replace("0.", "1.", 1))
+    assert tiny(*more.split())[0] == 0 and fitted == ["map", "map"] and len(folders(out)) == 2
+    table.write_text(before)
+    assert tiny(guides="map,mean-field")[0] == 0 and fitted == ["map", "map", "mean-field"]
+
+
+def test_a_full_disk_loses_no_other_posterior(tiny, fitted, monkeypatch):
+    save = AutoMeanField.save
+
+    def full(self, path):
+        if type(self) is not AutoMAP:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(self, path)
+
+    monkeypatch.setattr(AutoMeanField, "save", full)
+    code, printed, err = tiny(guides="map,mean-field")
+    assert code == 0 and "RMSE" in printed
+    assert "mean-field could not be kept in" in err and "No space left on device" in err
+    monkeypatch.setattr(AutoMeanField, "save", save)
+    del fitted[:]
+    assert tiny(guides="map,mean-field")[0] == 0 and fitted == ["mean-field"]
+
+
+def test_the_splits_of_folds_are_kept_too(tiny, fitted, out):
+    assert tiny("--folds", "2")[0] == 0 and fitted == ["map"] * 3
+    assert len(folders(out)) == 3
+    assert tiny("--folds", "2")[0] == 0 and fitted == ["map"] * 3
