@@ -37,6 +37,10 @@ from networks import resnet
 from torch import Tensor, nn
 
 import pyro_bdl as bdl
+from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.config import CurvatureConfig
+from pyro_bdl.curvature.fit import fit_curvature
+from pyro_bdl.program.subset import Subset
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -306,11 +310,11 @@ def large(options: argparse.Namespace) -> dict[str, Any]:
 
 def fitting(model: Any, guide: Any, data: tuple) -> Any:
     """The pass over the data alone, without the algebra that follows it."""
-    at = bdl.curvature.At(model, bdl.curvature.Subset(guide.require_layout()), guide.location())
+    at = At(model, Subset(guide.require_layout()), guide.location())
 
     def fit(structure: str, curvature: str = "ggn") -> Any:
-        config = bdl.curvature.CurvatureConfig(structure, curvature)
-        return bdl.curvature.fit_curvature(at, data, config)
+        config = CurvatureConfig(structure, curvature)
+        return fit_curvature(at, data, config)
 
     return fit
 

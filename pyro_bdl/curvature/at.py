@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.curvature.fisher import num_data
 from pyro_bdl.curvature.jacobian.affine_uses import UnseenUseError, UseRecorder
 from pyro_bdl.curvature.jacobian.linearization import Linearization, unseen_uses
 from pyro_bdl.curvature.jacobian.recorded_rows import RecordedRows
@@ -22,7 +21,7 @@ from pyro_bdl.distributions.take_apart import (
     take_apart,
 )
 from pyro_bdl.program.batches import Batch, as_dicts, has_rows, leading_size, taken
-from pyro_bdl.program.rows import RowMap
+from pyro_bdl.program.rows import RowMap, with_rows
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.utils.memory import Allocations, bytes_at_once
@@ -33,6 +32,8 @@ _BUDGET = 24 * 2**20  # bytes for the activations and gradients of a piece, at l
 _PER_WEIGHT = 8  # or this multiple of the weights' bytes, which every piece reads and adds to
 _FEW = 16  # rows that run together, to be compared with the same rows alone
 _SAME = {torch.float64: 1e-6, torch.float32: 1e-3}  # of the largest output
+# what programs raise that cannot run on fewer rows than they were written for
+NOT_ON_SOME = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 
 
 @dataclass
@@ -42,6 +43,7 @@ class _Plan:
     :param plates: of the data, with the index that a row alone has in them.
     :param memory: bytes that the outputs of a row's operations take.
     :param numbers: the parameters of a row's observed distributions.
+    :param batches: the number of batches so far.
     :param scaled: observed sites whose plate states a number of data.
     :param deterministic: whether a deterministic site has the rows in front; those that rows alone
         do not have are left out.
@@ -50,6 +52,7 @@ class _Plan:
     plates: dict[str, Tensor]
     memory: float
     numbers: float
+    batches: int = 1
     scaled: set[str] = field(default_factory=set)
     deterministic: dict[str, bool] = field(default_factory=dict)
 
@@ -114,89 +117,64 @@ class At:
         *,
         every_output: bool = False,
         as_rows: bool = False,
-        check: bool = True,
     ) -> Iterator[Linearization]:
         """Yield the linearization of each batch; a large batch is cut into pieces that fit in
         memory.
 
-        A few rows of a batch alone are compared with the same rows together. If they differ, its
-        rows depend on each other, and the whole batch runs at once.
+        In the first batch of a form, and at every power of two, a few rows alone are compared with
+        the same rows together. If they differ, its rows depend on each other, and whole batches run
+        at once.
 
         :param every_output: choose the pieces' size for Jacobians of all outputs at once.
         :param as_rows: as rows over all latents, in float64.
-        :param check: compare rows in every batch, not only in the first one of its form.
         """
 
         def size(plan: _Plan) -> int:
-            return self._piece(plan, config, every_output, as_rows)
+            """The number of rows in a piece."""
+            per_row, item = 2.0 * plan.memory, self.vector.element_size()
+            if every_output:
+                per_row *= 1.0 + 0.5 * plan.numbers
+                per_row += 8 * plan.numbers * self.subset.size if as_rows else 0
+            shared = [s.size for s in self.subset.layout.latents.values() if len(s.shape) > 2]
+            kinds = {"rows": self.subset.size, "entries": max(shared, default=0), "factors": 0}
+            per_row += item * kinds["entries" if config is None else config.kind.makes]
+            budget = bytes_at_once(max(_BUDGET, _PER_WEIGHT * item * self.subset.layout.size))
+            return max(1, int(budget / max(per_row, 1.0)))
 
         for args, kwargs in batches:
-            batch = tuple(map(as_dicts, args)), as_dicts(kwargs)
-            yield from self._pieces(batch, size, check)
+            yield from self._pieces((args, kwargs), size)
 
-    def _piece(
-        self, plan: _Plan, config: CurvatureConfig | None, every_output: bool, as_rows: bool
-    ) -> int:
-        """The number of rows in a piece."""
-        per_row, item = 2.0 * plan.memory, self.vector.element_size()
-        if every_output:
-            per_row *= 1.0 + 0.5 * plan.numbers
-            per_row += 8 * plan.numbers * self.subset.size if as_rows else 0
-        shared = [s.size for s in self.subset.layout.latents.values() if len(s.shape) > 2]
-        largest = max(shared, default=0)
-        if config is not None:
-            largest = config.kind.numbers_per_gradient(self.subset.size, largest)
-        per_row += item * largest
-        budget = bytes_at_once(max(_BUDGET, _PER_WEIGHT * item * self.subset.layout.size))
-        return max(1, int(budget / max(per_row, 1.0)))
-
-    def linearize(
-        self, args: tuple, kwargs: Mapping[str, Any], *, check: bool = True
-    ) -> Linearization:
-        """The linearization of one batch, in one piece.
-
-        :param check: as in ``linearizations``.
-        """
-        batch = tuple(map(as_dicts, args)), as_dicts(kwargs)
-        (result,) = self._pieces(batch, lambda plan: leading_size(batch), check)
+    def linearize(self, args: tuple, kwargs: Mapping[str, Any]) -> Linearization:
+        """The linearization of one batch, in one piece."""
+        (result,) = self._pieces((args, dict(kwargs)), lambda plan: leading_size((args, kwargs)))
         return result
 
     def whole(self, args: tuple, kwargs: Mapping[str, Any]) -> Linearization:
         """The linearization of one batch from a run over all of its rows at once."""
         batch = tuple(map(as_dicts, args)), as_dicts(kwargs)
-
-        def once() -> tuple[Run, RecordedRows]:
-            with self._mode(), vmappable():
-                run, recorder = self._recorded(batch, None, {})
-            rows = RecordedRows(self.subset, [recorder], 1, False)
-            ones = [site for site in run.observed.values() if num_data(site) == 1]
-            self._check_uses(rows, [v for site in ones for v in _parameters(site).values()], "")
-            return run, rows
-
-        run, rows = self._retried(once)
-        return Linearization(self.model, self.subset, self.vector, batch, self.leaves, run, rows)
+        with torch.enable_grad(), self._mode():
+            values = self.subset.layout.to_supports(self.leaves)
+            run = record(self.model, values, *batch, draw=leave_open)
+        return Linearization(self.model, self.subset, self.vector, batch, self.leaves, run, None)
 
     def uses(self, args: tuple, kwargs: Mapping[str, Any]) -> UseRecorder:
         """The uses of the subset in a run over all rows of a batch."""
         with torch.enable_grad(), self._mode(), vmappable():
             return self._recorded((args, dict(kwargs)), None, {})[1]
 
-    def _pieces(
-        self, batch: Batch, size: Callable[[_Plan], int], check: bool
-    ) -> Iterator[Linearization]:
-        count = leading_size(batch)
-        plan, few = None, None
-        if count > 1 and has_rows(batch, count):
-            plan, few = self._plan(batch, check)
+    def _pieces(self, batch: Batch, size: Callable[[_Plan], int]) -> Iterator[Linearization]:
+        batch = tuple(map(as_dicts, batch[0])), as_dicts(batch[1])
+        plan, few = self._plan(batch)
         if plan is None:
             yield self.whole(*batch)
             return
+        count = leading_size(batch)
         at_once = min(count, size(plan))
         for start in range(0, count, at_once):
             part = taken(batch, slice(start, start + at_once)) if at_once < count else batch
             mapped = self._mapped(part, plan, catch=start == 0)
             compared = start == 0 and few is not None
-            if mapped is None or (compared and not self._agree(mapped, few, plan, batch)):
+            if mapped is None or (compared and not _agree(mapped, few, plan, min(count, _FEW))):
                 self._plans[_form(batch)] = None
                 yield self.whole(*batch)
                 return
@@ -218,47 +196,35 @@ class At:
             run = record(self.model, {**values, **plates}, *batch, draw=leave_open)
         return run, recorder
 
-    def _retried(self, run: Callable[[], Any]) -> Any:
-        """Call a function again while sites are used in ways that it did not see."""
-        while True:
-            try:
-                with torch.enable_grad():
-                    return run()
-            except UnseenUseError as error:
-                self._dense |= error.sites
-
-    def _check_uses(self, rows: RecordedRows, outputs: list[Tensor], form: Any) -> None:
-        """Check, once for a form of the data, that all uses of the latents are known."""
-        if form in self._seen:
-            return
-        leaves = {name: self.leaves[name] for name in self.subset.parts}
-        wrong = unseen_uses(rows, outputs, leaves)
-        if wrong:
-            raise UnseenUseError(wrong)
-        self._seen.add(form)
-
     # ------------------------------------------------------------------------------- single rows
 
     def _mapped(self, batch: Batch, plan: _Plan, *, catch: bool) -> _MappedRows | None:
         """Run the program on every row alone; None if it cannot run on one.
 
+        It runs again while sites are used in ways that no recorder sees.
+
         :param catch: whether it may be so.
         """
-        try:
-            return self._retried(lambda: self._map_rows(batch, plan))
-        except _NOT_ON_SOME:
-            if not catch:
-                raise
-            return None
+        while True:
+            try:
+                with torch.enable_grad():
+                    return self._map_rows(batch, plan)
+            except UnseenUseError as error:
+                self._dense |= error.sites
+            except NOT_ON_SOME:
+                if not catch:
+                    raise
+                return None
 
     def _map_rows(self, batch: Batch, plan: _Plan) -> _MappedRows:
         count, recorders = leading_size(batch), []
-        found: list[tuple[Run, dict[str, Structure | None]]] = []
+        inside: list[tuple[Run, dict[str, Structure | None], bool]] = []
 
         def of_row(args: tuple, kwargs: dict[str, Any], lane: Tensor) -> Any:
             run, recorder = self._recorded((args, kwargs), lane, plan.plates)
             apart = {name: _apart(site) for name, site in run.observed.items()}
-            found[:] = [(run, {name: structure for name, (structure, _) in apart.items()})]
+            structures = {name: structure for name, (structure, _) in apart.items()}
+            inside[:] = [(run, structures, with_rows(lane, lane).dim() > 0)]
             recorders.append(recorder)
             return {
                 "observed": {name: tensors for name, (_, tensors) in apart.items()},
@@ -267,12 +233,11 @@ class At:
 
         with self._mode():
             tensors = self._map(of_row, *batch)
-        looped = len(recorders) >= count
-        recorders = recorders[-count:] if looped else recorders[-1:]
+        ((run, structures, together),) = inside
+        recorders = recorders[-1:] if together else recorders[-count:]
         if any(len(r.edges) != len(recorders[0].edges) for r in recorders):
             raise ValueError("the rows use the latents in different ways")
-        rows = RecordedRows(self.subset, recorders, count, not looped)
-        ((run, structures),) = found
+        rows = RecordedRows(self.subset, recorders, count, together)
         values = [value for of_site in tensors["observed"].values() for value in of_site.values()]
         if any(value.dim() < 2 or value.shape[1] != 1 for value in values):
             raise ValueError("an observed site has no axis of the data in front")
@@ -281,8 +246,14 @@ class At:
             for name, of_site in tensors["observed"].items()
         }
         deterministic = tensors["deterministic"]
-        outputs = [value for of_site in observed.values() for value in of_site.values()]
-        self._check_uses(rows, [*outputs, *deterministic.values()], _form(batch))
+        form = _form(batch)
+        if form not in self._seen:
+            outputs = [value for of_site in observed.values() for value in of_site.values()]
+            leaves = {name: self.leaves[name] for name in self.subset.parts}
+            wrong = unseen_uses(rows, [*outputs, *deterministic.values()], leaves)
+            if wrong:
+                raise UnseenUseError(wrong)
+            self._seen.add(form)
         return _MappedRows(run, rows, structures, observed, deterministic)
 
     def _first_rows(self, batch: Batch, plates: Iterable[str] = ()) -> Run:
@@ -296,23 +267,28 @@ class At:
             part = taken(batch, slice(few))
             return record(self.model, {**values, **indices}, *part, draw=leave_open)
 
-    def _plan(self, batch: Batch, check: bool) -> tuple[_Plan | None, Run | None]:
-        """The plan of rows of this form, and a run over a few rows of this batch, to be compared
-        with them."""
+    def _plan(self, batch: Batch) -> tuple[_Plan | None, Run | None]:
+        """The plan of rows of this form, None where there are no rows; and a run over a few rows
+        of this batch, where they are to be compared."""
         form, count = _form(batch), leading_size(batch)
+        if not count or not has_rows(batch, count):
+            return None, None
         if form in self._plans:
             plan = self._plans[form]
-            wanted = check and plan is not None
-            return plan, self._first_rows(batch, plan.plates) if wanted else None
+            if plan is None:
+                return None, None
+            plan.batches += 1
+            compared = not self.training and not plan.batches & (plan.batches - 1)
+            return plan, self._first_rows(batch, plan.plates) if compared else None
         self._plans[form] = None
         try:
             with Allocations() as allocations:
                 few = self._first_rows(batch)
-        except _NOT_ON_SOME:
+        except NOT_ON_SOME:
             try:
                 with Allocations() as allocations:
                     few = self._first_rows(batch, self._fixed_plates(batch))
-            except _NOT_ON_SOME:
+            except NOT_ON_SOME:
                 return None, None
         plates = {}
         for site in few.observed.values():
@@ -331,32 +307,6 @@ class At:
             values = layout.to_supports(layout.unflatten(self.vector))
             run = record(self.model, values, *batch, draw=leave_open)
         return [name for name, indices in run.subsamples.items() if len(indices) == count]
-
-    def _agree(self, mapped: _MappedRows, few: Any, plan: _Plan, batch: Batch) -> bool:
-        """Compare single rows with the same rows together, and complete the plan."""
-        together = {name: _apart(site)[1] for name, site in few.observed.items()}
-        if not _same_form(mapped.observed, together):
-            return False
-        if any(
-            not _close(value, together[name][key])
-            for name, of_site in mapped.observed.items()
-            for key, value in of_site.items()
-        ):
-            return False
-        for name, site in few.observed.items():
-            if site.subsampling != mapped.run.observed[name].subsampling:
-                plan.scaled.add(name)
-        count = min(leading_size(batch), _FEW)
-        for name, value in _tensors(few.deterministic).items():
-            row = mapped.deterministic.get(name)
-            if row is None:
-                continue
-            in_front = row.dim() > 1 and row.shape[1] == 1 and value.dim() > 0
-            if in_front and len(value) == count and _close(row.flatten(0, 1), value):
-                plan.deterministic[name] = True
-            elif _close(row, value.expand(len(row), *value.shape)):
-                plan.deterministic[name] = False
-        return True
 
     @torch.enable_grad()
     def _of_rows(self, batch: Batch, mapped: _MappedRows, plan: _Plan) -> Linearization:
@@ -380,14 +330,37 @@ class At:
                 more["subsampling"] = site.subsampling / count
             run.observed[name] = site._replace(distribution=rebuild(structure, own), **more)
         run.deterministic = {}
-        for name, with_rows in plan.deterministic.items():
+        for name, in_front in plan.deterministic.items():
             value = mapped.deterministic[name]
-            run.deterministic[name] = value.flatten(0, 1) if with_rows else value[0]
+            run.deterministic[name] = value.flatten(0, 1) if in_front else value[0]
         where = (self.model, self.subset, self.vector, batch, self.leaves)
         return Linearization(*where, run, mapped.rows, parameters)
 
 
-_NOT_ON_SOME = (RuntimeError, ValueError, IndexError, TypeError)
+def _agree(mapped: _MappedRows, few: Any, plan: _Plan, count: int) -> bool:
+    """Compare single rows with ``count`` rows together, and complete the plan."""
+    together = {name: _apart(site)[1] for name, site in few.observed.items()}
+    if not _same_form(mapped.observed, together):
+        return False
+    if any(
+        not _close(value, together[name][key])
+        for name, of_site in mapped.observed.items()
+        for key, value in of_site.items()
+    ):
+        return False
+    for name, site in few.observed.items():
+        if site.subsampling != mapped.run.observed[name].subsampling:
+            plan.scaled.add(name)
+    for name, value in _tensors(few.deterministic).items():
+        row = mapped.deterministic.get(name)
+        if row is None:
+            continue
+        in_front = row.dim() > 1 and row.shape[1] == 1 and value.dim() > 0
+        if in_front and len(value) == count and _close(row.flatten(0, 1), value):
+            plan.deterministic[name] = True
+        elif _close(row, value.expand(len(row), *value.shape)):
+            plan.deterministic[name] = False
+    return True
 
 
 def _form(batch: Batch) -> Any:

@@ -12,11 +12,13 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import transform_to
 
-from pyro_bdl.curvature.prior import hyperpriors, independent_normal, run_at
+from pyro_bdl.curvature.at import NOT_ON_SOME
+from pyro_bdl.curvature.prior import hyperpriors, independent_normal, is_one_number, run_at
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program.batches import Batch, has_rows, leading_size, taken
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
+from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.trees import tree_map_only
 
@@ -150,7 +152,7 @@ def few_rows(
         few = tree_map_only(Tensor, torch.clone, taken(batch, slice(number)))
         with torch.no_grad(), evaluation_mode(model):
             record(model, layout.constrain(vector)[0], *few, draw=leave_open).log_likelihood()
-    except Exception:  # it needs all of its data, or they have no rows to take, as sparse tensors
+    except NOT_ON_SOME:  # it needs all of its data, or they have no rows, as sparse tensors
         return batch
     return few
 
@@ -254,7 +256,8 @@ def noise_owner(reading: ParameterReading, subset: Subset) -> tuple[Hyperparamet
 def noise_site(reading: ParameterReading) -> Site | None:
     """Return the only observed site, if it is a Normal with its own noise scale.
 
-    :returns: None if the scale depends on latents, or parameters change its entries differently.
+    :returns: None if the scale depends on latents, or on parameters otherwise than as one number or
+        a multiple of one parameter.
     """
     others = set(reading.run.factors) - set(hyperpriors(reading.run, reading.leaves))
     if len(reading.run.observed) != 1 or others:
@@ -264,12 +267,11 @@ def noise_site(reading: ParameterReading) -> Site | None:
     if type(normal).__name__ != "Normal":
         return None
     if normal.scale.requires_grad:
-        found = torch.autograd.grad(
-            normal.scale.sum(), list(reading.leaves.values()), allow_unused=True, retain_graph=True
-        )
-        if any(gradient is not None for gradient in found):
+        if reaches(normal.scale, reading.leaves.values()):
             return None
-        if not _moves_as_a_whole(normal.scale, reading.parameters):
+        moved = [p for p in reading.parameters.values() if slopes(normal.scale, [p])]
+        is_scaled = len(moved) == 1 and moved[0].value.numel() == 1 and scales(normal.scale, *moved)
+        if not is_scaled and not is_one_number(normal.scale):
             return None
     return site
 
@@ -281,23 +283,6 @@ def learned_noise(reading: ParameterReading) -> Tensor | None:
         return None
     scale: Any = base_distribution(site.distribution)
     return scale.scale.detach().clone() if scale.scale.requires_grad else None
-
-
-def _moves_as_a_whole(scale: Tensor, parameters: Mapping[str, Hyperparameter]) -> bool:
-    """Return True if d log scale / d parameter is the same for all entries of the scale."""
-    logs = scale.log().reshape(-1)
-    # any weights with sum zero
-    weights = torch.linspace(-1.0, 1.0, len(logs), dtype=logs.dtype, device=logs.device)
-    for parameter in parameters.values():
-        slopes = [
-            torch.autograd.grad(total, parameter.value, allow_unused=True, retain_graph=True)[0]
-            for total in (logs.abs().sum(), (weights * logs).sum())
-        ]
-        if slopes[1] is not None and not torch.allclose(
-            slopes[1], torch.zeros_like(slopes[1]), atol=1e-4 * float(slopes[0].abs().max()) + 1e-6
-        ):
-            return False
-    return True
 
 
 def followed(reading: ParameterReading) -> dict[str, Hyperparameter]:

@@ -12,6 +12,7 @@ from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fisher import cell_weights, check_scales, num_data
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.prior import hyperpriors
+from pyro_bdl.curvature.structures.base import Curvature
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batches
@@ -25,9 +26,18 @@ from pyro_bdl.utils.collectives import Ranks
 class LikelihoodSums:
     """Sums over the data of a pass: their number, log likelihood and its gradient.
 
+    ``log_likelihood`` is tempered and includes factors, a scalar in nats; ``gradient`` is its
+    gradient in the subset, (p,); ``squares`` is the sum over Normal sites of ((y - loc) / scale)^2
+    and ``cells`` the number of its terms, both weighted by the tempering; ``num_data`` counts along
+    the leading axes of the observed sites. ``finish`` multiplies all by ``factor``. ``curvature``
+    is that of the same data.
+
     :param second_derivatives: whether a likelihood in a factor statement will do.
     :param earlier: whether these are added to the sums over earlier data.
     """
+
+    curvature: Curvature
+    factor: float = 1.0
 
     def __init__(
         self,
@@ -102,11 +112,18 @@ class LikelihoodSums:
             self.squares = self.squares + (weights * offsets.square()).sum().double()
             self.cells = self.cells + weights.sum().double()
 
-    def add_up(self, batches: Batches) -> None:
-        """Add the sums of the other processes, if the data are distributed over them."""
-        ranks = batches.ranks
-        if ranks is None:
-            return
+    def finish(self) -> None:
+        """Add the sums of the other processes, and scale up to the number of data that the program
+        states."""
+        if self.batches.ranks is not None:
+            self._add_up(self.batches.ranks)
+        self.factor = factor = self._factor()
+        self.gradient = self.gradient * factor
+        self.squares, self.cells = self.squares * factor, self.cells * factor
+        total = self.log_likelihood * factor
+        self.log_likelihood = torch.as_tensor(total, device=self.gradient.device)
+
+    def _add_up(self, ranks: Ranks) -> None:
         counts = self.squares.new_tensor([self.num_data, float(self.log_likelihood)])
         self.squares, self.cells = self.squares.clone(), self.cells.clone()
         ranks.add_up([counts, self.gradient, self.squares, self.cells])
@@ -122,7 +139,7 @@ class LikelihoodSums:
                 stacklevel=5,
             )
 
-    def factor(self) -> float:
+    def _factor(self) -> float:
         if self.stated <= self.num_data or not self.num_data:
             return 1.0
         if self.factors.values and self.second_derivatives:

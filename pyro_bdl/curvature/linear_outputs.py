@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.fisher_roots import Cotangent
-from pyro_bdl.curvature.jacobian.block_position import BlockPosition
-from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock, Jacobian
+from pyro_bdl.curvature.jacobian.jacobian import Block, BlockPosition, DenseBlock, Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
 from pyro_bdl.curvature.jacobian.recorded_rows import working_dtype
 from pyro_bdl.curvature.structures.base import LinearDraws, Precision
@@ -62,6 +61,7 @@ class LinearOutputs:
         self.moving = [key for key, value in tensors.items() if reaches(value, leaves)]
         self.num_data = len(next(iter(tensors.values()))) if has_data else 1
         self._outputs = [tensors[key] for key in self.moving]
+        self.rows: Tensor | None = None
         self._jacobian: Jacobian | None = None
         self._reused: _Transposed | None = None
         self._looped = False
@@ -128,14 +128,21 @@ class LinearOutputs:
         like = at.vector.new_empty(0, dtype=dtype)
         return Jacobian(blocks, flat.shape[1], len(flat), at.subset.size, like)
 
+    def keep_rows(self) -> None:
+        """Keep the Jacobian as rows (n K, p): products with it are then those of a matrix."""
+        self.rows = self.jacobian.rows().transpose(0, 1).flatten(0, 1)
+
     def times(self, vectors: Tensor) -> dict[str, Tensor]:
         """J times vectors (p,) or (S, p) of the subset, by name, (*shape) or (S, *shape): those
         that move, without a graph.
 
-        What it costs is one pass backward; the graph that this takes is kept.
+        What it costs without rows is one pass backward; the graph that this takes is kept.
         """
         if not self.moving:
             return {}
+        if self.rows is not None:
+            product = vectors.to(self.rows) @ self.rows.mT
+            return self.split(product.unflatten(-1, (self.num_data, -1)))
         if self._reused is None:
             self._reused = self._transposed()
         reused = self._reused
@@ -156,6 +163,9 @@ class LinearOutputs:
         batch = given[0].shape[:1] if many and given else ()
         if not self.moving:
             return torch.zeros_like(at.subset.take(at.vector))
+        if self.rows is not None:
+            parts = [value.reshape(*batch, self.num_data, -1) for value in given]
+            return torch.cat(parts, -1).flatten(-2).to(self.rows) @ self.rows
         leaves = [at.leaves[name] for name in at.subset.parts]
 
         def pulled(given: list[Tensor], many: bool) -> list[Tensor]:

@@ -2,7 +2,6 @@
 their Gauss-Newton matrix with vectors."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from pyro_bdl.program.batches import Batches
 from pyro_bdl.utils.memory import Allocations, available_memory, bytes_at_once
 from pyro_bdl.utils.random_state import seeded
 
-_SHARE_OF_MEMORY = 0.125  # for the graphs of all data
+SHARE_OF_MEMORY = 0.125  # for the rows or the graphs of all data
 _GRAPHS = 3  # that products keep: the run's, its transpose's and the values between
 
 
@@ -117,11 +116,14 @@ class LinearizedData:
     program again.
 
     :param passes: the data, and the factor of the sums over them.
+    :param rows: keep the rows of the Jacobian instead, if these fit; ``rows`` says whether they do.
     :raises NotImplementedError: for observations that are not made of tensors.
     """
 
-    def __init__(self, at: At, passes: Sequence[tuple[Batches, float]]) -> None:
-        self.at, self.passes = at, passes
+    def __init__(
+        self, at: At, passes: Sequence[tuple[Batches, float]], *, rows: bool = False
+    ) -> None:
+        self.at, self.passes, self.rows = at, passes, rows
         self._kept: dict[int, list[LinearizedBatch]] = {}
 
     @property
@@ -134,9 +136,9 @@ class LinearizedData:
             yield from self._kept[number]
             return
         statements = FactorStatements(batches.ranks, earlier=number > 0)
-        found = self.at.linearizations(batches.part())
+        found = self.at.linearizations(batches.part(), as_rows=self.rows)
         free = available_memory(self.at.vector.device) or 8 * 2**30
-        left: float = bytes_at_once(int(free * _SHARE_OF_MEMORY))
+        left: float = bytes_at_once(int(free * SHARE_OF_MEMORY))
         kept: list[LinearizedBatch] | None = []
         per_part = 0.0
         while True:
@@ -145,9 +147,16 @@ class LinearizedData:
             if at is None:
                 break
             part = LinearizedBatch(at, statements)
-            per_part = max(per_part, _GRAPHS * allocations.bytes + _of_columns(part))
-            left -= per_part
+            if self.rows:
+                numbers = sum(outputs.mean.numel() for outputs in part.outputs)
+                left -= self.at.vector.element_size() * self.at.subset.size * numbers
+                self.rows = left > 0
+            else:
+                per_part = max(per_part, _GRAPHS * allocations.bytes + _of_columns(part))
+                left -= per_part
             if kept is not None and left > 0:
+                for outputs in part.outputs if self.rows else ():
+                    outputs.keep_rows()
                 part.held = True
                 kept.append(part)
             else:
@@ -198,12 +207,9 @@ class GaussNewtonProducts:
         first = self.passes[0][0].first()
         return learned_noise(read(self.at.model, self.at.subset, self.at.vector, *first))
 
-    @contextmanager
-    def held(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Return a function of vectors (S, p) that returns their products (S, p).
-
-        The graphs of the data are kept until exit where they fit in memory.
-        """
+    def prepared(self) -> Callable[[Tensor], Tensor]:
+        """A function of vectors (S, p) that returns their products (S, p), and keeps the graphs of
+        the data where they fit in memory."""
         data = LinearizedData(self.at, self.passes)
         here = torch.zeros_like(self.at.subset.take(self.at.vector))
         now = self._noise()
@@ -213,14 +219,11 @@ class GaussNewtonProducts:
 
         def times(vectors: Tensor) -> Tensor:
             rounded = vectors.to(self.at.vector)
-
-            def of_batch(batch: LinearizedBatch) -> Tensor:
-                return batch.times(here, rounded)
-
             with seeded(0):  # where F is estimated, it is the same in all products
-                return (factor * data.sum(of_batch)).to(vectors)
+                found = data.sum(lambda batch: batch.times(here, rounded))
+            return (factor * found).to(vectors)
 
-        yield times
+        return times
 
 
 @torch.enable_grad()

@@ -234,7 +234,7 @@ def prior_precision(
     diagonal = subset.of_sites(pieces[name].to(like) for name in subset.parts)
     uniform = {
         name: precision.reshape(-1)[0].to(like) for name, precision in closed.items()
-        if precision is not None and name not in joint and _is_one_number(precision)
+        if precision is not None and name not in joint and is_one_number(precision)
     }  # fmt: skip
     prior = PriorPrecision(diagonal, uniform=uniform, quadratic=is_quadratic)
     if not matrices:
@@ -332,11 +332,11 @@ def _normal_precision(site: Site, transform: Any, leaves: Mapping[str, Tensor]) 
     normal = independent_normal(site, transform, leaves)
     if normal is None:
         return None
-    sd = normal.scale.reshape(-1)[0] if _is_one_number(normal.scale) else normal.scale
+    sd = normal.scale.reshape(-1)[0] if is_one_number(normal.scale) else normal.scale
     return (site.scale / sd.square()).expand(site.value.shape)
 
 
-def _is_one_number(values: Tensor) -> bool:
+def is_one_number(values: Tensor) -> bool:
     """Return whether a tensor is one number in memory, expanded."""
     steps = zip(values.shape, values.stride(), strict=True)
     return values.numel() > 0 and all(size == 1 or step == 0 for size, step in steps)

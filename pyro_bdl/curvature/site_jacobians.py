@@ -20,11 +20,10 @@ _COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which copies t
 def fisher_jacobians(linearization: Linearization, config: CurvatureConfig) -> Iterator[Jacobian]:
     """Yield Jacobians whose rows' outer products add up to the batch's curvature."""
     for name, site in linearization.run.observed.items():
-        single = linearization.rows is not None and linearization.rows.num_data == num_data(site)
-        kind = config.structure.name
-        if config.kind.takes_single_rows and not single:
+        known = None if linearization.rows is None else linearization.rows.num_data
+        if config.kind.takes_single_rows and num_data(site) not in (1, known):
             raise UnsupportedProgramError(
-                f'structure="{kind}" takes the rows of the data one at a time, and '
+                f'structure="{config.structure}" takes the rows of the data one at a time, and '
                 f"those of site '{name}' depend on each other, or are no rows of the program's "
                 "arguments: pass tensors whose first dimension numbers the data, or use "
                 'structure="full" or "diag"'
@@ -112,6 +111,8 @@ def _columns_at_once(linearization: Linearization, count: int, config: Curvature
     uses = [] if linearization.rows is None else linearization.rows.uses
     per_column = item * count * sum(use.output_shape.numel() for use in uses)
     shared = [use.shape.numel() for use in uses if use.unfold is not None]
-    numbers = config.kind.numbers_per_column(linearization.subset.size, max(shared, default=0))
-    per_column += item * numbers * count
+    subset, kind = linearization.subset, config.kind
+    numbers = {"rows": subset.size, "entries": max(shared, default=0), "factors": 0}
+    partial = any(entries is not None for entries in subset.chosen.values())
+    per_column += item * count * numbers["rows" if partial else kind.per_column or kind.makes]
     return max(1, int(bytes_at_once(_COLUMNS_BUDGET) / max(1, per_column)))

@@ -10,16 +10,13 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.at import At
-from pyro_bdl.curvature.likelihood_sums import FactorStatements
-from pyro_bdl.curvature.linear_outputs import LinearOutputs
-from pyro_bdl.curvature.linearized_data import LinearizedBatch, LinearizedData
+from pyro_bdl.curvature.linearized_data import SHARE_OF_MEMORY, LinearizedData
 from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.gaussian import LaplaceGuide
@@ -34,8 +31,6 @@ _HALVINGS = 30
 _DENSE_UP_TO = 2048  # latents, whose matrix preconditions
 _COLUMNS = 256  # of the matrix at once
 _FEW = 10  # products in a step, after which it is computed anew
-_SHARE_OF_MEMORY = 0.125  # for the rows of all data
-
 _RESIDUAL = 1e-2  # of conjugate gradients, where that of the start is 1
 _NEGLIGIBLE = 1e-4  # the gain of one of their steps, in units of the tolerance
 
@@ -71,63 +66,6 @@ class LinearizedPoint:
             )
 
 
-class RowOutputs(LinearOutputs):
-    """Outputs that keep their Jacobian as rows (n K, p): products with it are those of a matrix."""
-
-    @cached_property
-    def rows(self) -> Tensor:
-        return self.jacobian.rows().transpose(0, 1).flatten(0, 1)
-
-    def times(self, vectors: Tensor) -> dict[str, Tensor]:
-        product = vectors.to(self.rows) @ self.rows.mT
-        return self.split(product.unflatten(-1, (self.num_data, -1)))
-
-    def transposed_times(self, cotangents: dict[str, Tensor], *, many: bool = False) -> Tensor:
-        batch = next(iter(cotangents.values())).shape[:1] if many else ()
-        parts = [cotangents[key].reshape(*batch, self.num_data, -1) for key in self.moving]
-        return torch.cat(parts, -1).flatten(-2).to(self.rows) @ self.rows
-
-
-class RowData:
-    """All data with the rows of their Jacobian, from one pass, as ``LinearizedData`` has them.
-
-    :param parts: of each pass, with the factor of its sums.
-    """
-
-    keeps_all = True
-
-    def __init__(self, parts: list[tuple[LinearizedBatch, float]]) -> None:
-        self.parts = parts
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, guide: LaplaceGuide) -> "RowData | None":
-        """The rows of a guide's data; None where they take more than an eighth of the free
-        memory, or are spread over several processes."""
-        point, parts = At(guide.program_model, guide.subset, guide.loc), []
-        left = _SHARE_OF_MEMORY * (available_memory(guide.loc.device) or 8 * 2**30)
-        row = guide.subset.size * guide.loc.element_size()
-        for number, (batches, factor) in enumerate(guide.passes):
-            if batches.ranks is not None or guide.num_data * row > left:
-                return None
-            statements = FactorStatements(earlier=number > 0)
-            for at in point.linearizations(batches.part(), as_rows=True):
-                part = LinearizedBatch(at, statements)
-                part.outputs = [
-                    RowOutputs.of_site(at, name, site) for name, site in at.run.observed.items()
-                ]
-                left -= row * sum(outputs.mean.numel() for outputs in part.outputs)
-                if left < 0:
-                    return None
-                part.held = True
-                parts.append((part, factor))
-        return cls(parts)
-
-    def sum(self, of_part: Callable[[LinearizedBatch], Tensor]) -> Tensor:
-        """A sum over all data, given the share of one batch."""
-        return torch.stack([factor * of_part(part) for part, factor in self.parts]).sum(0)
-
-
 class LinearizedModel:
     """log p(y, u* + d) of a guide's program with its outputs linear in d, as a function of d (p,).
 
@@ -140,9 +78,11 @@ class LinearizedModel:
 
     def __init__(self, guide: LaplaceGuide) -> None:
         self.guide, self._first_noise = guide, guide.noise_factor
-        self._data = RowData.of(guide) or LinearizedData(
-            At(guide.program_model, guide.subset, guide.loc), guide.passes
-        )
+        row = guide.subset.size * guide.loc.element_size()
+        free = available_memory(guide.loc.device) or 8 * 2**30
+        fits = guide.num_data * row <= SHARE_OF_MEMORY * free
+        at = At(guide.program_model, guide.subset, guide.loc)
+        self._data = LinearizedData(at, guide.passes, rows=fits)
         self._matrix: Tensor | None = None
         self._solver: Callable[[Tensor], Tensor] | None = None  # at one prior and noise
         self._offset = torch.zeros_like(guide.subset.take(guide.loc), dtype=torch.float64)
@@ -187,7 +127,7 @@ class LinearizedModel:
         """About H^-1 x for x (p,): H of the first offset where it is small, else the guide's
         precision."""
         guide = self.guide
-        if not isinstance(self._data, RowData) or guide.subset.size > _DENSE_UP_TO:
+        if not self._data.rows or guide.subset.size > _DENSE_UP_TO:
             precision = guide.precision
             return lambda x: precision.precondition(x.to(guide.prior_diagonal)).double()
         if self._matrix is None:

@@ -91,7 +91,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
             return self.particle(model, guide, vector, args, kwargs)
         mode = getattr(model, "training", None)
         if self._modes_agree.get(mode):  # one run gives the value and the squares
-            at = point.moved(vector, training=True).linearize(args, kwargs, check=False)
+            at = point.moved(vector, training=True).linearize(args, kwargs)
             total = self.log_likelihood(at.run, point.subset.layout.latents)
             likelihood = torch.as_tensor(total, device=vector.device)
             log_det = point.subset.layout.constrain(vector)[1]
@@ -102,7 +102,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         else:
             with own_randomness():
                 is_new = mode not in self._modes_agree
-                at = point.moved(vector).linearize(args, kwargs, check=is_new)
+                at = point.moved(vector).linearize(args, kwargs)
             likelihood, kl, q_entropy = self.particle(model, guide, vector, args, kwargs)
             if is_new:
                 self._modes_agree[mode] = self._same(guide, vector, at, likelihood, kl)
@@ -153,7 +153,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         )
         squares = torch.zeros_like(at.vector)
         for name, site in at.run.observed.items():
-            curvature = DiagonalCurvature(len(at.vector), at.vector)
+            curvature = DiagonalCurvature(at.subset, at.vector)
             for jacobian in site_jacobians(at, name, self.config):
                 curvature.add(jacobian)
             squares += site.subsampling * curvature.diagonal()

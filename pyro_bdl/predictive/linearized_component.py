@@ -255,10 +255,10 @@ class LinearizedComponent:
                     if outputs.moving
                 }
                 found: dict[str, list[Tensor]] = {}
-                for left in self.parts(*first):
+                for left in self.parts(*first, as_rows=True):
                     for name, own in vectors.items():
                         outputs = left.outputs[name]
-                        product = outputs.jacobian.double().apply(own).flatten(1).mT
+                        product = _double_rows(outputs) @ own.mT
                         found.setdefault(name, []).append(product.to(outputs.mean))
                 for name, rows in found.items():
                     columns.setdefault(name, []).append(torch.cat(rows))
@@ -302,11 +302,9 @@ class LinearizedComponent:
         self._check(self.model if whole else on_whole_data(self.model), args, kwargs)
         differentiable, at = _are_differentiable(args, kwargs), self._at()
         found: Iterable[Linearization] = (
-            [at.linearize(args, kwargs, check=False)]
+            [at.linearize(args, kwargs)]
             if whole
-            else at.linearizations(
-                [(args, kwargs)], every_output=True, as_rows=as_rows, check=False
-            )
+            else at.linearizations([(args, kwargs)], every_output=True, as_rows=as_rows)
         )
         for linearization in found:
             outputs = observed_outputs(linearization, differentiable=differentiable)
@@ -327,8 +325,12 @@ class LinearizedComponent:
 
 def _times_covariance(root: PriorRoot, outputs: LinearOutputs) -> Tensor:
     """Return J Lambda^-1 as rows (n K, p), data before columns, in float64."""
-    rows = outputs.jacobian.double().rows().transpose(0, 1).flatten(0, 1)
-    return root.solve_transposed(root.solve(rows))
+    return root.solve_transposed(root.solve(_double_rows(outputs)))
+
+
+def _double_rows(outputs: LinearOutputs) -> Tensor:
+    """The Jacobian as rows (n K, p), data before columns, in float64."""
+    return outputs.jacobian.rows().double().transpose(0, 1).flatten(0, 1)
 
 
 def moments(gaussian: GaussianOutputs) -> ParameterMoments | PredictiveMoments:

@@ -71,16 +71,6 @@ def test_frozen_and_plain_parameters():
     assert short(followed(reading)) == ["hyper_prior_weight__scale"]
 
 
-def test_the_module_and_its_mode_stay():
-    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    model = regression(priors.Normal(learned(0.7)), learned(0.5), net).train()
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    guide = AutoLaplaceGGN(model).prototype(X, Y)
-    read_at_center(model, guide, (X, Y), {})
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
-    assert all(module.training for module in model.modules())
-
-
 # Setting
 
 
@@ -197,42 +187,46 @@ def test_a_hyperprior_owns_nothing():
     assert set(prior_scales(reading, subset)) == set()
 
 
-def test_the_owner_of_the_noise():
-    reading, _ = reading_of(regression(noise=learned(0.5)))
-    found, site = noise_owner(reading, None)
-    assert short([found.name]) == ["noise"] and site is reading.run.observed["y"]
-    for noise in (0.5, dist.HalfNormal(1.0)):
-        reading, _ = reading_of(regression(noise=noise))
-        assert noise_owner(reading, None) is None
-    assert noise_site(reading) is None  # a latent
-    reading, _ = reading_of(regression())
-    assert noise_site(reading) is not None
-    student = models.StudentTRegression(bayesianize(nn.Linear(2, 1)), noise=learned(0.5))
-    reading, _ = reading_of(student)
-    assert noise_site(reading) is None
-    assert short(reading.in_likelihood) == ["noise"] and followed(reading) == {}
+class Shifted(models.Regression):
+    def likelihood(self, output):
+        return dist.Normal(
+            output, self._hyperparameter("noise", output) + torch.arange(len(output))
+        )
 
 
-def test_a_noise_in_parts_is_not_one_number():
-    """Two numbers move it differently, a constant is added, or both move as one."""
+class Scaled(models.Regression):
+    def likelihood(self, output):
+        noise = self._hyperparameter("noise", output)
+        return dist.Normal(output, noise * (1.0 + torch.arange(len(output))))
 
-    class Shifted(models.Regression):
-        def likelihood(self, output):
-            noise = self._hyperparameter("noise", output)
-            return dist.Normal(output, noise + torch.arange(len(output)))
 
-    class Scaled(models.Regression):
-        def likelihood(self, output):
-            noise = self._hyperparameter("noise", output)
-            return dist.Normal(output, noise * (1.0 + torch.arange(len(output))))
+class Squared(models.Regression):
+    def likelihood(self, output):
+        return dist.Normal(output, self._hyperparameter("noise", output).square())
 
-    for kind, known in ((Shifted, False), (Scaled, True)):
-        model = kind(bayesianize(nn.Linear(2, 1)), noise=learned(0.5))
-        assert (noise_site(reading_of(model)[0]) is not None) == known
-    several = models.Regression(bayesianize(nn.Linear(2, 2)), noise=learned([0.5, 1.0]))
-    guide = AutoLaplaceGGN(several).prototype(X, X)
-    reading = read_at_center(several, guide, (X, X), {})
-    assert noise_site(reading) is None and short(reading.in_likelihood) == ["noise"]
+
+@pytest.mark.parametrize(
+    ("kind", "noise", "is_one", "is_owned"),
+    [
+        (models.Regression, "learned", True, True),
+        (models.Regression, "fixed", True, False),
+        (models.Regression, "latent", False, False),
+        (models.StudentTRegression, "learned", False, False),
+        (Shifted, "learned", False, False),
+        (Scaled, "learned", True, True),
+        (Squared, "learned", True, False),
+    ],
+)
+def test_noise_that_is_one_number(kind, noise, is_one, is_owned):
+    value = {"learned": learned(0.5), "fixed": 0.5, "latent": dist.HalfNormal(1.0)}[noise]
+    reading, _ = reading_of(kind(bayesianize(nn.Linear(2, 1)), noise=value))
+    assert (noise_site(reading) is not None) == is_one
+    owned = noise_owner(reading, None)
+    assert (owned is not None) == is_owned
+    assert owned is None or owned[1] is reading.run.observed["y"]
+    is_learned = noise == "learned"
+    assert short(followed(reading)) == ["noise"] * (is_learned and is_one)
+    assert short(reading.in_likelihood) == ["noise"] * (is_learned and not is_one)
 
 
 def test_two_observations_have_no_common_noise():
@@ -247,6 +241,10 @@ def test_two_observations_have_no_common_noise():
 
     reading, _ = reading_of(model)
     assert noise_site(reading) is None and list(reading.parameters) == ["noise"]
+    several = models.Regression(bayesianize(nn.Linear(2, 2)), noise=learned([0.5, 1.0]))
+    guide = AutoLaplaceGGN(several).prototype(X, X)
+    reading = read_at_center(several, guide, (X, X), {})
+    assert noise_site(reading) is None and short(reading.in_likelihood) == ["noise"]
 
 
 # A few rows

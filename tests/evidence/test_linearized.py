@@ -216,7 +216,7 @@ def test_products_are_those_of_the_gauss_newton_matrix(monkeypatch):
     vector, zero = torch.randn(len(guide.loc)), torch.zeros(len(guide.loc))
     found = LinearizedModel(guide)._times(zero, vector)
     torch.testing.assert_close(found, guide.curvature.matrix @ vector)
-    monkeypatch.setattr(module, "_SHARE_OF_MEMORY", 0.0)
+    monkeypatch.setattr(module, "SHARE_OF_MEMORY", 0.0)
     for limit in (2**30, 1):
         model = LinearizedModel(guide)
         with working_memory(limit):

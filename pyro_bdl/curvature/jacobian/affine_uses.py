@@ -1,9 +1,9 @@
 """The operations in which a program uses its latents, for derivatives.
 
-While a program runs inside ``UseRecorder``, every operation that is affine in a latent (products,
-convolutions, look-ups, norm scales, biases) is recorded as an ``AffineUse``. The gradient of any
-output in the latent is then the product of the operation's input a and the gradient g of its output
-z. A latent in another operation is a "dense" use, whose gradient is that of the operand itself.
+While a program runs inside ``UseRecorder``, every product, convolution, look-up and bias becomes an
+``AffineUse``. The gradient of any output in the latent is then the product of the operation's
+input a and the gradient g of its output z. A latent in another operation, such as the scale of a
+normalization, is a "dense" use, whose gradient is that of the operand itself.
 """
 
 from collections import Counter
@@ -29,18 +29,16 @@ class AffineUse:
     :param number: the number of this use of the site.
     :param op: the number of the operation, which its weight and its bias share.
     :param kind: "product" for z = a w' (also convolutions, as products of patches; a is None for
-        a bias, whose input is 1), "lookup" for rows of an embedding, "scale" for an elementwise
-        multiple of w, broadcast to z, "dense" for z = w, the operand of any other operation.
+        a bias, whose input is 1), "lookup" for rows of an embedding, "dense" for z = w, the operand
+        of any other operation.
     :param indices: the site's entries in the operation's weight, (groups, out, in) for a product,
-        (rows, features) for a look-up, flat for a scale; None: all, in order.
+        (rows, features) for a look-up; None: all, in order.
     :param shape: the weight's shape in that form.
     :param inputs: a as given to the operation: (*lead, in), an image for a convolution, indices
-        for a look-up (-1: none), the multiplier for a scale (None: 1); the rows of data, where they
-        are mapped over, in front.
+        for a look-up (-1: none); the rows of data, where they are mapped over, in front.
     :param to_rows: brings z or its gradient to (*lead, features).
     :param unfold: brings the inputs, with the data axis first and the other axes flattened, to (n,
         T, groups, in); None for plain products.
-    :param reduce_dims: for a scale, the dimensions of z over which w is broadcast.
     """
 
     site: str
@@ -55,7 +53,6 @@ class AffineUse:
     to_rows: Callable[[Tensor], Tensor] | None = None
     unfold: Callable[[Tensor], Tensor] | None = None
     groups: int = 1
-    reduce_dims: tuple[int, ...] = ()
 
 
 class VectorProduct(NamedTuple):
@@ -103,6 +100,12 @@ class UseRecorder(Tracker):
         if name == "detach":
             return func(*args, **kwargs)
         op = recognize(func, args, kwargs, self.is_latent)
+        if op is not None and op.settings.get("training"):
+            raise ValueError(
+                "a BatchNorm layer without running statistics computes with the batch's own, which "
+                "makes data depend on each other: make it with track_running_stats=True and train "
+                "again, or use GroupNorm or LayerNorm"
+            )
         if op is None or not op.is_plain or any(repeats(tag.indices) for tag in tagged):
             return self._dense(func, args, kwargs, tagged)
         result = func(*args, **kwargs)
@@ -277,61 +280,14 @@ def _embedding(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
     return [tag]
 
 
-def _scale(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
-    """Record z = multiplier * w + b."""
-    if op.settings.get("training"):
-        raise ValueError(
-            "a BatchNorm layer without running statistics computes with the batch's own, which "
-            "makes data depend on each other: make it with track_running_stats=True and train "
-            "again, or use GroupNorm or LayerNorm"
-        )
-    if mode.is_latent(op.inputs):
-        return []
-    weight, bias = mode.tag(op.weight), mode.tag(op.bias)
-    if weight is not None:
-        assert op.multiplier is not None
-        with torch.no_grad():
-            multiplier = op.multiplier()
-        _multiple(mode, weight, output, multiplier, op.output_dim)
-    if bias is not None:
-        _multiple(mode, bias, output, None, op.bias_dim)
-    return [tag for tag in (weight, bias) if tag is not None]
-
-
 def _addition(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
-    """Record z = x + b or x - b."""
-    if op.sign > 0 and output.dim() > 1 and (found := _bias(mode, op, output)):
-        return found
-    tag = mode.tag(op.bias)
-    if tag is None or op.inputs is None:
-        return []
-    _multiple(mode, tag, output, None if op.sign > 0 else -1.0, op.bias_dim)
-    return [tag]
-
-
-def _multiple(mode: UseRecorder, tag: Tag, output: Tensor, multiplier: Any, dim: int) -> None:
-    """Record z = multiplier * w + ..., with the dimensions of w at ``dim`` of z and after."""
-    start = dim % output.dim()
-    shape = (1,) * start + tuple(tag.tensor.shape)
-    shape += (1,) * (output.dim() - len(shape))
-    if multiplier is not None:
-        multiplier = torch.as_tensor(multiplier, device=output.device, dtype=output.dtype)
-        multiplier = multiplier.detach().expand(output.shape)
-    mode.add(
-        tag,
-        "scale",
-        output,
-        indices=None if tag.indices is None else tag.indices.reshape(-1),
-        shape=torch.Size((tag.tensor.numel(),)),
-        inputs=multiplier,
-        reduce_dims=tuple(d for d, size in enumerate(shape) if size == 1),
-    )
+    """Record z = x + b."""
+    return _bias(mode, op, output) if op.sign > 0 and output.dim() > 1 else []
 
 
 _RECORDERS: dict[str, Callable[[UseRecorder, AffineOp, Tensor], list[Tag]]] = {
     "product": _product,
     "convolution": _convolution,
     "embedding": _embedding,
-    "scale": _scale,
     "addition": _addition,
 }

@@ -14,7 +14,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.block_position import BlockPosition
+from pyro_bdl.utils.linear_algebra import products
+
+Indices = slice | Tensor
+Linear = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class BlockPosition:
+    """The position of a block's entries in the vector of a subset.
+
+    :param key: the block's name: the site, and the number of the use.
+    :param indices: positions in the subset's vector, one for each entry.
+    :param uses: the numbers of the site's uses in the block.
+    """
+
+    key: tuple[str, int]
+    indices: Indices
+    uses: tuple[int, ...] = ()
+
+    def spread(self, vectors: Tensor, shape: torch.Size) -> Tensor:
+        """Return the subset's values (..., p) as this block's entries (..., *shape)."""
+        values = vectors[..., self.indices]
+        return values.reshape(*values.shape[:-1], *shape)
+
+    @property
+    def size(self) -> int:
+        if isinstance(self.indices, slice):
+            return self.indices.stop - self.indices.start
+        return len(self.indices)
+
+    def index_tensor(self, device: torch.device) -> Tensor:
+        """Return the indices as integers (m,)."""
+        if isinstance(self.indices, slice):
+            return torch.arange(self.indices.start, self.indices.stop, device=device)
+        return self.indices.to(device)
 
 
 @dataclass
@@ -44,17 +78,15 @@ class ProductBlock:
             return g[:, :, 0, :, :, None] * a[:, 0, :, None, :]
         return torch.matmul(g.permute(0, 1, 3, 4, 2), a.transpose(1, 2))
 
-    def rows(self) -> Tensor:
-        """Gradients in the chosen entries, (K, n, m)."""
-        chosen, g = self.position.chosen, self.gradients
-        if chosen is None:
+    def rows(self, entries: Tensor | None = None) -> Tensor:
+        """Gradients in all entries, or some of them, (K, n, m)."""
+        if entries is None:
             return self.entries().flatten(2)
-        _, out, into = self.shape
-        group, o, i = chosen // (out * into), chosen // into % out, chosen % into
-        a = self.inputs
+        g, a, (_, out, into) = self.gradients, self.inputs, self.shape
+        group, o, i = entries // (out * into), entries // into % out, entries % into
         if a is None:
             return g[..., group, o].sum(2)
-        rows = g.new_zeros(*g.shape[:2], len(chosen))
+        rows = g.new_zeros(*g.shape[:2], len(entries))
         for t in range(g.shape[2]):
             rows += g[:, :, t, group, o] * a[:, t, group, i]
         return rows
@@ -118,52 +150,14 @@ class ProductBlock:
             )
         return torch.stack(found)
 
-    def double(self) -> "ProductBlock":
-        """Return the gradients in float64."""
-        given = self.source
-        source = None if given is None else cache(lambda: given().double())
-        return replace(self, source=source, gradients=self.gradients.double())
-
-    def total(self) -> Tensor:
-        """Sums over columns and data of the gradients, (groups, out, in)."""
-        g, a = self.gradients.sum(0), self.inputs
-        return g.sum((0, 1))[..., None] if a is None else torch.einsum("ntgo,ntgi->goi", g, a)
-
-    def bound(self) -> Tensor:
-        """Return a bound on the entries of ``total``, without cancellation in the sums."""
-        a = self.inputs
-        size = self.gradients[0, ..., 0].numel() if a is None else a.square().sum()
-        return (self.gradients.sum(0).square().sum() * size).sqrt()
-
-    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "ProductBlock":
-        """Return the gradients in other bases: g Q_out and a Q_in, (groups, dim, dim) each."""
-        g, source = self.gradients, self.source
-        if outputs is not None:
-            g = torch.einsum("kntgo,gop->kntgp", g, outputs)
-        if inputs is not None and source is not None:
-            given = source
-            source = cache(lambda: torch.einsum("ntgi,gij->ntgj", given(), inputs))
-        return replace(self, gradients=g, source=source)
-
-    def split_inputs(self, basis: Tensor) -> tuple["ProductBlock", "ProductBlock"]:
-        """Split the gradients by orthonormal directions of the inputs.
-
-        :param basis: the directions, (groups, in, r).
-        :returns: the component along them, in their coordinates, and the component orthogonal to
-            them, in the weight's coordinates.
-        """
-        given = self.source
-        assert given is not None
-        inside = cache(lambda: torch.einsum("ntgi,gij->ntgj", given(), basis))
-        rest = cache(lambda: given() - torch.einsum("ntgj,gij->ntgi", inside(), basis))
-        return replace(self, source=inside), replace(self, source=rest)
-
-    def split_outputs(self, basis: Tensor) -> tuple["ProductBlock", "ProductBlock"]:
-        """Split the gradients by directions of the outputs (groups, out, s), as in
-        ``split_inputs``."""
-        inside = torch.einsum("kntgo,gop->kntgp", self.gradients, basis)
-        rest = self.gradients - torch.einsum("kntgp,gop->kntgo", inside, basis)
-        return replace(self, gradients=inside), replace(self, gradients=rest)
+    def mapped(self, inputs: Linear | None, outputs: Linear | None) -> "ProductBlock":
+        """Return the gradients with linear functions of a (..., groups, in) and g (..., groups,
+        out) in place of these."""
+        source, given = self.source, self.source
+        if inputs is not None and given is not None:
+            source = cache(lambda: inputs(given()))
+        gradients = self.gradients if outputs is None else outputs(self.gradients)
+        return replace(self, source=source, gradients=gradients)
 
 
 @dataclass
@@ -186,11 +180,11 @@ class LookupBlock:
     def shape(self) -> torch.Size:
         return torch.Size((1, self.num_rows, self.gradients.shape[-1]))
 
-    def rows(self) -> Tensor:
+    def rows(self, entries: Tensor | None = None) -> Tensor:
         columns, _, features = self.gradients.shape
         whole = self.gradients.new_zeros(columns, self.num_data, self.num_rows, features)
         whole[:, self.data, self.table_rows] = self.gradients
-        return self.position.take(whole.flatten(2))
+        return whole.flatten(2) if entries is None else whole.flatten(2)[..., entries]
 
     def squares(self) -> Tensor:
         sums = self.gradients.new_zeros(self.num_rows, self.gradients.shape[-1])
@@ -220,25 +214,11 @@ class LookupBlock:
         sums = values.new_zeros(len(weights), self.num_rows, values.shape[-1])
         return sums.index_add(1, self.table_rows, values)
 
-    def double(self) -> "LookupBlock":
-        return replace(self, gradients=self.gradients.double())
-
-    def total(self) -> Tensor:
-        sums = self.gradients.new_zeros(self.num_rows, self.gradients.shape[-1])
-        return sums.index_add(0, self.table_rows, self.gradients.sum(0))[None]
-
-    def bound(self) -> Tensor:
-        return self.gradients.abs().sum()
-
-    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "LookupBlock":
+    def mapped(self, inputs: Linear | None, outputs: Linear | None) -> "LookupBlock":
+        """Return the gradients with a linear function of the features (..., 1, features)."""
         if inputs is None:
             return self
-        return replace(self, gradients=torch.matmul(self.gradients, inputs[0]))
-
-    def split_inputs(self, basis: Tensor) -> tuple["LookupBlock", "LookupBlock"]:
-        inside = torch.matmul(self.gradients, basis[0])
-        rest = self.gradients - torch.matmul(inside, basis[0].mT)
-        return replace(self, gradients=inside), replace(self, gradients=rest)
+        return replace(self, gradients=inputs(self.gradients[..., None, :])[..., 0, :])
 
 
 @dataclass
@@ -255,17 +235,11 @@ class DenseBlock:
     def shape(self) -> torch.Size:
         return self.values.shape[-1:]
 
-    def rows(self) -> Tensor:
-        return self.values
+    def rows(self, entries: Tensor | None = None) -> Tensor:
+        return self.values if entries is None else self.values[..., entries]
 
     def squares(self) -> Tensor:
         return self.values.square().sum((0, 1))
-
-    def total(self) -> Tensor:
-        return self.values.sum((0, 1))
-
-    def bound(self) -> Tensor:
-        return self.values.abs().sum()
 
     def gram(self, weights: Tensor | None = None) -> Tensor:
         rows = self.values.transpose(0, 1)
@@ -279,9 +253,6 @@ class DenseBlock:
 
     def combined(self, weights: Tensor) -> Tensor:
         return torch.einsum("snk,knm->sm", weights, self.values)
-
-    def double(self) -> "DenseBlock":
-        return replace(self, values=self.values.double())
 
 
 Block = ProductBlock | LookupBlock | DenseBlock
@@ -313,17 +284,6 @@ class Jacobian:
             result[..., block.position.indices] = block.rows()
         return result
 
-    def double(self) -> "Jacobian":
-        """Return the Jacobian in float64."""
-        if self.like.dtype == torch.float64:
-            return self
-        blocks: list[Block] = [block.double() for block in self.blocks]
-        return replace(self, blocks=blocks, like=self.like.double())
-
-    def joint_zeros(self) -> Tensor:
-        total = self.num_data * self.num_columns
-        return self.like.new_zeros(total, total)
-
     def apply(self, vectors: Tensor) -> Tensor:
         """Return J v, (S, n, K), for vectors v (S, p)."""
         result = self.like.new_zeros(len(vectors), self.num_data, self.num_columns)
@@ -335,51 +295,54 @@ class Jacobian:
         """Return J' e, (S, p), for weights e (S, n, K)."""
         result = self.like.new_zeros(len(weights), self.size)
         for block in self.blocks:
-            entries = block.combined(weights).flatten(1)
-            result[:, block.position.indices] += block.position.take(entries)
-        return result
-
-    def gram(self, weights: Tensor) -> Tensor:
-        """Return the inner products of each datum's columns, (n, K, K), with weights (p,)."""
-        result = self.like.new_zeros(self.num_data, self.num_columns, self.num_columns)
-        for block in self.blocks:
-            result += block.gram(block.position.spread(weights, block.shape))
-        return result
-
-    def norms(self, weights: Tensor) -> Tensor:
-        """Return the diagonals of ``gram``, (n, K)."""
-        result = self.like.new_zeros(self.num_data, self.num_columns)
-        for block in self.blocks:
-            result += block.norms(block.position.spread(weights, block.shape))
+            result[:, block.position.indices] += block.combined(weights).flatten(1)
         return result
 
 
-def merged(blocks: Sequence[Block], entries: Sequence[Tensor | None], part: slice) -> list[Block]:
-    """Return the blocks of one site, with blocks that share entries merged.
+def joint_gram(block: Any, weights: Tensor | None = None) -> Tensor:
+    """Return sum_e w_e G_ie G_je for all rows i, j of a block, (n K, n K), data before columns.
 
-    Uses of the same entries (tied weights) become positions of one product. Uses that overlap
-    otherwise are added as rows.
+    For products at single positions, G = g a', the sum over the inputs is computed for each output
+    o separately, sum_o g_io g_jo (sum_e a_ie w_oe a_je), without rows over all entries.
 
-    :param entries: the entries of the site in each block; None: all, in order.
+    :param weights: not negative, of the block's shape (groups, out, in); None: ones.
+    """
+    roots = None if weights is None else weights.sqrt()
+    if not isinstance(block, ProductBlock) or not block.single:
+        rows = weighted(block.rows(), roots)
+        return products(rows.transpose(0, 1).flatten(0, 1).mT)
+    assert block.source is not None
+    a, g = block.source()[:, 0], block.gradients[:, :, 0]  # (n, groups, in), (K, n, groups, out)
+    columns, n = g.shape[:2]
+    result = g.new_zeros(n, columns, n, columns)
+    for group in range(g.shape[2]):
+        own = g[:, :, group].transpose(0, 1)  # (n, K, out)
+        if roots is None:
+            flat = own.reshape(n * columns, -1)
+            squares = products(a[:, group].mT)
+            result += products(flat.mT).reshape(result.shape) * squares[:, None, :, None]
+            continue
+        for o in range(own.shape[2]):
+            squares = products((a[:, group] * roots[group, o]).mT)
+            result += own[:, :, None, None, o] * own[:, :, o] * squares[:, None, :, None]
+    return result.reshape(n * columns, n * columns)
+
+
+def merged(blocks: Sequence[Block], part: slice) -> list[Block]:
+    """Return the blocks of one site, with those of the same entries (tied weights) as positions of
+    one product; blocks that overlap otherwise are added as rows.
+
     :param part: the site's slice in the subset's vector.
     """
-    groups: list[tuple[list[Any], Tensor | None]] = []
-    for block, own in zip(blocks, entries, strict=True):
-        for members, theirs in groups:
-            if (
-                isinstance(block, ProductBlock)
-                and isinstance(members[0], ProductBlock)
-                and (block.source is None) == (members[0].source is None)
-                and block.shape == members[0].shape
-                and same_entries(own, theirs)
-            ):
-                members.append(block)
-                break
-        else:
-            groups.append(([block], own))
-    joined = [_joined(members) for members, _ in groups]
-    if len(joined) > 1 and _overlap([own for _, own in groups]):
-        return [added(joined, part)]
+    groups: dict[Any, list[Any]] = {}
+    for block in blocks:
+        own = isinstance(block, LookupBlock) and block.position.uses
+        groups.setdefault((block.position.key, own), []).append(block)
+    joined = [_joined(members) for members in groups.values()]
+    if len(joined) > 1:
+        where = torch.cat([b.position.index_tensor(b.gradients.device) for b in joined])
+        if len(where.unique()) < len(where):
+            return [added(joined, part)]
     return joined
 
 
@@ -402,14 +365,7 @@ def _joined(members: list[Any]) -> Any:
     return replace(members[0], position=position, source=source, gradients=gradients)
 
 
-def _overlap(entries: list[Tensor | None]) -> bool:
-    if any(own is None for own in entries):
-        return True
-    numbers = torch.cat([own.reshape(-1) for own in entries if own is not None])
-    return len(numbers.unique()) < len(numbers)
-
-
-def added(blocks: list[Block], part: slice) -> DenseBlock:
+def added(blocks: Sequence[Block], part: slice) -> DenseBlock:
     """Sum blocks as rows over all entries of a site."""
     first = blocks[0].rows()
     values = first.new_zeros(*first.shape[:2], part.stop - part.start)

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.block_position import BlockPosition
-from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock, Jacobian
+from pyro_bdl.curvature.jacobian.jacobian import Block, BlockPosition, DenseBlock, Jacobian
 from pyro_bdl.curvature.jacobian.output_layers import IdentityBlock, SoftmaxBlock
 from pyro_bdl.curvature.jacobian.recorded_rows import RecordedRows, working_dtype
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
@@ -198,26 +197,14 @@ def unseen_uses(
     found = torch.autograd.grad(
         outputs, list(leaves.values()), noise, retain_graph=True, materialize_grads=True
     )
-    totals = {
-        name: torch.zeros_like(gradient).reshape(-1)
-        for name, gradient in zip(leaves, found, strict=True)
-    }
-    bounds = dict.fromkeys(leaves, 0.0)
-    for block in rows.blocks(outputs, [noise]):
-        site = block.position.key[0]
-        total, chosen = block.total().flatten(), subset.chosen[site]
-        if not isinstance(block, DenseBlock):
-            total = block.position.take(total)
-        where = block.position.index_tensor(total.device) - subset.parts[site].start
-        where = where if chosen is None else chosen.to(where.device)[where]
-        totals[site].index_add_(0, where, total.to(totals[site]))
-        bounds[site] += float(block.bound())
-    wrong = set()
-    for (site, total), gradient in zip(totals.items(), found, strict=True):
-        chosen, gradient = subset.chosen[site], gradient.reshape(-1)
-        difference = total - gradient if chosen is None else (total - gradient)[chosen]
-        slack = rounding_of(gradient) * bounds[site]
-        if not (difference.abs() <= slack).all() and math.isfinite(slack):
+    count, like = rows.num_data, found[0].new_empty(0, dtype=working_dtype(found[0].dtype))
+    jacobian = Jacobian(rows.blocks(outputs, [noise]), 1, count, subset.size, like)
+    (total,), expected = jacobian.combined(like.new_ones(1, count, 1)), subset.of_sites(found)
+    rounding = rounding_of(expected)
+    least, wrong = 0.1 * rounding * float(expected.abs().max()), set()
+    for site, part in subset.parts.items():
+        slack = max(least, min(100 * rounding, 0.1) * float(expected[part].abs().max()))
+        if not ((total[part] - expected[part]).abs() <= slack).all() and math.isfinite(slack):
             wrong.add(site)
     return wrong
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.jacobian import ProductBlock
+from pyro_bdl.curvature.jacobian.jacobian import Linear, ProductBlock
 
 
 @dataclass
@@ -19,17 +19,12 @@ class IdentityBlock(ProductBlock):
     ``gradients`` are a matrix (K, out) expanded over the data.
     """
 
-    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "IdentityBlock":
-        turned = replace(self, source=super().rotated(inputs, None).source)
-        return turned if outputs is None else turned._with_columns(outputs[0])  # e_k' Q
-
-    def split_outputs(self, basis: Tensor) -> tuple["IdentityBlock", "IdentityBlock"]:
-        (inside,) = basis
-        return self._with_columns(inside), self._with_columns(self.columns - inside @ inside.mT)
-
-    def _with_columns(self, columns: Tensor) -> "IdentityBlock":
-        gradients = columns[:, None, None, None].expand(-1, self.gradients.shape[1], -1, -1, -1)
-        return replace(self, gradients=gradients)
+    def mapped(self, inputs: Linear | None, outputs: Linear | None) -> "IdentityBlock":
+        result = replace(self, source=super().mapped(inputs, None).source)
+        if outputs is not None:
+            gradients = outputs(self.gradients[:, :1])  # e_k' Q
+            result.gradients = gradients.expand(-1, self.gradients.shape[1], -1, -1, -1)
+        return result
 
     @property
     def columns(self) -> Tensor:
@@ -60,15 +55,9 @@ class SoftmaxBlock(ProductBlock):
     (1, n, 1, 1, out).
 
     :param weights: w, the tempering of each datum, (n, 1).
-    :param basis: a basis Q of the outputs, (out, out); None for the identity.
     """
 
     weights: Tensor
-    basis: Tensor | None = None
-
-    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "SoftmaxBlock":
-        turned = super().rotated(inputs, None)
-        return replace(self, source=turned.source, basis=None if outputs is None else outputs[0])
 
     def moments(self) -> Tensor:
         """Return the sums over columns and data of g g', (1, out, out)."""
@@ -78,10 +67,7 @@ class SoftmaxBlock(ProductBlock):
 
     def squares(self) -> Tensor:
         p = self.gradients[0, :, 0, 0]
-        if self.basis is None:
-            of_data = self.weights * (p - p.square())
-        else:
-            of_data = self.weights * (p @ self.basis.square() - (p @ self.basis).square())
+        of_data = self.weights * (p - p.square())
         if self.source is None:
             return of_data.sum(0)[None, :, None]
         return (of_data.mT @ self.source()[:, 0, 0].square())[None]

@@ -1,16 +1,15 @@
 """Uses of latents by single rows of data, and the blocks of a Jacobian that follow from them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.affine_uses import AffineUse, UseRecorder
-from pyro_bdl.curvature.jacobian.block_position import BlockPosition
 from pyro_bdl.curvature.jacobian.jacobian import (
     Block,
+    BlockPosition,
     DenseBlock,
     LookupBlock,
     ProductBlock,
@@ -72,56 +71,67 @@ class RecordedRows:
     def blocks(self, outputs: Sequence[Tensor], columns: Sequence[Sequence[Tensor]]) -> list[Block]:
         """The blocks of all sites, for K columns."""
         pulled = [self.gradients(outputs, column) for column in columns]
-        by_site: dict[str, list[tuple[Block, AffineUse]]] = {}
+        by_site: dict[str, list[tuple[AffineUse, Block]]] = {}
         stacks: dict[Any, Tensor] = {}  # shared by the weight and the bias of an operation
-        for place, (use, position) in enumerate(zip(self.uses, self._positions, strict=True)):
+        for place, use in enumerate(self.uses):
             gradients = [column[use.op] for column in pulled]
-            if position is None or all(gradient is None for gradient in gradients):
+            if all(gradient is None for gradient in gradients):
                 continue
             key = (use.op, use.groups) if use.kind == "product" else place
             if key not in stacks:
                 found = [self._rows(place, gradient) for gradient in gradients]
                 stacks[key] = found[0][None] if len(found) == 1 else torch.stack(found)
-            block = self._block(place, stacks[key], position)
-            by_site.setdefault(use.site, []).append((block, use))
-        blocks: list[Block] = []
+            by_site.setdefault(use.site, []).append((use, self._block(place, stacks[key])))
+        result: list[Block] = []
         for site, members in by_site.items():
-            part, parts = self.subset.parts[site], [block for block, _ in members]
-            if any(use.kind == "dense" for _, use in members):
-                blocks.append(added(parts, part))
+            blocks = [block for _, block in members]
+            if self.subset.chosen[site] is not None:
+                result.append(self._some_entries(site, members))
+            elif any(use.kind == "dense" for use, _ in members):
+                result.append(added(blocks, self.subset.parts[site]))
             else:
-                blocks += merged(parts, [use.indices for _, use in members], part)
-        return blocks
+                result += merged(blocks, self.subset.parts[site])
+        return result
+
+    def _some_entries(self, site: str, members: list[tuple[AffineUse, Block]]) -> DenseBlock:
+        """Rows over the entries of a site that are in the subset."""
+        latent, chosen = self.subset.layout.latents[site], self.subset.chosen[site]
+        assert chosen is not None
+        table = torch.full((latent.size,), -1, device=latent.device)
+        table[chosen.to(latent.device)] = torch.arange(len(chosen), device=latent.device)
+        values: Any = 0.0
+        for use, block in members:
+            where = table if use.indices is None else table[use.indices.reshape(-1)]
+            inside = (where >= 0).nonzero()[:, 0]
+            rows = block.rows(inside)
+            whole = rows.new_zeros(*rows.shape[:2], len(chosen))
+            values = values + whole.index_add_(2, where[inside], rows)
+        return DenseBlock(BlockPosition((site, -1), self.subset.parts[site]), values)
 
     def product(self, place: int) -> tuple[BlockPosition, Any, torch.Size]:
         """The position of a product, its inputs as a function (None for a bias), and its shape."""
         use, position = self.uses[place], self._positions[place]
-        assert position is not None
         source = None if use.inputs is None else lambda: self._unfolded_inputs(place)
         return position, source, use.shape
 
-    def _block(self, place: int, stacked: Tensor, position: BlockPosition) -> Block:
+    def _block(self, place: int, stacked: Tensor) -> Block:
         use = self.uses[place]
-        if use.kind in ("scale", "dense"):
-            return DenseBlock(replace(position, chosen=None), position.take(stacked))
-        if use.kind == "lookup":
-            return _lookup(self.inputs(place), stacked, use.shape, position)
         position, source, shape = self.product(place)
+        if use.kind == "dense":
+            return DenseBlock(position, stacked)
+        if use.kind == "lookup":
+            return _lookup(self.inputs(place), stacked, shape, position)
         return ProductBlock(position, source, stacked, shape)
 
     def _rows(self, place: int, gradient: Tensor | None) -> Tensor:
-        """A gradient of z as (n, T, groups, out), or (n, m) for a scale or a dense use."""
+        """A gradient of z as (n, T, groups, out), or (n, m) for a dense use."""
         use = self.uses[place]
         if gradient is None:
             like = self.subset.layout.latents[use.site]
             shape = (self.num_data, *use.output_shape)
             gradient = torch.zeros(shape, dtype=use.dtype, device=like.device)
         gradient = gradient.to(working_dtype(gradient.dtype))
-        if use.kind in ("scale", "dense"):
-            if use.inputs is not None:
-                gradient = gradient * self.inputs(place)
-            summed = [dim + 1 for dim in use.reduce_dims]
-            gradient = gradient.sum(summed) if summed else gradient
+        if use.kind == "dense":
             return gradient.reshape(self.num_data, -1)
         rows = gradient if use.to_rows is None else torch.vmap(use.to_rows)(gradient)
         rows = rows[:, None] if rows.dim() == 2 else rows
@@ -172,27 +182,14 @@ def _first_uses_of_entries(uses: Sequence[AffineUse]) -> list[int]:
     return numbers
 
 
-def _position(use: AffineUse, subset: Subset, number: int) -> BlockPosition | None:
-    """Return the position of a use's entries in the subset; None if none of them is in it.
+def _position(use: AffineUse, subset: Subset, number: int) -> BlockPosition:
+    """Return the position of a use's entries in the subset, where this has the whole site.
 
     :param number: the number of the first use of these entries, which names the block.
     """
-    key = use.site, number
-    part, chosen = subset.parts[use.site], subset.chosen[use.site]
-    if chosen is None:
-        if use.indices is None:
-            return BlockPosition(key, part, uses=(use.number,))
-        return BlockPosition(key, use.indices.reshape(-1) + part.start, uses=(use.number,))
-    entries = subset.layout.latents[use.site].size
-    table = torch.full((entries,), -1, dtype=torch.long, device="cpu")
-    table[chosen.cpu()] = torch.arange(part.start, part.stop, device="cpu")
-    positions = table if use.indices is None else table[use.indices.reshape(-1).cpu()]
-    inside = (positions >= 0).nonzero()[:, 0]
-    if not len(inside):
-        return None
-    device = chosen.device if use.inputs is None else use.inputs.device
-    some = None if len(inside) == len(positions) else inside.to(device)
-    return BlockPosition(key, positions[inside].to(device), some, (use.number,))
+    part = subset.parts[use.site]
+    indices = part if use.indices is None else use.indices.reshape(-1) + part.start
+    return BlockPosition((use.site, number), indices, (use.number,))
 
 
 def _lookup(

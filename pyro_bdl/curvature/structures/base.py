@@ -9,16 +9,18 @@ depend on the structure.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.jacobian.block_position import BlockPosition
-from pyro_bdl.curvature.jacobian.gram import joint_gram
-from pyro_bdl.curvature.jacobian.jacobian import DenseBlock, Jacobian
+from pyro_bdl.curvature.jacobian.jacobian import (
+    BlockPosition,
+    DenseBlock,
+    Jacobian,
+    joint_gram,
+)
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.collectives import Ranks
@@ -34,14 +36,18 @@ class Structure(ABC):
     name: str = field(init=False, repr=False)
     curvature: ClassVar[type["Curvature"]]
 
-    @abstractmethod
     def empty(self, subset: Subset, like: Tensor, before: Any) -> "Curvature":
-        """Return a curvature over no data yet.
+        """Return a curvature over no data yet; by default the class gets the options by name.
 
         :param subset: the latents; ``subset.parts`` are the sites' slices.
         :param like: a tensor with the dtype and device.
         :param before: the curvature of earlier data, which ``finish`` gets as well; or None.
         """
+        made: Any = self.curvature
+        options = {
+            option.name: getattr(self, option.name) for option in fields(self) if option.init
+        }
+        return made(subset, like, **options)
 
     def memory(self, size: int, num_rows: int = 0) -> int:
         """The largest number of numbers that it stores at once over p latents.
@@ -67,17 +73,6 @@ Whitened = tuple[Any, Tensor | None]  # a block of a Jacobian, and weights of it
 def whole_rows(jacobian: Jacobian, values: Tensor) -> Whitened:
     """Rows (K, n, q) in other coordinates, as one block."""
     return DenseBlock(BlockPosition(("", 0), slice(0, jacobian.size)), values), None
-
-
-class Products(Protocol):
-    """Products of the matrix sum_n J_n' J_n with vectors, from the data."""
-
-    def held(self) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
-        """Return a function of vectors (S, p) that returns their products (S, p); what it keeps of
-        the data it drops on exit."""
-        ...
-
-    def __add__(self, other: Any) -> "Products": ...
 
 
 class LinearDraws(Protocol):
@@ -177,7 +172,8 @@ class Precision(Protocol):
 
     def joint_covariance(self, jacobian: Jacobian) -> Tensor:
         """Return J C J' over all data, (n K, n K), data before columns."""
-        result = jacobian.joint_zeros()
+        total = jacobian.num_data * jacobian.num_columns
+        result = jacobian.like.new_zeros(total, total)
         for block, weights in self.whitened(jacobian):
             result += joint_gram(block, weights)
         return result
@@ -190,13 +186,20 @@ class Curvature(nn.Module, ABC):
     with every Jacobian, and ``end_batch`` after each batch. ``scale`` and ``finish`` come last.
     Buffers hold the result, so that it is moved and saved with the guide.
 
-    ``takes_hessian`` is True if ``from_matrix`` exists, for curvature="hessian". ``takes_softmax``
-    is True if ``add`` accepts ``SoftmaxBlock``s, which hold the curvature of a classifier's last
-    layer without rows. ``stores_rows`` is True if every row of the data's Jacobians is stored, so
-    that memory grows with their number. ``takes_products`` is True if it needs ``connect``.
-    ``takes_single_rows`` is True if ``add`` needs the factors of every datum's own gradients.
-    ``is_sampled`` is True if variances and covariances are Monte Carlo estimates.
+    ``takes_hessian`` is True if it has a ``matrix`` (p, p), for curvature="hessian".
+    ``takes_softmax`` is True if ``add`` accepts ``SoftmaxBlock``s, which hold the curvature of a
+    classifier's last layer without rows. ``stores_rows`` is True if every row of the data's
+    Jacobians is stored, so that memory grows with their number. ``takes_products`` is True if it
+    needs ``connect``. ``takes_single_rows`` is True if ``add`` needs the factors of every datum's
+    own gradients. ``is_sampled`` is True if variances and covariances are Monte Carlo estimates.
+
+    ``makes`` says which numbers ``add`` makes of each datum's gradients, so that batches are cut to
+    fit in memory: "rows" of all p latents, the "entries" of one block at a time, or nothing but
+    "factors". ``per_column`` says what each further column adds; by default as much.
     """
+
+    makes: ClassVar[Literal["rows", "entries", "factors"]] = "rows"
+    per_column: ClassVar[str | None] = None
 
     stores_rows: ClassVar[bool] = False
     takes_products: ClassVar[bool] = False
@@ -207,25 +210,6 @@ class Curvature(nn.Module, ABC):
     passes: int = 1
     size: int
 
-    @classmethod
-    def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
-        """Return how many numbers it makes from one column of one datum's Jacobian.
-
-        Batches are cut so that these numbers fit in memory.
-
-        :param size: p, the result for a structure that uses ``Jacobian.rows``.
-        :param largest_shared: the number of entries of the largest weight that is used at several
-            positions, as in convolutions; the result for a structure that uses the entries of one
-            block at a time.
-        """
-        return size
-
-    @classmethod
-    def numbers_per_column(cls, size: int, largest_shared: int) -> int:
-        """Return how many numbers each further column adds to these; columns are grouped so that
-        they fit in memory."""
-        return cls.numbers_per_gradient(size, largest_shared)
-
     def plan(self) -> Any:
         """The tree of numbers, strings and tensors that ``build`` needs of a fitted curvature
         besides its state."""
@@ -233,11 +217,6 @@ class Curvature(nn.Module, ABC):
 
     def build(self, plan: Any) -> None:
         """Make room, in an empty curvature, for the state of one with this plan."""
-
-    @classmethod
-    def from_matrix(cls, matrix: Tensor) -> Self:
-        """Return a curvature from a symmetric matrix (p, p), which is not copied."""
-        raise NotImplementedError(f"{cls.__name__} does not hold matrices")
 
     def start_pass(self, number: int) -> None:
         """Prepare for a pass over the data, counted from 0."""
@@ -249,22 +228,23 @@ class Curvature(nn.Module, ABC):
     def end_batch(self) -> None:
         """Drop values that belong to the current batch only."""
 
-    def connect(self, products: Products | None) -> None:
-        """Take the products of the whole data's matrix with vectors, after ``scale``; None where
-        the data are not at hand."""
+    def connect(self, products: Any) -> None:
+        """Take the products of the whole data's matrix with vectors (``GaussNewtonProducts``),
+        after ``scale``; None where the data are not at hand."""
 
-    @abstractmethod
     def sums(self) -> list[Tensor]:
-        """Return the sums of the pass; with several processes, the other processes' sums are added
-        in place."""
+        """Return the sums of the pass, by default the buffers; with several processes, the other
+        processes' sums are added in place."""
+        return list(self.buffers(recurse=False))
 
     def add_up(self, ranks: Ranks) -> None:
         """Replace the sums of the pass over this process's data by those over all processes'."""
         ranks.add_up(self.sums())
 
-    @abstractmethod
     def scale(self, factor: float) -> None:
         """Multiply the sums by a factor."""
+        for total in self.sums():
+            total *= factor
 
     def finish(self, before: Self | None) -> Self:
         """Return the curvature after all passes, including earlier data.
@@ -278,7 +258,8 @@ class Curvature(nn.Module, ABC):
 
     def merge(self, other: Self) -> None:
         """Add the curvature of more data."""
-        raise NotImplementedError(f"{type(self).__name__} has to merge, or to finish by itself")
+        for mine, theirs in zip(self.sums(), other.sums(), strict=True):
+            mine += theirs
 
     @abstractmethod
     def diagonal(self) -> Tensor:
@@ -309,3 +290,12 @@ def log_prob(precision: Any, x: Tensor) -> Tensor:
     """Return log N(x; 0, precision^-1) for x (..., p)."""
     constant = precision.size * math.log(2 * math.pi)
     return 0.5 * (precision.logdet() - precision.quadratic(x) - constant)
+
+
+def make_room(
+    module: nn.Module, names: tuple[str, ...], state: Any, prefix: str, like: Tensor
+) -> None:
+    """Resize a module's buffers to those in a state, since their shapes depend on the data."""
+    for name in names:
+        value = state.get(prefix + name)
+        setattr(module, name, None if value is None else like.new_empty(value.shape))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,29 +17,17 @@ class DiagonalCurvature(Curvature):
     """The diagonal of sum_n J_n' J_n, (p,)."""
 
     takes_softmax = True
+    makes = "entries"
     values: Tensor
 
-    def __init__(self, size: int, like: Tensor) -> None:
+    def __init__(self, subset: Subset, like: Tensor) -> None:
         super().__init__()
-        self.size = size
-        self.register_buffer("values", like.new_zeros(size))
-
-    @classmethod
-    def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
-        return largest_shared
+        self.size = subset.size
+        self.register_buffer("values", like.new_zeros(subset.size))
 
     def add(self, jacobian: Jacobian) -> None:
         for block in jacobian.blocks:
-            self.values[block.position.indices] += block.position.take(block.squares().flatten())
-
-    def sums(self) -> list[Tensor]:
-        return [self.values]
-
-    def scale(self, factor: float) -> None:
-        self.values *= factor
-
-    def merge(self, other: Self) -> None:
-        self.values += other.values
+            self.values[block.position.indices] += block.squares().flatten()
 
     def diagonal(self) -> Tensor:
         return self.values
@@ -59,9 +47,6 @@ class Diagonal(Structure):
 
     name: str = named("diag")
     curvature: ClassVar = DiagonalCurvature
-
-    def empty(self, subset: Subset, like: Tensor, before: Any) -> DiagonalCurvature:
-        return DiagonalCurvature(subset.size, like)
 
     def memory(self, size: int, num_rows: int = 0) -> int:
         return 3 * size

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,22 +30,13 @@ class FullCurvature(Curvature):
     """The matrix sum_n J_n' J_n, (p, p), in float64 up to 4096 latents."""
 
     takes_hessian = takes_softmax = True
+    per_column = "entries"
     matrix: Tensor
 
-    def __init__(self, size: int, like: Tensor) -> None:
+    def __init__(self, subset: Subset, like: Tensor) -> None:
         super().__init__()
-        self.size = size
+        self.size = size = subset.size
         self.register_buffer("matrix", widened(like, size).new_zeros(size, size))
-
-    @classmethod
-    def from_matrix(cls, matrix: Tensor) -> Self:
-        result = cls(0, matrix)
-        result.size, result.matrix = len(matrix), matrix
-        return result
-
-    @classmethod
-    def numbers_per_column(cls, size: int, largest_shared: int) -> int:
-        return largest_shared
 
     def add(self, jacobian: Jacobian) -> None:
         if jacobian.num_columns > 1 and all(_is_product(block) for block in jacobian.blocks):
@@ -81,15 +72,6 @@ class FullCurvature(Curvature):
                     mirrored = columns[: k * other.inputs.shape[1]] if other is layer else columns
                     self.matrix[mirrored[:, None], layer.where[k]] += found[:, : len(mirrored)].mT
 
-    def sums(self) -> list[Tensor]:
-        return [self.matrix]
-
-    def scale(self, factor: float) -> None:
-        self.matrix *= factor
-
-    def merge(self, other: Self) -> None:
-        self.matrix += other.matrix
-
     def diagonal(self) -> Tensor:
         return self.matrix.diagonal()
 
@@ -111,9 +93,6 @@ class Full(Structure):
 
     name: str = named("full")
     curvature: ClassVar = FullCurvature
-
-    def empty(self, subset: Subset, like: Tensor, before: Any) -> FullCurvature:
-        return FullCurvature(subset.size, like)
 
     def memory(self, size: int, num_rows: int = 0) -> int:
         return 3 * size * size
@@ -151,11 +130,7 @@ def _is_product(block: Block) -> bool:
     """Return whether each datum has a single product of whole rows of a weight."""
     if isinstance(block, SoftmaxBlock):
         return True
-    return (
-        isinstance(block, ProductBlock)
-        and block.position.chosen is None
-        and block.gradients.shape[2:4] == (1, 1)
-    )
+    return isinstance(block, ProductBlock) and block.gradients.shape[2:4] == (1, 1)
 
 
 def _layers(blocks: Sequence[Any], like: Tensor) -> list[_Layer]:

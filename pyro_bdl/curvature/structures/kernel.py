@@ -26,29 +26,26 @@ from pyro_bdl.curvature.structures.base import (
     Precision,
     Structure,
     Whitened,
+    make_room,
     named,
     whole_rows,
 )
 from pyro_bdl.curvature.structures.full import FullPrecision
-from pyro_bdl.curvature.structures.kron.factors import make_room
 from pyro_bdl.distributions.low_rank_normal import DiagonalPlusLowRank
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.subset import Subset
 
 
 class KernelCurvature(Curvature):
-    """The rows W', (R, p).
-
-    :param parts: the slices of the sites.
-    """
+    """The rows W', (R, p)."""
 
     stores_rows = True
     rows: Tensor
 
-    def __init__(self, size: int, like: Tensor, parts: Mapping[str, slice]) -> None:
+    def __init__(self, subset: Subset, like: Tensor) -> None:
         super().__init__()
-        self.size, self.parts = size, dict(parts)
-        self.register_buffer("rows", like.new_zeros(0, size))
+        self.size, self.parts = subset.size, dict(subset.parts)
+        self.register_buffer("rows", like.new_zeros(0, subset.size))
         self._found: list[Tensor] = []
         self._kernels: tuple[Tensor, dict[str, Tensor]] | None = None
 
@@ -111,9 +108,6 @@ class Kernel(Structure):
 
     name: str = named("kernel")
     curvature: ClassVar = KernelCurvature
-
-    def empty(self, subset: Subset, like: Tensor, before: Any) -> KernelCurvature:
-        return KernelCurvature(subset.size, like, subset.parts)
 
     def memory(self, size: int, num_rows: int = 0) -> int:
         return 4 * num_rows * size + 6 * num_rows**2

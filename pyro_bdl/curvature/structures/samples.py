@@ -15,8 +15,7 @@ preconditioner w is the prior's draw there, whatever the solve's tolerance.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar, Self
@@ -29,7 +28,6 @@ from pyro_bdl.curvature.prior import PriorPrecision, PriorRoot
 from pyro_bdl.curvature.structures.base import (
     Curvature,
     Precision,
-    Products,
     Structure,
     Whitened,
     named,
@@ -53,13 +51,13 @@ class SamplesCurvature(Curvature):
     The samples are solved for again, from where they are, when the prior or the noise changes; this
     passes over the data. A posterior that was loaded from a file has its samples alone.
 
-    :param parts: the slices of the sites.
     :param num_samples: S.
     :param tolerance: see ``Samples``.
     """
 
     is_sampled = True
     takes_products = True
+    makes = "entries"
     values: Tensor
     targets: Tensor
     deviations: Tensor
@@ -67,17 +65,11 @@ class SamplesCurvature(Curvature):
     solved_prior: Tensor
     solved_factor: Tensor
 
-    def __init__(
-        self,
-        size: int,
-        like: Tensor,
-        parts: Mapping[str, slice],
-        num_samples: int,
-        tolerance: float,
-    ) -> None:
+    def __init__(self, subset: Subset, like: Tensor, *, num_samples: int, tolerance: float) -> None:
         super().__init__()
-        self.size, self.parts, self.tolerance = size, dict(parts), tolerance
-        self._products: Products | None = _NoData()
+        self.size = size = subset.size
+        self.parts, self.tolerance = dict(subset.parts), tolerance
+        self._products: Any = None
         self.register_buffer("values", like.new_zeros(size))
         self.register_buffer("targets", like.new_zeros(num_samples, size))
         self.register_buffer("deviations", like.new_zeros(num_samples, size))
@@ -85,10 +77,6 @@ class SamplesCurvature(Curvature):
         self.register_buffer("seed", seed)
         self.register_buffer("solved_prior", like.new_full((size,), torch.nan))
         self.register_buffer("solved_factor", like.new_zeros(()))
-
-    @classmethod
-    def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
-        return largest_shared
 
     def add(self, jacobian: Jacobian) -> None:
         like = jacobian.like
@@ -98,9 +86,9 @@ class SamplesCurvature(Curvature):
         )  # fmt: skip
         self.targets += jacobian.combined(noise).to(self.targets)
         for block in jacobian.blocks:
-            self.values[block.position.indices] += block.position.take(block.squares().flatten())
+            self.values[block.position.indices] += block.squares().flatten()
 
-    def connect(self, products: Products | None) -> None:
+    def connect(self, products: Any) -> None:
         self._products = products
 
     def sums(self) -> list[Tensor]:
@@ -117,24 +105,25 @@ class SamplesCurvature(Curvature):
         self.values += other.values
         self.targets += other.targets
         self.solved_prior.fill_(torch.nan)
-        assert self._products is not None and other._products is not None
         self._products = self._products + other._products
 
     def diagonal(self) -> Tensor:
         return self.values
 
-    def products(self) -> Products:
-        """The products with the curvature.
+    def products(self) -> Callable[[Tensor], Tensor]:
+        """The curvature times vectors (S, p), as a function.
 
         :raises RuntimeError: where the data are not at hand.
         """
-        if self._products is None:
-            raise RuntimeError(
-                'structure="samples" needs the data for another prior or noise, and for '
-                "densities: this posterior was loaded from a file without them; call "
-                "laplace_approximation(data) again, at the same point"
-            )
-        return self._products
+        if self._products is not None:
+            return self._products.prepared()
+        if not self.values.any():  # no data yet
+            return torch.zeros_like
+        raise RuntimeError(
+            'structure="samples" needs the data for another prior or noise, and for densities: '
+            "this posterior was loaded from a file without them; call "
+            "laplace_approximation(data) again, at the same point"
+        )
 
     def prior_noise(self, number: int) -> Tensor:
         """xi of one sample, (p,), the same every time."""
@@ -151,16 +140,6 @@ class SamplesCurvature(Curvature):
 
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> "SamplesPrecision":
         return SamplesPrecision(self, prior, factor)
-
-
-class _NoData(Products):
-    """The products of a curvature over no data."""
-
-    def held(self) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
-        return nullcontext(torch.zeros_like)
-
-    def __add__(self, other: Products) -> Products:
-        return other
 
 
 @dataclass(frozen=True)
@@ -187,9 +166,6 @@ class Samples(Structure):
         whole_number(self.num_samples, "num_samples")
         if not 0 < self.tolerance < 1:
             raise ValueError(f"tolerance must be between 0 and 1, got {self.tolerance}")
-
-    def empty(self, subset: Subset, like: Tensor, before: Any) -> SamplesCurvature:
-        return SamplesCurvature(subset.size, like, subset.parts, self.num_samples, self.tolerance)
 
     def memory(self, size: int, num_rows: int = 0) -> int:
         at_once = min(self.num_samples, _AT_ONCE)
@@ -277,47 +253,47 @@ class SamplesPrecision(Precision):
     def _solved(self, right: _RightSides, start: Tensor) -> Tensor:
         """precision^-1 b for the vectors b of some numbers, (S, p)."""
         found, tolerance = [], self.curvature.tolerance
-        with self.curvature.products().held() as products:
-            for first in range(0, len(start), _AT_ONCE):
-                part = range(first, min(first + _AT_ONCE, len(start)))
-                sides, norms = right(part, products)
-                solution = conjugate_gradients(
-                    partial(self._times, products),
-                    sides,
-                    self._over_prior,
-                    self.diagonal,
-                    start=start[part.start : part.stop],
-                    limit=tolerance * norms,
-                    steps=_STEPS,
+        products = self.curvature.products()
+        for first in range(0, len(start), _AT_ONCE):
+            part = range(first, min(first + _AT_ONCE, len(start)))
+            sides, norms = right(part, products)
+            solution = conjugate_gradients(
+                partial(self._times, products),
+                sides,
+                self._over_prior,
+                self.diagonal,
+                start=start[part.start : part.stop],
+                limit=tolerance * norms,
+                steps=_STEPS,
+            )
+            found.append(solution.x)
+            if not solution.converged:
+                warnings.warn(
+                    f"a solve for samples has not reached the tolerance in {_STEPS} steps: "
+                    "give the weights a narrower prior, or take a larger tolerance=",
+                    BdlWarning,
+                    stacklevel=3,
                 )
-                found.append(solution.x)
-                if not solution.converged:
-                    warnings.warn(
-                        f"a solve for samples has not reached the tolerance in {_STEPS} steps: "
-                        "give the weights a narrower prior, or take a larger tolerance=",
-                        BdlWarning,
-                        stacklevel=3,
-                    )
         return torch.cat(found)
 
     @torch.no_grad()
     def _log_determinant(self) -> Tensor:
         """log det Lambda + tr log(R^-1 precision R^-T), the trace from probes."""
         total = self.root.log_det()
-        with self.curvature.products().held() as products:
-            for first in range(0, _PROBES, _AT_ONCE):
-                part = range(first, min(first + _AT_ONCE, _PROBES))
-                signs = torch.stack([self.curvature.probe(number) for number in part])
-                solution = conjugate_gradients(
-                    partial(self._times, products),
-                    self.root.times(signs.double()).to(signs),
-                    self._over_prior,
-                    self.diagonal,
-                    limit=self.curvature.tolerance * self.size**0.5,
-                    steps=_STEPS,
-                )
-                found = lanczos_quadrature(solution, torch.log)
-                total = total + self.size * found.sum() / _PROBES
+        products = self.curvature.products()
+        for first in range(0, _PROBES, _AT_ONCE):
+            part = range(first, min(first + _AT_ONCE, _PROBES))
+            signs = torch.stack([self.curvature.probe(number) for number in part])
+            solution = conjugate_gradients(
+                partial(self._times, products),
+                self.root.times(signs.double()).to(signs),
+                self._over_prior,
+                self.diagonal,
+                limit=self.curvature.tolerance * self.size**0.5,
+                steps=_STEPS,
+            )
+            found = lanczos_quadrature(solution, torch.log)
+            total = total + self.size * found.sum() / _PROBES
         return total
 
     def logdet(self) -> Tensor:
@@ -345,8 +321,8 @@ class SamplesPrecision(Precision):
     @torch.no_grad()
     def quadratic(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.size).to(self.diagonal)
-        with self.curvature.products().held() as products:
-            found = (self._times(products, rows) * rows).sum(-1)
+        products = self.curvature.products()
+        found = (self._times(products, rows) * rows).sum(-1)
         return found.reshape(x.shape[:-1])
 
     @torch.no_grad()

@@ -64,7 +64,7 @@ def _found(program, x, y, curvature, run=At.linearize):
     layout = Program(program, x, y).layout
     vector = 0.3 * torch.randn(layout.size, dtype=torch.float64)
     at = run(At(program, Subset(layout), vector), (x, y), {})
-    full = FullCurvature(layout.size, vector)
+    full = FullCurvature(Subset(layout), vector)
     config = CurvatureConfig("full", curvature)
     jacobians = list(fisher_jacobians(at, config))
     for jacobian in jacobians:

@@ -10,21 +10,14 @@ from torch import nn
 from pyro_bdl import LinearizedPredictive, bayesianize, evidence, models, priors
 from pyro_bdl.curvature.config import CurvatureConfig, check_memory
 from pyro_bdl.curvature.structures import kernel as kernel_module
-from pyro_bdl.curvature.structures.kernel import KernelCurvature
 from pyro_bdl.distributions.matrix_normal import MatrixNormal
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN
-
-EXACTLY = {"rtol": 1e-8, "atol": 1e-10}
 
 
 def net(outputs, inputs=3):
     torch.manual_seed(2)
     return nn.Sequential(nn.Linear(inputs, 6), nn.Tanh(), nn.Linear(6, outputs))
-
-
-def per_layer():
-    return priors.PerLayer(priors.Normal(learned(0.7)))
 
 
 def coupled(x, y=None):
@@ -45,9 +38,10 @@ def coupled(x, y=None):
 def case(name):
     torch.manual_seed(1)
     x = torch.randn(7, 3)
-    if name == "normal":
-        y = torch.randn(7, 2)
-        return models.Regression(bayesianize(net(2), per_layer()), noise=0.4), x, y
+    if name in ("normal", "learned"):
+        noise = 0.4 if name == "normal" else learned(0.4)
+        prior = priors.PerLayer(priors.Normal(learned(0.7)))
+        return models.Regression(bayesianize(net(2), prior), noise=noise), x, torch.randn(7, 2)
     if name == "categorical":
         model = models.Classification(bayesianize(net(3), priors.FanIn(1.5)))
         return model, x, torch.randint(0, 3, (7,))
@@ -57,97 +51,66 @@ def case(name):
     return coupled, x, torch.randn(7, 2)
 
 
-def approximate(name, structure, **options):
+def approximate(name, structure, *, update=False, **options):
     model, x, y = case(name)
     guide = AutoLaplaceGGN(model, structure=structure, **options).prototype(x, y)
     torch.manual_seed(5)
     with torch.no_grad():
         guide.loc.copy_(0.3 * torch.randn_like(guide.loc))
-    return model, guide.laplace_approximation((x, y)), x
+    if not update:
+        return model, guide.laplace_approximation((x, y))
+    batches = [(x[:2], y[:2]), (x[2:3], y[2:3])]
+    return model, guide.laplace_approximation(batches).update((x[3:], y[3:]))
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
 
 
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
 @pytest.mark.parametrize("subset", [None, [0, 2, 5]])
 @pytest.mark.parametrize("name", ["normal", "categorical", "bernoulli", "coupled"])
 def test_it_is_the_full_posterior(name, subset):
+    """Whatever the batches; the contract tests hold the rest against solves."""
     chosen = None if subset is None else "b" if name == "coupled" else torch.tensor(subset)
-    model, full, _ = approximate(name, "full", subset=chosen)
-    _, guide, _ = approximate(name, "kernel", subset=chosen)
-    assert guide.curvature.rows.shape[0] == 7 * {"bernoulli": 1, "categorical": 3}.get(name, 2)
-    close = lambda a, b: torch.testing.assert_close(a, b, **EXACTLY)  # noqa: E731
-    ours, exact = guide.precision, full.precision
-    close(ours.logdet(), exact.logdet())
-    close(ours.variances(), exact.variances())
-    vectors = torch.randn(3, guide.subset.size)
-    close(ours.solve(vectors), exact.solve(vectors))
-    close(ours.quadratic(vectors), exact.quadratic(vectors))
-    close(evidence.log_marginal_likelihood(guide), evidence.log_marginal_likelihood(full))
-    new = torch.randn(4, 3)
-    found, expected = LinearizedPredictive(model, guide), LinearizedPredictive(model, full)
-    for site, moments in expected.moments(new).items():
-        for key, value in moments.variance.items():
-            close(found.moments(new)[site].variance[key], value)
-    close(found.covariance(new)["y"], expected.covariance(new)["y"])
-    close(found.joint_covariance(new)["y"], expected.joint_covariance(new)["y"])
+    _, full = approximate(name, "full", subset=chosen)
+    ours, exact = approximate(name, "kernel", subset=chosen)[1], full.precision
+    assert len(ours.curvature.rows) == 7 * {"bernoulli": 1, "categorical": 3}.get(name, 2)
+    vectors = torch.randn(3, full.subset.size)
+    for posterior in (ours, approximate(name, "kernel", update=True, subset=chosen)[1]):
+        close(posterior.precision.solve(vectors), exact.solve(vectors))
+        close(posterior.precision.quadratic(vectors), exact.quadratic(vectors))
+        close(posterior.precision.logdet(), exact.logdet())
+        close(posterior.precision.variances(), exact.variances())
 
 
 @pytest.mark.parametrize("name", ["normal", "coupled"])
 def test_draws_have_exactly_the_covariance(name, monkeypatch):
     """A draw is A times noise; A A' is the covariance, without a Monte Carlo error."""
-    _, guide, _ = approximate(name, "kernel")
-    _, full, _ = approximate(name, "full")
+    _, guide = approximate(name, "kernel")
+    _, full = approximate(name, "full")
     size = guide.subset.size
     monkeypatch.setattr(torch, "randn", lambda *shape, **kwargs: torch.eye(size))
     draws = guide.precision.sample(size)
-    expected = full.precision.solve(torch.eye(size))
-    torch.testing.assert_close(draws.T @ draws, expected, **EXACTLY)
+    close(draws.T @ draws, full.precision.solve(torch.eye(size)))
 
 
-def test_batches_and_updates_add_up():
-    _, guide, _ = approximate("categorical", "kernel")
-    model, x, y = case("categorical")
-    halves = AutoLaplaceGGN(model, structure="kernel").prototype(x, y)
-    with torch.no_grad():
-        halves.loc.copy_(guide.loc)
-    batches = [(x[:3], y[:3]), (x[3:], y[3:])]
-    vectors = torch.randn(3, guide.subset.size)
-    for other in (
-        halves.laplace_approximation(batches),
-        halves.laplace_approximation(batches[0]).update(batches[1]),
-    ):
-        torch.testing.assert_close(
-            other.precision.solve(vectors), guide.precision.solve(vectors), **EXACTLY
-        )
-
-
-@pytest.mark.parametrize("is_learned", [False, True])
-def test_the_evidence_is_maximized_alike(is_learned):
-    """Gradients in prior scales and noise, and the maximum, are those of "full"."""
-    found = {}
+def test_the_evidence_is_maximized_alike(monkeypatch):
+    """Gradients in prior scales and noise, and the maximum, are those of "full"; the rows are
+    multiplied once, whatever the number of steps."""
+    found, calls, gram = {}, [], kernel_module._gram
+    monkeypatch.setattr(kernel_module, "_gram", lambda rows: calls.append(1) or gram(rows))
     for structure in ("full", "kernel"):
-        torch.manual_seed(1)
-        x, y = torch.randn(7, 3), torch.randn(7, 2)
-        noise = learned(0.4) if is_learned else 0.4
-        model = models.Regression(bayesianize(net(2), per_layer()), noise=noise)
-        guide = AutoLaplaceGGN(model, structure=structure).prototype(x, y)
-        posterior = guide.laplace_approximation((x, y))
+        model, posterior = approximate("learned", structure)
         total = evidence.log_marginal_likelihood(posterior)
         slopes = torch.autograd.grad(total, list(model.parameters()), allow_unused=True)
-        result = evidence.maximize(posterior, steps=3, method="gradient")
+        calls.clear()
+        result = evidence.maximize(posterior, steps=3, method="gradient", linearized=False)
         found[structure] = [s for s in slopes if s is not None], result.history
-    torch.testing.assert_close(found["kernel"], found["full"], **EXACTLY)
-
-
-def test_steps_on_the_evidence_take_the_kernels_of_the_sites(monkeypatch):
-    """The rows are multiplied once, whatever the number of steps."""
-    calls = []
-    gram = kernel_module._gram
-    monkeypatch.setattr(kernel_module, "_gram", lambda rows: calls.append(1) or gram(rows))
-    _, guide, _ = approximate("normal", "kernel")
-    evidence.maximize(guide, steps=5, method="gradient", linearized=False)
-    assert len(calls) == len(guide.subset.parts)
+    assert len(calls) <= len(posterior.subset.parts)
+    close(found["kernel"], found["full"])
 
 
 def test_float32_has_the_digits_of_the_noise():
@@ -169,13 +132,6 @@ def variances(model, guide, x, y):
     return LinearizedPredictive(model, posterior).moments(x)["y"].variance["loc"]
 
 
-def test_the_state_has_the_rows():
-    _, guide, _ = approximate("bernoulli", "kernel")
-    other = KernelCurvature(guide.subset.size, guide.loc, guide.subset.parts)
-    other.load_state_dict(guide.curvature.state_dict())
-    torch.testing.assert_close(other.rows, guide.curvature.rows)
-
-
 def hierarchical(y):
     scale = pyro.sample("scale", dist.HalfNormal(3.0))
     w = pyro.sample("w", dist.Normal(torch.zeros(2), scale).to_event(1))
@@ -189,8 +145,8 @@ def test_scales_with_a_prior(subset):
     point, y = [1.0, 1.0, 1.0], torch.tensor([3.0, 2.0])
     ours = at(point, hierarchical, y, structure="kernel", subset=subset).precision
     exact = at(point, hierarchical, y, structure="full", subset=subset).precision
-    torch.testing.assert_close(ours.variances(), exact.variances(), **EXACTLY)
-    torch.testing.assert_close(ours.logdet(), exact.logdet(), **EXACTLY)
+    close(ours.variances(), exact.variances())
+    close(ours.logdet(), exact.logdet())
 
 
 # Limits

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from pyro_bdl import LinearizedPredictive, bayesianize, models, priors
-from pyro_bdl.curvature import At, CurvatureConfig, LowRank
+from pyro_bdl.curvature import LowRank
+from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program.subset import Subset

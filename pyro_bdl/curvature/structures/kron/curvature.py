@@ -22,9 +22,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.jacobian.block_position import BlockPosition
 from pyro_bdl.curvature.jacobian.jacobian import (
     Block,
+    BlockPosition,
     DenseBlock,
     Jacobian,
     LookupBlock,
@@ -38,7 +38,6 @@ from pyro_bdl.curvature.structures.kron.factors import (
     Outer,
     WeightFactors,
     decompose,
-    gather,
     gradients_of,
 )
 from pyro_bdl.curvature.structures.kron.precision import KroneckerPrecision
@@ -115,10 +114,17 @@ class KroneckerCurvature(Curvature):
 
     takes_softmax = True
     takes_single_rows = True
+    makes = "factors"
     like: Tensor
 
     def __init__(self, subset: Subset, like: Tensor, *, reduce: bool = False) -> None:
         super().__init__()
+        for name, entries in subset.chosen.items():
+            if entries is not None:
+                raise ValueError(
+                    f"a subset of the entries of site '{name}' has no Kronecker factors: choose "
+                    'whole sites, or structure="full", "diag" or "low_rank"'
+                )
         self.size, self.sites, self.reduce = subset.size, subset.parts, reduce
         latents = subset.layout.latents
         self.networks = {n for n in self.sites if latents[n].plates and latents[n].event_dim > 1}
@@ -129,10 +135,6 @@ class KroneckerCurvature(Curvature):
         self._rotated: dict[Any, Any] = {}
         self._pass = 0
 
-    @classmethod
-    def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
-        return 0
-
     # Accumulation
 
     def end_batch(self) -> None:
@@ -142,11 +144,6 @@ class KroneckerCurvature(Curvature):
     def add(self, jacobian: Jacobian) -> None:
         vectors: dict[int, Outer] = {}  # a weight and a bias share their gradients
         for block in jacobian.blocks:
-            if block.position.chosen is not None:
-                raise ValueError(
-                    f"a subset of the entries of site '{block.position.key[0]}' has no Kronecker "
-                    'factors: choose whole sites, or structure="full", "diag" or "low_rank"'
-                )
             part = self._part(block)
             if isinstance(block, DenseBlock):
                 if self._pass == 0:
@@ -154,8 +151,7 @@ class KroneckerCurvature(Curvature):
                 continue
             origin = block.position.key, block.position.uses  # other columns have the same inputs
             if self._pass == 1:
-                basis = part.basis()
-                rotated: Any = block.rotated(basis.inputs, basis.outputs)
+                rotated: Any = part.basis().split(block)[0]
                 if isinstance(rotated, ProductBlock):
                     source = self._rotated.setdefault(origin, rotated.source)
                     rotated = replace(rotated, source=source)
@@ -196,27 +192,29 @@ class KroneckerCurvature(Curvature):
         found = []
         for (site, use), name in self._names.items():
             part = self.parts[name]
-            indices = part.position.indices
-            where = [indices.start, indices.stop] if isinstance(indices, slice) else indices
-            of_weight = isinstance(part, WeightFactors)
-            shape = list(part.shape) if of_weight else None
-            lookup = of_weight and part.inputs is None
-            uses = list(part.position.uses)
+            indices, of_weight = part.position.indices, isinstance(part, WeightFactors)
             found.append(
-                {"site": site, "use": use, "uses": uses, "indices": where, "shape": shape,
-                 "lookup": lookup}
-            )  # fmt: skip
+                {
+                    "key": [site, use],
+                    "indices": part.position.index_tensor(self.like.device)
+                    if not isinstance(indices, slice)
+                    else [indices.start, indices.stop],
+                    "uses": list(part.position.uses),
+                    "shape": list(part.shape) if of_weight else None,
+                    "lookup": of_weight and part.inputs is None,
+                }
+            )
         return found
 
     def build(self, plan: Any) -> None:
         for saved in plan:
-            key, where, shape = (saved["site"], saved["use"]), saved["indices"], saved["shape"]
+            (site, use), where, shape = saved["key"], saved["indices"], saved["shape"]
             indices = where if isinstance(where, Tensor) else slice(*where)
-            position = BlockPosition(key, indices, uses=tuple(saved["uses"]))
+            position = BlockPosition((site, use), indices, tuple(saved["uses"]))
             part: Any = ExactBlock(position, self.like)
             if shape is not None:
                 part = WeightFactors(position, torch.Size(shape), self.like, lookup=saved["lookup"])
-            self._with_part(key, part)
+            self._with_part((site, use), part)
 
     @property
     def _in_order(self) -> list[Any]:
@@ -233,7 +231,7 @@ class KroneckerCurvature(Curvature):
         return [total for part in self._in_order for total in part.sums(self._pass)]
 
     def add_up(self, ranks: Ranks) -> None:
-        matrices = gather(self._factors, ranks) if self._pass == 0 else []
+        matrices = [f.as_matrix() for f in self._factors] if self._pass == 0 else []
         ranks.add_up([*matrices, *self.sums()])
 
     def scale(self, factor: float) -> None:
@@ -280,9 +278,7 @@ class KroneckerCurvature(Curvature):
         parts, device = list(self.parts.values()), self.like.device
         uses = torch.zeros(self.size, dtype=torch.long, device="cpu")
         for part in parts:
-            where = (
-                part.position.indices
-            )  # slices are not spelled out: they are millions of numbers
+            where = part.position.indices  # slices are not spelled out: millions of numbers
             uses[where if isinstance(where, slice) else where.to(uses.device)] += 1
         for site, place in self.sites.items():
             of_site = uses[place]
@@ -314,6 +310,8 @@ class EKFACCurvature(KroneckerCurvature):
     """
 
     passes = 2
+    makes = "entries"
+    takes_softmax = False
 
     def __init__(
         self, subset: Subset, like: Tensor, *, reduce: bool = False, before: Self | None = None
@@ -321,10 +319,6 @@ class EKFACCurvature(KroneckerCurvature):
         super().__init__(subset, like, reduce=reduce)
         named = {} if before is None else before._names
         self._earlier = {key: before.parts[name] for key, name in named.items()}
-
-    @classmethod
-    def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
-        return largest_shared
 
     def start_pass(self, number: int) -> None:
         self._pass = number
@@ -352,9 +346,6 @@ class Kron(Structure):
     reduce: bool = False
     name: str = named("kron")
     curvature: ClassVar = KroneckerCurvature
-
-    def empty(self, subset: Subset, like: Tensor, before: Any) -> KroneckerCurvature:
-        return KroneckerCurvature(subset, like, reduce=self.reduce)
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,17 @@
 """The Kronecker factors of one weight: sums of outer products of vectors, and their eigenpairs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.jacobian.block_position import BlockPosition
-from pyro_bdl.curvature.jacobian.jacobian import LookupBlock, ProductBlock
+from pyro_bdl.curvature.jacobian.jacobian import BlockPosition, LookupBlock, ProductBlock
 from pyro_bdl.curvature.jacobian.output_layers import SoftmaxBlock
 from pyro_bdl.curvature.prior import PriorPrecision
+from pyro_bdl.curvature.structures.base import make_room
 from pyro_bdl.curvature.structures.kron.precision import Eigenbasis, WeightPrecision
-from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.linear_algebra import products
 from pyro_bdl.utils.memory import available_memory
 
@@ -143,19 +142,14 @@ class Factor(nn.Module):
         """Set the eigenpairs."""
         self.values, self.vectors, self.rows, self.matrix = values, vectors, [], None
 
-    def extended(self, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The eigenpairs, with directions of eigenvalue zero until they span rows (groups, R, m)
-        too, or all."""
+    def complete(self) -> None:
+        """Add directions of eigenvalue zero, until they span all."""
         assert self.values is not None and self.vectors is not None
-        values, basis, (size, rank) = self.values, self.vectors, self.vectors.shape[1:]
-        if rank == size:
-            return values, basis
-        if rows is None or rank + rows.shape[1] >= size:
-            q = torch.linalg.qr(basis, mode="complete")[0]
-        else:
-            q = torch.linalg.qr(torch.cat([basis, rows.mT], -1).double())[0].to(basis)
-        longer = torch.cat([basis, q[..., rank:]], -1)
-        return nn.functional.pad(values, (0, longer.shape[2] - rank)), longer
+        size, rank = self.vectors.shape[1:]
+        if rank < size:
+            q = torch.linalg.qr(self.vectors, mode="complete")[0]
+            vectors = torch.cat([self.vectors, q[..., rank:]], -1)
+            self.take(nn.functional.pad(self.values, (0, size - rank)), vectors)
 
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
         if any(prefix + name in state for name in self._buffers):
@@ -226,15 +220,10 @@ class WeightFactors(nn.Module):
         return [self.count] if self.looked_up is None else [self.count, self.looked_up]
 
     def start_correction(self, earlier: "WeightFactors | None") -> None:
-        """Start to accumulate second moments in the eigenbasis.
-
-        :param earlier: factors of earlier data; their basis is used, extended to the span of these
-            data.
-        """
-        if earlier is not None and earlier.corrected is not None:
-            for mine, theirs in zip(self.factors, earlier.factors, strict=True):
-                assert mine.vectors is not None
-                mine.take(*theirs.extended(mine.vectors.mT))
+        """Start to accumulate second moments in the eigenbasis, or in that of earlier data."""
+        for mine, theirs in zip(self.factors, earlier.factors if earlier else (), strict=False):
+            mine.take(theirs.values, theirs.vectors)
+            mine.complete()
         self.corrected = self.outputs.vectors.new_zeros(self.basis().directions)
 
     def add_earlier(self, earlier: "WeightFactors") -> None:
@@ -269,7 +258,7 @@ class WeightFactors(nn.Module):
     def complete(self) -> None:
         """Complete the basis, for priors that vary between directions."""
         for factor in self.factors:
-            factor.take(*factor.extended())
+            factor.complete()
         if self.corrected is not None:
             self.corrected = self.basis().padded(self.corrected)
 
@@ -298,17 +287,17 @@ class WeightFactors(nn.Module):
 
         A prior of one number keeps the eigenbasis; else its diagonal in a complete one is used.
         """
-        position, where = self.position, self.position.indices
+        site, where = self.position.key[0], self.position.indices
         values, basis, coupled = self.spectrum() * factor, self.basis(), prior.couples(where)
         one = None if coupled else self._one_number(prior)
         if one is not None:
             one = one.to(values)
-            return WeightPrecision(position, basis, values + one, None if basis.complete else one)
+            return WeightPrecision(site, basis, values + one, None if basis.complete else one)
         self.complete()
         basis = self.basis()
         added = prior.within(where) if coupled else prior.diagonal[where].reshape(self.shape)
         values = basis.padded(values) + basis.rotated_diagonal(added.to(values))
-        return WeightPrecision(position, basis, values, None)
+        return WeightPrecision(site, basis, values, None)
 
     def _one_number(self, prior: PriorPrecision) -> Tensor | None:
         """Return the prior precision of all entries if it is one number, and stays one when the
@@ -331,24 +320,6 @@ def gradients_of(block: ProductBlock | LookupBlock, *, reduce: bool) -> Outer:
     return outer(g.sum(1, keepdim=True) if reduce else g)
 
 
-def gather(factors: Sequence[Factor], ranks: Ranks) -> list[Tensor]:
-    """Give every rank the vectors of all ranks, for the factors where these are few together.
-
-    :returns: the matrices of the other factors, which are left to add up over the ranks.
-    """
-    stored = [None if f.matrix is not None else torch.cat(f.rows, 1).cpu() for f in factors]
-    found = ranks.gather(stored)
-    matrices = []
-    for number, factor in enumerate(factors):
-        parts = [rows[number] if len(rows) == len(stored) else None for rows in found]
-        alike = all(part is not None and part.shape[::2] == parts[0].shape[::2] for part in parts)
-        if alike and 2 * sum(part.shape[1] for part in parts) <= factor.shape[1]:
-            factor.rows = [part.to(factor.rows[0]) for part in parts]
-        else:
-            matrices.append(factor.as_matrix())
-    return matrices
-
-
 def decompose(factors: Iterable[Factor]) -> None:
     """Decompose factors; equal ones are decomposed once.
 
@@ -365,12 +336,3 @@ def decompose(factors: Iterable[Factor]) -> None:
             done.append((sums, factor))
         else:
             factor.take(twin.values, twin.vectors)
-
-
-def make_room(
-    module: nn.Module, names: tuple[str, ...], state: Any, prefix: str, like: Tensor
-) -> None:
-    """Resize a module's buffers to those in a state, since their shapes depend on the data."""
-    for name in names:
-        value = state.get(prefix + name)
-        setattr(module, name, None if value is None else like.new_empty(value.shape))

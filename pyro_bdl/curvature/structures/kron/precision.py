@@ -1,70 +1,29 @@
 """The posterior precision of Kronecker-factored curvature: independent blocks and their algebra."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.block_position import BlockPosition
-from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock, Jacobian, same_entries
+from pyro_bdl.curvature.jacobian.jacobian import (
+    Block,
+    BlockPosition,
+    DenseBlock,
+    Jacobian,
+    same_entries,
+)
 from pyro_bdl.curvature.structures.base import Precision, Whitened
-
-
-@dataclass(frozen=True)
-class Side:
-    """Directions of a weight's outputs or inputs.
-
-    :param columns: orthonormal, (groups, m, r); None for the unit vectors.
-    :param orthogonal: whether they are the space orthogonal to the columns instead, in which a
-        vector's coordinates are those of its projection.
-    """
-
-    columns: Tensor | None
-    orthogonal: bool = False
-
-    def into(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Return the coordinates of x (..., groups, *, *), whose last or last but one axis they
-        take."""
-        if self.columns is None:
-            return x
-        inside = _times(x, self.columns, dim)
-        return x - _times(inside, self.columns.mT, dim) if self.orthogonal else inside
-
-    def back(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Return the vectors with these coordinates."""
-        if self.columns is None or self.orthogonal:
-            return self.into(x, dim)
-        return _times(x, self.columns.mT, dim)
-
-
-def _times(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
-    return x @ matrix if dim == -1 else matrix.mT @ x
-
-
-@dataclass(frozen=True)
-class Directions:
-    """Directions u kron v in the entries of a weight (groups, out, in)."""
-
-    outputs: Side
-    inputs: Side
-
-    def into(self, x: Tensor) -> Tensor:
-        """Return the coordinates (..., groups, s, r) of weights x (..., groups, out, in)."""
-        return self.outputs.into(self.inputs.into(x), -2)
-
-    def back(self, x: Tensor) -> Tensor:
-        """Return the weights with these coordinates."""
-        return self.outputs.back(self.inputs.back(x), -2)
 
 
 @dataclass(frozen=True)
 class Eigenbasis:
     """Q = U kron V over the entries of a weight (groups, out, in).
 
-    There may be fewer directions (groups, s, r) than entries; the complement is the space
-    orthogonal to them.
+    There may be fewer directions (groups, s, r) than entries. The complement, orthogonal to them,
+    has up to two parts: all outputs with the inputs' complement of V, and the outputs' complement
+    of U with the inputs along V. Coordinates in a part are those of the projection onto it.
 
     :param shape: the weight's shape.
     :param outputs: U, (groups, out, s) with orthonormal columns; None for the identity.
@@ -88,67 +47,85 @@ class Eigenbasis:
         return self.directions == self.shape
 
     @property
-    def inside(self) -> Directions:
-        return Directions(Side(self.outputs), Side(self.inputs))
-
-    def parts(self) -> list[tuple[Directions, torch.Size]]:
-        """The directions, and the orthogonal parts of the complement, with the shapes of their
-        coordinates."""
+    def parts(self) -> list[torch.Size]:
+        """The shapes of the coordinates along the directions and in the complement's parts."""
         (groups, out, into), (_, s, r) = self.shape, self.directions
-        found = [(self.inside, self.directions)]
+        found = [self.directions]
         if r < into:
-            found.append((Directions(Side(None), Side(self.inputs, orthogonal=True)), self.shape))
+            found.append(self.shape)
         if s < out:
-            others = Directions(Side(self.outputs, orthogonal=True), Side(self.inputs))
-            found.append((others, torch.Size((groups, out, r))))
+            found.append(torch.Size((groups, out, r)))
         return found
 
+    def into(self, x: Tensor) -> Tensor:
+        """The coordinates (..., groups, s, r) along the directions of x (..., groups, out, in)."""
+        x = x if self.inputs is None else x @ self.inputs
+        return x if self.outputs is None else self.outputs.mT @ x
+
+    def back(self, x: Tensor) -> Tensor:
+        """The weights with coordinates x (..., groups, s, r)."""
+        x = x if self.inputs is None else x @ self.inputs.mT
+        return x if self.outputs is None else self.outputs @ x
+
+    def coordinates(self, x: Tensor) -> list[Tensor]:
+        """The coordinates of weights x (..., groups, out, in) in each of ``parts``."""
+        (_, out, into), (_, s, r), u, v = self.shape, self.directions, self.outputs, self.inputs
+        along = x if v is None else x @ v
+        found = [along if u is None else u.mT @ along]
+        if v is not None and r < into:
+            found.append(x - along @ v.mT)
+        if u is not None and s < out:
+            found.append(along - u @ found[0])
+        return found
+
+    def vectors(self, coordinates: Sequence[Tensor]) -> Tensor:
+        """The weights with coordinates in each of ``parts``, projected onto these."""
+        (_, out, into), (_, s, r), u, v = self.shape, self.directions, self.outputs, self.inputs
+        inside, *rest = coordinates
+        result = self.back(inside)
+        if v is not None and r < into:
+            part = rest.pop(0)
+            result = result + part - (part @ v) @ v.mT
+        if u is not None and s < out:
+            part = rest.pop()
+            part = part - u @ (u.mT @ part)
+            result = result + (part if v is None else part @ v.mT)
+        return result
+
     def split(self, block: Any) -> list[Any]:
-        """Return the gradients of a block along each of ``parts``, as blocks."""
-        (_, out, into), (_, s, r) = self.shape, self.directions
-        rest = []
-        if r < into:
-            block, other = block.split_inputs(self.inputs)
-            rest.append(other)
-        else:
-            block = block.rotated(self.inputs, None)
-        if s < out:
-            block, other = block.split_outputs(self.outputs)
-            rest.append(other)
-        else:
-            block = block.rotated(None, self.outputs)
-        return [block, *rest]
+        """The gradients of a block in each of ``parts``, as blocks."""
+        (_, out, into), (_, s, r), u, v = self.shape, self.directions, self.outputs, self.inputs
+        along = block if v is None else block.mapped(lambda a: times(a, v), None)
+        found = [along if u is None else along.mapped(None, lambda g: times(g, u))]
+        if v is not None and r < into:
+            found.append(block.mapped(lambda a: a - times(times(a, v), v.mT), None))
+        if u is not None and s < out:
+            found.append(along.mapped(None, lambda g: g - times(times(g, u), u.mT)))
+        return found
+
+    @property
+    def squares(self) -> "Eigenbasis":
+        """The squared entries of U and V."""
+        outputs, inputs = (None if q is None else q.square() for q in (self.outputs, self.inputs))
+        return replace(self, outputs=outputs, inputs=inputs)
 
     def diagonal(self, values: Tensor) -> Tensor:
         """Return diag(Q diag(values) Q'), (groups, out, in), for values (groups, s, r)."""
-        return self._squares().back(values)
+        return self.squares.back(values)
 
     def rotated_diagonal(self, matrix: Tensor) -> Tensor:
         """Return diag(Q' M Q), (groups, s, r), for M over the flattened entries, or its diagonal
         (groups, out, in)."""
         if matrix.dim() == 3:
-            return self._squares().into(matrix)
+            return self.squares.into(matrix)
         eye = torch.eye(self.directions.numel(), dtype=matrix.dtype, device=matrix.device)
-        rows = self.inside.back(eye.reshape(-1, *self.directions)).flatten(1)
+        rows = self.back(eye.reshape(-1, *self.directions)).flatten(1)
         return ((rows @ matrix) * rows).sum(1).reshape(self.directions)
-
-    def complement_shares(self) -> Tensor:
-        """Return the squared lengths of the unit vectors' projections onto the complement."""
-        inside: Any = 1.0
-        if self.outputs is not None:
-            inside = self.outputs.square().sum(2)[:, :, None]
-        if self.inputs is not None:
-            inside = inside * self.inputs.square().sum(2)[:, None]
-        return (1.0 - inside).clamp(min=0.0)
-
-    def _squares(self) -> Directions:
-        outputs, inputs = (None if q is None else q.square() for q in (self.outputs, self.inputs))
-        return Directions(Side(outputs), Side(inputs))
 
     def matrix(self, values: Tensor) -> Tensor:
         """Return Q diag(values) Q' over the flattened entries."""
         eye = torch.eye(self.shape.numel(), dtype=values.dtype, device=values.device)
-        rows = self.inside.into(eye.reshape(-1, *self.shape)).flatten(1)
+        rows = self.into(eye.reshape(-1, *self.shape)).flatten(1)
         return (rows * values.flatten()) @ rows.mT
 
     def padded(self, values: Tensor) -> Tensor:
@@ -158,12 +135,17 @@ class Eigenbasis:
         return result
 
 
+def times(x: Tensor, basis: Tensor) -> Tensor:
+    """Vectors x (..., groups, m) times a basis (groups, m, r) of their own group."""
+    return torch.einsum("...gi,gij->...gj", x, basis)
+
+
 class WeightDraws:
     """Draws of one weight, in the coordinates of its eigenbasis and complement.
 
     The gradients of functions are rotated there instead of the draws, which are far more numbers.
 
-    :param noise: (S, *shape) for each of ``basis.parts()``.
+    :param noise: (S, *shape) for each of ``basis.parts``.
     """
 
     def __init__(self, basis: Eigenbasis, noise: list[Tensor]) -> None:
@@ -171,11 +153,7 @@ class WeightDraws:
 
     def vectors(self) -> Tensor:
         """Return the draws themselves, (S, groups * out * in)."""
-        (first, *others), (inside, *complement) = self.basis.parts(), self.noise
-        result = first[0].back(inside)
-        for (part, _), noise in zip(others, complement, strict=True):
-            result += part.back(noise)
-        return result.flatten(1)
+        return self.basis.vectors(self.noise).flatten(1)
 
     def apply(self, block: Any) -> Tensor:
         """Return the products with a block's gradients, (S, n, K)."""
@@ -188,29 +166,21 @@ class WeightDraws:
 class WeightPrecision:
     """The precision Q diag(values) Q' + rest (1 - Q Q') of one weight, with Q a Kronecker product.
 
-    :param position: the weight's position in the subset.
+    :param site: the weight's name.
     :param basis: Q.
     :param values: positive, (groups, s, r).
     :param rest: the precision in Q's complement, a positive scalar; None if Q is complete.
     """
 
-    def __init__(
-        self, position: BlockPosition, basis: Eigenbasis, values: Tensor, rest: Tensor | None
-    ) -> None:
+    def __init__(self, site: str, basis: Eigenbasis, values: Tensor, rest: Tensor | None) -> None:
         if not (values > 0).all() or (rest is not None and not rest > 0):
             raise ValueError(
-                f"the posterior precision of '{position.key[0]}' is not positive: directions "
+                f"the posterior precision of '{site}' is not positive: directions "
                 "without curvature need a prior with a finite variance"
             )
         self.basis, self.values, self.rest = basis, values, rest
         self.size = basis.shape.numel()
-
-    def _parts(self) -> Iterator[tuple[Directions, torch.Size, Tensor]]:
-        """The directions, the shape of their coordinates, and their precisions."""
-        for number, (part, shape) in enumerate(self.basis.parts()):
-            precision = self.rest if number else self.values
-            assert precision is not None
-            yield part, shape, precision
+        self._precisions: list[Any] = [values, *[rest] * (len(basis.parts) - 1)]
 
     def logdet(self) -> Tensor:
         total = self.values.log().sum()
@@ -219,41 +189,41 @@ class WeightPrecision:
         return total + (self.size - self.values.numel()) * self.rest.log()
 
     def draw(self, num_samples: int) -> WeightDraws:
-        like = self.values
+        like, pairs = self.values, zip(self.basis.parts, self._precisions, strict=True)
         noise = [
             torch.randn(num_samples, *shape, dtype=like.dtype, device=like.device).mul_(
                 precision.rsqrt()
             )
-            for _, shape, precision in self._parts()
+            for shape, precision in pairs
         ]
         return WeightDraws(self.basis, noise)
 
     def quadratic(self, x: Tensor) -> Tensor:
-        inside = self.basis.inside.into(x.unflatten(-1, self.basis.shape)).square()
+        inside = self.basis.into(x.unflatten(-1, self.basis.shape)).square()
         if self.rest is None:
             return (inside * self.values).sum((-3, -2, -1))
         above = (inside * (self.values - self.rest)).sum((-3, -2, -1))
         return above + self.rest * x.square().sum(-1)
 
     def solve(self, x: Tensor) -> Tensor:
-        weights = x.unflatten(-1, self.basis.shape)
-        # the complement is projected onto twice: its precision magnifies rounding errors
-        terms = (part.back(part.into(weights) / precision) for part, _, precision in self._parts())
-        return _total(terms).reshape(x.shape)
+        found = self.basis.coordinates(x.unflatten(-1, self.basis.shape))
+        scaled = [part / p for part, p in zip(found, self._precisions, strict=True)]
+        # onto the complement twice: its precision magnifies rounding errors
+        return self.basis.vectors(scaled).reshape(x.shape)
 
     def variances(self) -> Tensor:
         result = self.basis.diagonal(self.values.reciprocal())
         if self.rest is not None:
-            result = result + self.basis.complement_shares() / self.rest
+            inside = self.basis.diagonal(torch.ones_like(self.values))
+            result = result + (1.0 - inside).clamp(min=0.0) / self.rest
         return result.flatten()
 
     def whitened(self, block: Any) -> Iterator[Whitened]:
         """Yield blocks and weights whose Gram matrices add up to covariances."""
         if isinstance(block, DenseBlock):
-            rows = block.values.unflatten(-1, self.basis.shape)
-            for part, _, precision in self._parts():
-                values = (part.into(rows) * precision.rsqrt()).flatten(-3)
-                yield replace(block, values=values), None
+            rows = self.basis.coordinates(block.values.unflatten(-1, self.basis.shape))
+            for part, precision in zip(rows, self._precisions, strict=True):
+                yield replace(block, values=(part * precision.rsqrt()).flatten(-3)), None
             return
         inside, *complement = self.basis.split(block)
         yield inside, self.values.reciprocal()
