@@ -126,7 +126,7 @@ def swag(problem: Problem, guide: Any) -> Any:
     """Diagonal SWAG around the MAP."""
     at = around(problem, guide, bdl.guides.AutoSWAG, rank=0)
     collect_swag(problem.model, at, problem.x, problem.y, snapshots=100, learning_rate=1e-4)
-    return at.swag_approximation(structure="diag")
+    return at.swag_approximation()
 
 
 def subnetworks(options: argparse.Namespace, mean_field: Any, moving: Any) -> dict[str, list[Any]]:
@@ -157,7 +157,7 @@ def posteriors(
         posterior = plain.laplace_approximation(data, structure=structure)
         name = {"full": "full Laplace", "diag": "diagonal Laplace"}[structure]
         yield (name, None), [problem.linearised(posterior)]
-    last = guide.laplace_approximation(data, select=selectors.LastLayer())
+    last = guide.laplace_approximation(data, select=selectors.Sites("last-layer"))
     yield ("last layer", last.subset.size), [problem.linearised(last)]
     found = subnetworks(options, mean_field, moving)
     for name, chosen in found.items():

@@ -209,7 +209,7 @@ def posteriors(
     for size in options.sizes:
         for name, select in chosen.items():
             yield f"subnetwork, {size:.2g} by {name}", functools.partial(subnetwork, select, size)
-    yield "last layer", lambda: subnetwork(selectors.LastLayer, None)
+    yield "last layer", lambda: subnetwork(lambda: selectors.Sites("last-layer"), None)
     yield "ensemble", ensemble
     yield "MC dropout", dropout
     for eta in options.vogn_temperatures:

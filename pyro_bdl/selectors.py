@@ -2,25 +2,19 @@
 2021)."""
 
 from pyro_bdl.guides.selectors import (
-    ByModule,
-    BySite,
     LargestMagnitude,
     LargestPredictiveVariance,
     LargestVariance,
-    LastLayer,
-    Predicate,
     Random,
     Selector,
+    Sites,
 )
 
 __all__ = [
-    "ByModule",
-    "BySite",
     "LargestMagnitude",
     "LargestPredictiveVariance",
     "LargestVariance",
-    "LastLayer",
-    "Predicate",
     "Random",
     "Selector",
+    "Sites",
 ]

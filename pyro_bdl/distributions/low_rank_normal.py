@@ -130,7 +130,7 @@ class DiagonalPlusLowRank:
 
 
 class PrecisionOfLowRankCovariance:
-    """The precision M^-1 of N(0, M) with M = diag(s^2) + W W', detached.
+    """The precision M^-1 of N(0, M) with M = diag(s^2) + W W'.
 
     It has the methods of a ``Precision`` that a density needs.
 
@@ -141,7 +141,12 @@ class PrecisionOfLowRankCovariance:
     dense = False
 
     def __init__(self, scale: Tensor, factor: Tensor) -> None:
-        self.covariance = DiagonalPlusLowRank(scale.detach().clone(), factor.detach().clone())
+        self.covariance, self.size = DiagonalPlusLowRank(scale, factor), len(scale)
+
+    @property
+    def independent(self) -> bool:
+        """True if M is diagonal."""
+        return not self.covariance.factor.shape[-1]
 
     def logdet(self) -> Tensor:
         """Return log det of the precision, a scalar."""
@@ -154,6 +159,10 @@ class PrecisionOfLowRankCovariance:
     def sample(self, num_samples: int) -> Tensor:
         """Return draws (S, P)."""
         return self.covariance.sample(num_samples)
+
+    def variances(self) -> Tensor:
+        """Return the diagonal of M, (P,)."""
+        return self.covariance.diagonal()
 
     def diagonal(self) -> Tensor:
         """Return the diagonal of the precision, (P,)."""

@@ -16,7 +16,6 @@ from pyro_bdl.elbo.tempered import check_data
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.evidence.last_layer_features import Features, read_features
 from pyro_bdl.guides.last_layer import AutoLastLayer
-from pyro_bdl.program.subset import select
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.random_state import fixed_normal
@@ -85,8 +84,7 @@ class LastLayerEvidence(Trace_ELBO):
                 )
             guide.prototype(*args, **kwargs)
             check_data(model, guide, args, kwargs)
-            selection = guide.layer(*args, **kwargs)
-            subset = select(guide.require_layout(), selection, model=model)
+            subset = guide.layer(*args, **kwargs)
             if any(chosen is not None for chosen in subset.chosen.values()):
                 raise UnsupportedProgramError("the last layer must be made of whole sites")
             self._found = model, guide, list(subset.sites)

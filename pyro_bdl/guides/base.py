@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -212,13 +212,21 @@ class Guide(SavedGuide, OwnParameters, AutoGuide):
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Read each parameter once, by a ``pyro.param`` statement that optimizers see."""
-        with self._pyro_context, self.holding(self.values()):
+        with self._pyro_context, self._holding_all(lambda value: value):
             yield
 
-    @contextmanager
-    def constant(self) -> Iterator[None]:
+    def constant(self) -> AbstractContextManager:
         """Read parameters as constants."""
-        with self.holding({name: value.detach() for name, value in self.values().items()}):
+        return self._holding_all(Tensor.detach)
+
+    @contextmanager
+    def _holding_all(self, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Read a function of each parameter, those of guides inside this one included."""
+        with ExitStack() as stack:
+            for guide in self.modules():
+                if isinstance(guide, Guide):
+                    values = {name: function(value) for name, value in guide.values().items()}
+                    stack.enter_context(guide.holding(values))
             yield
 
     def values(self) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Draws from a posterior (a guide or draws), their log densities, and checks of posteriors."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from torch.distributions import biject_to
 from pyro_bdl.distributions.copies import point_of
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.program.layout import NEW_ROWS, Latent, differences, origin, transform_of
+from pyro_bdl.program.layout import NEW_ROWS, Latent, differences, origin
 from pyro_bdl.program.program import Program, SiteShape, site_shapes
-from pyro_bdl.program.trace import Run, Site, leave_open, record
+from pyro_bdl.program.trace import Run, leave_open, record
 from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.samples import Samples, as_tensor, is_numpyro_mcmc
 from pyro_bdl.utils.module_state import preserved_buffers
@@ -224,27 +224,21 @@ def log_densities_of(
         random numbers besides that are integrated out.
     """
     vectors = program.unconstrain(samples.flat())
-    if isinstance(posterior, Guide):
-        return log_densities(program, posterior, vectors, target)
-    density = target or program.log_joint
-
-    def both(draw: dict[str, Tensor]) -> dict[str, Tensor]:
-        latents, log_det = program.constrain(draw["u"])
-        return {"p": density(latents) + log_det, "log_det": log_det}
-
-    found = map_draws(both, {"u": vectors})
+    log_p, log_q = log_densities(program, posterior, vectors, target)
+    if isinstance(posterior, Guide) or "log_q" not in samples.stats:
+        return log_p, log_q
     latents, drawn = program.latents, samples.info.get(_NUMBERS, {})
     numbers = sum(
         latents[site].unconstrained_shape.numel() if site in latents else number
         for site, number in drawn.items()
     )
-    is_density = "log_q" in samples.stats and numbers == program.size
-    return found["p"], samples.stats["log_q"][0] + found["log_det"] if is_density else None
+    log_q = samples.stats["log_q"][0] + program.constrain(vectors)[1]
+    return log_p, log_q if numbers == program.size else None
 
 
 def log_densities(
     program: Program,
-    guide: Guide,
+    guide: Any,
     vectors: Tensor,
     target: Callable[[dict[str, Tensor]], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -252,7 +246,8 @@ def log_densities(
 
     :param vectors: ``(S, P)``, the unconstrained draws.
     :param target: the log density of the latents; by default ``program.log_joint``.
-    :returns: log p and log q; log q is None if the guide has no density over all latents.
+    :returns: log p and log q; log q is None if the guide has no density over all latents, or is
+        none of this package.
     """
     density = target or program.log_joint
 
@@ -260,7 +255,7 @@ def log_densities(
         vector = draw["u"]
         latents, log_det = program.constrain(vector)
         found = {"p": density(latents) + log_det}
-        if guide.has_density:
+        if isinstance(guide, Guide) and guide.has_density:
             found["q"] = guide.log_density(vector, log_det) + log_det
         return found
 
@@ -342,7 +337,7 @@ def _latent_shapes(run: Run) -> dict[str, torch.Size]:
     return {name: site.distribution.shape() for name, site in sites.items()}
 
 
-@torch.no_grad()
+@torch.enable_grad()
 def check_posterior(
     program: Callable,
     posterior: Any,
@@ -358,46 +353,25 @@ def check_posterior(
     :param draws: draws of the posterior, site -> (S, *shape); the first one is used.
     :raises ValueError: if names or shapes of the latents do not match; the error lists all of them.
     """
-    values = {name: value[0] for name, value in draws.items()}
+    values = {name: value[0].detach() for name, value in draws.items()}
+    leaves = [v.requires_grad_() for v in values.values() if v.is_floating_point()]
     with preserved_buffers(program, posterior):
         run = run_at_draw(program, values, args, kwargs, draw=leave_open)
-        expected = _latent_shapes(run) | _open_latents(run, program, args, kwargs)
     given = {name: value.shape for name, value in values.items()}
+    expected = _latent_shapes(run)
+    for name, site in run.observed.items():
+        if site.value is None and not site.distribution.batch_shape:
+            parameters = parameters_of(base_distribution(site.distribution)).values()
+            if parameters and not _depend(parameters, leaves):
+                expected[name] = site.distribution.shape()
     if not isinstance(posterior, Guide | Samples):  # Pyro's own guides have auxiliary sites too
         given = {name: shape for name, shape in given.items() if name in expected}
     _refuse(expected, given)
 
 
-def _moved(site: Site) -> Tensor:
-    """Another value in the support of a latent site."""
-    support: Any = site.distribution.support
-    try:
-        transform = transform_of(support)
-    except NotImplementedError:
-        return site.value
-    return site.value + 0.1 if transform is None else transform(transform.inv(site.value) + 0.1)
-
-
-def _open_latents(
-    run: Run, program: Callable, args: tuple, kwargs: Mapping[str, Any]
-) -> dict[str, torch.Size]:
-    """The shapes of sites without value and plates whose distribution does not depend on the
-    latents."""
-    parameters: dict[str, dict[str, Tensor]] = {}
-    for name, site in run.observed.items():
-        if site.value is None and not site.distribution.batch_shape:
-            parameters[name] = parameters_of(base_distribution(site.distribution))
-    if not any(parameters.values()):
-        return {}
-    moved = {name: _moved(site) for name, site in run.latents.items()}
-    found = {}
-    for name, site in record(program, moved, args, kwargs, draw=leave_open).observed.items():
-        before, after = parameters.get(name), parameters_of(base_distribution(site.distribution))
-        if (
-            before
-            and before.keys() == after.keys()
-            and all(torch.equal(value, after[key]) for key, value in before.items())
-        ):
-            distribution: Any = site.distribution
-            found[name] = distribution.shape()
-    return found
+def _depend(parameters: Iterable[Tensor], leaves: list[Tensor]) -> bool:
+    total = sum(value.sum() for value in parameters if value.requires_grad)
+    if not isinstance(total, Tensor):
+        return False
+    found = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
+    return any(gradient is not None for gradient in found)

@@ -137,15 +137,10 @@ class AutoEnsemble(Guide):
         :raises TypeError: for a class that has several members itself, or fits itself in its
             first run.
         """
-        if issubclass(kind, AutoPathfinder):
+        if issubclass(kind, AutoPathfinder | AutoEnsemble):
             raise TypeError(
-                "AutoPathfinder finds its own way from where it starts: give several ways by "
-                "AutoPathfinder(model, num_paths=K), or a kind such as AutoLaplaceGGN"
-            )
-        if issubclass(kind, AutoEnsemble):
-            raise TypeError(
-                f"{kind.__name__} starts from several vectors, and a member is one: give a kind "
-                "such as AutoLaplaceGGN, AutoSWAG or AutoMeanField"
+                f"{kind.__name__} starts from several vectors, or finds its own way with the data: "
+                "give a kind that starts from one, such as AutoLaplaceGGN or AutoMeanField"
             )
         model = self.program_model
         self.require_layout()

@@ -1,7 +1,6 @@
 """The Gaussian posterior of a Laplace approximation: N(u*, (curvature + prior precision)^-1)."""
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -24,22 +23,22 @@ from pyro_bdl.curvature.hyperparameters import (
 )
 from pyro_bdl.curvature.likelihood_sums import check_factors
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
-from pyro_bdl.curvature.structures.base import Curvature, Precision, log_prob
+from pyro_bdl.curvature.structures.base import Curvature, Precision
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.held_out import HeldOut, search
-from pyro_bdl.guides.joint import JointGuide, restored_source
 from pyro_bdl.guides.mode import find_mode
-from pyro_bdl.program.batch_norm import layers_called
+from pyro_bdl.guides.normal import NormalGuide
+from pyro_bdl.guides.point import JointGuide, restored_source
 from pyro_bdl.program.batches import Batch, Batches
-from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior, joint_prior
+from pyro_bdl.program.gaussian_prior import GaussianPrior
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.utils.trees import tree_map_only
 
 _SMALLEST = 1e-30  # of squares that are divided by
 
 
-class LaplaceGuide(JointGuide):
+class LaplaceGuide(JointGuide, NormalGuide):
     """A Gaussian N(loc, precision^-1) over a subset of the unconstrained latents; others are fixed
     at ``loc``.
 
@@ -52,7 +51,6 @@ class LaplaceGuide(JointGuide):
     :param subset: the latents with a covariance.
     """
 
-    normal_marginals = True
     loc: Tensor  # u*, (P,)
     width: Tensor  # the factor of the covariance, 1 before ``fit_width``
     held_out: HeldOut | None = None  # what the rows of ``fit_width`` said
@@ -346,21 +344,19 @@ class LaplaceGuide(JointGuide):
     def independent_draws(self) -> bool:
         return not self.curvature.is_sampled
 
-    def sample_vectors(self, num_samples: int) -> Tensor:
-        draws = self.precision.sample(num_samples).to(self.loc)
-        return self.subset.put(self.loc, self.subset.take(self.loc) + draws)
-
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        """log q(w) of the latents in the subset; the others are fixed. Zero for samples without a
-        matrix, whose density would take a pass over the data for every draw."""
+        """log q(w) of the latents in the subset. Zero for samples without a matrix, whose density
+        would take a pass over the data for every draw."""
         if self.curvature.is_sampled:
             return torch.zeros_like(log_det)
-        offset = self.subset.take(vector - self.loc)
-        return log_prob(self.precision, offset).to(vector) - log_det
+        return super().log_density(vector, log_det)
 
-    def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        constant = self.subset.size * (1.0 + math.log(2 * math.pi))
-        return (0.5 * (constant - self.precision.logdet())).to(log_det) + log_det
+    def stored_precision(self) -> "_StoredPosterior":
+        return _StoredPosterior(self)
+
+    def precision_diagonal(self) -> Tensor:
+        factor = self.curvature_factor(self.noise_factor).to(self.prior_diagonal)
+        return (self.curvature.diagonal() * factor + self.prior_diagonal) / self.width
 
     def as_prior(self) -> GaussianPrior:
         """A Gaussian prior over the subset, with the other latents fixed; see ``Guide.as_prior``.
@@ -368,12 +364,12 @@ class LaplaceGuide(JointGuide):
         :raises ValueError: if the subset holds only some of a site's entries, or for
             structure="samples", whose density takes a pass over the data.
         """
-        return _as_prior(self)
-
-    def variances(self) -> Tensor:
-        """The marginal variances of the unconstrained vector (P,), zero outside the subset."""
-        variances = self.precision.variances().to(self.loc)
-        return self.subset.put(torch.zeros_like(self.loc), variances)
+        if self.curvature.is_sampled:
+            raise ValueError(
+                f'structure="{self.config.structure}" has samples and no matrix that could be a '
+                'prior: call laplace_approximation(data, structure="kron") or "diag" for it'
+            )
+        return super().as_prior()
 
 
 def refuse_subsampled(source: Guide) -> None:
@@ -442,21 +438,6 @@ def _check_unchanged(reading: ParameterReading, before: Mapping[str, Tensor]) ->
             )
 
 
-def _as_prior(guide: LaplaceGuide) -> GaussianPrior:
-    if guide.curvature.is_sampled:
-        raise ValueError(
-            f'structure="{guide.config.structure}" has samples and no matrix that could be a '
-            'prior: call laplace_approximation(data, structure="kron") or "diag" for it'
-        )
-    if guide.precision.independent and guide.subset.complete:
-        scale = guide.precision.variances().sqrt()
-        return independent_prior(guide.require_layout(), guide.loc, scale)
-    with torch.no_grad():
-        factor = guide.curvature_factor(guide.noise_factor).to(guide.prior_diagonal)
-        diagonal = (guide.curvature.diagonal() * factor + guide.prior_diagonal) / guide.width
-    return joint_prior(guide.subset, guide.loc, _StoredPosterior(guide), diagonal)
-
-
 class _StoredPosterior(nn.Module):
     """A copy of a guide's curvature and prior, whose call makes the posterior's precision."""
 
@@ -506,17 +487,11 @@ def _check_maximum(guide: LaplaceGuide) -> None:
     if not gain > 1.0 + 0.1 * size or "not at a maximum" in guide.told:
         return
     guide.told.add("not at a maximum")
-    with layers_called((guide.program_model,)) as layers:
-        guide.read()
-    ending = (
-        "; a BatchNorm layer is in training mode, and the approximation computes with its "
-        "running statistics: train the last steps after model.eval()"
-    )
     warnings.warn(
         f"the guide is not at a maximum, a step would gain about {gain:.3g} nats: train "
-        "longer, with a learning rate that falls to zero, or let rows that a trained network "
-        "has not seen choose the width, laplace_approximation(data, held_out=(x, y))"
-        + (ending if any(layer.training for layer in layers) else ""),
+        "longer, with a learning rate that falls to zero (and with BatchNorm layers in evaluation "
+        "mode, as here), or let rows that a trained network has not seen choose the width, "
+        "laplace_approximation(data, held_out=(x, y))",
         BdlWarning,
         stacklevel=5,
     )

@@ -12,6 +12,7 @@ from pyro_bdl.curvature.hyperparameters import few_rows
 from pyro_bdl.curvature.structures import structure_of
 from pyro_bdl.curvature.structures.base import Structure
 from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.gaussian import LaplaceGuide, approximate, refuse_subsampled
 from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.init import init_to_network
@@ -106,11 +107,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         config = replace(self.config, **changes)
         batches = Batches(data)
         few = batches.together(lambda: self._begin(*batches.first()))
-        model, layout = self.program_model, self.require_layout()
-        if isinstance(subset, str) and subset == "last-layer":
-            args, kwargs = batches.first()
-            subset = last_layer(model, layout, self.location().detach(), args, kwargs)
-        chosen = select(layout, subset, model=model)
+        chosen = subset_of(self, subset, *batches.first())
         posterior = self._approximate(
             config, chosen, batches, few=few, check=held_out is None, progress=progress
         )
@@ -137,6 +134,14 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         few = few_rows(model, layout, vector, (args, kwargs))
         check_program(model, layout.constrain(vector)[0], *few)
         return few
+
+
+def subset_of(guide: Guide, selection: Any, args: tuple, kwargs: Any) -> Subset:
+    """The subset for a user's selection, "last-layer" included, of a trained guide's latents."""
+    model, layout = guide.program_model, guide.require_layout()
+    if isinstance(selection, str) and selection == "last-layer":
+        selection = last_layer(model, layout, guide.location().detach(), args, kwargs)
+    return select(layout, selection, model=model)
 
 
 def last_layer(model: Callable, layout: Any, vector: Tensor, args: tuple, kwargs: Any) -> list[str]:

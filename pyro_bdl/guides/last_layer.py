@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Normal
 
 from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.gaussian import LaplaceGuide
-from pyro_bdl.guides.laplace import AutoLaplaceGGN, last_layer
+from pyro_bdl.guides.laplace import AutoLaplaceGGN, subset_of
 from pyro_bdl.guides.mode import STEPS, find_mode
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program.batches import Batches
@@ -92,17 +93,12 @@ class AutoLastLayer(AutoLaplaceGGN):
             posterior.refresh()  # remove the remaining rounding error
         return posterior
 
-    def layer(self, *args: Any, **kwargs: Any) -> Any:
-        """The selection of latents (``subset``) that forms the last layer.
-
-        If the program has to be searched for it, the result is a list of site names.
+    def layer(self, *args: Any, **kwargs: Any) -> Subset:
+        """The latents of the last layer.
 
         :param args: the program's arguments.
         """
-        if not (isinstance(self.subset, str) and self.subset == "last-layer"):
-            return self.subset
-        model, layout = self.program_model, self.require_layout()
-        return last_layer(model, layout, self.location().detach(), args, kwargs)
+        return subset_of(self, self.subset, args, kwargs)
 
     @torch.no_grad()
     def solve(self, data: Any) -> "AutoLastLayer":
@@ -143,36 +139,26 @@ def _check_used_once(
 def is_quadratic(model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Any) -> bool:
     """Return whether log p(y, W) is a quadratic function of the subset W.
 
-    It is quadratic if all observations are Normal with locations affine in W and constant scales,
-    and the priors of W are Normal. Locations and scales are compared at three points on a line.
+    It is quadratic if all observations, and the priors of W, are Normal with locations affine in W
+    and constant scales. These are compared at three points on a line.
     """
     start, layout = subset.take(vector), subset.layout
     direction = fixed_normal(start) * (1.0 + start.abs().mean())
-    likelihoods, prior_parameters = [], []
+    if any(layout.latents[name].transform is not None for name in subset.parts):
+        return False
+    points = []
     for length in (-1.0, 0.0, 1.0):
         latents = layout.constrain(subset.put(vector, start + length * direction))[0]
         with evaluation_mode(model):
             run = record(model, latents, args, kwargs, draw=leave_open)
-        observed, prior = (
-            [base_distribution(site.distribution) for site in sites]
-            for sites in (run.observed.values(), [run.latents[name] for name in subset.parts])
-        )
-        transformed = any(layout.latents[name].transform is not None for name in subset.parts)
-        if run.factors or transformed or not all(map(_is_normal, observed + prior)):
+        sites = [*run.observed.values(), *(run.latents[name] for name in subset.parts)]
+        points.append([base_distribution(site.distribution) for site in sites])
+        if run.factors or not all(isinstance(base, Normal) for base in points[-1]):
             return False
-        likelihoods.append([parameters_of(base) for base in observed])
-        prior_parameters.append([value for base in prior for value in parameters_of(base).values()])
-    if not all(map(torch.equal, prior_parameters[0], prior_parameters[2])):
-        return False
     tolerance = 1e3 * torch.finfo(vector.dtype).eps
-    for left, middle, right in zip(*likelihoods, strict=True):
-        size = float(left["loc"].abs().max() + right["loc"].abs().max())
-        second = left["loc"] + right["loc"] - 2.0 * middle["loc"]
-        same = torch.equal(left["scale"], right["scale"])
-        if not same or float(second.abs().max()) > tolerance * size:
+    for left, middle, right in zip(*points, strict=True):
+        size = left.loc.abs().max() + right.loc.abs().max()
+        bend = (left.loc + right.loc - 2.0 * middle.loc).abs().max()
+        if not torch.equal(left.scale, right.scale) or bend > tolerance * size:
             return False
     return True
-
-
-def _is_normal(distribution: Any) -> bool:
-    return type(distribution).__name__ == "Normal"

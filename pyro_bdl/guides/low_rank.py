@@ -4,27 +4,20 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.prior import independent_normal, run_at
-from pyro_bdl.distributions.low_rank_normal import (
-    DiagonalPlusLowRank,
-    PrecisionOfLowRankCovariance,
-)
-from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.kl import expected_log_prior
-from pyro_bdl.guides.normal import NormalGuide
+from pyro_bdl.guides.normal import LowRankNormal
 from pyro_bdl.init import init_to_network
-from pyro_bdl.program.gaussian_prior import GaussianPrior, StoredPrecision, joint_prior
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run
 
 
-class AutoLowRank(NormalGuide):
+class AutoLowRank(LowRankNormal):
     """q(u) = Normal(m, diag(s^2) + W W') over the unconstrained latents, with ``rank`` columns in
     W.
 
@@ -65,14 +58,6 @@ class AutoLowRank(NormalGuide):
     def options(self) -> dict[str, Any]:
         return {"rank": self.rank}
 
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        super()._setup_prototype(*args, **kwargs)
-        self._at_draw = self._moving_priors(self.location().detach())
-
-    def _take_structure(self, source: Guide) -> None:
-        super()._take_structure(source)
-        self._at_draw = self._moving_priors(source.location().detach())
-
     def _moving_priors(self, vector: Tensor) -> frozenset[str]:
         """The sites whose prior is not Normal, or is a Normal that depends on another latent."""
         if self.subsampled:
@@ -90,23 +75,13 @@ class AutoLowRank(NormalGuide):
         self.scale = PyroParam(
             torch.full_like(start, self.init_scale), constraints.softplus_positive
         )
+        self.subset, self._at_draw = Subset(self.require_layout()), self._moving_priors(start)
         columns = torch.randn(len(start), self.rank, dtype=start.dtype, device=start.device)
         self.factor = nn.Parameter(columns * (0.1 / math.sqrt(self.rank)))
 
-    def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
-        """q over the unconstrained vector (P,), a LowRankMultivariateNormal."""
-        self._prototype_if_given(args, kwargs)
-        scale, factor = self._scale_and_factor()
-        return dist.LowRankMultivariateNormal(self.location(), factor, scale.square())
-
-    def _scale_and_factor(self) -> tuple[Tensor, Tensor]:
-        """s (P,) and W (P, rank)."""
+    def scale_and_factor(self) -> tuple[Tensor, Tensor]:
         scale = self._parameter("scale")
         return scale, scale[:, None] * self._parameter("factor")
-
-    def factored_covariance(self) -> DiagonalPlusLowRank:
-        """diag(s^2) + W W'."""
-        return DiagonalPlusLowRank(*self._scale_and_factor())
 
     def location(self) -> Tensor:
         return self._parameter("loc")
@@ -122,10 +97,3 @@ class AutoLowRank(NormalGuide):
             at_draw=self._at_draw,
         )  # fmt: skip
         return -self.entropy(vector, log_det) - expected
-
-    def as_prior(self) -> GaussianPrior:
-        """A Gaussian prior over all latents, see ``Guide.as_prior``."""
-        self._require_global()
-        stored = StoredPrecision(PrecisionOfLowRankCovariance, *self._scale_and_factor())
-        subset = Subset(self.require_layout())
-        return joint_prior(subset, self.location(), stored, stored().diagonal())

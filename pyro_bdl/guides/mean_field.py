@@ -172,19 +172,14 @@ def shared_groups(layout: Layout, sharing: str) -> Tensor | None:
 
 
 def _check_scales(init_scale: Any, scale: Any, max_scale: Any) -> None:
-    numbers = {"max_scale": max_scale}
-    if not callable(init_scale):
-        numbers["init_scale"] = init_scale
-    if not isinstance(scale, str):
-        numbers["scale"] = scale
-    for name, value in numbers.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {value}")
-    if isinstance(scale, str) and scale not in SHARING:
+    shared = isinstance(scale, str)
+    if shared and scale not in SHARING:
         raise ValueError(f"scale must be a number or one of {', '.join(SHARING)}, got {scale!r}")
-    if max_scale is None:
-        return
-    if not isinstance(scale, str):
+    if not shared and max_scale is not None:
         raise ValueError(f"scale={scale} is fixed and takes no max_scale: leave one of them out")
-    if not callable(init_scale) and init_scale >= max_scale:
+    numbers = {"max_scale": max_scale, "init_scale": init_scale, "scale": None if shared else scale}
+    for name, value in numbers.items():
+        if not callable(value) and value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+    if max_scale is not None and not callable(init_scale) and init_scale >= max_scale:
         raise ValueError(f"init_scale {init_scale} must be less than max_scale {max_scale}")

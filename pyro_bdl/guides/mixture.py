@@ -1,7 +1,6 @@
 """Mixtures of guides, such as MultiSWAG and ensembles of Laplace approximations."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +8,8 @@ from pyro.nn.module import PyroModuleList
 from torch import Tensor
 
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.joint import JointGuide
-from pyro_bdl.guides.saved import class_path, restored
+from pyro_bdl.guides.point import JointGuide
+from pyro_bdl.guides.saved import class_path, restored, sites_of
 from pyro_bdl.program.batches import Batch
 
 _HALVINGS = 60
@@ -59,25 +58,6 @@ class MixtureGuide(JointGuide):
 
     def _guides(self) -> list[Any]:
         return list(self.members)
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Read each parameter only once, including the members' parameters."""
-        with super().reading(), self._of_members("reading"):
-            yield
-
-    @contextmanager
-    def constant(self) -> Iterator[None]:
-        """Read parameters as constants, including the members' parameters."""
-        with super().constant(), self._of_members("constant"):
-            yield
-
-    @contextmanager
-    def _of_members(self, context: str) -> Iterator[None]:
-        with ExitStack() as stack:
-            for member in dict.fromkeys(self._guides()):  # a guide may be a member twice
-                stack.enter_context(getattr(member, context)())
-            yield
 
     @property
     def has_density(self) -> bool:
@@ -140,22 +120,19 @@ class MixtureGuide(JointGuide):
         return super().vector_quantiles(levels)
 
     def _normal_quantiles(self, levels: Tensor) -> Tensor:
-        members = [m for m, w in zip(self._guides(), self.weights, strict=True) if w > 0]
-        weights = self.weights[self.weights > 0]
+        members, weights = self._guides(), self.weights
         theirs = torch.stack([member.vector_quantiles(levels) for member in members])
         low, high = theirs.amin(0), theirs.amax(0)  # bounds of the mixture's quantiles
-        found = torch.where(levels[:, None] > 0.5, high, low)
-        inside = low.isfinite() & high.isfinite()
-        low, high = low.where(inside, 0.0), high.where(inside, 0.0)
-        parts = [(m.location(), m.variances().sqrt()) for m in members]
+        means = torch.stack([member.location() for member in members])[:, None]
+        scales = torch.stack([member.variances().sqrt() for member in members])[:, None]
         for _ in range(_HALVINGS):
             middle = 0.5 * (low + high)
-            mass = torch.zeros_like(middle)
-            for weight, (mean, scale) in zip(weights, parts, strict=True):
-                mass += weight * _normal_cdf(middle, mean, scale)
-            below = mass < levels[:, None]
+            offsets = middle - means
+            steps = (offsets >= 0).to(offsets)  # of numbers that are fixed
+            masses = torch.where(scales > 0, torch.special.ndtr(offsets / scales), steps)
+            below = torch.tensordot(weights, masses, 1) < levels[:, None]
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        return torch.where(inside, high, found)
+        return high
 
 
 def _check(members: list[Guide]) -> None:
@@ -167,21 +144,10 @@ def _check(members: list[Guide]) -> None:
                 f"member {number} of the mixture is a {type(member).__name__}: mixtures are of "
                 "guides of this package"
             )
-    first = {k: v.unconstrained_shape for k, v in members[0].require_layout().latents.items()}
-    for number, member in enumerate(members):
-        latents = member.require_layout().latents
-        shapes = {k: v.unconstrained_shape for k, v in latents.items()}
-        if list(shapes.items()) != list(first.items()):
-            sites = {*shapes.items()} ^ {*first.items()}
-            site = min(sites)[0] if sites else "in another order"
+        first, own = (sites_of(guide.require_layout()) for guide in (members[0], member))
+        if own != first:
+            other = next((site[0] for site in own if site not in first), "in another order")
             raise ValueError(
-                f"member {number} of the mixture has other latents than the first (site '{site}'): "
-                "all must be for the same program"
+                f"member {number} of the mixture has other latents than the first (site '{other}'):"
+                " all must be for the same program"
             )
-
-
-def _normal_cdf(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """Phi((x - mean) / scale); a step at the mean if the scale is zero."""
-    offset = x - mean
-    safe = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return torch.where(scale > 0, torch.special.ndtr(offset / safe), (offset >= 0).to(x))

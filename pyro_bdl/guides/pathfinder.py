@@ -2,19 +2,22 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from pyro_bdl.curvature.structures.base import log_prob
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides.normal import NormalGuide, log_normal
+from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.init import init_to_network
-from pyro_bdl.program.batches import Batch
+from pyro_bdl.program.gaussian_prior import StoredPrecision
 from pyro_bdl.program.program import Program
+from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.validation import whole_number
@@ -23,8 +26,11 @@ _RADIUS = 2.0  # of the starts of further paths, as in Stan
 _SMALLEST = 1e-12  # of s'y / y'y, below which a step says nothing about the curvature
 
 
-class Covariance(NamedTuple):
-    """Sigma = S (I + Q (L L' - I) Q') S with S = diag(s) and orthonormal columns in Q.
+@dataclass(frozen=True)
+class Gaussian:
+    """N(0, Sigma) with Sigma = S (I + Q (L L' - I) Q') S, S = diag(s) and orthonormal columns in Q.
+
+    It has the methods of a ``Precision`` that a density needs.
 
     :param scale: s (P,).
     :param basis: Q (P, r).
@@ -34,6 +40,11 @@ class Covariance(NamedTuple):
     scale: Tensor
     basis: Tensor
     tril: Tensor
+    dense = independent = False
+
+    @property
+    def size(self) -> int:
+        return len(self.scale)
 
     def times(self, vector: Tensor) -> Tensor:
         """Sigma v for v (P,)."""
@@ -47,23 +58,24 @@ class Covariance(NamedTuple):
         return self.scale * (noise + (w @ self.tril.mT - w) @ self.basis.mT)
 
     def sample(self, num_samples: int) -> Tensor:
-        """Draws (num_samples, P) of N(0, Sigma)."""
+        """Draws (num_samples, P)."""
         like = self.scale
         noise = torch.randn(num_samples, len(like), dtype=like.dtype, device=like.device)
         return self.root_times(noise)
 
-    def inverse_quadratic(self, x: Tensor) -> Tensor:
+    def quadratic(self, x: Tensor) -> Tensor:
         """x' Sigma^-1 x for x (..., P)."""
         v = x / self.scale
         w = v @ self.basis
         inner = torch.linalg.solve_triangular(self.tril, w[..., None], upper=False)[..., 0]
         return v.square().sum(-1) - w.square().sum(-1) + inner.square().sum(-1)
 
-    def log_det(self) -> Tensor:
-        return 2 * (self.scale.log().sum() + self.tril.diagonal().log().sum())
+    def logdet(self) -> Tensor:
+        """log det Sigma^-1."""
+        return -2 * (self.scale.log().sum() + self.tril.diagonal().log().sum())
 
-    def diagonal(self) -> Tensor:
-        """The variances (P,)."""
+    def variances(self) -> Tensor:
+        """The diagonal of Sigma (P,)."""
         change = self.tril @ self.tril.mT - identity(len(self.tril), self.tril)
         inner = (self.basis @ change * self.basis).sum(-1)
         return self.scale.square() * (1 + inner).clamp(min=torch.finfo(inner.dtype).tiny)
@@ -103,6 +115,7 @@ class AutoPathfinder(NormalGuide):
     scale: Tensor
     basis: Tensor
     tril: Tensor
+    elbos: Tensor
 
     def __init__(
         self,
@@ -125,31 +138,19 @@ class AutoPathfinder(NormalGuide):
         names = ("num_paths", "history", "num_draws", "most_steps")
         return {name: getattr(self, name) for name in names}
 
-    def saved(self) -> dict[str, Any]:
-        self.require_layout()
-        return {**super().saved(), "elbos": self.elbos}
-
-    @classmethod
-    def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> "AutoPathfinder":
-        guide = cls(model, **saved["options"])
-        guide.elbos = saved["elbos"]  # so that the first run fits nothing
-        args, kwargs = batch
-        guide.prototype(*args, **kwargs).load_state_dict(saved["state"])
-        return guide
-
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        is_loaded = self._loaded is not None
         super()._setup_prototype(*args, **kwargs)
-        if self.elbos is None:
+        if not is_loaded:
             self._fit(args, kwargs)
 
-    elbos: Tensor | None = None
-
     def create_parameters(self, start: Tensor) -> None:
-        rank = min(len(start), 2 * self.history)
+        self.subset, rank = Subset(self.require_layout()), min(len(start), 2 * self.history)
         self.register_buffer("loc", start.clone())
         self.register_buffer("scale", torch.ones_like(start))
         self.register_buffer("basis", start.new_zeros(len(start), rank))
         self.register_buffer("tril", identity(rank, start))
+        self.register_buffer("elbos", start.new_zeros(self.num_paths))
 
     def _fit(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Follow the paths, and take the best Gaussian.
@@ -157,48 +158,46 @@ class AutoPathfinder(NormalGuide):
         ``elbos`` holds the largest ELBO of each path, in nats.
         """
         model = self.program_model
+        starts = [self.loc] + [
+            _RADIUS * (2 * torch.rand_like(self.loc) - 1) for _ in range(1, self.num_paths)
+        ]
         with evaluation_mode(model, args, kwargs), torch.no_grad():
             program = Program(model, *args, **kwargs)
             program.require_observed()
-            best, elbos = None, []
-            for path in range(self.num_paths):
-                start = self.loc
-                if path:
-                    start = _RADIUS * (2 * torch.rand_like(self.loc) - 1)
-                found = self._best_on_path(program, start)
-                elbos.append(-math.inf if found is None else found[0])
-                if found is not None and (best is None or found[0] > best[0]):
-                    best = found
-        if best is None:
-            raise ValueError(
-                "no point on the way of L-BFGS has a Gaussian with a finite ELBO: start elsewhere "
-                "(init_loc_fn=), or try several paths (num_paths=)"
-            )
-        self.elbos = torch.tensor(elbos, device="cpu")
-        _, loc, covariance = best
-        self.loc.copy_(loc)
-        self.scale.copy_(covariance.scale)
-        rank = covariance.basis.shape[-1]
-        self.basis.zero_()
-        self.basis[:, :rank] = covariance.basis
-        self.tril.copy_(identity(len(self.tril), self.tril))
-        self.tril[:rank, :rank] = covariance.tril
+            found = [self._best_on_path(program, start) for start in starts]
+            _, loc, best = max(found, key=lambda path: path[0])
+            if best is None:
+                raise ValueError(
+                    "no point on the way of L-BFGS has a Gaussian with a finite ELBO: start "
+                    "elsewhere (init_loc_fn=), or try several paths (num_paths=)"
+                )
+            rank = len(best.tril)
+            self.elbos.copy_(self.elbos.new_tensor([value for value, _, _ in found]))
+            self.loc.copy_(loc)
+            self.scale.copy_(best.scale)
+            self.basis[:, :rank] = best.basis
+            self.tril[:rank, :rank] = best.tril
 
     def _best_on_path(
         self, program: Program, start: Tensor
-    ) -> tuple[float, Tensor, Covariance] | None:
+    ) -> tuple[float, Tensor, Gaussian | None]:
         noise = torch.randn(self.num_draws, len(start), dtype=start.dtype, device=start.device)
-        best = None
+        best: tuple[float, Tensor, Gaussian | None] = -math.inf, start, None
         points, gradients = lbfgs_path(program, start, self.history, self.most_steps)
-        for loc, covariance in gaussians(points, gradients, self.history):
-            value = elbo(program, loc.to(start), _cast(covariance, start), noise)
-            if math.isfinite(value) and (best is None or value > best[0]):
-                best = value, loc.to(start), _cast(covariance, start)
+        for loc, exact in gaussians(points, gradients, self.history):
+            gaussian = Gaussian(*(part.to(start) for part in vars(exact).values()))
+            value = elbo(program, loc.to(start), gaussian, noise)
+            if math.isfinite(value) and value > best[0]:
+                best = value, loc.to(start), gaussian
         return best
 
-    def factored_covariance(self) -> Covariance:
+    @property
+    def precision(self) -> Gaussian:
         self.require_layout()
-        return Covariance(self.scale, self.basis, self.tril)
+        return Gaussian(self.scale, self.basis, self.tril)
+
+    def stored_precision(self) -> StoredPrecision:
+        return StoredPrecision(Gaussian, self.scale, self.basis, self.tril)
 
     def location(self) -> Tensor:
         self.require_layout()
@@ -206,7 +205,7 @@ class AutoPathfinder(NormalGuide):
 
     def covariance(self) -> Tensor:
         """Sigma (P, P), for example as the metric of a chain."""
-        root = self.factored_covariance().root_times(identity(len(self.loc), self.loc))
+        root = self.precision.root_times(identity(len(self.loc), self.loc))
         return root.mT @ root
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
@@ -219,11 +218,11 @@ def identity(size: int, like: Tensor) -> Tensor:
     return torch.eye(size, dtype=like.dtype, device=like.device)
 
 
-def elbo(program: Program, loc: Tensor, covariance: Covariance, noise: Tensor) -> float:
+def elbo(program: Program, loc: Tensor, gaussian: Gaussian, noise: Tensor) -> float:
     """The ELBO of Normal(loc, Sigma) in nats, from the draws made of noise (S, P)."""
-    offsets = covariance.root_times(noise)
+    offsets = gaussian.root_times(noise)
     values = map_draws(lambda draw: program.log_density(draw["u"]), {"u": loc + offsets})
-    return float((values - log_normal(offsets, covariance)).mean())
+    return float((values - log_prob(gaussian, offsets)).mean())
 
 
 def lbfgs_path(
@@ -278,9 +277,9 @@ def gaussians(points: Tensor, gradients: Tensor, history: int) -> Any:
             steps, slopes = [*steps, step][-history:], [*slopes, slope][-history:]
         if not steps:
             continue
-        covariance = inverse_hessian(alpha, torch.stack(steps, -1), torch.stack(slopes, -1))
-        if covariance is not None:
-            yield points[i] + covariance.times(gradients[i]), covariance
+        gaussian = inverse_hessian(alpha, torch.stack(steps, -1), torch.stack(slopes, -1))
+        if gaussian is not None:
+            yield points[i] + gaussian.times(gradients[i]), gaussian
 
 
 def next_diagonal(alpha: Tensor, step: Tensor, slope: Tensor) -> Tensor:
@@ -291,7 +290,7 @@ def next_diagonal(alpha: Tensor, step: Tensor, slope: Tensor) -> Tensor:
     return 1 / (a / (b * alpha) + slope.square() / b - a * step.square() / (b * c * alpha.square()))
 
 
-def inverse_hessian(alpha: Tensor, steps: Tensor, slopes: Tensor) -> Covariance | None:
+def inverse_hessian(alpha: Tensor, steps: Tensor, slopes: Tensor) -> Gaussian | None:
     """The estimate of L-BFGS from a diagonal and the last pairs, in compact form.
 
     With S and Y the steps and the differences of gradients (P, J), E the upper triangle of S'Y and
@@ -319,8 +318,4 @@ def inverse_hessian(alpha: Tensor, steps: Tensor, slopes: Tensor) -> Covariance 
     tril, info = torch.linalg.cholesky_ex(core)
     if int(info) or not bool(tril.isfinite().all() and (alpha > 0).all()):
         return None
-    return Covariance(root, basis, tril)
-
-
-def _cast(covariance: Covariance, like: Tensor) -> Covariance:
-    return Covariance(*(part.to(like) for part in covariance))
+    return Gaussian(root, basis, tril)

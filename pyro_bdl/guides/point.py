@@ -1,5 +1,6 @@
 """Point masses at the mode of p(w | y), or at the mode of the unconstrained vector's density."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.statements import point
+from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.layout import Latent
 
 
@@ -63,3 +65,21 @@ class UnconstrainedMAP(AutoMAP):
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """-log |det dT/du|: a point mass, as an objective."""
         return -log_det
+
+
+class JointGuide(Guide):
+    """Base class of guides that are built around a trained guide.
+
+    :param source: a trained guide for the same program; it is not changed.
+    """
+
+    def __init__(self, source: Guide) -> None:
+        model = source.program_model
+        super().__init__(model, create_plates=source.create_plates)
+        self._take_structure(source)
+
+
+def restored_source(model: Callable, batch: Batch) -> Guide:
+    """A guide for a program, from which a joint guide of a file takes the layout."""
+    args, kwargs = batch
+    return UnconstrainedMAP(model).prototype(*args, **kwargs)

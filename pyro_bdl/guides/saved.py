@@ -31,6 +31,8 @@ class SavedGuide(nn.Module):
     program_model: Callable
     few_rows: Batch
     _loaded: dict[str, Tensor] | None
+    # Base classes of options that are objects, which a file holds by their attributes
+    saved_parts: tuple[type, ...] = ()
 
     def get_extra_state(self) -> Tensor:
         """The names, shapes and order of the program's sites, saved with the parameters in
@@ -108,7 +110,7 @@ class SavedGuide(nn.Module):
         """The guide as a tree of tensors, numbers and strings, from which ``restored`` makes it."""
         return {
             "class": class_path(type(self)),
-            "options": self.options(),
+            "options": {n: described(v, *self.saved_parts) for n, v in self.options().items()},
             "state": dict(self.state_dict()),
         }
 
@@ -119,9 +121,10 @@ class SavedGuide(nn.Module):
         :param batch: arguments of the program, of which a few rows are enough.
         """
         args, kwargs = batch
-        guide = cls(model, **saved["options"]).prototype(*args, **kwargs)
+        options = saved["options"].items()
+        guide = cls(model, **{n: from_description(v, *cls.saved_parts) for n, v in options})
         guide.load_state_dict(saved["state"])
-        return guide
+        return guide.prototype(*args, **kwargs)
 
     def save(self, path: str | Path) -> Path:
         """Write the posterior to a file of tensors and JSON (safetensors) that holds no code.

@@ -5,23 +5,20 @@ chosen. Selectors of whole layers choose sites instead, and need no size. A new 
 ``scores``.
 """
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_bdl.curvature.structures.diagonal import Diagonal
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.gaussian import LaplaceGuide, approximate
-from pyro_bdl.guides.laplace import AutoLaplaceGGN, last_layer
+from pyro_bdl.guides.laplace import AutoLaplaceGGN, subset_of
 from pyro_bdl.program.batches import Batches
-from pyro_bdl.program.layout import Latent
-from pyro_bdl.program.subset import Subset, select
+from pyro_bdl.program.subset import Subset
 
-Size = int | float | str | None
+Size = int | float | None
 
 
 @dataclass(frozen=True)
@@ -52,58 +49,36 @@ class Selector:
         """
         scores = self.scores(trained)
         allowed = int((scores > -torch.inf).sum())
-        if not allowed:
-            raise ValueError(f"{type(self).__name__} chooses nothing: every latent is left out")
         if size is None and self.needs_size:
-            raise ValueError(
-                f"{type(self).__name__} needs a size: a count, a fraction or memory such as '4 GB'"
-            )
-        count = allowed if size is None else number_of(size, len(scores), trained.vector)
-        if size is not None and count > allowed:
-            if self.needs_size:
-                raise ValueError(f"size={size!r} asks for {count} of {allowed} latent numbers")
-            count = allowed
-        return scores.topk(count).indices.sort().values
+            raise ValueError(f"{type(self).__name__} needs a size: a count or a fraction")
+        count = allowed if size is None else number_of(size, len(scores))
+        if count > allowed and self.needs_size:
+            raise ValueError(f"size={size!r} asks for {count} of {allowed} latent numbers")
+        return scores.topk(min(count, allowed)).indices.sort().values
 
 
-def number_of(size: Size, total: int, like: Tensor) -> int:
-    """Convert a size to a count.
-
-    A size is an integer, a fraction below 1 of all numbers, or memory such as "4 GB" for the full
-    covariance and its factorization.
+def number_of(size: Size, total: int) -> int:
+    """Convert a size, a count or a fraction of all numbers, to a count.
 
     :raises ValueError: for a size that does not give a count between 1 and ``total``.
     """
     size = checked_size(size)
-    if isinstance(size, str):
-        number, unit = _MEMORY.fullmatch(size).groups()  # type: ignore[union-attr]
-        bytes_ = float(number) * {"G": 1e9, "M": 1e6}[unit]
-        return min(total, max(1, int((bytes_ / (_COPIES * like.element_size())) ** 0.5)))
-    if isinstance(size, float):
-        return max(1, round(size * total))
     if size > total:
         raise ValueError(f"size must be from 1 to {total}, got {size}")
-    return size
+    return max(1, round(size * total)) if isinstance(size, float) else size
 
 
-def checked_size(size: Size) -> int | float | str:
+def checked_size(size: Any) -> int | float:
     """Return a size, checked as far as the number of latent numbers does not matter.
 
-    :raises ValueError: for a size that is no positive count, fraction or memory.
+    :raises ValueError: for a size that is no positive count or fraction.
     """
-    if isinstance(size, bool) or not isinstance(size, int | float | str):
-        raise ValueError(f"size must be a count, a fraction or memory, got {size!r}")
-    if isinstance(size, str) and _MEMORY.fullmatch(size) is None:
-        raise ValueError(f"size must be a count, a fraction or memory such as '4 GB': {size!r}")
-    if isinstance(size, float) and not 0 < size <= 1:
-        raise ValueError(f"a fraction must lie between 0 and 1, got size={size}")
-    if isinstance(size, int) and size < 1:
-        raise ValueError(f"size must be at least 1, got {size}")
+    is_count = isinstance(size, int) and not isinstance(size, bool) and size > 0
+    if not is_count and not (isinstance(size, float) and 0 < size <= 1):
+        raise ValueError(
+            f"size must be a count or a fraction, at least 1 or between 0 and 1, got {size!r}"
+        )
     return size
-
-
-_MEMORY = re.compile(r"\s*(\d*\.?\d+)\s*(G|M)i?B\s*")
-_COPIES = 3  # of the matrix in memory, while it is added up and factorized
 
 
 class LargestVariance(Selector):
@@ -184,58 +159,20 @@ class Random(Selector):
         return torch.rand(len(vector), generator=generator, device="cpu").to(vector.device)
 
 
-class _Sites(Selector):
-    """Base class of selectors of sites: all their numbers, or the ``size`` largest in magnitude."""
+class Sites(Selector):
+    """Selector of whole sites: all their numbers, or the ``size`` largest in magnitude.
+
+    :param selection: the sites, in any form that ``subset`` of ``AutoLaplaceGGN`` takes: names or
+        patterns, modules of the network, a predicate ``(name, latent) -> bool``, or "last-layer".
+    """
 
     needs_size = False
 
-    def selection(self, trained: Trained) -> Any:
-        """The chosen sites, in a form that ``select`` accepts."""
-        raise NotImplementedError
+    def __init__(self, selection: Any) -> None:
+        self.selection = selection
 
     def scores(self, trained: Trained) -> Tensor:
-        model = trained.guide.program_model
-        subset = select(trained.guide.require_layout(), self.selection(trained), model=model)
-        inside = subset.put(
-            torch.full_like(trained.vector, -torch.inf), subset.take(trained.vector.abs())
-        )
-        return inside
-
-
-class LastLayer(_Sites):
-    """Selector of the weights of the program's last linear operation."""
-
-    def selection(self, trained: Trained) -> Any:
-        model = trained.guide.program_model
-        layout = trained.guide.require_layout()
-        return last_layer(model, layout, trained.vector, *trained.batches.first())
-
-
-class ByModule(_Sites):
-    """Selector of the weights of some modules of the network that ``bayesianize`` returned."""
-
-    def __init__(self, *modules: nn.Module) -> None:
-        self.modules = modules
-
-    def selection(self, trained: Trained) -> Any:
-        return list(self.modules)
-
-
-class BySite(_Sites):
-    """Selector of the sites that match some names or patterns with shell wildcards."""
-
-    def __init__(self, *patterns: str) -> None:
-        self.patterns = patterns
-
-    def selection(self, trained: Trained) -> Any:
-        return list(self.patterns)
-
-
-class Predicate(_Sites):
-    """Selector of the sites for which ``function(name, latent)`` is true."""
-
-    def __init__(self, function: Callable[[str, Latent], bool]) -> None:
-        self.function = function
-
-    def selection(self, trained: Trained) -> Any:
-        return self.function
+        vector, batch = trained.vector, trained.batches.first()
+        subset = subset_of(trained.guide, self.selection, *batch)
+        excluded = torch.full_like(vector, -torch.inf)
+        return subset.put(excluded, subset.take(vector.abs()))

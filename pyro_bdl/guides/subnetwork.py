@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from pyro_bdl.curvature.config import check_memory
 from pyro_bdl.curvature.structures.full import FullPrecision
-from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.gaussian import LaplaceGuide, approximate
-from pyro_bdl.guides.joint import JointGuide, restored_source
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
-from pyro_bdl.guides.saved import described, from_description
+from pyro_bdl.guides.point import JointGuide, restored_source
 from pyro_bdl.guides.selectors import (
     LargestPredictiveVariance,
     Selector,
@@ -43,12 +41,14 @@ class AutoSubnetwork(AutoLaplaceGGN):
     :param model: a Pyro program with continuous latents.
     :param select: the selector of the weights, see ``pyro_bdl.selectors``; by default
         ``LargestPredictiveVariance``, the largest contributions to the outputs' variance.
-    :param size: how many weights: a count, a fraction of all, or as many as fit in memory ("4 GB").
-        By default a tenth of all, at most 1000; with a selector that has its own choice, all of it.
+    :param size: how many weights: a count, or a fraction of all. By default a tenth of all, at most
+        1000; with a selector that has its own choice, all of it.
     :param curvature: see ``AutoLaplaceGGN``, which also explains ``num_draws``, ``init_loc_fn`` and
         ``create_plates``.
-    :raises ValueError: for a size that is no positive count, fraction or memory.
+    :raises ValueError: for a size that is no positive count or fraction.
     """
+
+    saved_parts = (Selector,)
 
     def __init__(
         self,
@@ -75,13 +75,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
     def options(self) -> dict[str, Any]:
         config = self.config
         found = {"size": self.size, "curvature": config.curvature, "num_draws": config.num_draws}
-        return {**found, "select": described(self.select, Selector)}
-
-    @classmethod
-    def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> Guide:
-        select = from_description(saved["options"]["select"], Selector)
-        options = {**saved["options"], "select": select}
-        return super().restored(model, {**saved, "options": options}, batch)
+        return {**found, "select": self.select}
 
     def choose(self, data: Any, *, select: Selector | None = None, size: Size = None) -> Tensor:
         """The chosen positions in the flat vector, sorted.
@@ -102,8 +96,8 @@ class AutoSubnetwork(AutoLaplaceGGN):
             size = min(_MOST, max(1, round(_SHARE * total)))
         if size is not None and select.needs_size:  # before the selector starts its work
             vector = self.location().detach()
-            count = number_of(size, len(vector), vector)
-            check_memory(self.config, count, vector, advice="choose a smaller size, such as '4 GB'")
+            count = number_of(size, len(vector))
+            check_memory(self.config, count, vector, advice="choose a smaller size")
         return select(Trained(self, batches), size)
 
     def laplace_approximation(

@@ -8,27 +8,15 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.distributions.low_rank_normal import (
-    DiagonalPlusLowRank,
-    PrecisionOfLowRankCovariance,
-)
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.ensemble import AutoEnsemble
-from pyro_bdl.guides.joint import JointGuide, restored_source
 from pyro_bdl.guides.mixture import MixtureGuide
-from pyro_bdl.guides.normal import NormalGuide
-from pyro_bdl.guides.point import UnconstrainedMAP
+from pyro_bdl.guides.normal import LowRankNormal
+from pyro_bdl.guides.point import JointGuide, UnconstrainedMAP, restored_source
 from pyro_bdl.init import init_afresh, init_to_network
 from pyro_bdl.program.batches import Batch
-from pyro_bdl.program.gaussian_prior import (
-    GaussianPrior,
-    StoredPrecision,
-    independent_prior,
-    joint_prior,
-)
+from pyro_bdl.program.gaussian_prior import GaussianPrior
 from pyro_bdl.program.subset import Subset
-
-STRUCTURES = ("low_rank", "diag")
 
 
 class Snapshots(nn.Module):
@@ -72,14 +60,31 @@ class Snapshots(nn.Module):
         self.count += 1
         return number
 
-    def variances(self) -> Tensor:
-        """sum_t (u_t - mean)^2 / (T - 1) over all vectors (..., P)."""
-        return self.squares / (self.count - 1)
+    def gaussian(self, rank: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean (..., P), diagonal (..., P) and factor F (rank, ..., P) of SWAG's covariance.
 
-    def deviations(self, rank: int) -> Tensor:
-        """The last ``rank`` vectors minus the mean of all vectors, (rank, ..., P)."""
-        last = torch.arange(int(self.count) - rank, int(self.count), device=self.mean.device)
-        return self.recent[last % len(self.recent)] - self.mean
+        :raises ValueError: for fewer snapshots than the rank, or fewer than 2.
+        """
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale must be positive and finite, got {scale}")
+        if not (rank == 0 or 2 <= rank <= len(self.recent)):
+            raise ValueError(
+                f"rank must be 0, for a diagonal covariance, or from 2 to the guide's "
+                f"{len(self.recent)}, got {rank}"
+            )
+        count = int(self.count)
+        if count < max(2, rank):
+            raise ValueError(
+                f"SWAG of rank {rank} needs at least {max(2, rank)} snapshots, and there are "
+                f"{count}: call guide.collect() between more steps, use training.collect_swag, or "
+                "ask for a lower rank"
+            )
+        variances = self.squares / (count - 1)
+        if not rank:
+            return self.mean, scale * variances, self.mean.new_zeros(0, *self.mean.shape)
+        last = torch.arange(count - rank, count, device=self.mean.device)
+        deviations = self.recent[last % len(self.recent)] - self.mean
+        return self.mean, 0.5 * scale * variances, deviations * (0.5 * scale / (rank - 1)) ** 0.5
 
 
 class _Collecting(Guide):
@@ -106,8 +111,11 @@ class _Collecting(Guide):
         self.snapshots = Snapshots(self.rank, self._points())
 
     def _points(self) -> Tensor:
-        self.require_layout()
         return self._parameter(self.points).detach()
+
+    def _gaussian(self, rank: int | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        self.require_layout()
+        return self.snapshots.gaussian(self.rank if rank is None else rank, scale)
 
 
 class AutoSWAG(_Collecting, UnconstrainedMAP):
@@ -150,25 +158,15 @@ class AutoSWAG(_Collecting, UnconstrainedMAP):
     def options(self) -> dict[str, Any]:
         return {"rank": self.rank}
 
-    def swag_approximation(
-        self, *, structure: str = "low_rank", rank: int | None = None, scale: float = 1.0
-    ) -> "SWAGGuide":
+    def swag_approximation(self, *, rank: int | None = None, scale: float = 1.0) -> "SWAGGuide":
         """The Gaussian with the snapshots' moments; this guide and its snapshots are not changed.
 
-        :param structure: "low_rank", low rank plus diagonal, or "diag".
-        :param rank: how many of the last snapshots to use; by default the guide's rank.
+        :param rank: how many of the last snapshots to use, 0 for a diagonal covariance; by default
+            the guide's rank.
         :param scale: a factor of the covariance.
         :raises ValueError: for fewer snapshots than the rank, or fewer than 2.
         """
-        self.require_layout()
-        rank = _rank(structure, self.rank if rank is None else rank, self.snapshots, scale)
-        return SWAGGuide(
-            self,
-            self.snapshots.mean,
-            self.snapshots.variances(),
-            self.snapshots.deviations(rank) if rank else None,
-            scale,
-        )
+        return SWAGGuide(self, *self._gaussian(rank, scale))
 
 
 class AutoMultiSWAG(_Collecting, AutoEnsemble):
@@ -203,16 +201,12 @@ class AutoMultiSWAG(_Collecting, AutoEnsemble):
     def options(self) -> dict[str, Any]:
         return {**super().options(), "rank": self.rank}
 
-    def swag_approximation(
-        self, *, structure: str = "low_rank", rank: int | None = None, scale: float = 1.0
-    ) -> MixtureGuide:
+    def swag_approximation(self, *, rank: int | None = None, scale: float = 1.0) -> MixtureGuide:
         """The mixture of the members' Gaussians, with equal weights; see
         ``AutoSWAG.swag_approximation``."""
-        self.require_layout()
-        rank = _rank(structure, self.rank if rank is None else rank, self.snapshots, scale)
-        deviations = self.snapshots.deviations(rank).unbind(1) if rank else [None] * self.size
-        moments = zip(self.snapshots.mean, self.snapshots.variances(), deviations, strict=True)
-        return MixtureGuide([SWAGGuide(self, *parts, scale) for parts in moments])
+        means, diagonals, factors = self._gaussian(rank, scale)
+        parts = zip(means, diagonals, factors.unbind(1), strict=True)
+        return MixtureGuide([SWAGGuide(self, *part) for part in parts])
 
 
 def _check_rank(rank: int) -> None:
@@ -220,33 +214,7 @@ def _check_rank(rank: int) -> None:
         raise ValueError(f"rank must be at least 2, or 0 for diagonal covariances, got {rank}")
 
 
-def _rank(structure: str, rank: int, snapshots: Snapshots, scale: float) -> int:
-    """Check the arguments of an approximation and return its rank, 0 for a diagonal one."""
-    if structure not in STRUCTURES:
-        raise ValueError(f"unknown structure {structure!r} (there are {', '.join(STRUCTURES)})")
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale must be positive and finite, got {scale}")
-    count = int(snapshots.count)
-    more = "call guide.collect() between more steps, or use training.collect_swag"
-    if structure == "diag":
-        if count < 2:
-            raise ValueError(f"SWAG needs at least 2 snapshots, and there are {count}: {more}")
-        return 0
-    if not 2 <= rank <= len(snapshots.recent):
-        raise ValueError(
-            f'structure="low_rank" needs a rank from 2 to the guide\'s {len(snapshots.recent)}, '
-            f'got {rank}: use structure="diag", or make the guide with a higher rank'
-        )
-    if count < rank:
-        fewer = f", or ask for rank={count}" if count > 1 else ""
-        raise ValueError(
-            f"SWAG of rank {rank} needs at least {rank} snapshots, and there are {count}: "
-            f"{more}{fewer}"
-        )
-    return rank
-
-
-class SWAGGuide(JointGuide, NormalGuide):
+class SWAGGuide(JointGuide, LowRankNormal):
     """N(mean, scale / 2 (diag(v) + D' D / (K - 1))) over the unconstrained vector, or
     N(mean, scale diag(v)) without D (Maddox et al. 2019, equation 1 and section 3.2).
 
@@ -259,37 +227,26 @@ class SWAGGuide(JointGuide, NormalGuide):
 
     :param source: a guide for the same program.
     :param mean: (P,), in unconstrained units like all arguments.
-    :param variances: v (P,).
-    :param deviations: D (K, P), or None.
-    :param scale: a factor of the covariance.
+    :param diagonal: the diagonal term (P,) of the covariance.
+    :param factor: F (K, P) with F' F the low-rank term.
     """
 
     loc: Tensor
     diagonal: Tensor
     factor: Tensor
 
-    def __init__(
-        self,
-        source: Guide,
-        mean: Tensor,
-        variances: Tensor,
-        deviations: Tensor | None,
-        scale: float,
-    ) -> None:
+    def __init__(self, source: Guide, mean: Tensor, diagonal: Tensor, factor: Tensor) -> None:
         super().__init__(source)
-        if deviations is None:
-            diagonal, factor = scale * variances, mean.new_zeros(0, len(mean))
-        else:
-            diagonal = 0.5 * scale * variances
-            factor = deviations * (0.5 * scale / (len(deviations) - 1)) ** 0.5
+        self.subset = Subset(self.require_layout())
         self.register_buffer("loc", mean.detach().clone())
         self.register_buffer("diagonal", diagonal.detach())
         self.register_buffer("factor", factor.detach())
 
     @classmethod
     def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> "SWAGGuide":
-        source, state = restored_source(model, batch), saved["state"]
-        guide = cls(source, state["loc"], state["diagonal"], state["factor"], 1.0)
+        state = saved["state"]
+        source = restored_source(model, batch)
+        guide = cls(source, state["loc"], state["diagonal"], state["factor"])
         guide.load_state_dict(state)
         return guide
 
@@ -300,8 +257,8 @@ class SWAGGuide(JointGuide, NormalGuide):
     def location(self) -> Tensor:
         return self.loc
 
-    def factored_covariance(self) -> DiagonalPlusLowRank:
-        return DiagonalPlusLowRank(self.diagonal.sqrt(), self.factor.mT)
+    def scale_and_factor(self) -> tuple[Tensor, Tensor]:
+        return self.diagonal.sqrt(), self.factor.mT
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """log N(u; mean, S + F' F) - log |det dT/du|.
@@ -310,6 +267,22 @@ class SWAGGuide(JointGuide, NormalGuide):
         """
         self._require_density()
         return super().log_density(vector, log_det)
+
+    def as_prior(self) -> GaussianPrior:
+        """A Gaussian prior over all latents, see ``Guide.as_prior``.
+
+        :raises ValueError: if the guide has no density.
+        """
+        self._require_density()
+        return super().as_prior()
+
+    def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
+        """q over the unconstrained vector (P,).
+
+        :raises ValueError: if the guide has no density.
+        """
+        self._require_density()
+        return super().get_posterior(*args, **kwargs)
 
     def _require_density(self) -> None:
         if self.has_density:
@@ -322,26 +295,3 @@ class SWAGGuide(JointGuide, NormalGuide):
             f"SWAG has no density: the variance of {len(where)} of {len(self.loc)} numbers is zero "
             f"(the first in site '{site}'), as no snapshot moved them: draws are fixed there"
         )
-
-    def as_prior(self) -> GaussianPrior:
-        """A Gaussian prior over all latents, see ``Guide.as_prior``.
-
-        :raises ValueError: if the guide has no density.
-        """
-        self._require_density()
-        self._require_global()
-        if not len(self.factor):
-            return independent_prior(self.require_layout(), self.loc, self.diagonal.sqrt())
-        tensors = self.diagonal.sqrt(), self.factor.mT
-        stored = StoredPrecision(PrecisionOfLowRankCovariance, *tensors)
-        return joint_prior(Subset(self.require_layout()), self.loc, stored, stored().diagonal())
-
-    def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
-        """q over the unconstrained vector (P,).
-
-        :raises ValueError: if the guide has no density.
-        """
-        self._require_density()
-        if not len(self.factor):
-            return dist.Normal(self.loc, self.diagonal.sqrt()).to_event(1)
-        return dist.LowRankMultivariateNormal(self.loc, self.factor.mT, self.diagonal)

@@ -115,7 +115,7 @@ def _with_scale_of_last_layer(problem: Problem) -> nn.Module:
     if len(networks) != 1:
         return problem.model
     prefix = networks[0].site_prefix
-    first = next(iter(guide.layer(*problem.data))).removeprefix(prefix)
+    first = guide.layer(*problem.data).sites[0].removeprefix(prefix)
     layer = first.rpartition(".")[0]
     return _with_learnable_scale(
         problem, glob.escape(layer) + ".*" if layer else glob.escape(first)

@@ -137,7 +137,7 @@ def test_loss_and_gradient_are_those_of_the_dense_marginal_likelihood(case):
     guide = AutoLastLayer(model).prototype(x, y)
     leaves = [guide.loc, *model.parameters()]
     ours = LastLayerEvidence().differentiable_loss(model, guide, x, y)
-    sites = guide.layer(x, y)
+    sites = guide.layer(x, y).sites
     assert set(sites) == ({"w", "b"} if case == "by hand" else {"2.weight", "2.bias"})
     theirs = dense(model, guide, sites, x, y)
     torch.testing.assert_close(ours, theirs)

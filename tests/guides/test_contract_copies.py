@@ -44,17 +44,6 @@ def test_state_dict(kind, prototyped):
     assert all(torch.equal(guide.median()[name], value) for name, value in saved.items())
 
 
-def test_a_loaded_state_is_a_copy(kind):
-    model = regression()
-    guide = trained(kind, model)
-    saved = guide.median()
-    fresh = kind(model)
-    fresh.load_state_dict(guide.state_dict())
-    losses_of(guide, model, TemperedTrace_ELBO(), 3)
-    fresh.prototype(X, Y)
-    assert all(torch.equal(fresh.median()[name], value) for name, value in saved.items())
-
-
 def test_a_state_inside_a_larger_one(kind):
     model = regression()
     loss = TemperedTrace_ELBO()(model, trained(kind, model))
@@ -170,12 +159,6 @@ def test_copies_stand_alone(kind, how):
     losses_of(guide, model, TemperedTrace_ELBO(), 1)  # the original still has its program
     names = set(pyro.get_param_store().keys())
     assert len(names) == 2 * len(list(guide.parameters()))
-
-
-def test_a_copy_before_the_first_run(kind):
-    model = regression()
-    clone = copy.deepcopy(kind(model))
-    assert clone.median(X, Y)["0.weight"].shape == (3, 2)
 
 
 def test_two_guides_share_nothing(kind):

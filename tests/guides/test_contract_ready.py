@@ -94,3 +94,11 @@ def test_ready_guides_are_copied(guide, how):
         torch.manual_seed(1)
         found.append(each.sample_vectors(3))
     torch.testing.assert_close(*found)
+
+
+def test_ready_guides_move_to_another_device(guide, device):
+    moved = copy.deepcopy(guide).to(device)
+    draws, quantiles = moved.sample_vectors(3), moved.quantiles([0.1])
+    assert draws.device.type == device.type
+    assert {value.device.type for value in quantiles.values()} == {device.type}
+    torch.testing.assert_close(moved.variances().cpu(), guide.variances())

@@ -106,14 +106,9 @@ def test_members_become_guides_of_other_kinds(kind):
 def test_members_do_not_become_ensembles():
     model, x, y = problem()
     ensemble = bdl.guides.AutoEnsemble(model, size=2).prototype(x, y)
-    with pytest.raises(TypeError, match="AutoMultiSWAG starts from several vectors"):
-        ensemble.as_guides(bdl.guides.AutoMultiSWAG)
-    with pytest.raises(TypeError, match="AutoPathfinder finds its own way"):  # which needs data
-        ensemble.as_guides(bdl.guides.AutoPathfinder)
-
-
-def test_bad_size():
-    model, _, _ = problem()
+    for kind in (bdl.guides.AutoMultiSWAG, bdl.guides.AutoPathfinder):
+        with pytest.raises(TypeError, match=f"{kind.__name__} starts from several vectors"):
+            ensemble.as_guides(kind)
     with pytest.raises(ValueError, match="size must be at least 1"):
         bdl.guides.AutoEnsemble(model, size=0)
 

@@ -1,9 +1,7 @@
 """The Laplace approximation: exact where the posterior is Gaussian, and what it refuses."""
 
 import copy
-import io
 import math
-import pickle
 import warnings
 
 import pyro
@@ -153,86 +151,6 @@ def fitted(trained, structure):
     return model, x, y, guide, guide.laplace_approximation((x, y))
 
 
-def test_draws_density_and_summaries(fitted, covariance):
-    _, x, y, _, laplace = fitted
-    expected = covariance(laplace)
-    torch.testing.assert_close(laplace.variances(), expected.diagonal())
-    draws = laplace.sample_vectors(50_000) - laplace.loc
-    variances = expected.diagonal()
-    error = ((variances[:, None] * variances + expected.square()) / len(draws)).sqrt()
-    assert ((draws.T @ draws / len(draws) - expected).abs() <= 5.5 * error).all()
-    normal = dist.MultivariateNormal(laplace.loc, expected)
-    vector = laplace.sample_vectors(1)[0]
-    zero = torch.zeros((), dtype=D)
-    torch.testing.assert_close(laplace.log_density(vector, zero), normal.log_prob(vector))
-    torch.testing.assert_close(laplace.entropy(vector, zero), normal.entropy())
-    quantiles = laplace.quantiles([0.1, 0.5])
-    z = torch.special.ndtri(torch.tensor(0.1, dtype=D))
-    expected = laplace.layout.unflatten(laplace.loc + z * laplace.variances().sqrt())
-    torch.testing.assert_close(quantiles["0.weight"][0], expected["0.weight"])
-    torch.testing.assert_close(quantiles["0.weight"][1], laplace.median()["0.weight"])
-    assert laplace.sample_latents(4)["2.weight"].shape == (4, 3, 4)
-    assert Predictive(fitted[0], laplace, 5)(x)["y"].shape == (5, len(y))
-
-
-def test_the_trace_of_a_draw(fitted, covariance):
-    """The joint log density is in the trace, whatever the sites."""
-    _, x, y, _, laplace = fitted
-    trace = pyro.poutine.trace(laplace).get_trace(x, y)
-    values = {name: trace.nodes[name]["value"] for name in laplace.layout.latents}
-    vector = laplace.layout.unconstrain(values)
-    expected = dist.MultivariateNormal(laplace.loc, covariance(laplace)).log_prob(vector)
-    torch.testing.assert_close(trace.log_prob_sum(), expected)
-
-
-def test_constrained_latents_and_plates(covariance, minimize):
-    """log q of the constrained values, also where the first site has a batch shape."""
-
-    def model(y):
-        with pyro.plate("groups", 3):
-            s = pyro.sample("s", dist.LogNormal(torch.zeros((), dtype=D), 1.0))
-        w = pyro.sample("w", dist.Beta(torch.tensor(2.0, dtype=D), 2.0))
-        with pyro.plate("data", 6):
-            pyro.sample("y", dist.Normal(w * s.repeat(2), 0.3), obs=y)
-
-    torch.manual_seed(0)
-    y = torch.rand(6, dtype=D)
-    guide = AutoLaplaceGGN(model, structure="full").prototype(y)
-    minimize(guide.parameters(), lambda: Trace_ELBO().differentiable_loss(model, guide, y))
-    laplace = guide.laplace_approximation((y,))
-    trace = pyro.poutine.trace(laplace).get_trace(y)
-    values = {name: trace.nodes[name]["value"] for name in ("s", "w")}
-    vector = torch.cat([values["s"].log(), values["w"].logit()[None]])
-    normal = dist.MultivariateNormal(laplace.loc, covariance(laplace))
-    w = values["w"]
-    expected = normal.log_prob(vector) - values["s"].log().sum() - (w * (1 - w)).log()
-    torch.testing.assert_close(trace.log_prob_sum(), expected)
-    median = laplace.median()
-    torch.testing.assert_close(median["s"], laplace.loc[:3].exp())
-    low, high = laplace.quantiles([0.0, 1.0])["w"]
-    assert low < 1e-300 and high > 1 - 1e-15
-
-
-def grouped(y):
-    """Constrained latents inside a plate, with and without event dimensions."""
-    with pyro.plate("groups", 2):
-        p = pyro.sample("p", dist.Dirichlet(torch.ones(3, dtype=D)))
-        s = pyro.sample("s", dist.HalfNormal(torch.ones(4, dtype=D)).to_event(1))
-        pyro.sample("y", dist.Normal(p[:, 0] + s.sum(-1), 1.0), obs=y)
-
-
-def test_the_point_guide_scores_its_log_determinant():
-    y = torch.zeros(2, dtype=D)
-    guide = AutoLaplaceGGN(grouped).prototype(y)
-    with torch.no_grad():
-        guide.loc.copy_(torch.randn(12, dtype=D))
-    log_det = guide.layout.constrain(guide.loc)[1]
-    trace = pyro.poutine.trace(guide).get_trace(y)
-    torch.testing.assert_close(trace.log_prob_sum(), -log_det)
-    loss = Trace_ELBO().loss(grouped, guide, y)
-    assert loss == pytest.approx(-float(Program(grouped, y).log_density(guide.loc.detach())))
-
-
 @pytest.mark.parametrize("kind", [AutoLaplaceGGN, AutoLastLayer, AutoSubnetwork])
 def test_latents_in_subsampled_plates_are_refused(kind):
     def model(y):
@@ -356,40 +274,6 @@ def test_a_copy_keeps_modules_of_its_subset():
 
 
 # Saving, copying, moving
-
-
-def test_state(fitted, covariance):
-    _, x, y, guide, laplace = fitted
-    file = io.BytesIO()
-    torch.save(laplace.state_dict(), file)
-    file.seek(0)
-    expected = laplace.variances()
-    with torch.no_grad():
-        guide.loc.add_(0.3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        other = guide.laplace_approximation((x, y))
-    assert not torch.allclose(other.variances(), expected)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(other.loc, laplace.loc)
-    torch.testing.assert_close(other.variances(), expected)
-    torch.testing.assert_close(covariance(other), covariance(laplace))
-
-
-def test_copies(fitted, covariance):
-    _, x, y, _, laplace = fitted
-    expected = covariance(laplace)
-    clone = copy.deepcopy(laplace)
-    torch.testing.assert_close(covariance(clone), expected)
-    assert clone.few is laplace.few and clone.model is laplace.model
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        clone.update((x, y))
-    assert (covariance(clone) - expected).abs().max() > 1e-6
-    torch.testing.assert_close(covariance(laplace), expected)
-    pickled = pickle.loads(pickle.dumps(laplace))
-    torch.testing.assert_close(covariance(pickled), expected)
-    assert pickled.sample_latents(2)["0.bias"].shape == (2, 4)
 
 
 def test_precision_may_change(trained, structure):
@@ -533,14 +417,6 @@ def test_an_indefinite_hessian():
 
 
 @pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
-def test_one_datum(structure):
-    model, x, y = classifier()
-    laplace = AutoLaplaceGGN(model, structure=structure).laplace_approximation((x[:1], y[:1]))
-    assert laplace.num_data == 1
-    assert torch.isfinite(laplace.sample_vectors(3)).all()
-
-
-@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
 def test_an_input_that_is_always_zero(structure):
     """Its weights keep the prior's variance."""
     model, x, y = classifier()
@@ -568,17 +444,6 @@ def test_saturated_outputs(structure, dtype, binary):
     assert (laplace.variances() <= 1e4 * 1.001).all() and (laplace.variances() > 0).all()
 
 
-def test_before_the_first_run():
-    model, x, y = classifier()
-    guide = AutoLaplaceGGN(model)
-    with pytest.raises(RuntimeError, match="prototype"):
-        guide.sample_latents(2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        laplace = guide.laplace_approximation((x, y))  # makes the parameters itself
-    assert torch.equal(laplace.loc, guide.loc)
-
-
 def test_its_state_in_a_guide_of_another_kind_says_the_way():
     model, x, y = classifier()
     guide = AutoLaplaceGGN(model, structure="diag").prototype(x, y)
@@ -592,13 +457,6 @@ def test_its_state_in_a_guide_of_another_kind_says_the_way():
             RuntimeError, match=r"another kind .* bdl\.load_posterior\(path, model\)"
         ):
             call()
-
-
-def test_it_is_a_guide_for_svi_too(conjugate):
-    """A LaplaceGuide has no parameters; it may be scored, and drawn in minibatches."""
-    laplace = at_mode(conjugate, structure="full").laplace_approximation(data(conjugate))
-    assert list(laplace.parameters()) == []
-    assert math.isfinite(Trace_ELBO().loss(conjugate.model, laplace, *data(conjugate)))
 
 
 def test_on_another_device(trained, structure, device):

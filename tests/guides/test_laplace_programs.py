@@ -49,14 +49,6 @@ def test_factors_are_left_out_and_said(conjugate, covariance):
     torch.testing.assert_close(difference, 2 * torch.ones(3, 3, dtype=D))
 
 
-def test_data_that_are_not_finite_are_named(conjugate):
-    guide = AutoLaplaceGGN(conjugate.model)
-    x = conjugate.x.clone()
-    x[3, 1] = math.nan
-    with pytest.raises(ValueError, match="x holds NaN or infinity in rows 3, columns 1"):
-        guide.laplace_approximation((x, conjugate.y))
-
-
 @pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
 @pytest.mark.parametrize("curvature", ["ggn", "hessian"])
 def test_the_batch_whose_data_are_not_finite_is_named(conjugate, curvature):

@@ -9,7 +9,6 @@ from helpers.conjugate_laplace import D
 from torch import nn
 
 from pyro_bdl import bayesianize, models, priors
-from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoLaplaceGGN
 
 # Nothing of the user's is changed
@@ -89,21 +88,6 @@ def test_layers_in_training_mode_are_evaluated(structure, curvature):
     torch.testing.assert_close(
         guide.laplace_approximation((x, y), **options).variances(), laplace.variances()
     )
-
-
-def test_a_maximum_that_batch_statistics_may_have_moved():
-    """The advice is about evaluation mode where a BatchNorm layer is in training mode."""
-    model, x, y = noisy_model()
-    guide = AutoLaplaceGGN(model).prototype(x, y)
-    check = unchanged(model)
-    with pytest.warns(BdlWarning, match=r"maximum.*BatchNorm.*after model\.eval\(\)"):
-        guide.laplace_approximation((x, y))
-    check()
-    model.eval()
-    guide = AutoLaplaceGGN(model).prototype(x, y)
-    with pytest.warns(BdlWarning, match="maximum") as caught:
-        guide.laplace_approximation((x, y))
-    assert "BatchNorm" not in str(caught[0].message)
 
 
 @pytest.mark.filterwarnings("ignore:the guide is not at a maximum")

@@ -1,8 +1,6 @@
 """AutoLastLayer: brute-force Bayesian linear regression, the mode of other likelihoods, errors."""
 
-import copy
 import math
-import pickle
 import warnings
 
 import pyro
@@ -17,7 +15,7 @@ from pyro_bdl import LinearizedPredictive, Program, bayesianize, evidence, model
 from pyro_bdl.bayesian_linear import SufficientStatistics, maximize, predict
 from pyro_bdl.bayesian_linear import posterior as linear_posterior
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
-from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer
+from pyro_bdl.guides import AutoLastLayer
 from pyro_bdl.guides.mode import find_mode
 
 D = torch.float64
@@ -52,6 +50,11 @@ def tunable(model_noise=NOISE, scale=0.8, outputs=1):
     prior = priors.ByName({"2.*": priors.Normal(learned), "*": priors.Normal(1.0)})
     noise = PyroParam(torch.tensor(model_noise, dtype=D), constraint=POSITIVE)
     return models.Regression(bayesianize(network(outputs), prior), noise=noise)
+
+
+def regression():
+    x = inputs()
+    return models.Regression(bayesianize(network()), noise=NOISE), x, targets(x)
 
 
 def features(model, x):
@@ -120,28 +123,8 @@ def test_the_predictive_is_exact(outputs):
     torch.testing.assert_close(moments.predictive_variance.reshape(7, -1), variance)
 
 
-def test_a_linear_model_is_all_last_layer(conjugate):
-    guide = AutoLastLayer(conjugate.model)
-    posterior = guide.laplace_approximation((conjugate.x, conjugate.y))
-    torch.testing.assert_close(posterior.loc, conjugate.mean())
-    torch.testing.assert_close(covariance(posterior), torch.linalg.inv(conjugate.precision()))
-
-
-def test_it_is_the_last_layer_laplace_at_the_mode():
-    x, model = inputs(), models.Regression(bayesianize(network()), noise=NOISE)
-    y = targets(x)
-    guide = AutoLastLayer(model).prototype(x, y).solve((x, y))
-    ggn = AutoLaplaceGGN(model, structure="full", subset="last-layer").prototype(x, y)
-    with torch.no_grad():
-        ggn.loc.copy_(guide.loc)
-    ours, theirs = (g.laplace_approximation((x, y)) for g in (guide, ggn))
-    torch.testing.assert_close(ours.loc, theirs.loc)
-    torch.testing.assert_close(covariance(ours), covariance(theirs))
-
-
 def test_minibatches_and_updates_are_the_whole():
-    x, model = inputs(), models.Regression(bayesianize(network()), noise=NOISE)
-    y = targets(x)
+    model, x, y = regression()
     guide = AutoLastLayer(model)
     whole = guide.laplace_approximation((x, y))
     parts = [(x[i : i + 7], y[i : i + 7]) for i in range(0, N, 7)]
@@ -156,50 +139,14 @@ def test_minibatches_and_updates_are_the_whole():
         )
 
 
-def test_a_bias_added_by_hand_belongs_to_the_last_layer():
-    x = inputs()
-    y = targets(x)
-
-    def model(x, y=None):
-        v = pyro.sample("v", dist.Normal(torch.zeros(3, 4, dtype=D), 1.0).to_event(2))
-        w = pyro.sample("w", dist.Normal(torch.zeros(4, 1, dtype=D), 1.0).to_event(2))
-        b = pyro.sample("b", dist.Normal(torch.zeros(1, dtype=D), 2.0).to_event(1))
-        mean = (torch.tanh(x @ v) @ w + b).squeeze(-1)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(mean, NOISE), obs=y)
-
-    guide = AutoLastLayer(model).prototype(x, y)
-    posterior = guide.laplace_approximation((x, y))
-    assert posterior.subset.sites == ("w", "b")
-    v = guide.median()["v"]
-    phi = torch.cat([torch.tanh(x @ v), torch.ones(N, 1, dtype=D)], 1)
-    alpha = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.25], dtype=D)
-    exact = linear_posterior(SufficientStatistics.of(phi, y), alpha, NOISE**-2)
-    torch.testing.assert_close(posterior.loc[12:], exact.mean[0])
-    torch.testing.assert_close(covariance(posterior), exact.covariance[0])
-
-
 def test_the_guide_is_not_changed_but_by_solve():
-    x, model = inputs(), models.Regression(bayesianize(network()), noise=NOISE)
-    y = targets(x)
+    model, x, y = regression()
     guide = AutoLastLayer(model).prototype(x, y)
     before = guide.loc.detach().clone()
     posterior = guide.laplace_approximation((x, y))
     assert torch.equal(guide.loc, before)
     assert guide.solve((x, y)) is guide
     assert torch.equal(guide.loc, posterior.loc)
-
-
-def test_a_noise_with_a_prior_stays():
-    x = inputs()
-    y = targets(x)
-    model = models.Regression(bayesianize(network()), noise=dist.HalfNormal(1.0))
-    guide = AutoLastLayer(model).prototype(x, y)
-    posterior = guide.laplace_approximation((x, y))
-    noise = guide.median()["noise"]
-    assert posterior.median()["noise"] == noise
-    exact = linear_posterior(SufficientStatistics.of(features(model, x), y), 1.0, noise**-2)
-    torch.testing.assert_close(covariance(posterior), exact.covariance[0])
 
 
 def test_hidden_scales_of_the_prior():
@@ -306,12 +253,6 @@ def test_alpha_of_a_classifier_and_its_mode_agree():
     torch.testing.assert_close(posterior.loc, guide.laplace_approximation((x, y)).loc)
 
 
-def test_without_hyperparameters_it_says_what_to_do():
-    x, model = inputs(), models.Regression(bayesianize(network()), noise=NOISE)
-    with pytest.raises(ValueError, match="no PyroParam to tune"):
-        evidence.maximize(AutoLastLayer(model).laplace_approximation((x, targets(x))))
-
-
 # Other observations
 
 
@@ -364,20 +305,6 @@ def test_an_update_of_a_classifier_finds_the_mode_of_all():
     assert slope(model, posterior, x, y).abs().max() < 1e-8
     whole = AutoLastLayer(model).laplace_approximation((x, y))
     torch.testing.assert_close(covariance(posterior), covariance(whole))
-
-
-def test_logistic_regression_is_sklearns():
-    """Its penalty 1/2 w'w / C is a Normal(0, C) prior on the weights; the intercept has none,
-    here a Normal(0, 1e8)."""
-    linear_model = pytest.importorskip("sklearn.linear_model")
-    x = inputs(80)
-    y = (x[:, 0] - 0.5 * x[:, 1] + 0.7 * torch.randn(80, dtype=D) > 0).long()
-    wide = priors.ByName({"bias": priors.Normal(1e4), "*": priors.Normal(0.5**0.5)})
-    model = models.BinaryClassification(bayesianize(nn.Linear(3, 1).double(), wide))
-    posterior = AutoLastLayer(model).laplace_approximation((x, y))
-    other = linear_model.LogisticRegression(C=0.5, tol=1e-12, max_iter=10000).fit(x, y)
-    expected = torch.tensor([*other.coef_[0], other.intercept_[0]], dtype=D)
-    torch.testing.assert_close(posterior.loc, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_steps_that_overflow_are_halved():
@@ -444,59 +371,9 @@ def test_weights_that_are_used_twice(net, x, site):
 
 
 def test_other_structures_are_refused():
-    x, model = inputs(), models.Regression(bayesianize(network()), noise=NOISE)
+    model, x, y = regression()
     with pytest.raises(ValueError, match='AutoLaplaceGGN with subset="last-layer"'):
-        AutoLastLayer(model).laplace_approximation((x, targets(x)), structure="kron")
-
-
-def test_batch_norm_is_evaluated_and_untouched():
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
-    model, x = models.Regression(bayesianize(net.double()), noise=NOISE), inputs()
-    y = targets(x)
-    guide = AutoLastLayer(model).prototype(x, y)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    posterior = guide.laplace_approximation((x, y))
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert all(part.training for part in model.modules())
-    with torch.no_grad():
-        frozen = copy.deepcopy(net).eval()
-        phi = torch.cat([frozen[:3](x), torch.ones(N, 1, dtype=D)], 1)
-    exact = linear_posterior(SufficientStatistics.of(phi, y), 1.0, NOISE**-2)
-    torch.testing.assert_close(posterior.loc[-5:], exact.mean[0])
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state"])
-def test_copies(how):
-    x, model = inputs(), tunable()
-    y = targets(x)
-    guide = AutoLastLayer(model)
-    posterior = guide.laplace_approximation((x, y))
-    if how == "deepcopy":
-        other = copy.deepcopy(posterior)
-    elif how == "pickle":
-        other = pickle.loads(pickle.dumps(posterior))
-    else:
-        other = guide.laplace_approximation((x[:5], y[:5]))
-        other.load_state_dict(posterior.state_dict())
-    assert torch.equal(other.loc, posterior.loc)
-    torch.testing.assert_close(covariance(other), covariance(posterior))
-    assert other.mode == "closed"
-    if how == "deepcopy":
-        evidence.maximize(other)
-        assert not torch.equal(other.loc, posterior.loc)
-
-
-@pytest.mark.parametrize("case", [*CASES, "normal"])
-def test_on_another_device(case, device):
-    normal = (lambda net: models.Regression(net, noise=NOISE), 1, targets)
-    kind, outputs, make = CASES.get(case, normal)
-    x = inputs()
-    y, model = make(x), kind(bayesianize(network(outputs)))
-    expected = AutoLastLayer(model).laplace_approximation((x, y))
-    there = AutoLastLayer(model.to(device)).laplace_approximation((x.to(device), y.to(device)))
-    assert there.loc.device.type == device.type
-    torch.testing.assert_close(there.loc.cpu(), expected.loc)
-    torch.testing.assert_close(there.variances().cpu(), expected.variances())
+        AutoLastLayer(model).laplace_approximation((x, y), structure="kron")
 
 
 VECTORS = {
@@ -522,7 +399,7 @@ def test_a_vector_of_weights(form):
             pyro.sample("y", dist.Normal(VECTORS[form]((x @ inside).tanh(), w) + b, 0.3), obs=y)
 
     guide = AutoLastLayer(model).prototype(x, y)
-    assert list(guide.layer(x, y)) == ["w", "b"]
+    assert list(guide.layer(x, y).sites) == ["w", "b"]
     laplace = guide.laplace_approximation((x, y))
     features = torch.cat([(x @ guide.median()["inside"]).tanh(), torch.ones_like(x[:, :1])], 1)
     precision = features.T @ features / 0.09 + torch.eye(4, dtype=torch.float64)

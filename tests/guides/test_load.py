@@ -168,8 +168,8 @@ def test_a_selector_and_the_options_of_a_path_come_back(tmp_path):
     found = bdl.load_posterior(guide.save(tmp_path / "subnetwork"), _network())
     assert found.select.seed == 3 and found.size == 4
     assert torch.equal(found.choose((_X, _X)), guide.choose((_X, _X)))
-    by_layer = AutoSubnetwork(model := _network(), select=bdl.selectors.ByModule(model.network))
-    with pytest.raises(TypeError, match=r"\['select'\]\['modules'\].*without code"):
+    by_layer = AutoSubnetwork(model := _network(), select=bdl.selectors.Sites(model.network))
+    with pytest.raises(TypeError, match=r"\['select'\]\['selection'\].*without code"):
         by_layer.prototype(_X, _X).save(tmp_path / "by layer")
     path = AutoPathfinder(_network(), history=2, num_paths=2).prototype(_X, _X)
     found = bdl.load_posterior(path.save(tmp_path / "path"), _network())

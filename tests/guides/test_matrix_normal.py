@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributions import MultivariateNormal, kl_divergence
 
 from pyro_bdl import bayesianize, models, priors
-from pyro_bdl.distributions.matrix_normal import MatrixNormal
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoMatrixNormal
@@ -77,26 +76,6 @@ def test_the_guide_against_its_dense_gaussian(made):
     torch.testing.assert_close(level, expected)
 
 
-def test_draws_have_the_covariance(made):
-    guide, oracle, _, _ = made
-    draws = guide.sample_vectors(8000).detach()
-    matrix = oracle.covariance_matrix
-    variances = matrix.diagonal()
-    error = ((variances[:, None] * variances + matrix.square()) / len(draws)).sqrt()
-    assert ((torch.cov(draws.T) - matrix).abs() < 5 * error).all()
-
-
-def test_the_sites_have_their_own_distributions(made):
-    guide, _, _, args = made
-    run = record(guide, {}, args)
-    assert isinstance(run.latents["0.weight"].distribution, MatrixNormal)
-    assert isinstance(run.latents["noise"].distribution, dist.LogNormal)
-    values = {name: site.value for name, site in run.latents.items()}
-    vector = guide.layout.unconstrain(values)
-    log_det = guide.layout.constrain(vector)[1]
-    torch.testing.assert_close(run.log_prior(), guide.log_density(vector, log_det))
-
-
 def test_the_sites_are_independent_of_each_other(made):
     """The sites' densities multiply to the joint density, and estimators accept independent
     sites."""
@@ -156,32 +135,6 @@ def test_the_exact_optimum_of_a_conjugate_model(exact_expectations):
     value.backward()
     for name, parameter in guide.named_parameters():
         torch.testing.assert_close(parameter.grad, torch.zeros_like(parameter), msg=name)
-
-
-def test_training_learns_correlated_rows(exact_expectations, minimize):
-    """Two outputs see the same inputs; noise of correlated outputs correlates the rows."""
-    torch.manual_seed(0)
-    x = torch.randn(20, 2, dtype=D)
-    noise = torch.tensor([[1.0, 0.0], [0.9, 0.3]], dtype=D)
-    y = x @ torch.randn(2, 2, dtype=D) + 0.3 * torch.randn(20, 2, dtype=D) @ noise.mT
-    bnn = bayesianize(nn.Linear(2, 2, bias=False).double(), priors.Normal(3.0))
-
-    def model(x, y):
-        mean = bnn(x)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.MultivariateNormal(mean, scale_tril=0.3 * noise), obs=y)
-
-    # exact posterior of vec(W): precision (0.3^2 R R')^-1 kron X'X + 1/9
-    inverse = (0.09 * noise @ noise.mT).inverse()
-    exact = (torch.kron(inverse.contiguous(), x.T @ x) + torch.eye(4, dtype=D) / 9).inverse()
-    guide = AutoMatrixNormal(model).prototype(x, y)
-    loss = TemperedTraceMeanField_ELBO(num_particles=exact_expectations(4))(model, guide)
-    minimize(guide.parameters(), lambda: loss(x, y))
-    q = MatrixNormal(guide.loc.detach().reshape(2, 2), *guide.factors("weight"))
-    found = q.covariance_matrix().detach()
-    assert (found - exact).abs().max() < 0.1 * exact.diagonal().max()
-    correlation = found[0, 2] / (found[0, 0] * found[2, 2]).sqrt()
-    assert correlation > 0.85
 
 
 def test_long_sides_are_diagonal():

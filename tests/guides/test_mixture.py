@@ -1,7 +1,6 @@
 """Mixtures of guides: density, moments, quantiles and draws of known mixtures."""
 
 import copy
-import io
 import math
 import pickle
 
@@ -143,25 +142,6 @@ def test_draws_are_stratified():
     assert (share - torch.tensor(WEIGHTS)).abs().max() < 4.5 * 0.5 / 500**0.5
 
 
-def test_draws_have_the_moments():
-    mixture, expected = MixtureGuide(normals(), WEIGHTS), reference(WEIGHTS)
-    draws = mixture.sample_vectors(20_000)
-    # stratified draws vary less than independent ones
-    error = (expected.variance / 20_000).sqrt()
-    assert ((draws.mean(0) - expected.mean).abs() < 4.5 * error).all()
-    torch.testing.assert_close(draws.var(0), expected.variance.expand(3), rtol=0.05, atol=0)
-
-
-def test_predictions_are_mixtures():
-    members = normals()
-    mixture = MixtureGuide(members)
-    mean = bdl.Predictive(program, mixture, 300).mean(X)["y"][:, 0]
-    apart = [bdl.Predictive(program, g, 4000).mean(X)["y"][:, 0] for g in members]
-    expected = torch.stack([part.mean() for part in apart]).mean()
-    assert abs(mean.mean() - expected) < 4.5 * 1.5 / 300**0.5
-    assert len(mean) == 300 and set(mixture.sample_latents(5)) == {"w", "s"}
-
-
 # As a guide
 
 
@@ -201,23 +181,6 @@ def test_an_exact_mixture_of_one_is_its_member(conjugate):
     torch.testing.assert_close(mixture.variances(), exact.variances())
 
 
-def test_saved_loaded_copied_and_converted():
-    mixture = MixtureGuide(normals(), WEIGHTS)
-    file = io.BytesIO()
-    torch.save(mixture.state_dict(), file)
-    file.seek(0)
-    other = MixtureGuide(normals([0.0, 0.0, 0.0], [1.0, 1.0, 1.0]))
-    other.load_state_dict(torch.load(file, weights_only=True))
-    torch.testing.assert_close(other.variances(), mixture.variances())
-    clone = copy.deepcopy(mixture)
-    with torch.no_grad():
-        clone.members[0].loc.add_(1.0)
-    assert not torch.equal(clone.location(), mixture.location())
-    torch.testing.assert_close(other.location(), mixture.location())
-    single = other.float()
-    assert single.sample_vectors(2).dtype == single.weights.dtype == torch.float32
-
-
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda guide: pickle.loads(pickle.dumps(guide))])
 def test_a_mixture_in_use_can_be_copied(twin):
     mixture = MixtureGuide(normals(), WEIGHTS)
@@ -226,14 +189,6 @@ def test_a_mixture_in_use_can_be_copied(twin):
     clone(X, Y)
     mixture(X, Y)
     assert torch.equal(clone.location(), mixture.location())
-
-
-def test_it_moves_to_another_device(device):
-    mixture = MixtureGuide(normals()).to(device)
-    vector = mixture.sample_vectors(3)[0]
-    assert vector.device.type == mixture.variances().device.type == device.type
-    assert torch.isfinite(mixture.log_density(vector, vector.new_zeros(())))
-    assert mixture.quantiles([0.1, 0.9])["w"].device.type == device.type
 
 
 # Of Laplace approximations
@@ -279,19 +234,6 @@ def test_laplace_around_every_member(ensemble, structure):
         ]
     ).mean(0)
     torch.testing.assert_close(mass, torch.full_like(mass, 0.25))
-
-
-def test_other_guides_around_every_member(ensemble):
-    guide, _, x, y = ensemble
-    subnetworks = guide.as_guides(bdl.guides.AutoSubnetwork, size=3)
-    mixture = MixtureGuide([part.laplace_approximation((x, y)) for part in subnetworks])
-    assert ((mixture.members[0].variances() > 0).sum()) == 3
-    fields = guide.as_guides(AutoMeanField, init_scale=0.1)
-    assert torch.equal(fields[2].location(), guide.locs[2])
-    assert MixtureGuide(fields).has_density
-    with torch.no_grad():
-        fields[2].loc.add_(1.0)
-    assert not torch.equal(fields[2].location(), guide.locs[2])
 
 
 # What is refused

@@ -8,13 +8,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro import poutine
 from pyro.infer import MCMC, NUTS
 from pyro.infer.autoguide import (
     AutoDelta,
     AutoDiagonalNormal,
     AutoGuideList,
-    AutoIAFNormal,
     AutoLaplaceApproximation,
     AutoLowRankMultivariateNormal,
     AutoMultivariateNormal,
@@ -24,7 +22,7 @@ from pyro.infer.mcmc.api import StreamingMCMC
 
 import pyro_bdl as bdl
 from pyro_bdl import importance
-from pyro_bdl.guides.draws import as_posterior, to_samples
+from pyro_bdl.guides.draws import as_posterior
 
 X = torch.linspace(-1.0, 1.0, 6, dtype=torch.float64)
 Y = torch.tensor([0.1, -0.3, 0.2, 0.5, 0.4, 0.9], dtype=torch.float64)
@@ -157,23 +155,6 @@ def test_a_comparison_of_all_kinds(of_pyro, of_numpyro):
         bdl.compare(model, {"three": 3}, X, Y, reference=None)
 
 
-@pytest.mark.parametrize("kind", ["pyro", "numpyro", "dict by chain", "guide"])
-def test_to_arviz(of_pyro, of_numpyro, kind):
-    posterior, chains = {
-        "pyro": (of_pyro, 1),
-        "numpyro": (of_numpyro, 2),
-        "dict by chain": (of_numpyro.get_samples(group_by_chain=True), 2),
-        "guide": (AutoNormal(model), 1),
-    }[kind]
-    found = bdl.to_arviz(model, posterior, X, Y, num_samples=8, prior_samples=0)
-    assert found.posterior["w"].shape[0] == chains
-    if kind == "numpyro":
-        np.testing.assert_array_equal(
-            found.posterior["s"], of_numpyro.get_samples(group_by_chain=True)["s"]
-        )
-        assert set(found.sample_stats) == {"lp", "acceptance_rate"}
-
-
 def test_predictive_diagnostics_and_starts(of_pyro, of_numpyro):
     for mcmc, rows in ((of_pyro, 6), (of_numpyro, 10)):
         drawn = bdl.Predictive(model, mcmc)(X)
@@ -213,44 +194,3 @@ def test_importance_ratios_are_refused_by_name():
 def test_the_linearized_predictive_names_what_it_needs():
     with pytest.raises(TypeError, match=r"laplace_approximation.*AutoNormal"):
         bdl.LinearizedPredictive(model, AutoNormal(model))
-
-
-def grouped(x, y=None):
-    """A scalar latent, and one in a plate."""
-    s = pyro.sample("s", dist.LogNormal(0.0, 0.5))
-    with pyro.plate("groups", 2):
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(w[0] + w[1] * x, s), obs=y)
-
-
-@pytest.mark.parametrize("model", [model, grouped])
-@pytest.mark.parametrize(
-    "kind",
-    [AutoDiagonalNormal, AutoMultivariateNormal, AutoLowRankMultivariateNormal, AutoIAFNormal],
-)
-def test_draws_at_once_have_the_density_of_single_runs(kind, model):
-    """log q of each draw equals that of a run of Pyro's guide with the same vector."""
-    pyro.clear_param_store()
-    guide = kind(model)
-    guide(X, Y)
-    with torch.no_grad():
-        for parameter in guide.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    samples = to_samples(guide, 5, X, Y)
-    (name,) = (site for site in samples.latents if site.endswith("_latent"))
-    for i in range(5):
-        held = {name: samples.latents[name][0, i]}
-        with torch.no_grad():
-            trace = poutine.trace(poutine.condition(guide, held)).get_trace(X, Y)
-            trace.compute_log_prob()
-            # with the part of q, which conditioning hides from the latents
-            nodes = [node for node in trace.nodes.values() if node["type"] == "sample"]
-            exact = sum(node["unscaled_log_prob"].sum() for node in nodes)
-        assert samples.stats["log_q"][0, i] == pytest.approx(exact.item(), rel=1e-10)
-        for site in ("w", "s"):
-            assert torch.equal(samples.latents[site][0, i], trace.nodes[site]["value"])
-    many = to_samples(guide, 4000, X, Y).latents["w"][0]
-    runs = torch.stack([guide(X, Y)["w"].detach() for _ in range(400)])
-    error = runs.std(0) * (1 / 400 + 1 / 4000) ** 0.5
-    assert ((many.mean(0) - runs.mean(0)).abs() < 4 * error).all()

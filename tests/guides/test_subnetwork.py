@@ -1,6 +1,5 @@
 """Subnetworks: all indices is full Laplace, NUTS and VI on a conjugate part."""
 
-import pyro
 import pytest
 import torch
 from torch import nn
@@ -97,33 +96,11 @@ def test_nuts_samples_the_part_and_holds_the_rest(data):
     assert ((torch.cov(flat[:, chosen].T) - expected).abs() < 5 * error).all()
 
 
-@pytest.mark.parametrize("infer", ["laplace", "variational"])
-def test_works_in_svi_and_predicts(data, infer):
-    pyro.set_rng_seed(0)
-    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-    model = bdl.models.Regression(bdl.bayesianize(net))
-    guide = bdl.guides.AutoSubnetwork(model, select=selectors.LargestMagnitude(), size=6)
-    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), pyro.infer.Trace_ELBO())
-    for _ in range(60):
-        svi.step(*data)
-    posterior = guide.laplace_approximation(data)
-    if infer == "variational":
-        posterior = guide.variational(data)
-        svi = pyro.infer.SVI(
-            model, posterior, pyro.optim.Adam({"lr": 0.05}), pyro.infer.Trace_ELBO()
-        )
-        losses = [svi.step(*data) for _ in range(40)]
-        assert sum(losses[-15:]) < sum(losses[:15])
-    drawn = bdl.Predictive(model, posterior, num_samples=5)(data[0])
-    assert drawn["f"].shape == (5, 30)
-    assert drawn["f"].std(0).min() > 0
-
-
 def test_bad_options(data):
     model, _, _ = linear(data)
     with pytest.raises(TypeError, match="selector"):
         bdl.guides.AutoSubnetwork(model, select="largest")  # type: ignore[arg-type]
-    for size in (0, -1, 1.5, "four", "1.2.3 GB", True):  # before any training
+    for size in (0, -1, 1.5, "four", True):  # before any training
         with pytest.raises(ValueError, match=r"size|fraction"):
             bdl.guides.AutoSubnetwork(model, size=size)
     guide = bdl.guides.AutoSubnetwork(model, size=9)
@@ -131,16 +108,6 @@ def test_bad_options(data):
         guide.choose(data)
     with pytest.raises(ValueError, match="init_scale"):
         bdl.guides.AutoSubnetwork(model, size=2).variational(data, init_scale=0.0)
-
-
-def test_a_matrix_that_cannot_fit_is_told(data, monkeypatch):
-    from pyro_bdl.curvature import config
-
-    model, mean, _ = linear(data)
-    guide = at_mode(model, mean, data, select=selectors.Random(0), size=4)
-    monkeypatch.setattr(config, "available_memory", lambda device: 8)
-    with pytest.raises(MemoryError, match="GiB"):
-        guide.laplace_approximation(data)
 
 
 def test_memory_is_checked_before_the_selector_works(data, monkeypatch):

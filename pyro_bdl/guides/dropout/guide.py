@@ -1,10 +1,8 @@
 """Monte Carlo dropout as variational inference: q(W) = M diag(eps), point masses elsewhere."""
 
-import difflib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,10 +33,8 @@ from pyro_bdl.guides.dropout.weights import (
     total_num_data,
 )
 from pyro_bdl.guides.kl import expected_log_prior
-from pyro_bdl.guides.saved import described, from_description
 from pyro_bdl.guides.statements import point
 from pyro_bdl.init import init_to_network
-from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.trace import Run
 
@@ -74,12 +70,12 @@ class AutoMCDropout(Guide):
     A draw is one function: all calls of a module, all steps of a sequence and all data of a batch
     share the same factors.
 
-    ``weights`` holds the axis of the input units for each dropped site, ``rates()`` returns its p,
-    and ``mean_latents()`` returns all latents at their means.
+    ``weights`` holds the input units of each dropped site, ``rates()`` returns its p, and
+    ``mean_latents()`` returns all latents at their means.
 
     :param model: a Pyro program with continuous latents.
     :param p: the rate, in (0, 1); or a dict from names or patterns of sites to rates. A dict also
-        chooses the sites; the first match counts.
+        chooses the sites; the first match counts. None: see ``from_dropout_layers``.
     :param sites: the weights with dropout: "hidden", the default, for weights whose inputs are
         hidden units, as with usual dropout layers; "all", which also drops the inputs of the
         network and rows of embeddings; or names and patterns with shell wildcards.
@@ -97,16 +93,16 @@ class AutoMCDropout(Guide):
         is not a weight, and for ``learn_p`` with a single datum.
     """
 
+    saved_parts = (Noise, Annealed)
     weights: dict[str, Weight]
-    _counts: list[int]  # of the factors of each weight
     steps: Tensor
-    layers: tuple[nn.Module, ...]  # dropout layers of the program that this guide replaces
+    layers: tuple[nn.Module, ...] = ()  # dropout layers of the program that this guide replaces
 
     def __init__(
         self,
         model: Callable,
         *,
-        p: float | Mapping[str, float] = 0.1,
+        p: float | Mapping[str, float] | None = 0.1,
         sites: str | Iterable[str] | None = None,
         learn_p: bool = False,
         noise: Noise | None = None,
@@ -115,19 +111,19 @@ class AutoMCDropout(Guide):
         create_plates: Callable | None = None,
     ) -> None:
         if mask not in MASKS:
-            near = difflib.get_close_matches(str(mask), MASKS, n=1, cutoff=0.4) or MASKS
-            raise ValueError(f"mask must be {' or '.join(map(repr, near))}, got {mask!r}")
+            raise ValueError(f"mask must be {' or '.join(map(repr, MASKS))}, got {mask!r}")
         if noise is not None and not isinstance(noise, Noise):
             raise TypeError(
                 "noise must be BernoulliNoise() or GaussianNoise() of pyro_bdl.guides, got "
                 f"{noise!r}"
             )
-        patterns = rates_by_pattern(p, sites)
+        if p is None and (sites is not None or mask != "units"):
+            raise ValueError("the dropout layers determine the sites and masks: leave these out")
+        patterns = None if p is None else rates_by_pattern(p, sites)
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.learn_p, self.mask = learn_p, mask
         self.noise = BernoulliNoise() if noise is None else noise
-        self._patterns: dict[str, float] | None = patterns  # None: those of dropout layers
-        self.layers = ()
+        self._patterns = patterns
 
     @classmethod
     def from_dropout_layers(cls, model: Callable, **options: Any) -> "AutoMCDropout":
@@ -146,35 +142,14 @@ class AutoMCDropout(Guide):
         :raises ValueError: at the first run, where the program has no dropout layer, none that a
             mask of weights can say, or one that drops in evaluation mode too.
         """
-        for name in ("p", "sites", "mask"):
-            if name in options:
-                raise ValueError(f"the dropout layers determine '{name}': leave it out")
-        guide = cls(model, **options)
-        guide._patterns = None
-        return guide
+        return cls(model, p=None, **options)
 
     # Structure
 
     def options(self) -> dict[str, Any]:
         rates = {name: float(rate) for name, rate in self.rates().items()}
-        return {
-            "p": None if self._patterns is None else rates or 0.1,
-            "learn_p": self.learn_p,
-            "noise": described(self.noise, Noise, Annealed),
-            "mask": self.mask,
-        }
-
-    @classmethod
-    def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> "AutoMCDropout":
-        options = dict(saved["options"])
-        noise, learn_p = from_description(options["noise"], Noise, Annealed), options["learn_p"]
-        if options["p"] is None:
-            guide = cls.from_dropout_layers(model, noise=noise, learn_p=learn_p)
-        else:
-            guide = cls(model, **{**options, "noise": noise})
-        args, kwargs = batch
-        guide.prototype(*args, **kwargs).load_state_dict(saved["state"])
-        return guide
+        p = None if self._patterns is None else rates or 0.1
+        return {"p": p, "learn_p": self.learn_p, "noise": self.noise, "mask": self.mask}
 
     def create_parameters(self, start: Tensor) -> None:
         model, layout = self.program_model, self.require_layout()
@@ -188,7 +163,9 @@ class AutoMCDropout(Guide):
                 "likelihood; call the program with more data, or give it num_data"
             )
         if self._patterns is None:
-            rates, self.layers = rates_of_layers(reader, layout, model), reader.layers
+            rates = rates_of_layers(reader, layout, model)
+            modules = dict.fromkeys(layer.module for layer in reader.layers)
+            self.layers = tuple(module for module in modules if module is not None)
         else:
             rates = matching_rates(reader.weights, layout, self._patterns)
             _warn_of_layers(model)
@@ -199,19 +176,17 @@ class AutoMCDropout(Guide):
                 BdlWarning,
                 stacklevel=5,
             )
-        self.weights, self._counts = {}, []
-        for number, (name, (weight, _)) in enumerate(rates.items()):
-            latent = layout.latents[name]
-            weight = replace(weight, batch_dims=len(latent.shape) - latent.event_dim)
-            factors = weight.factors()
-            if self.mask == "weights":
-                factors = torch.arange(weight.shape.numel(), device="cpu").reshape(weight.shape)
-            self.register_buffer(f"factors_{number}", factors.to(start.device), persistent=False)
-            self._counts.append(int(factors.max()) + 1)
-            self.weights[name] = weight
+        self.weights, factors = {}, []
+        for name, latent in layout.latents.items():
+            numbers = torch.arange(latent.size, device="cpu")
+            if name in rates:
+                weight = self.weights[name] = reader.weights[name].of_networks(latent)
+                numbers = numbers if self.mask == "weights" else weight.units.flatten()
+            factors.append(numbers)
+        self.register_buffer("factors", torch.cat(factors).to(start.device), persistent=False)
         self._scale_free = self._log_uniform_sites(run)
         self.loc = nn.Parameter(start.clone())
-        p = start.new_tensor([rate for _, rate in rates.values()])
+        p = start.new_tensor(list(rates.values()))
         if self.learn_p and len(p):
             self.p = PyroParam(p, constraints.unit_interval)
             self.register_buffer("steps", torch.zeros((), dtype=torch.long, device="cpu"))
@@ -240,10 +215,6 @@ class AutoMCDropout(Guide):
             if steps is not None:
                 self._buffers["steps"] = steps
 
-    def _silence_layers(self) -> None:
-        for layer in self.layers:
-            layer.training = False
-
     def _shared_on_copy(self) -> tuple[str, ...]:
         return (*super()._shared_on_copy(), "layers")
 
@@ -260,37 +231,36 @@ class AutoMCDropout(Guide):
     # The guide
 
     def site_vectors(self) -> tuple[Tensor, ...]:
-        self._silence_layers()
-        return (self._parameter("loc"),)
+        """M and u, and the number of each entry's factor."""
+        for layer in self.layers:
+            layer.training = False
+        return self._parameter("loc"), self.factors
 
     def site_distribution(self, latent: Latent, *parts: Tensor) -> Any:
         """The distribution of a dropped weight; the other latents are points."""
         if latent.name not in self.weights:
-            return point(latent, *parts)
-        name, number = latent.name, list(self.weights).index(latent.name)
-        index, p = getattr(self, f"factors_{number}"), self._parameter("p")[number]
+            return point(latent, parts[0])
+        weight, number = self.weights[latent.name], list(self.weights).index(latent.name)
+        count = latent.size if self.mask == "weights" else weight.num_units
         return NoisyWeight(
-            *parts, index, p, self._counts[number], self.noise, self._step(),
-            scale_free=name in self._scale_free, batch_dims=self.weights[name].batch_dims,
+            *parts, self._parameter("p")[number], count, self.noise, self._step(),
+            scale_free=latent.name in self._scale_free,
+            batch_dims=len(latent.shape) - latent.event_dim,
         )  # fmt: skip
 
     def _by_site(
         self, of_point: Callable[[Tensor], Tensor], of_weight: Callable[[NoisyWeight], Tensor]
     ) -> Tensor:
         """Numbers (..., P) from those of each site, (..., *shape)."""
-        layout, parts = self.require_layout(), []
-        for name, loc in layout.unflatten(self._parameter("loc")).items():
-            if name in self.weights:
-                part = of_weight(self.site_distribution(layout.latents[name], loc))
-            else:
-                part = of_point(loc)
+        weights, parts = self._noisy_weights(), []
+        for name, loc in self.require_layout().unflatten(self._parameter("loc")).items():
+            part = of_weight(weights[name]) if name in weights else of_point(loc)
             parts.append(part.reshape(*part.shape[: part.dim() - loc.dim()], -1))
         return torch.cat(parts, -1)
 
-    def _noisy_weights(self) -> list[NoisyWeight]:
-        layout = self.require_layout()
-        loc = layout.unflatten(self._parameter("loc"))
-        return [self.site_distribution(layout.latents[name], loc[name]) for name in self.weights]
+    def _noisy_weights(self) -> dict[str, NoisyWeight]:
+        distributions = self.site_distributions()
+        return {name: distributions[name] for name in self.weights}
 
     @property
     def has_density(self) -> bool:
@@ -306,19 +276,19 @@ class AutoMCDropout(Guide):
             self.steps += 1
 
     def sample_vectors(self, num_samples: int) -> Tensor:
-        self._silence_layers()
         return self._by_site(
             lambda loc: loc.expand(num_samples, *loc.shape), lambda q: q.rsample((num_samples,))
         )
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """Minus the entropy of the factors where p is learned, else 0."""
-        return torch.zeros_like(log_det) - sum(q.entropy().sum() for q in self._noisy_weights())
+        return torch.zeros_like(log_det) - sum(
+            q.entropy().sum() for q in self._noisy_weights().values()
+        )
 
-    @contextmanager
-    def constant(self) -> Iterator[None]:
+    def constant(self) -> AbstractContextManager:
         """Change nothing: this guide's log density has closed forms only, and so no score term."""
-        yield
+        return nullcontext()
 
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
         """-H(eps) - E_q[log p(w)], in closed form for Normal and log-uniform priors."""
@@ -326,7 +296,7 @@ class AutoMCDropout(Guide):
             self.require_layout(), self._parameter("loc"), self.variances(), run.latents
         )
         total = -expected
-        for q, name in zip(self._noisy_weights(), self.weights, strict=True):
+        for name, q in self._noisy_weights().items():
             if not q.scale_free:
                 total = total - q.entropy().sum()
                 continue

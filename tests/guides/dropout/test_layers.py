@@ -121,7 +121,7 @@ def test_channels_stay_together_through_pooling_and_flattening():
     x = torch.randn(2, 1, 12, 12, dtype=D)
     model, guide = _made(net, x)
     assert _rates(guide) == pytest.approx({"4.weight": 0.2, "8.weight": 0.4})
-    assert guide.weights["8.weight"].tied == tuple(i // 4 for i in range(16))
+    assert guide.weights["8.weight"].units.tolist() == [[i // 4 for i in range(16)]]
     factors = guide.sample_latents(50)["8.weight"] / guide.mean_latents()["8.weight"]
     assert (factors.reshape(50, 4, 4).std(-1) < 1e-12).all()
     assert len(factors.detach().reshape(-1).round(decimals=6).unique()) == 2
@@ -135,13 +135,6 @@ def test_channels_stay_together_through_pooling_and_flattening():
         model.eval()
         found = record(model, values, (x,)).deterministic["f"]
         torch.testing.assert_close(found, net[8](hidden.flatten(1))[:, 0])
-
-
-def test_single_numbers_flattened_have_masks_of_their_own():
-    net = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Dropout(0.2), nn.Flatten(), nn.Linear(8, 1))
-    _, guide = _made(net, torch.randn(3, 1, 6))
-    assert guide.weights["3.weight"].tied is None
-    assert guide.weights["3.weight"].num_units == 8
 
 
 class Residual(nn.Module):
@@ -214,35 +207,79 @@ class Repeated(nn.Module):
         return self.last(self.again(self.two(torch.relu(hidden))))
 
 
+class Heads(nn.Module):
+    """A layer that feeds two weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.drop = nn.Linear(2, 4), nn.Dropout(0.2)
+        self.left, self.right = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x):
+        hidden = self.drop(torch.relu(self.inner(x)))
+        return self.left(hidden) + self.right(hidden)
+
+
+class Cell(nn.Module):
+    """The hidden state is dropped at every step (Gal & Ghahramani 2016b)."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell, self.inputs, self.states = cell, nn.Dropout(0.1), nn.Dropout(0.4)
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x):
+        state, rest = x.new_zeros(len(x), 3), (x.new_zeros(len(x), 3),)
+        for step in x.unbind(1):
+            state, *rest = self._next(self.inputs(step), self.states(state), rest)
+        return self.last(state)
+
+    def _next(self, step, state, rest):
+        if isinstance(self.cell, nn.LSTMCell):
+            return self.cell(step, (state, *rest))
+        return self.cell(step, state), *rest
+
+
+class PackedSequence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.recur = nn.LSTM(4, 3, 2, dropout=0.3, batch_first=True)
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x):
+        lengths = torch.tensor([5, 4, 2])
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return self.last(self.recur(packed)[1][0][-1])
+
+
 @pytest.mark.parametrize(
     ("net", "x", "rates", "said"),
     [
-        (Residual(), (4, 2), {"last.weight": 0.3}, ["'branch' is left out.*enters 'add'"]),
-        (Skipping(), (4, 2), {"last.weight": 0.3}, ["'drop' is left out.*enters 'add'"]),
+        (Residual(), (4, 2), {"last.weight": 0.3}, [r"\.branch' is left out.*enters 'add'"]),
+        (Skipping(), (4, 2), {"last.weight": 0.3}, [r"\.drop' is left out.*enters 'add'"]),
         (
             Sequence(),
             (3, 5, 4),
             {"attend.linear2.weight": 0.1, "recur.weight_ih_l1": 0.3},
             [
-                "'attend.self_attn' is left out, since it drops attention weights",
-                "'attend.dropout1' is left out, since its output enters 'add'",
-                "'attend.dropout' has separate factors at every position",
-                "'recur' has separate factors at every position",
+                "attend.self_attn' is left out, since it drops attention weights",
+                "attend.dropout1' is left out, since its output enters 'add'",
+                "factors of 'attend.linear2.weight', 'recur.weight_ih_l1' are the same",
             ],
         ),
         (
             nn.Sequential(nn.Conv1d(1, 2, 3), nn.Dropout(0.2), nn.Conv1d(2, 1, 4), nn.Flatten()),
             (3, 1, 6),
             {"2.weight": 0.2},
-            [r"Dropout\(0.2\) '1' has separate factors at every position"],
+            ["factors of '2.weight' are the same at all positions"],
         ),
         (
             Repeated(),
             (4, 2),
             {"again.weight": 0.3},
-            ["'again.weight' is used 2 times.*of which it can only have one for all"],
+            ["factors of 'again.weight' are the same at all positions and in all calls"],
         ),
-        (Often(), (4, 2), {"last.weight": 0.4}, ["'again.weight' is left out, since its uses"]),
+        (Often(), (4, 2), {"last.weight": 0.4}, ["'again.weight' is left out, .*other rates"]),
         (
             nn.Sequential(
                 nn.Linear(2, 2), nn.AlphaDropout(0.2), nn.Linear(2, 2), nn.Dropout(0.1),
@@ -251,8 +288,8 @@ class Repeated(nn.Module):
             (4, 2),
             {"4.weight": 0.1},
             [
-                "AlphaDropout.*'1' is left out.*shifts",
-                "'5' is left out, since it drops outputs of the network",
+                r"AlphaDropout.*\.1' is left out.*shifts",
+                r"\.5' is left out, since its output enters 'broadcast_tensors'",
             ],
         ),
         (
@@ -260,10 +297,37 @@ class Repeated(nn.Module):
                           nn.Linear(8, 2), nn.Dropout(0.1), nn.Linear(2, 1)),
             (3, 1, 6),
             {"6.weight": 0.1},
-            ["'4.weight' is left out, since a layer for channels and one for single numbers"],
+            ["'4.weight' is left out, since dropout layers with .*other .*units meet"],
+        ),
+        (
+            Heads(),
+            (3, 2),
+            {"left.weight": 0.2, "right.weight": 0.2},
+            ["drop' feeds 'left.weight', 'right.weight', which get separate factors"],
+        ),
+        (
+            Cell(nn.LSTMCell(2, 3)),
+            (4, 2, 2),
+            {"cell.weight_ih": 0.1, "cell.weight_hh": 0.4},
+            ["'cell.weight_ih', 'cell.weight_hh' are the same .* in all calls"],
+        ),
+        (
+            Cell(nn.GRUCell(2, 3)),
+            (4, 2, 2),
+            {"cell.weight_ih": 0.1},
+            ["states' is left out, since its output enters 'gru_cell'"],
+        ),
+        (
+            PackedSequence(),
+            (3, 5, 4),
+            {"recur.weight_ih_l1": 0.3},
+            ["'recur.weight_ih_l1' are the same at all positions"],
         ),
     ],
-    ids=["residual", "skip", "sequence", "pixels", "repeated", "twice", "alpha", "two kinds"],
+    ids=[
+        "residual", "skip", "sequence", "pixels", "repeated", "twice", "alpha", "two kinds",
+        "heads", "LSTM cell", "GRU cell", "packed",
+    ],
 )  # fmt: skip
 def test_what_weights_cannot_say_is_told(net, x, rates, said):
     with pytest.warns(BdlWarning) as warned:
@@ -291,22 +355,6 @@ def test_no_hook_is_left_behind():
         guide.prototype(torch.randn(4, 5), torch.randn(4))
     assert not hooks._global_forward_pre_hooks and not hooks._global_forward_hooks
     assert guide.prototype(torch.randn(4, 2), torch.randn(4)).rates()
-
-
-def test_a_layer_that_feeds_two_weights():
-    class Heads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.drop = nn.Linear(2, 4), nn.Dropout(0.2)
-            self.left, self.right = nn.Linear(4, 1), nn.Linear(4, 1)
-
-        def forward(self, x):
-            hidden = self.drop(torch.relu(self.inner(x)))
-            return self.left(hidden) + self.right(hidden)
-
-    with pytest.warns(BdlWarning, match=r"feeds 'left.weight', 'right.weight'.*separate factors"):
-        _, guide = _made(Heads(), torch.randn(3, 2))
-    assert _rates(guide) == pytest.approx({"left.weight": 0.2, "right.weight": 0.2})
 
 
 class AlwaysOn(nn.Module):
@@ -340,72 +388,12 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="no dropout layer with a rate above 0"):
         _made(nn.Linear(2, 1), x)
     net = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.3), nn.Tanh(), nn.Linear(3, 1))
-    with pytest.raises(ValueError, match=r"no dropout layer can be turned.*'1'.*enters 'tanh'"):
+    with pytest.raises(ValueError, match=r"no dropout layer can be turned.*\.1'.*enters 'tanh'"):
         _made(net, x)
     certain = nn.Sequential(nn.Linear(2, 3), nn.Dropout(1.0), nn.Linear(3, 1))
     with pytest.raises(ValueError, match="must lie between 0 and 1"):
         _made(certain, x)
     with pytest.raises(ValueError, match=r"AlwaysOn\(0.4\) drops in evaluation mode too"):
         _made(AlwaysOn(), x)
-    with pytest.raises(ValueError, match="dropout layers determine 'p'"):
-        LAYERED(models.Regression(bayesianize(net)), p=0.2)
-
-
-class Cell(nn.Module):
-    """The hidden state is dropped at every step (Gal & Ghahramani 2016b)."""
-
-    def __init__(self, cell):
-        super().__init__()
-        self.cell, self.inputs, self.states = cell, nn.Dropout(0.1), nn.Dropout(0.4)
-        self.last = nn.Linear(3, 1)
-
-    def forward(self, x):
-        state, rest = x.new_zeros(len(x), 3), (x.new_zeros(len(x), 3),)
-        for step in x.unbind(1):
-            state, *rest = self._next(self.inputs(step), self.states(state), rest)
-        return self.last(state)
-
-    def _next(self, step, state, rest):
-        if isinstance(self.cell, nn.LSTMCell):
-            return self.cell(step, (state, *rest))
-        return self.cell(step, state), *rest
-
-
-@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.RNNCell])
-def test_dropout_of_a_cells_states(cell):
-    x, y = torch.randn(4, 2, 2), torch.randn(4)
-    model = models.Regression(bayesianize(Cell(cell(2, 3))), noise=0.5)
-    with pytest.warns(BdlWarning, match=r"'cell.weight_hh' is used 2 times"):
-        guide = LAYERED(model).prototype(x, y)
-    assert _rates(guide) == pytest.approx({"cell.weight_ih": 0.1, "cell.weight_hh": 0.4})
-
-
-def test_a_state_that_enters_more_than_weights():
-    x, y = torch.randn(4, 2, 2), torch.randn(4)
-    model = models.Regression(bayesianize(Cell(nn.GRUCell(2, 3))), noise=0.5)
-    with pytest.warns(BdlWarning, match="'states' is left out, since its output enters 'gru_cell'"):
-        guide = LAYERED(model).prototype(x, y)
-    assert _rates(guide) == pytest.approx({"cell.weight_ih": 0.1})
-
-
-class PackedSequence(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.recur = nn.LSTM(4, 3, 2, dropout=0.3, batch_first=True)
-        self.last = nn.Linear(3, 1)
-
-    def forward(self, x):
-        lengths = torch.tensor([5, 4, 2])
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
-        return self.last(self.recur(packed)[1][0][-1])
-
-
-def test_packed_sequences():
-    model = models.Regression(bayesianize(PackedSequence()), noise=0.1)
-    with pytest.warns(BdlWarning, match="'recur' has separate factors at every position"):
-        guide = AutoMCDropout.from_dropout_layers(model).prototype(
-            torch.randn(3, 5, 4), torch.randn(3)
-        )
-    assert {name: round(float(rate), 6) for name, rate in guide.rates().items()} == {
-        "recur.weight_ih_l1": 0.3
-    }
+    with pytest.raises(ValueError, match="dropout layers determine the sites"):
+        LAYERED(models.Regression(bayesianize(net)), sites="all")

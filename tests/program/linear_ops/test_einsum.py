@@ -108,6 +108,7 @@ def test_curvature_and_dropout_read_an_einsum_as_a_layer():
         posterior = guide.laplace_approximation((x, y), structure="kron")
         found.append(posterior.variances())
         dropout = AutoMCDropout(program, sites="all").prototype(x, y)
-        axes = {name: (w.axis, w.hidden) for name, w in dropout.weights.items()}
-        assert axes == {"w": (0, False), "v": (1, True)}
+        assert torch.equal(dropout.weights["w"].units, torch.arange(3)[:, None].expand(3, 5))
+        assert torch.equal(dropout.weights["v"].units, torch.arange(5).expand(2, 5))
+        assert [w.hidden for w in dropout.weights.values()] == [False, True]
     torch.testing.assert_close(*found)
