@@ -14,12 +14,6 @@ from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.utils.names import Names, chooser
 from pyro_bdl.utils.validation import whole_number
 
-__all__ = [
-    "LoRA",
-    "lora",
-    "merged",
-]
-
 _SHOWN = 4  # names in a message
 
 

@@ -413,14 +413,13 @@ class MultiOutput(ObservationModel):
 
 def _called(network: nn.Module, x: Any, inputs: Mapping[str, Any]) -> Any:
     """The network's output, a mapping being its keywords where it takes them."""
-    x = as_dicts(x)
-    if x is None:
-        if not inputs:
-            raise TypeError("the program needs the network's inputs: pass x, or its keywords")
-        return network(**inputs)
-    if isinstance(x, Mapping) and _takes(network, {**x, **inputs}):
-        return network(**x, **inputs)
-    return network(x, **inputs)
+    if x is None and not inputs:
+        raise TypeError("the program needs the network's inputs: pass x, or its keywords")
+    if isinstance(x, Mapping):
+        x = as_dicts(x)
+        if _takes(network, {**x, **inputs}):
+            return network(**x, **inputs)
+    return network(**inputs) if x is None else network(x, **inputs)
 
 
 def _takes(network: nn.Module, keywords: Mapping[str, Any]) -> bool:

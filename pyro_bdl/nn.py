@@ -176,7 +176,8 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
 
     def _sample(self, batch: torch.Size = _NO_BATCH) -> dict[str, Tensor]:
         values = {}
-        with hyperparameter_scope(_NetworkScope(self)):
+        cached = len(self._cache) == len(self.sites)
+        with nullcontext() if cached else hyperparameter_scope(_NetworkScope(self)):
             for name in self.sites:
                 owner, key = self._places[name][0]
                 start = getattr(owner, key)

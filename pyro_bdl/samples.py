@@ -12,8 +12,6 @@ from torch import Tensor
 
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
 
-__all__ = ["Samples"]
-
 SAVED_KIND = "file of samples"
 
 

@@ -17,10 +17,6 @@ from torch.distributions import Distribution, constraints
 from pyro_bdl.distributions.copies import moved_like
 from pyro_bdl.utils.module_state import device_of
 
-__all__ = [
-    "Hyperprior",
-]
-
 
 @dataclass(frozen=True)
 class Hyperprior:

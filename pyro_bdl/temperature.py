@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from pyro_bdl.utils.validation import check_temperature, whole_number
 
-__all__ = ["Schedule", "constant", "cosine", "cyclical", "linear", "overparameterized"]
+__all__ = ["constant", "cosine", "cyclical", "linear", "overparameterized"]
 
 Schedule = Callable[[int], float]
 

@@ -90,8 +90,8 @@ def explain(error: Exception, function: Callable, args: tuple, kwargs: Mapping[s
 
     :param error: the error that a run of the program raised.
     :param function: the program, also under handlers.
-    :raises ArgumentError: if an argument is an array, a table or a list instead of a tensor, has
-        another floating dtype than the weights, or was made in inference mode.
+    :raises ArgumentError: if an argument is an array, a table or a list instead of a tensor, or has
+        another floating dtype than the weights.
     """
     if isinstance(error, ArgumentError):
         return
@@ -109,11 +109,6 @@ def _why_unusable(name: str, value: Any, function: Callable, *, about_tensors: b
         return f"{name} is a {kind_of(value)}: {TENSORS_NEEDED}" if unusual else None
     if not about_tensors:
         return None
-    if value.is_inference() and torch.is_grad_enabled():
-        return (
-            f"{name} was made under torch.inference_mode() and takes no gradients: pass "
-            f"{name}.clone()"
-        )
     tensors = chain.from_iterable(
         (*module.parameters(recurse=False), *module.buffers(recurse=False))
         for module in modules_of(function)

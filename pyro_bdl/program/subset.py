@@ -1,7 +1,6 @@
 """Subsets of a program's latents, such as those with a curvature."""
 
 from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -131,26 +130,12 @@ def _named(layout: Layout, part: Any, model: Any) -> set[str]:
         return {part}
     names = {name for name in layout.latents if fnmatchcase(name, part)}
     if not names:
+        known = ", ".join(layout.latents)
         raise ValueError(
-            f"the subset names '{part}', which is not a latent site: {_near(layout, part)}"
+            f"the subset names '{part}', which is not a latent site: give one of them ({known}), "
+            "or a pattern such as '0.*'"
         )
     return names
-
-
-_LISTED = 12
-
-
-def _near(layout: Layout, name: str) -> str:
-    """A hint for a wrong name: the sites of a module with that name, similar names, or all
-    names."""
-    sites = list(layout.latents)
-    modules = {site[:i] for site in sites for i, c in enumerate(site) if c == "."}
-    near = [name] if name in modules else get_close_matches(name, [*sites, *modules], n=3)
-    if near:
-        found_names = [f"'{found}.*'" if found in modules else f"'{found}'" for found in near]
-        return f"did you mean {' or '.join(found_names)}?"
-    more = f", ... ({len(sites)} in all)" if len(sites) > _LISTED else ""
-    return f"there are {', '.join(sites[:_LISTED])}{more}"
 
 
 def _of_module(layout: Layout, module: nn.Module, model: Any) -> set[str]:

@@ -102,6 +102,10 @@ class Run:
         name, infer = msg["name"], msg["infer"]
         if name in self.latents or name in self.observed or name in self.factors:
             raise UnsupportedProgramError(f"two sample statements are named '{name}': {RENAME}")
+        self.followed = self.followed or self.open
+        if infer.get("_deterministic"):
+            self.deterministic[name] = msg["value"]
+            return "", Site(msg["fn"], msg["value"], 1.0, False)
         value = None if infer.get("_placeholder") else msg["value"]
         subsampling, plates = 1.0, []
         for frame in msg["cond_indep_stack"]:
@@ -111,11 +115,10 @@ class Run:
         distribution = distribution_of_targets(msg) if msg["is_observed"] else msg["fn"]
         distribution, mask = without_masks(distribution, msg["mask"])
         site = Site(distribution, value, msg["scale"], mask, subsampling, tuple(plates))
-        self.followed = self.followed or self.open
         kind = "latents"
-        if (msg["is_observed"] or "_deterministic" in infer) and is_deterministic(msg):
+        if msg["is_observed"] and point_of(msg["fn"]) is not None:
             self.deterministic[name] = msg["value"]
-            kind = "factors" if point_density(msg) else ""
+            kind = "" if mask is False else "factors"
         elif isinstance(msg["fn"], Unit):
             kind = "factors"
         elif msg["is_observed"] or infer.get("_open"):
@@ -183,12 +186,6 @@ def is_deterministic(msg: Any) -> bool:
     return bool(msg["infer"].get("_deterministic")) or (
         msg["is_observed"] and point_of(msg["fn"]) is not None
     )
-
-
-def point_density(msg: Any) -> bool:
-    """Return whether a deterministic statement has a density, as a Delta for a change of variables
-    has."""
-    return point_of(msg["fn"]) is not None and without_masks(msg["fn"], msg["mask"])[1] is not False
 
 
 class _Recorder(Messenger):

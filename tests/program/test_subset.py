@@ -1,6 +1,5 @@
 """Subsets of the latents by name, module, predicate and index."""
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -82,7 +81,7 @@ def test_indices(layout, mask):
 @pytest.mark.parametrize(
     ("selection", "match"),
     [
-        ("1.weight", "'1.weight', which is not a latent site"),
+        ("1.weight", r"'1.weight', which is not a latent site: .* \(0.weight, 0.bias, 2.0.w"),
         ([], "empty"),
         (torch.tensor([], dtype=torch.long), "empty"),
         (torch.zeros(3, dtype=torch.bool), "mask has shape"),
@@ -96,24 +95,6 @@ def test_indices(layout, mask):
 def test_what_chooses_nothing(layout, selection, match):
     with pytest.raises((TypeError, ValueError), match=match):
         select(layout, selection)
-
-
-@pytest.mark.parametrize(
-    ("name", "match"),
-    [
-        ("0.wieght", r"did you mean '0\.weight'"),
-        ("encoder", r"did you mean 'encoder\.\*'\?"),
-        ("encodr.layer", r"did you mean 'encoder\.layer\.\*'"),
-        ("qqqq", r"there are 0\.weight, encoder\.layer\.weight$"),
-    ],
-)
-def test_near_names_are_told(name, match):
-    def model():
-        for site in ("0.weight", "encoder.layer.weight"):
-            pyro.sample(site, dist.Normal(torch.tensor(0.0), 1.0))
-
-    with pytest.raises(ValueError, match=match):
-        select(Program(model).layout, name)
 
 
 def test_names_with_brackets_and_of_a_named_network():

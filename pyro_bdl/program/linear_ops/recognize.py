@@ -179,14 +179,11 @@ def _embedding(function: Any, named: dict, is_latent: IsLatent) -> AffineOp:
 # ------------------------------------------------------------------------------- elementwise
 
 
-def _normalization(
-    function: Any,
-    named: dict,
-    is_latent: IsLatent,
-    normalize: Callable[[dict], Tensor],
-    dim: Callable[[dict], int],
-) -> AffineOp:
-    start = dim(named)
+def _normalization(function: Any, named: dict, is_latent: IsLatent) -> AffineOp:
+    start = -len(named["normalized_shape"]) if "normalized_shape" in named else 1
+    settings = {k: v for k, v in named.items() if k not in ("input", "weight", "bias")}
+    # a second call must not move running statistics again
+    frozen = {"momentum": 0.0} if function is F.batch_norm else {}
     return AffineOp(
         "scale",
         function,
@@ -195,34 +192,9 @@ def _normalization(
         named.get("bias"),
         output_dim=start,
         bias_dim=start,
-        settings={k: v for k, v in named.items() if k not in ("input", "weight", "bias")},
-        multiplier=partial(normalize, named),
+        settings=settings,
+        multiplier=lambda: function(named["input"], **settings | frozen),
     )
-
-
-def _layer_norm(n: dict) -> Tensor:
-    return F.layer_norm(n["input"], n["normalized_shape"], None, None, n.get("eps", 1e-5))
-
-
-def _rms_norm(n: dict) -> Tensor:
-    return F.rms_norm(n["input"], n["normalized_shape"], None, n.get("eps"))
-
-
-def _group_norm(n: dict) -> Tensor:
-    return F.group_norm(n["input"], n["num_groups"], None, None, n.get("eps", 1e-5))
-
-
-def _batch_norm(n: dict) -> Tensor:
-    mean, variance, eps = n["running_mean"], n["running_var"], n.get("eps", 1e-5)
-    return F.batch_norm(n["input"], mean, variance, None, None, n.get("training", False), 0.0, eps)
-
-
-def _trailing(named: dict) -> int:
-    return -len(named["normalized_shape"])
-
-
-def _channels(named: dict) -> int:
-    return 1
 
 
 def _operands(named: dict, is_latent: IsLatent) -> tuple[Tensor, Any, bool] | None:
@@ -291,23 +263,11 @@ _ENTRIES: tuple[tuple[tuple[Any, ...], tuple[str, ...], Reader], ...] = (
     (
         (F.layer_norm,),
         ("input", "normalized_shape", "weight", "bias", "eps"),
-        partial(_normalization, normalize=_layer_norm, dim=_trailing),
+        _normalization,
     ),
-    (
-        (F.rms_norm,),
-        ("input", "normalized_shape", "weight", "eps"),
-        partial(_normalization, normalize=_rms_norm, dim=_trailing),
-    ),
-    (
-        (F.group_norm,),
-        ("input", "num_groups", "weight", "bias", "eps"),
-        partial(_normalization, normalize=_group_norm, dim=_channels),
-    ),
-    (
-        (F.batch_norm,),
-        (*_BATCH_NORM, "eps"),
-        partial(_normalization, normalize=_batch_norm, dim=_channels),
-    ),
+    ((F.rms_norm,), ("input", "normalized_shape", "weight", "eps"), _normalization),
+    ((F.group_norm,), ("input", "num_groups", "weight", "bias", "eps"), _normalization),
+    ((F.batch_norm,), (*_BATCH_NORM, "eps"), _normalization),
     ((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _PAIR, _addition),
     ((torch.sub, Tensor.sub, Tensor.__sub__), _PAIR, partial(_addition, sign=-1)),
     ((Tensor.__rsub__,), _SWAPPED, partial(_addition, sign=-1)),
