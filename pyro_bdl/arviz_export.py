@@ -4,7 +4,6 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +17,10 @@ from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.check import named_arguments
 from pyro_bdl.program.observed_arguments import Targets
 from pyro_bdl.program.program import Program, trace_once
-from pyro_bdl.program.trace import record
 from pyro_bdl.program.unconstrained_parameters import are_known
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.names import chooser
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.version import __version__
 
@@ -87,29 +86,28 @@ def to_arviz(
         program = Program.from_trace(model, trace, args, kwargs)
         program.require_observed()
         samples = samples_of_program(program.latents, posterior, samples)
-        labels = Labels(trace, dims or {}, coords or {})
-        exported = _matching(samples.latents, sites)
-        groups = {"posterior": labels.drawn(exported)}
-        groups["posterior"].attrs |= _about(posterior)
-        stats = _statistics(program, posterior, samples)
-        if stats:
-            groups["sample_stats"] = labels.drawn(stats)
+        drawn = {
+            "posterior": _matching(samples.latents, sites),
+            "sample_stats": _statistics(program, posterior, samples),
+        }
         targets = Targets(program)
         if program.observed:
-            groups |= _predicted(program, posterior, samples, targets, labels)
+            drawn |= _predicted(program, posterior, samples, targets)
         if prior_samples:
-            groups |= _prior(program, prior_samples, list(exported), targets, labels)
-    if program.observed:
-        groups["observed_data"] = labels.fixed(
-            {name: site.value for name, site in targets.observed.items()}
-        )
-    constants = {
-        name: value
-        for name, value in named_arguments(model, args, kwargs).items()
-        if isinstance(value, Tensor) and targets.site_of(value) is None
+            drawn |= _prior(program, prior_samples, list(drawn["posterior"]), targets)
+    named = named_arguments(model, args, kwargs).items()
+    fixed = {
+        "observed_data": {name: site.value for name, site in targets.observed.items()},
+        "constant_data": {
+            name: value
+            for name, value in named
+            if isinstance(value, Tensor) and targets.site_of(value) is None
+        },
     }
-    if constants:
-        groups["constant_data"] = labels.fixed(constants)
+    labels = Labels(trace, dims or {}, coords or {})
+    groups = {n: labels.dataset(values, ("chain", "draw")) for n, values in drawn.items() if values}
+    groups |= {name: labels.dataset(values) for name, values in fixed.items() if values}
+    groups["posterior"].attrs |= _about(posterior)
     for group in groups.values():
         group.attrs |= {
             "created_at": datetime.now(UTC).isoformat(),
@@ -165,7 +163,9 @@ class Labels:
                 )
         return names
 
-    def dataset(self, values: Mapping[str, Tensor], leading: tuple[str, ...]) -> "xarray.Dataset":
+    def dataset(
+        self, values: Mapping[str, Tensor], leading: tuple[str, ...] = ()
+    ) -> "xarray.Dataset":
         """A dataset of values with ``leading`` dimensions in front of the site's dimensions."""
         import xarray  # imported when needed, it takes long
 
@@ -177,14 +177,6 @@ class Labels:
             for name, length in zip([*leading, *names], value.shape, strict=True):
                 coords[name] = list(self.coords.get(name, range(length)))
         return xarray.Dataset(variables, coords=coords)
-
-    def drawn(self, values: Mapping[str, Tensor]) -> "xarray.Dataset":
-        """A dataset of values (chains, draws, *shape)."""
-        return self.dataset(values, ("chain", "draw"))
-
-    def fixed(self, values: Mapping[str, Tensor]) -> "xarray.Dataset":
-        """A dataset of values without draws."""
-        return self.dataset(values, ())
 
 
 def _plates(node: Any) -> dict[int, tuple[str, int]]:
@@ -220,16 +212,11 @@ def _traced(model: Callable, samples: Samples, args: tuple, kwargs: dict) -> Any
 
 
 def _matching(latents: Mapping[str, Tensor], sites: str | Sequence[str]) -> dict[str, Tensor]:
-    chosen: set[str] = set()
-    for pattern in [sites] if isinstance(sites, str) else sites:
-        names = [name for name in latents if fnmatchcase(name, pattern)]
-        if not names:
-            raise ValueError(
-                f"sites has {pattern!r}, which matches no latent site; there are: "
-                f"{', '.join(latents)}"
-            )
-        chosen.update(names)
-    return {name: value for name, value in latents.items() if name in chosen}
+    is_chosen = chooser(sites, "sites")
+    chosen = {name: value for name, value in latents.items() if is_chosen(name)}
+    if not chosen:
+        raise ValueError(f"sites={sites!r} matches no latent site; there are: {', '.join(latents)}")
+    return chosen
 
 
 def _about(posterior: Any) -> dict[str, Any]:
@@ -256,8 +243,8 @@ def _statistics(program: Program, posterior: Any, samples: Samples) -> dict[str,
 
 
 def _predicted(
-    program: Program, posterior: Any, samples: Samples, targets: Targets, labels: Labels
-) -> "dict[str, xarray.Dataset]":
+    program: Program, posterior: Any, samples: Samples, targets: Targets
+) -> dict[str, dict[str, Tensor]]:
     """The groups posterior_predictive and log_likelihood."""
     predictive: Any = Predictive(program.model, samples)
     observed = targets.observed
@@ -277,32 +264,27 @@ def _predicted(
         message = f"{coupled}; arviz.loo on log_likelihood is no estimate for new data"
         warnings.warn(message, BdlWarning, stacklevel=3)
     return {
-        "posterior_predictive": labels.drawn(_split(drawn, leading)),
-        "log_likelihood": labels.drawn(_split(density, leading)),
+        "posterior_predictive": _split(drawn, leading),
+        "log_likelihood": _split(density, leading),
     }
 
 
 def _prior(
-    program: Program, count: int, exported: list[str], targets: Targets, labels: Labels
-) -> "dict[str, xarray.Dataset]":
+    program: Program, count: int, exported: list[str], targets: Targets
+) -> dict[str, dict[str, Tensor]]:
+    """The groups prior and prior_predictive."""
+    args, kwargs = targets.removed()
     try:
-        with torch.no_grad():
-            runs = [record(program.model, {}, program.args, program.kwargs) for _ in range(count)]
+        drawn = Predictive(program.model, num_samples=count)(*args, **kwargs)
     except NotImplementedError as error:
         warnings.warn(
             f"the prior cannot be sampled and is left out: {error}", BdlWarning, stacklevel=3
         )
         return {}
-    latents = {
-        name: torch.stack([one.latents[name].value for one in runs])[None].to(latent.device)
-        for name, latent in program.latents.items()
-    }
-    groups = {"prior": labels.drawn({name: latents[name] for name in exported})}
-    if program.observed:
-        args, kwargs = targets.removed()
-        drawn = Predictive(program.model, Samples(latents))(*args, **kwargs)
-        groups["prior_predictive"] = labels.drawn(_split(drawn, (1, count)))
-    return groups
+    drawn = _split(drawn, (1, count))
+    others = {name: value for name, value in drawn.items() if name not in program.latents}
+    prior = {name: drawn[name] for name in exported}
+    return {"prior": prior, "prior_predictive": others if program.observed else {}}
 
 
 def _split(values: Mapping[str, Tensor], leading: tuple[int, int]) -> dict[str, Tensor]:

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pyro_bdl.comparison.costs import Costs
-from pyro_bdl.comparison.data import Data
-from pyro_bdl.comparison.evaluate import Evaluation, evaluate_on
-from pyro_bdl.comparison.k_fold import KFold
+from pyro_bdl.comparison.evaluate import Evaluation, evaluate_in
+from pyro_bdl.comparison.leave_one_out import KFold
 from pyro_bdl.comparison.predictive_draws import PredictiveDraws
+from pyro_bdl.comparison.setting import Setting
 from pyro_bdl.comparison.table import Comparison, compare_evaluations
 from pyro_bdl.errors import UnusableDrawsError
 
@@ -88,14 +88,15 @@ def compare(
                 f"{what}=None"
             )
     one = next((q for q in posteriors.values() if not isinstance(q, PredictiveDraws)), None)
-    data = Data.read(model, one, test, train=train, ood=ood, units=units, seed=seed)
+    setting = Setting.read(
+        model, one, test, train=train, ood=ood, units=units, num_samples=num_samples,
+        batch_norm_data=batch_norm_data, seed=seed, progress=progress,
+    )  # fmt: skip
     found: dict[str, Evaluation] = {}
     for name, posterior in posteriors.items():
         try:
-            found[name] = evaluate_on(
-                data, posterior, num_samples=num_samples, batch_norm_data=batch_norm_data,
-                costs=costs.get(name), left_out=left_out.get(name), seed=seed, progress=progress,
-            )  # fmt: skip
+            spent = costs.get(name, Costs())
+            found[name] = evaluate_in(setting, posterior, spent, left_out.get(name))
         except UnusableDrawsError as error:
             raise UnusableDrawsError(f"posterior {name!r}: {error}", name) from error
         except (TypeError, ValueError) as error:

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from pyro_bdl import metrics
 from pyro_bdl.comparison.costs import ALL_COSTS, Costs, Mixing
-from pyro_bdl.comparison.data import Data, spaced
-from pyro_bdl.comparison.k_fold import KFold
 from pyro_bdl.comparison.kind import without_targets
 from pyro_bdl.comparison.leave_one_out import (
     ALL_LEFT_OUT,
+    KFold,
     LeftOut,
     leave_one_out,
     of_state,
@@ -27,6 +26,7 @@ from pyro_bdl.comparison.observe import Block, check_draws, known_block, observe
 from pyro_bdl.comparison.predictive_draws import PredictiveDraws
 from pyro_bdl.comparison.regions import regions
 from pyro_bdl.comparison.scores import SCORES, Score
+from pyro_bdl.comparison.setting import Setting, spaced
 from pyro_bdl.errors import BdlWarning, UnusableDrawsError
 from pyro_bdl.guides.draws import as_posterior, samples_of_program, to_samples
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
@@ -171,37 +171,26 @@ def evaluate(
     :raises ValueError: for no observed site, a posterior of another program (the error lists the
         sites that do not match), or data that do not fit or are not finite.
     """
-    data = Data.read(model, posterior, test, train=train, ood=ood, units=units, seed=seed)
-    return evaluate_on(
-        data, posterior, num_samples=num_samples, batch_norm_data=batch_norm_data, costs=costs,
-        left_out=left_out, seed=seed, progress=progress,
+    setting = Setting.read(
+        model, posterior, test, train=train, ood=ood, units=units, num_samples=num_samples,
+        batch_norm_data=batch_norm_data, seed=seed, progress=progress,
     )  # fmt: skip
+    return evaluate_in(setting, posterior, costs or Costs(), left_out)
 
 
-def evaluate_on(
-    data: Data,
-    posterior: Any,
-    *,
-    num_samples: int,
-    batch_norm_data: Any,
-    costs: Costs | None,
-    left_out: KFold | None,
-    seed: int,
-    progress: bool | None,
+def evaluate_in(
+    setting: Setting, posterior: Any, costs: Costs, left_out: KFold | None
 ) -> Evaluation:
-    """``evaluate`` on data that are read; it starts from the seed, whatever came before."""
-    if num_samples < 2:
-        raise ValueError(f"num_samples must be at least 2, got {num_samples}")
-    costs = costs or Costs()
-    with seeded(seed), torch.no_grad():
+    """``evaluate`` in a setting that is read; it starts from the seed, whatever came before."""
+    with seeded(setting.seed), torch.no_grad():
         if isinstance(posterior, PredictiveDraws):
-            found, inputs = _of_known(data, posterior)
+            found, inputs = _of_known(setting, posterior)
         else:
-            drawn = _Draws(data, posterior, num_samples, batch_norm_data, seed)
-            found, inputs = drawn.evaluation(progress)
+            drawn = _Draws(setting, posterior)
+            found, inputs = drawn.evaluation()
             posterior = drawn.posterior
-            if left_out is None and data.train is not None:
-                inputs |= drawn.left_out(data.train, progress)
+            if left_out is None and setting.train is not None:
+                inputs |= drawn.left_out(setting.train)
         if left_out is not None:
             inputs["loo"] = left_out, ""
         inputs |= costs.inputs(posterior, *inputs.get("mixing", ()))
@@ -210,19 +199,12 @@ def evaluate_on(
 
 
 class _Draws:
-    """Draws of a posterior, made once, so that all numbers are about the same ones.
+    """Draws of a posterior, made once, so that all numbers are about the same ones."""
 
-    :param num_samples: draws of a guide.
-    :param batch_norm_data: see ``Predictive``.
-    :param seed: seed of the draws of a linear model.
-    """
-
-    def __init__(
-        self, data: Data, posterior: Any, num_samples: int, batch_norm_data: Any, seed: int
-    ) -> None:
-        kind, args = data.kind, data.test
+    def __init__(self, setting: Setting, posterior: Any) -> None:
+        kind, args, model = setting.kind, setting.test, setting.model
         rows = args if kind.most_rows is None else taken(args, slice(0, kind.most_rows))
-        self.data, self.posterior = data, as_posterior(posterior, data.model, rows)
+        self.setting, self.posterior = setting, as_posterior(posterior, model, rows)
         linear = is_linear(posterior)  # a Gauss-Newton posterior belongs to the linear model
         if linear and not kind.linear:
             linear = False
@@ -230,27 +212,28 @@ class _Draws:
             words = UNKNOWN.format(kind=names, posterior="the posterior")
             warnings.warn(words, BdlWarning, stacklevel=4)
         started = time.perf_counter()
-        count = 1 if linear else num_samples
+        count = 1 if linear else setting.num_samples
         self.samples = to_samples(self.posterior, count, *without_targets(args))
         if kind.latents is not None:
             self.samples = samples_of_program(kind.latents, self.posterior, self.samples)
         self.seconds = time.perf_counter() - started
         for site, values in self.samples.flat().items():
             check_draws(f"values of the site {site!r}", ~values.isfinite())
-        self.count = num_samples if linear else self.samples.num_chains * self.samples.num_draws
+        total = self.samples.num_chains * self.samples.num_draws
+        self.count = setting.num_samples if linear else total
         if self.count < 2:
             raise UnusableDrawsError("it has one draw: at least 2 are needed")
         self.predictive: LinearizedPredictive | Predictive = Predictive(
-            data.model, self.samples, batch_norm_data=batch_norm_data
+            model, self.samples, batch_norm_data=setting.batch_norm_data
         )
         if linear:
-            seed += _OF_WEIGHTS
-            self.predictive = LinearizedPredictive(data.model, posterior, num_samples, seed=seed)
+            seed = setting.seed + _OF_WEIGHTS
+            self.predictive = LinearizedPredictive(model, posterior, self.count, seed=seed)
 
-    def evaluation(self, progress: bool | None) -> tuple[Evaluation, dict[str, tuple]]:
+    def evaluation(self) -> tuple[Evaluation, dict[str, tuple]]:
         """The evaluation without its numbers but the points', and the inputs of metrics."""
-        data, chains = self.data, self.samples.num_chains
-        found, inputs, density = _scored(data, self._blocks(progress), chains)
+        data, chains = self.setting, self.samples.num_chains
+        found, inputs, density = _scored(data, self._blocks(), chains)
         inputs["drawing"] = self.seconds, self.count
         if data.ood is not None:
             block = observe(self.predictive, data.kind, data.ood, None).in_units(*data.units)
@@ -263,30 +246,30 @@ class _Draws:
             inputs["mixing"] = (Mixing.of(function, chains),)
         return found, inputs
 
-    def _blocks(self, progress: bool | None) -> Iterator[Block]:
-        data = self.data
+    def _blocks(self) -> Iterator[Block]:
+        data = self.setting
         batches = data.kind.batches(data.test, self.count, data.y[0].numel())
-        for args, rows in shown(batches, "scores", progress):
+        for args, rows in shown(batches, "scores", data.progress):
             started = time.perf_counter()
             block = observe(self.predictive, data.kind, args, data.y[rows])
             self.seconds += time.perf_counter() - started
             yield block
 
-    def left_out(self, train: tuple, progress: bool | None) -> dict[str, tuple]:
+    def left_out(self, train: tuple) -> dict[str, tuple]:
         """Leave-one-out on the training data as an input of metrics; empty where there is none."""
-        data = self.data
+        data = self.setting
         if data.kind.no_single:
             words = f"{data.kind.no_single}: no datum can be left out, and there is no elpd"
             warnings.warn(words, BdlWarning, stacklevel=4)
             return {}
         loo, by = leave_one_out(
             data.model, data.kind, self.posterior, self.samples, self.predictive, train,
-            progress=progress,
+            progress=data.progress,
         )  # fmt: skip
         return {} if loo is None else {"loo": (loo, by)}
 
 
-def _of_known(data: Data, known: PredictiveDraws) -> tuple[Evaluation, dict[str, tuple]]:
+def _of_known(data: Setting, known: PredictiveDraws) -> tuple[Evaluation, dict[str, tuple]]:
     if known.function.shape[1] != len(data.y):
         raise ValueError(
             f"it holds predictions at {known.function.shape[1]} points, but there are "
@@ -300,7 +283,7 @@ def _of_known(data: Data, known: PredictiveDraws) -> tuple[Evaluation, dict[str,
 
 
 def _scored(
-    data: Data, blocks: Iterable[Block], chains: int
+    data: Setting, blocks: Iterable[Block], chains: int
 ) -> tuple[Evaluation, dict[str, tuple], Tensor | None]:
     """The scores of all rows with the draws at some of them, the inputs of the other metrics, and
     the last batch's density."""

@@ -12,7 +12,17 @@ from typing import Any, NamedTuple
 from pyro_bdl.comparison.evaluate import Evaluation
 from pyro_bdl.utils.tables import Column, listed, with_error
 
-Row = Mapping[str, Any]
+
+class Row(dict[str, Any]):
+    """The numbers of a posterior by key; NaN where they are unknown."""
+
+    def __missing__(self, key: str) -> float:
+        return math.nan
+
+    def pair(self, key: str) -> tuple[float, float]:
+        """A number and its standard error."""
+        return self[key], self[f"{key}_se"]
+
 
 # The limits. Convergence has its own, by the length of the chains: ``limit_of_rhat``.
 ERRORS = 2.0  # standard errors that count as a difference
@@ -32,14 +42,6 @@ ALIKE, USABLE, UNDECIDED, FAR, WORSE = "alike", "usable", "undecided", "far", "w
 REFERENCE = "reference"
 DISTANCE, SCORE = "wasserstein", "nlpd"
 
-COLUMN = Column(
-    "group",
-    "group",
-    style="text",
-    help="alike: cannot be told from the reference, up to the errors of sampling; usable: at most "
-    "half as far from it as a point at its mean; far: farther; undecided: the draws are too few to "
-    "say. Without a reference, by NLPD, alike: cannot be told from the best; worse: can be.",
-)
 BY_DISTANCE = (
     "Ranked by the Wasserstein-1 distance of the function to {reference}, averaged over the test "
     "points. Alike: no farther than draws of an equal posterior may be by chance, where these "
@@ -49,6 +51,12 @@ BY_DISTANCE = (
 BY_SCORE = (
     "Ranked by NLPD on the test data, since there is no reference. Alike: within two standard "
     "errors (of the paired difference over the test points) of the best. Worse: beyond them."
+)
+COLUMN = Column(
+    "group",
+    "group",
+    style="text",
+    help=f"{BY_DISTANCE.format(reference='the reference')} {BY_SCORE}",
 )
 # The three sentences of the answer.
 _CLOSEST = "{begin}{names} {verb} the closest{to}, at W1 {distance} (the draws resolve {resolved}; "
@@ -125,7 +133,7 @@ def judge(
     base = None if reference is None else rows[reference]
     points = next(iter(evaluations.values())).rows
     key = score if base is None else DISTANCE
-    names = sorted(rows, key=lambda name: (name != reference, _known(rows[name], key)))
+    names = sorted(rows, key=lambda name: (name != reference, _or_inf(rows[name][key])))
     found = {}
     for name in names:
         if base is None:
@@ -137,15 +145,14 @@ def judge(
     return found
 
 
-def _known(row: Row, key: str) -> float:
+def _or_inf(value: float) -> float:
     """A number to sort by: the largest if it is unknown."""
-    value = _number(row, key)
     return math.inf if math.isnan(value) else value
 
 
 def _group(row: Row, point: float) -> str:
-    distance, error = _with_error(row, DISTANCE)
-    resolution = _number(row, "resolution")
+    distance, error = row.pair(DISTANCE)
+    resolution = row["resolution"]
     if math.isnan(resolution):
         return UNDECIDED
     if distance <= resolution:
@@ -178,9 +185,9 @@ def doubts(name: str, row: Row) -> list[str]:
     """A sentence on why a reference is in doubt: its chains disagree or diverge, or are too short
     to say."""
     reason, needed = _convergence(row), []
-    if not _number(row, "rhat") <= _number(row, "rhat_limit"):
+    if not row["rhat"] <= row["rhat_limit"]:
         needed.append(_LONGER)
-    if _number(row, "divergent") > DIVERGENT:
+    if row["divergent"] > DIVERGENT:
         needed.append(_SMALLER)
     if reason is None or not needed:
         return []
@@ -217,7 +224,7 @@ def _is_clear(deviation: float, error: float, band: float) -> bool:
 
 
 def _predictions(row: Row, score: str) -> Reason | None:
-    gap, error = _with_error(row, f"{score}_diff")
+    gap, error = row.pair(f"{score}_diff")
     if not gap > ERRORS * error:
         return None
     words = f"it predicts worse, by {with_error(gap, error)} nats per datum"
@@ -225,14 +232,14 @@ def _predictions(row: Row, score: str) -> Reason | None:
 
 
 def _spread(row: Row) -> Reason | None:
-    ratio = _number(row, "sd_ratio")
+    ratio = row["sd_ratio"]
     if math.isnan(ratio):
         return None
     if ratio < SD_NONE:
         words = "the function has no spread where the reference's has: overconfident about it"
         return Reason(words, "no spread")
     region = _worst_region(row)
-    ratio, error = _with_error(row, f"sd_ratio{region}")
+    ratio, error = row.pair(f"sd_ratio{region}")
     deviation, relative = _log_ratio(row, region)
     whose = f"the function's sd {_REGIONS[region]} is {_digits(ratio)} times the reference's"
     if not _is_clear(deviation, relative, SD):
@@ -240,7 +247,7 @@ def _spread(row: Row) -> Reason | None:
         return Reason(f"{whose}, {unknown}: undecided")
     if abs(deviation) <= SD:
         return Reason(f"{whose}: much alike")
-    near = _number(row, "sd_ratio_near")
+    near = row["sd_ratio_near"]
     where = " there" if region else ""
     where += f" ({_digits(near)} times near them)" if region and not math.isnan(near) else ""
     word, fault = ("over", "too narrow") if ratio < 1 else ("under", "too wide")
@@ -249,7 +256,7 @@ def _spread(row: Row) -> Reason | None:
 
 def _log_ratio(row: Row, region: str) -> tuple[float, float]:
     """log of an sd ratio, and its error."""
-    ratio, error = _with_error(row, f"sd_ratio{region}")
+    ratio, error = row.pair(f"sd_ratio{region}")
     ratio = max(ratio, SD_NONE)
     return math.log(ratio), error / ratio
 
@@ -257,7 +264,7 @@ def _log_ratio(row: Row, region: str) -> tuple[float, float]:
 def _worst_region(row: Row) -> str:
     """The region away from the data where the sd is off most, clearly so, and more than near
     them; empty for none."""
-    near = _log_ratio(row, "_near")[0] if _number(row, "sd_ratio_near") > 0 else 0.0
+    near = _log_ratio(row, "_near")[0] if row["sd_ratio_near"] > 0 else 0.0
     found = {}
     for region in ("_between", "_beyond"):
         off, error = _log_ratio(row, region)
@@ -268,7 +275,7 @@ def _worst_region(row: Row) -> str:
 
 
 def _center(row: Row) -> Reason | None:
-    off, error = _with_error(row, "mean_shift")
+    off, error = row.pair("mean_shift")
     if math.isnan(off):
         return None
     if not _is_clear(off, error, MEAN):
@@ -280,8 +287,8 @@ def _center(row: Row) -> Reason | None:
 
 def _left_out(row: Row, reference: Row) -> Reason | None:
     """A difference in elpd, where no k-hat is too high for it."""
-    gap, error = _with_error(row, "elpd_diff")
-    if not abs(gap) > ERRORS * error or any(_number(r, "high_k") > 0 for r in (row, reference)):
+    gap, error = row.pair("elpd_diff")
+    if not abs(gap) > ERRORS * error or any(r["high_k"] > 0 for r in (row, reference)):
         return None
     word = "better" if gap > 0 else "worse"
     words = f"it predicts left-out data {word} than the reference, by {abs(gap):.1f} ± {error:.1f}"
@@ -289,8 +296,8 @@ def _left_out(row: Row, reference: Row) -> Reason | None:
 
 
 def _coverage(row: Row, points: int) -> Reason | None:
-    share = _number(row, "coverage")
-    low, high = _number(row, "coverage_from"), _number(row, "coverage_to")
+    share = row["coverage"]
+    low, high = row["coverage_from"], row["coverage_to"]
     error = _error_of_coverage(points)
     if math.isnan(share) or min(0.9 - error, low) <= share <= max(0.9 + error, high):
         return None
@@ -299,7 +306,7 @@ def _coverage(row: Row, points: int) -> Reason | None:
 
 
 def _calibrated(row: Row, points: int) -> Reason:
-    share = _number(row, "coverage")
+    share = row["coverage"]
     if math.isnan(share):
         return Reason("nothing to hold it against")
     close = "no farther from 90 % than chance takes it"
@@ -314,19 +321,17 @@ def _error_of_coverage(points: int) -> float:
 
 
 def _convergence(row: Row) -> Reason | None:
-    rhat, limit, size, count = (
-        _number(row, key) for key in ("rhat", "rhat_limit", "ess_low", "divergences")
-    )
+    rhat, limit, count = row["rhat"], row["rhat_limit"], row["divergences"]
     if math.isnan(limit):
         return None
     parts = [f"{'' if rhat <= limit else 'not '}converged (R-hat {rhat:.3f} in function space)"]
     if math.isnan(rhat):
         parts = ["convergence unknown: R-hat needs two chains of 4 draws"]
-    if not math.isnan(size):
-        parts.append(f"ESS at least {size:.0f}")
+    if not math.isnan(row["ess_low"]):
+        parts.append(f"ESS at least {row['ess_low']:.0f}")
     if not math.isnan(count):
         parts.append(f"{count:.0f} divergence{'' if count == 1 else 's'}")
-    missed = ": draws may miss parts" if _number(row, "divergent") > DIVERGENT else ""
+    missed = ": draws may miss parts" if row["divergent"] > DIVERGENT else ""
     return Reason(f"{', '.join(parts)}{missed}")
 
 
@@ -337,11 +342,11 @@ def _parameters(row: Row) -> Reason | None:
     small gamma is one that is small beside both P and the number of data, which it cannot exceed
     by much.
     """
-    gamma, latents = _number(row, "gamma"), _number(row, "latents")
+    gamma, latents = row["gamma"], row["latents"]
     share = f"the data determine {gamma:.3g} of {latents:.0f} parameters, nearly"
     if gamma >= GAMMA_ALL * latents:
         return Reason(f"{share} all: the network may be too small")
-    data = _number(row, "fitted")
+    data = row["fitted"]
     if gamma <= GAMMA_NONE * min(latents, latents if math.isnan(data) else data):
         return Reason(f"{share} none: the prior decides")
     return None
@@ -376,38 +381,38 @@ def answer(
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(judgments[name].group, []).append(name)
-    base = _number(rows[reference], "seconds")
-    time = {name: _number(rows[name], "seconds") / base if base > 0 else math.nan for name in names}
+    base = rows[reference]["seconds"]
+    time = {name: rows[name]["seconds"] / base if base > 0 else math.nan for name in names}
     sentences = [f"{whose} is in doubt, so that what follows may change."] if doubtful else []
     scale = f"a point at {whose}'s mean has {point:.2g})"
     alike, usable = groups.get(ALIKE, []), groups.get(USABLE, [])
     if alike:
-        best = min(alike, key=lambda name: _known(time, name))
+        best = min(alike, key=lambda name: _or_inf(time[name]))
         several = f"; the fastest of them, {best}, took" if len(alike) > 1 else ", in"
         taken = "" if math.isnan(time[best]) else f"{several} {_share(time[best], 'its')}"
         sentences.append(f"{listed(alike)} cannot be told from {whose}{taken}.")
     else:
         best = names[0]
         near = [name for name in names if not _is_apart(rows[best], rows[name])]
-        resolved = _number(rows[best], "resolution")
+        resolved = rows[best]["resolution"]
         none = best in groups.get(FAR, [])
         text = _CLOSEST.format(
             begin=f"None comes near {whose}: " if none else "",
             names=listed(near),
             verb="is" if len(near) == 1 else "are",
             to="" if none else f" to {whose}",
-            distance=_range([_number(rows[name], DISTANCE) for name in near]),
+            distance=_range([rows[name][DISTANCE] for name in near]),
             resolved="an unknown distance" if math.isnan(resolved) else f"{resolved:.2g}",
         )
         timed = best in usable and not math.isnan(time[best])
         taken = f", in {_share(time[best], 'its')}" if timed else ""
         sentences.append(f"{text}{scale}{taken}.")
-    quick = min([*alike, *usable], key=lambda name: _known(time, name), default=best)
-    if quick != best and time[quick] <= QUICK * _known(time, best):
+    quick = min([*alike, *usable], key=lambda name: _or_inf(time[name]), default=best)
+    if quick != best and time[quick] <= QUICK * _or_inf(time[best]):
         sentences.append(
             _CHEAPER.format(
                 time=_share(time[quick], f"{whose}'s"), name=quick, group=judgments[quick].group,
-                distance=_number(rows[quick], DISTANCE), brief=f" ({scale}" if alike else "",
+                distance=rows[quick][DISTANCE], brief=f" ({scale}" if alike else "",
             )
         )  # fmt: skip
     faults: dict[str, list[str]] = {}
@@ -436,13 +441,13 @@ def _answer_by_score(
             f"{listed(alike)} predict the test data alike: their NLPDs differ by less than two "
             "standard errors from the best."
         )
-    times = {name: t for name in alike if (t := _number(rows[name], "seconds")) == t}
+    times = {name: t for name in alike if (t := rows[name]["seconds"]) == t}
     if len(times) > 1:
         quick = min(times, key=lambda name: times[name])
         yield f"{quick} is the fastest of them ({times[quick]:.2g} s)."
     if alike and worse:
-        best = _number(rows[alike[0]], score)
-        gaps = _range([_number(rows[name], score) - best for name in worse])
+        best = rows[alike[0]][score]
+        gaps = _range([rows[name][score] - best for name in worse])
         verb = "predicts" if len(worse) == 1 else "predict"
         yield f"{listed(worse, MOST_NAMES)} {verb} worse, by {gaps} nats per datum."
     if alike:
@@ -453,7 +458,7 @@ def _answer_by_score(
 
 
 def _is_apart(a: Row, b: Row) -> bool:
-    (d_a, error_a), (d_b, error_b) = (_with_error(row, DISTANCE) for row in (a, b))
+    (d_a, error_a), (d_b, error_b) = (row.pair(DISTANCE) for row in (a, b))
     return abs(d_a - d_b) > ERRORS * math.hypot(error_a, error_b)
 
 
@@ -470,12 +475,3 @@ def _range(values: Sequence[float]) -> str:
 
 def _digits(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}"
-
-
-def _number(row: Row, key: str) -> float:
-    value = row.get(key)
-    return float(value) if isinstance(value, (int, float)) else math.nan
-
-
-def _with_error(row: Row, key: str) -> tuple[float, float]:
-    return _number(row, key), _number(row, f"{key}_se")

@@ -21,7 +21,7 @@ from pyro_bdl.comparison.distances import (
     sd_ratios,
 )
 from pyro_bdl.comparison.evaluate import Evaluation
-from pyro_bdl.comparison.judge import Judgment
+from pyro_bdl.comparison.judge import Judgment, Row
 from pyro_bdl.comparison.leave_one_out import elpd_difference
 from pyro_bdl.comparison.metric import Metric, of_task
 from pyro_bdl.comparison.scores import (
@@ -190,7 +190,7 @@ def compare_evaluations(
     :raises ValueError: for evaluations on other data, or functions of other shapes.
     """
     first = evaluations[reference] if reference is not None else next(iter(evaluations.values()))
-    found: dict[str, dict[str, Any]] = {name: dict(e.scores) for name, e in evaluations.items()}
+    found = {name: Row(evaluation.scores) for name, evaluation in evaluations.items()}
     for name, evaluation in shown(evaluations.items(), "distances", progress):
         _check_same(name, evaluation, first)
         if reference is not None and name != reference:

@@ -222,11 +222,8 @@ class LinearizedPredictive(DrawPredictions):
             return closed_forms.class_probabilities(gaussian, method) if known else None
 
         if method == "monte-carlo":
-            found = [
-                {name: value.mean(0) for name, value in draws.values.items() if len(value)}
-                for component in self.components
-                for draws in [component.at_draws(_class_means, self.num_samples, args, kwargs)]
-            ]
+            drawn = self._at_draws(_class_means, args, kwargs).values
+            found = [{name: value.mean(0) for name, value in drawn.items() if len(value)}]
         else:
             found = self._closed_forms(closed, args, kwargs)
         if not found[0]:

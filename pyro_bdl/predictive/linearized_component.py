@@ -381,10 +381,8 @@ def _constant(outputs: LinearOutputs) -> Tensor:
 
 def _is_same_tensor(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are the same numbers in memory."""
-    same = one.shape == other.shape and one.stride() == other.stride()
-    return one is other or (
-        same and one.dtype == other.dtype and one.data_ptr() == other.data_ptr()
-    )
+    same = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
+    return same and one.data_ptr() == other.data_ptr()
 
 
 def _are_differentiable(args: Any, kwargs: Any) -> bool:

@@ -88,8 +88,7 @@ class DrawPredictions:
 
     def draw_moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
         """E[y | w_s, x] and Var[y | w_s, x] for each observed site and draw, (S, N, ...)."""
-        found = self._at_draws(_mean_and_variance, args, kwargs).values
-        return {name: PredictiveMoments(*values) for name, values in found.items()}
+        return self._at_draws(_moments, args, kwargs).values
 
     def log_likelihood(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """log p(y_n | w_s, x_n) for each observed site, (S, N); the arguments include targets.
@@ -119,12 +118,12 @@ class DrawPredictions:
         return sites, found.deterministic
 
 
-def _mean_and_variance(distribution: Any) -> tuple[Tensor, Tensor]:
-    return observation_mean(distribution), observation_variance(distribution)
+def _moments(distribution: Any) -> PredictiveMoments:
+    return PredictiveMoments(observation_mean(distribution), observation_variance(distribution))
 
 
 def _predictions(distribution: Any) -> tuple[Tensor, Tensor, Tensor]:
-    mean, variance = _mean_and_variance(distribution)
+    mean, variance = _moments(distribution)
     try:
         draws = distribution.sample()
     except RuntimeError:  # torch refuses some parameters that are NaN

@@ -169,37 +169,6 @@ def test_processes_of_pyro_pass_through_compare_and_predictive(name):
     assert 0.5 < drawn.std() < 2 and not torch.equal(drawn[0], drawn[1])
 
 
-def test_sparse_regression_passes():
-    """The weights of features and of their pairs are integrated out (Agrawal et al. 2019)."""
-
-    def program(x, y, scales):
-        sigma = pyro.sample("sigma", dist.HalfNormal(scales["noise"]))
-        eta = pyro.sample("eta", dist.HalfCauchy(sigma))
-        local = pyro.sample("local", dist.HalfCauchy(torch.ones_like(x[0])).to_event(1))
-        inner = (local * x) @ (local * x).T
-        k = 0.5 * (1 + inner).square() - 0.5 + eta.square() * inner
-        noise = (sigma.square() + 1e-4) * torch.eye(len(x), dtype=x.dtype)
-        likelihood = dist.MultivariateNormal(x.new_zeros(len(x)), covariance_matrix=k + noise)
-        pyro.sample("y", likelihood, obs=y)
-
-    torch.manual_seed(0)
-    x = torch.randn(8, 3, dtype=torch.float64)
-    y, scales = x[:, 0] * x[:, 1] + x[:, 2], {"noise": x.new_tensor(1.0)}
-
-    def of_data(x, y=None):
-        return program(x, y, scales)
-
-    guide = guides.AutoMeanField(program).prototype(x, y, scales)
-    laplace = guides.AutoLaplaceGGN(of_data, structure="full").prototype(x, y)
-    with pytest.warns(BdlWarning, match="not at a maximum"):
-        laplace = laplace.laplace_approximation((x, y))
-    found = compare(
-        of_data, {"vi": guide, "laplace": laplace}, x, y, reference="vi", num_samples=40
-    ).numbers()["laplace"]
-    assert all(math.isfinite(found[key]) for key in ("nlpd", "crps", "wasserstein", "sd_ratio"))
-    assert Predictive(program, guide, 5)(x, None, scales)["y"].shape == (5, 8)
-
-
 def test_predictions_that_need_targets_say_so():
     program = of_data(regression(X, Y))
     guide = guides.AutoMeanField(program).prototype(X, Y)

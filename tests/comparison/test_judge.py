@@ -21,6 +21,7 @@ from pyro_bdl.comparison.judge import (
     WORSE,
     Judgment,
     Reason,
+    Row,
     answer,
     doubts,
     judge,
@@ -79,9 +80,11 @@ def evaluation(function, chains=4, **scores):
 
 
 def judged(distance, error, a, b):
-    row = {"wasserstein": distance, "wasserstein_se": error}
+    row = Row({"wasserstein": distance, "wasserstein_se": error})
     row["resolution"] = resolution(a, b, error)
-    return judge({"a": row, "b": {}}, {"a": a, "b": b}, "b", point=distance_of_point(b))["a"].group
+    return judge({"a": row, "b": Row()}, {"a": a, "b": b}, "b", point=distance_of_point(b))[
+        "a"
+    ].group
 
 
 @pytest.mark.parametrize(
@@ -165,15 +168,15 @@ def test_how_often_independent_draws_seem_not_to_have_converged_and_verdicts_are
             base = correlated(length, rho)
             mixing = {"mixing": (Mixing.of(base, 4),)}
             scores = measure((*CHAINS, *FURTHER_CHAINS), "regression", mixing)
-            in_doubt += bool(doubts("nuts", scores))
-            rows, found = {"nuts": {}}, {"nuts": evaluation(base, **scores)}
+            in_doubt += bool(doubts("nuts", Row(scores)))
+            rows, found = {"nuts": Row()}, {"nuts": evaluation(base, **scores)}
             for name, (sd, mean) in {"exact": (1, 0), "narrow": (0.7, 0), "off": (1, 0.6)}.items():
                 f = mean + sd * torch.randn(1000, 1, dtype=torch.float64)
                 found[name] = evaluation(f, 1)
                 d = bdl.metrics.wasserstein1
                 count = groups_of(found[name], found["nuts"])
                 error = bdl.metrics.monte_carlo_error(d, f, base, groups=count)
-                rows[name] = {"wasserstein": float(d(f, base)), "wasserstein_se": float(error)}
+                rows[name] = Row({"wasserstein": float(d(f, base)), "wasserstein_se": float(error)})
                 rows[name]["resolution"] = resolution(found[name], found["nuts"], float(error))
             judgments = judge(rows, found, "nuts", point=distance_of_point(found["nuts"]))
             for name in ("exact", "narrow", "off"):
@@ -194,9 +197,9 @@ def test_how_often_independent_draws_seem_not_to_have_converged_and_verdicts_are
 
 def answered(*rows, reference="nuts", **options):
     """The answer for names, groups, distances, times in those of the reference, and faults."""
-    numbers, judgments = {reference: {"seconds": 1.0}}, {reference: Judgment("reference", ())}
+    numbers, judgments = {reference: Row({"seconds": 1.0})}, {reference: Judgment("reference", ())}
     for name, group, distance, *rest in rows:
-        numbers[name] = {"wasserstein": distance, "wasserstein_se": 0.01, "resolution": 0.04}
+        numbers[name] = Row({"wasserstein": distance, "wasserstein_se": 0.01, "resolution": 0.04})
         numbers[name] |= {"seconds": rest[0]} if rest else {}
         judgments[name] = Judgment(group, (Reason("its function differs", "".join(rest[1:])),))
     return answer(numbers, judgments, reference, **{"point": 1.0, **options})
@@ -231,15 +234,17 @@ def test_the_answer(rows, options, words):
 
 
 def test_an_unknown_error_sets_none_apart():
-    numbers = {"nuts": {}, "a": {"wasserstein": 0.3, "wasserstein_se": 0.01}}
-    numbers["b"] = {"wasserstein": 0.9, "wasserstein_se": math.nan}
+    numbers = {"nuts": Row(), "a": Row({"wasserstein": 0.3, "wasserstein_se": 0.01})}
+    numbers["b"] = Row({"wasserstein": 0.9, "wasserstein_se": math.nan})
     groups = {"nuts": "reference", "a": USABLE, "b": UNDECIDED}
     unknown = {name: Judgment(group, ()) for name, group in groups.items()}
     assert answer(numbers, unknown, "nuts", point=1.0).startswith("a and b are the closest")
 
 
 def test_without_a_reference_it_says_by_how_much_some_predict_worse():
-    rows = {"a": {"nlpd": 1.0}, "b": {"nlpd": 1.003}, "c": {"nlpd": 1.2}}
+    rows = {
+        name: Row({"nlpd": value}) for name, value in zip("abc", (1.0, 1.003, 1.2), strict=True)
+    }
     groups = {"a": ALIKE, "b": WORSE, "c": WORSE}
     text = answer(rows, {name: Judgment(group, ()) for name, group in groups.items()}, None)
     assert "b and c predict worse, by 0.003 to 0.2 nats per datum." in text
@@ -253,8 +258,9 @@ ERRORS = {f"sd_ratio{region}_se": 0.02 for region in ("", "_near", "_between", "
 
 def told(reference=True, **row):
     """The verdict on a row; of the reference itself, or without one, for None."""
-    row = {"mean_shift_se": 0.01, "elpd_diff_se": 3.0} | ERRORS | row
-    return Judgment(FAR, reasons(row, {} if reference is True else reference, 100)).verdict
+    row = Row({"mean_shift_se": 0.01, "elpd_diff_se": 3.0} | ERRORS | row)
+    reference = None if reference is None else Row({} if reference is True else reference)
+    return Judgment(FAR, reasons(row, reference, 100)).verdict
 
 
 def near(ratio, **others):
@@ -361,7 +367,7 @@ def test_reasons(row, start, words):
     ],
 )
 def test_doubts(row, words):
-    found = doubts("nuts", row)
+    found = doubts("nuts", Row(row))
     assert not found if words is None else words in found[0]
     if words is not None:
         assert ("target_accept" in found[0]) == ("divergences" in words)

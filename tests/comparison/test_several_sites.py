@@ -260,17 +260,3 @@ def test_targets_that_the_program_changes_are_scored_as_observed():
     assert found["nlpd"] == pytest.approx(log_mean(density).mean().item(), rel=1e-9)
     rmse = (y.T.log() - x[:, None] * w.mean(0)).square().mean().sqrt()
     assert found["rmse"] == pytest.approx(rmse.item(), rel=1e-9)
-
-
-def test_networks_in_a_plate_leave_out_every_number():
-    def model(x, y=None):
-        w = weights(2)
-        with pyro.plate("groups", 2), pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(x[:, None] * w, 1.0), obs=y)
-
-    torch.manual_seed(0)
-    data, posterior = (torch.randn(4), torch.randn(4, 2)), draws(2, scale=0.1, count=60)
-    found = of_one(posterior, model, *data, train=data)
-    density = bdl.Predictive(model, posterior).log_likelihood(*data)["y"].flatten(1)
-    exact = bdl.diagnostics.loo(density.unflatten(0, (2, -1)), progress=False)
-    assert found["elpd_loo"] == pytest.approx(exact.elpd, abs=0.05)

@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_bdl import LinearizedPredictive, Predictive, Samples, bayesianize, models
+from pyro_bdl import LinearizedPredictive, Predictive, bayesianize, models
 from pyro_bdl.distributions.take_apart import (
     observation_covariance,
     observation_mean,
     observation_variance,
 )
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
-from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField, MixtureGuide
-from pyro_bdl.guides.draws import latent_draws
+from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField
 from pyro_bdl.predictive.observations import total_covariance
 from pyro_bdl.program import Program
 
@@ -141,29 +140,6 @@ def test_several_outputs_by_brute_force(structure, covariance):
     torch.testing.assert_close(f["f"], f["y"])
 
 
-def test_a_mixture_has_the_law_of_total_covariance():
-    model, x, y = several()
-    members = [approximate(model, (x, y), shift=0.5) for _ in range(2)]
-    mixture = LinearizedPredictive(model, MixtureGuide(members))
-    parts = [LinearizedPredictive(model, member) for member in members]
-    means, inside = zip(*(p.joint_covariance(x, sites=["f"])["f"] for p in parts), strict=True)
-    half = 0.5 * (means[0] - means[1])
-    expected = 0.5 * (inside[0] + inside[1]) + half[:, None] * half
-    _, joint = mixture.joint_covariance(x, sites=["f"])["f"]
-    torch.testing.assert_close(joint, expected)
-    moments = mixture.moments(x, sites=["f"])["f"]
-    torch.testing.assert_close(moments.variance.flatten(), expected.diagonal())
-    found = mixture.joint_predictive_covariance(x)["y"].covariance.reshape(10, 10)
-    torch.testing.assert_close(found, expected + 0.16 * torch.eye(10))
-
-
-def test_sites_that_are_not_there():
-    model, x, y = several()
-    predictive = LinearizedPredictive(model, approximate(model, (x, y)))
-    with pytest.raises(ValueError, match=r"'g' is no observed or deterministic .* 'y', 'f'"):
-        predictive.moments(x, sites=["g"])
-
-
 # Of the observations
 
 
@@ -226,30 +202,6 @@ def test_the_law_of_total_covariance():
         torch.testing.assert_close(own.covariance[n], expected[part, part])
 
 
-def test_draws_agree_with_the_closed_form():
-    """A linear model, where the linearized predictive is exact, by a guide and by Samples, within 5
-    standard errors sqrt((C_ii C_jj + C_ij^2) / S) of a covariance of S draws."""
-    torch.manual_seed(0)
-    model = models.Regression(bayesianize(nn.Linear(3, 2)), noise=0.4)
-    x, y = torch.randn(5, 3), torch.randn(5, 2)
-    guide = approximate(model, (x, y))
-    exact = LinearizedPredictive(model, guide).joint_predictive_covariance(x)["y"]
-    matrix = exact.covariance.reshape(10, 10)
-    latent = matrix - 0.16 * torch.eye(10)
-    error = ((latent.diagonal()[:, None] * latent.diagonal() + latent.square()) / 4000).sqrt()
-    draws = latent_draws(guide, 4000, x, y)
-    posteriors = guide, Samples({name: value[None] for name, value in draws.items()})
-    for posterior in posteriors:
-        predictive = Predictive(model, posterior, num_samples=4000)
-        joint = predictive.joint_covariance(x)["y"]
-        assert ((joint.covariance.reshape(10, 10) - matrix).abs() < 5 * error).all()
-        own = predictive.covariance(x)["y"]
-        assert own.covariance.shape == (5, 2, 2) and own.mean.shape == (5, 2)
-        assert (
-            (own.mean - exact.mean).flatten().abs() < 5 * (latent.diagonal() / 4000).sqrt()
-        ).all()
-
-
 def test_classes_of_every_posterior():
     """The total covariance of a class's indicator is diag(m) - m m'."""
     torch.manual_seed(0)
@@ -261,15 +213,3 @@ def test_classes_of_every_posterior():
         LinearizedPredictive(model, laplace, 50).predictive_covariance(x)["y"],
     ):
         torch.testing.assert_close(own, mean.diag_embed() - mean[:, :, None] * mean[:, None, :])
-
-
-def test_one_output_is_a_column():
-    model, x, y = several()
-    model = models.Regression(bayesianize(nn.Linear(3, 1)), noise=0.4)
-    guide = AutoMeanField(model).prototype(x, y[:, 0])
-    pyro.set_rng_seed(0)
-    own = Predictive(model, guide, 20).covariance(x)["y"]
-    pyro.set_rng_seed(0)
-    moments = Predictive(model, guide, 20).moments(x)["y"]
-    torch.testing.assert_close(own.mean[:, 0], moments.mean)
-    torch.testing.assert_close(own.covariance[:, 0, 0], moments.variance)

@@ -20,7 +20,6 @@ from pyro_bdl import LinearizedPredictive, bayesianize
 from pyro_bdl.curvature.closed_forms import (
     centered_probit,
     laplace_bridge,
-    multiclass_probit,
     probit,
 )
 from pyro_bdl.program import Program
@@ -60,22 +59,23 @@ def test_an_uncertain_noise_is_integrated(kind):
     assert ((square.mean(0) - moments.noise_variance).abs() < slack).all()
 
 
-def test_several_outputs_are_dense_normals():
-    model, x, y = case("several outputs")
-    guide = approximate(model, (x, y))
-    predictive = LinearizedPredictive(model, guide)
-    mean, inside = predictive.covariance(x)["y"]
-    total = inside + 0.4**2 * torch.eye(2)
-    expected = dist.MultivariateNormal(mean, total).log_prob(y)
-    torch.testing.assert_close(predictive.log_density(x, y)["y"], expected)
-
-
-def test_cells_in_a_plate_are_separate_data():
-    model, x, y = case("cells in a plate")
-    guide = approximate(model, (x, y))
-    predictive = LinearizedPredictive(model, guide)
-    variance = predictive.moments(x)["y"].predictive_variance
-    expected = dist.Normal(predictive.moments(x)["y"].mean["loc"], variance.sqrt()).log_prob(y)
+@pytest.mark.parametrize("kind", ["several outputs", "cells in a plate", "one-hot"])
+def test_densities_in_closed_form(kind):
+    """A dense Normal of several outputs, of cells in a plate one of each, and of classes their
+    probabilities."""
+    model, x, y = case(kind)
+    predictive = LinearizedPredictive(model, approximate(model, (x, y)))
+    if kind == "one-hot":
+        p = predictive.probabilities(x)["y"]
+        torch.testing.assert_close(p.sum(-1), torch.ones(N))
+        expected = (p * y).sum(-1).log()
+    elif kind == "several outputs":
+        mean, inside = predictive.covariance(x)["y"]
+        expected = dist.MultivariateNormal(mean, inside + 0.4**2 * torch.eye(2)).log_prob(y)
+    else:
+        moments = predictive.moments(x)["y"]
+        variance = moments.predictive_variance
+        expected = dist.Normal(moments.mean["loc"], variance.sqrt()).log_prob(y)
     torch.testing.assert_close(predictive.log_density(x, y)["y"], expected)
 
 
@@ -102,17 +102,6 @@ def test_several_bernoullis_share_their_weights():
     assert ((found - expected).abs() < 20 * error).all()
 
 
-def test_log_likelihood_is_that_of_the_drawn_parameters():
-    model, x, y = case("normal")
-    guide = approximate(model, (x, y))
-    predictive = LinearizedPredictive(model, guide, 4)
-    torch.manual_seed(2)
-    mean = predictive.mean(x)["y"]
-    torch.manual_seed(2)
-    found = predictive.log_likelihood(x, y)["y"]
-    torch.testing.assert_close(found, dist.Normal(mean, 0.4).log_prob(y))
-
-
 def test_probit_against_quadrature():
     """sigmoid(m / sqrt(1 + pi v / 8)) (MacKay 1992, evidence framework for classification, equation
     10)."""
@@ -124,14 +113,6 @@ def test_probit_against_quadrature():
     exact = (torch.sigmoid(f) * weights).sum(-1)
     assert (probit(mean, variance) - exact).abs().max() < 0.02
     torch.testing.assert_close(probit(mean[:, 0], torch.zeros(9)), torch.sigmoid(mean[:, 0]))
-
-
-def test_multiclass_probit_against_draws():
-    """softmax(m_k / sqrt(1 + pi v_k / 8)) (Gibbs 1997)."""
-    torch.manual_seed(0)
-    mean, variance = torch.randn(5, 3), torch.rand(5, 3)
-    draws = (mean + variance.sqrt() * torch.randn(50000, 5, 3)).softmax(-1).mean(0)
-    assert (multiclass_probit(mean, variance) - draws).abs().max() < 0.03
 
 
 @pytest.mark.parametrize("classes", [2, 3, 10])
@@ -230,15 +211,6 @@ def test_probabilities_of_two_classes(kind):
         p = predictive.probabilities(x)["y"]
         expected = dist.Bernoulli(p).log_prob(y)
         torch.testing.assert_close(predictive.log_density(x, y)["y"], expected)
-
-
-def test_one_hot_classes_are_classes():
-    model, x, y = case("one-hot")
-    guide = approximate(model, (x, y))
-    predictive = LinearizedPredictive(model, guide)
-    p = predictive.probabilities(x)["y"]
-    torch.testing.assert_close(p.sum(-1), torch.ones(N))
-    torch.testing.assert_close(predictive.log_density(x, y)["y"], (p * y).sum(-1).log())
 
 
 @pytest.mark.parametrize("how", ["handler", "distribution", "event"])

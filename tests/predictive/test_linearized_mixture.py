@@ -7,7 +7,7 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl import LinearizedPredictive
-from pyro_bdl.guides import AutoEnsemble, AutoLaplaceGGN, AutoMAP, MixtureGuide
+from pyro_bdl.guides import AutoEnsemble, AutoLaplaceGGN, MixtureGuide
 
 WEIGHTS = [0.25, 0.75]
 
@@ -52,6 +52,10 @@ def test_moments_and_covariances(conjugate, mixture):
     torch.testing.assert_close(center, mean)
     torch.testing.assert_close(joint, inside + spread)
     torch.testing.assert_close(predictive.covariance(conjugate.x)["y"][1][:, 0, 0], total)
+    of_f = predictive.moments(conjugate.x, sites=["f"])["f"]
+    torch.testing.assert_close(of_f.variance, total)
+    found = predictive.joint_predictive_covariance(conjugate.x)["y"].covariance[:, 0, :, 0]
+    torch.testing.assert_close(found, joint + 0.25 * torch.eye(8).double())
 
 
 def test_density(conjugate, mixture):
@@ -75,7 +79,10 @@ def test_draws(conjugate, mixture):
         error = (drawn[name].mean(0) - moments.mean["loc"]) / variance.sqrt()
         assert error.abs().max() < 4.5 / 4000**0.5
         torch.testing.assert_close(drawn[name].var(0), variance, rtol=0.15, atol=0)
-    assert predictive.mean(conjugate.x)["y"].shape == (4000, 8)
+    drawn = predictive.draw_moments(conjugate.x)["y"].over_draws()
+    error = (drawn.mean - moments.mean["loc"]) / drawn.variance.sqrt()
+    assert error.abs().max() < 4.5 / 4000**0.5
+    torch.testing.assert_close(drawn.variance, moments.predictive_variance, rtol=0.15, atol=0)
     density = predictive.log_likelihood(conjugate.x, conjugate.y)["y"]
     exact = predictive.log_density(conjugate.x, conjugate.y)["y"]
     ratio = (density - exact).exp()
@@ -123,11 +130,3 @@ def test_in_a_comparison(classes):
     found = bdl.evaluate(model, mixture, x, y, num_samples=400)
     linear = LinearizedPredictive(model, mixture, 2000).mean(x)["y"].mean(0)
     torch.testing.assert_close(found.mean, linear, rtol=0, atol=0.06)
-
-
-def test_other_mixtures_are_refused(conjugate, mixture):
-    point = AutoMAP(conjugate.model).prototype(conjugate.x, conjugate.y)
-    with pytest.raises(TypeError, match="got MixtureGuide"):
-        LinearizedPredictive(conjugate.model, MixtureGuide([mixture.members[0], point]))
-    with pytest.raises(ValueError, match="num_samples"):
-        LinearizedPredictive(conjugate.model, mixture, 0)

@@ -1,4 +1,4 @@
-"""The data of a comparison, checked, as arguments of its program."""
+"""The setting of a comparison: its program, the checked data as its arguments, and the options."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,8 +19,8 @@ MOST_POINTS = 1000  # at which draws are kept
 
 
 @dataclass(frozen=True)
-class Data:
-    """A program with the data that posteriors are scored on, as its arguments.
+class Setting:
+    """A program with the data that posteriors are scored on, as its arguments, and the options.
 
     :param kind: what the program observes of them.
     :param test: inputs and, last, targets.
@@ -28,6 +28,10 @@ class Data:
     :param train: the training data, or None.
     :param ood: out-of-distribution inputs, or None.
     :param units: scale and shift to the target's own units.
+    :param num_samples: draws of a guide.
+    :param batch_norm_data: see ``Predictive``.
+    :param seed: with which the evaluation of each posterior starts.
+    :param progress: whether bars are shown.
     """
 
     model: Callable
@@ -37,18 +41,24 @@ class Data:
     train: tuple | None
     ood: tuple | None
     units: tuple[float, float]
+    num_samples: int
+    batch_norm_data: Any
+    seed: int
+    progress: bool | None
 
     @classmethod
     def read(
         cls, model: Callable, posterior: Any, test: Any, *, train: Any, ood: Any,
-        units: tuple[float, float], seed: int,
-    ) -> "Data":  # fmt: skip
+        units: tuple[float, float], num_samples: int, seed: int, **options: Any,
+    ) -> "Setting":  # fmt: skip
         """Check the data and read what the program observes.
 
         :param posterior: one that gives values to latents with an improper prior.
         :raises TypeError: for data that are not tensors.
         :raises ValueError: for data or units that do not fit, and NaN.
         """
+        if num_samples < 2:
+            raise ValueError(f"num_samples must be at least 2, got {num_samples}")
         args = _checked("test", test)
         train = None if train is None else _checked("train", train, count=len(args))
         if ood is not None:
@@ -76,7 +86,7 @@ class Data:
             count = leading_size(ood)
             ood = (*ood, y[:1].expand(count, *y.shape[1:]) if kind.needs_targets else None)
         units = units if kind.task == "regression" else (1.0, 0.0)
-        return cls(model, kind, args, y, train, ood, units)
+        return cls(model, kind, args, y, train, ood, units, num_samples, seed=seed, **options)
 
 
 def _checked(name: str, parts: Any, *, count: int | None = None) -> tuple:
