@@ -58,9 +58,9 @@ def ready(function):
 # The calls whose memory is measured: the input is there before.
 MEMORY = {
     "arviz_loo": (log_likelihood, lambda ll: arviz.loo(for_arviz(ll), reff=1.0, pointwise=True)),
-    "bdl_loo": (log_likelihood, lambda ll: diagnostics.loo(ll, progress=False)),
-    "bdl_rhat": (draws, lambda x: diagnostics.rhat(x, progress=False)),
-    "bdl_ess": (draws, lambda x: diagnostics.ess(x, progress=False)),
+    "bdl_loo": (log_likelihood, lambda ll: diagnostics.loo(ll)),
+    "bdl_rhat": (draws, lambda x: diagnostics.rhat(x)),
+    "bdl_ess": (draws, lambda x: diagnostics.ess(x)),
 }
 
 
@@ -100,9 +100,9 @@ def convergence(options):
     x, few = draws(options.weights, options.device), draws(options.arviz_weights)
     sides = {
         "arviz": lambda: arviz_convergence(few),
-        "rhat": ready(lambda: diagnostics.rhat(x, progress=False)),
-        "ess": ready(lambda: diagnostics.ess(x, progress=False)),
-        "joint": ready(lambda: diagnostics.convergence(x, progress=False)),
+        "rhat": ready(lambda: diagnostics.rhat(x)),
+        "ess": ready(lambda: diagnostics.ess(x)),
+        "joint": ready(lambda: diagnostics.convergence(x)),
     }
     seconds = harness.in_turns(sides, options.repeats)
     theirs = seconds["arviz"] * options.weights / options.arviz_weights
@@ -122,7 +122,7 @@ def loo(options):
     data, on_device = for_arviz(ll), ll.to(options.device)
     sides = {
         "arviz": lambda: arviz.loo(data, reff=1.0, pointwise=True),
-        "bdl": ready(lambda: diagnostics.loo(on_device, progress=False)),
+        "bdl": ready(lambda: diagnostics.loo(on_device)),
     }
     seconds = harness.in_turns(sides, options.repeats)
     what = f"LOO, {options.observations} observations"

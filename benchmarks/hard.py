@@ -79,8 +79,8 @@ def last_layer(samples: bdl.Samples, model: Any, x: Tensor, y: Tensor, at: Tenso
 
 def convergence(f: Tensor, chains: int) -> dict[str, Any]:
     f = f.unflatten(0, (chains, -1))
-    ess = bdl.diagnostics.ess(f, progress=False)
-    rhat = bdl.diagnostics.rhat(f, progress=False)
+    ess = bdl.diagnostics.ess(f)
+    rhat = bdl.diagnostics.rhat(f)
     return {
         "max R-hat": float(rhat.max()),
         "median R-hat": float(rhat.median()),
@@ -139,7 +139,7 @@ def main() -> None:
             continue
         found |= {f"f drawn, {k}": v for k, v in convergence(drawn, samples.num_chains).items()}
         chains = drawn.unflatten(0, (samples.num_chains, -1))
-        moments[name] = chains.mean((0, 1)), bdl.diagnostics.mcse(chains, progress=False)
+        moments[name] = chains.mean((0, 1)), bdl.diagnostics.mcse(chains)
         apart = moments[name][0] - moments["mclmc"][0]
         error = (moments[name][1].square() + moments["mclmc"][1].square()).sqrt()
         found["agrees"] = float((apart / error).square().mean().sqrt())

@@ -116,10 +116,10 @@ def table_of(folder: str | None, name: str, rows: int) -> tuple[np.ndarray, np.n
 def measured(f: np.ndarray, seconds: float, whole: float, gradients: int) -> dict[str, Any]:
     """:param f: (chains, draws, rows)."""
     draws = torch.from_numpy(np.array(f)).double()
-    ess = bdl.diagnostics.ess(draws, kind="mean", progress=False)
-    rhat = bdl.diagnostics.rhat(draws, progress=False)
+    ess = bdl.diagnostics.ess(draws, kind="mean")
+    rhat = bdl.diagnostics.rhat(draws)
     still = (draws == draws[:, :1]).all((1, 2))  # a constant has the ESS of independent draws
-    each = bdl.diagnostics.within_ess(draws, kind="mean", progress=False)[~still]
+    each = bdl.diagnostics.within_ess(draws, kind="mean")[~still]
     within = len(each) ** 2 / (1 / each).sum(0)  # of the average of chains that stay apart
     return {
         "seconds": seconds,
@@ -140,7 +140,7 @@ def measured(f: np.ndarray, seconds: float, whole: float, gradients: int) -> dic
         "median ESS per 1000 gradients": 1e3 * float(ess.median()) / gradients,
         "median ESS within chains per 1000 gradients": 1e3 * float(within.median()) / gradients,
         "mean": draws.mean((0, 1)),
-        "error": bdl.diagnostics.mcse(draws, progress=False),
+        "error": bdl.diagnostics.mcse(draws),
         "sd": draws.std((0, 1)),
     }
 

@@ -83,11 +83,11 @@ def convergence(model, samples, x) -> dict[str, float]:
     """R-hat and ESS of f at 100 test rows, within chains (the ESS of their average) and between."""
     f = bdl.Predictive(model, samples)(x[:100])["f"]
     f = f.reshape(samples.num_chains, samples.num_draws, -1)
-    within = bdl.diagnostics.within_rhat(f, progress=False)
-    between = bdl.diagnostics.rhat(f, progress=False)
-    each = bdl.diagnostics.within_ess(f, kind="mean", progress=False)
+    within = bdl.diagnostics.within_rhat(f)
+    between = bdl.diagnostics.rhat(f)
+    each = bdl.diagnostics.within_ess(f, kind="mean")
     of_each = len(each) ** 2 / (1 / each).sum(0)
-    of_all = bdl.diagnostics.ess(f, kind="mean", progress=False)
+    of_all = bdl.diagnostics.ess(f, kind="mean")
     return {
         "R-hat of f within chains, median": float(within.nanmedian()),
         "R-hat of f between chains, median": float(between.nanmedian()),

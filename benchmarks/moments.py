@@ -48,7 +48,7 @@ def moments(latents: Any) -> dict[str, tuple[Tensor, float]]:
 
 
 def in_errors(values: Tensor, exact: Tensor | float, error: Tensor | float = 0.0) -> Tensor:
-    own = bdl.diagnostics.mcse(values, progress=False)
+    own = bdl.diagnostics.mcse(values)
     return (values.mean((0, 1)) - exact) / (own**2 + error**2) ** 0.5
 
 
@@ -78,12 +78,10 @@ def main() -> None:
 
     long = functions(draws(model, x, y, kernel="nuts", times=10, seed=1))
     center = long.mean((0, 1))
-    error = bdl.diagnostics.mcse(long, progress=False)
+    error = bdl.diagnostics.mcse(long)
     spread = (long - center).square()
-    spread_error = bdl.diagnostics.mcse(spread, progress=False)
-    results: dict[str, Any] = {
-        "long NUTS: max R-hat of f": float(bdl.diagnostics.rhat(long, progress=False).max())
-    }
+    spread_error = bdl.diagnostics.mcse(spread)
+    results: dict[str, Any] = {"long NUTS: max R-hat of f": float(bdl.diagnostics.rhat(long).max())}
     for kernel in ("nuts", "mams", "mclmc"):
         started = time.perf_counter()
         samples = draws(known, torch.tensor(0.0), kernel=kernel)
@@ -100,7 +98,7 @@ def main() -> None:
             ("variance of f", in_errors(variances, spread.mean((0, 1)), spread_error)),
         ):
             results[f"{kernel}: {name}, in errors"] = float(z.square().mean().sqrt())
-        results[f"{kernel}: max R-hat of f"] = float(bdl.diagnostics.rhat(f, progress=False).max())
+        results[f"{kernel}: max R-hat of f"] = float(bdl.diagnostics.rhat(f).max())
         results[f"{kernel}: seconds"] = time.perf_counter() - started
     harness.show("moments: samplers against known moments and a long run", results, options.json)
 

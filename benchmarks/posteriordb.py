@@ -72,7 +72,7 @@ def errors_of(draws: Mapping[str, Tensor], reference: Mapping[str, Any]) -> dict
         largest = 0.0
         for name, value in draws.items():
             expected, error = reference[kind][name]
-            ours = bdl.diagnostics.mcse(value**power, progress=False).item()
+            ours = bdl.diagnostics.mcse(value**power).item()
             gap = (value**power).mean().item() - expected
             largest = max(largest, abs(gap) / (ours**2 + error**2) ** 0.5)
         found[kind] = largest
@@ -81,8 +81,8 @@ def errors_of(draws: Mapping[str, Tensor], reference: Mapping[str, Any]) -> dict
 
 def convergence(draws: Mapping[str, Tensor]) -> tuple[float, float]:
     """The largest R-hat and the least bulk ESS."""
-    rhats = [bdl.diagnostics.rhat(value, progress=False).item() for value in draws.values()]
-    sizes = [bdl.diagnostics.ess(value, progress=False).item() for value in draws.values()]
+    rhats = [bdl.diagnostics.rhat(value).item() for value in draws.values()]
+    sizes = [bdl.diagnostics.ess(value).item() for value in draws.values()]
     return max(rhats), min(sizes)
 
 

@@ -177,7 +177,7 @@ def function_khat(draws: Tensor, reference: Tensor) -> Tensor:
     _check_number(len(draws))
     q, p = draws.double(), reference.double().to(draws.device)
     ratios = _normal_log_density(q, p) - _normal_log_density(q, q)
-    k = psis(ratios[None], progress=False).pareto_k
+    k = psis(ratios[None]).pareto_k
     return torch.where(q.std(0) > 0, k, torch.inf)
 
 
@@ -216,7 +216,7 @@ def _ratios_of_runs(program: Program, guide: Callable, num_samples: int) -> Tens
 
 def _summary(ratios: Tensor) -> Importance:
     ratios = ratios.double()
-    weights, k = psis(ratios[None], progress=False)
+    weights, k = psis(ratios[None])
     if k.isnan() and ratios.std() > 1:
         k = torch.full_like(k, torch.inf)  # nearly all of the tail underflows
     # The smoothed weights sum to one; the unsmoothed ones among them give the scale.

@@ -1,10 +1,5 @@
 """Simulation-based calibration."""
 
-from pyro_bdl.calibration.simulation import (
-    Calibration,
-    default_quantities,
-    simulate,
-    simulation_based_calibration,
-)
+from pyro_bdl.calibration.simulation import Calibration, simulation_based_calibration
 
-__all__ = ["Calibration", "default_quantities", "simulate", "simulation_based_calibration"]
+__all__ = ["Calibration", "simulation_based_calibration"]

@@ -4,7 +4,7 @@ prior."""
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from pyro_bdl.training.several_targets import GuidesOfTargets
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
-from pyro_bdl.utils.tables import Column, to_text
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _FEW_LATENTS = 20
 _FEW_POINTS = 10
@@ -58,15 +60,11 @@ class Calibration:
 
         :raises ValueError: for no bins, or more bins than ranks.
         """
-        bins = self._checked(bins)
-        place = self.ranks * bins // (self.num_draws + 1)
-        return torch.nn.functional.one_hot(place, bins).sum(0)
+        return self._binned(self.ranks, bins)
 
     def widths(self, bins: int | None = None) -> Tensor:
         """The number of the L + 1 ranks in each bin, ``(bins,)``."""
-        bins = self._checked(bins)
-        place = torch.arange(self.num_draws + 1, device="cpu") * bins // (self.num_draws + 1)
-        return torch.nn.functional.one_hot(place, bins).sum(0)
+        return self._binned(torch.arange(self.num_draws + 1, device="cpu"), bins)
 
     @property
     def bins(self) -> int:
@@ -97,13 +95,14 @@ class Calibration:
         narrow, wide = (stats.binom(len(self.ranks), p.item()) for p in shares.aminmax())
         return int(narrow.ppf(tail)), int(wide.ppf(1 - tail))
 
-    def _checked(self, bins: int | None) -> int:
+    def _binned(self, ranks: Tensor, bins: int | None) -> Tensor:
+        """How many of the ranks (R, ...) are in each bin, (..., bins)."""
         bins = self.bins if bins is None else bins
         if not 1 <= bins <= self.num_draws + 1:
             raise ValueError(
                 f"bins must lie between 1 and the {self.num_draws + 1} possible ranks, got {bins}"
             )
-        return bins
+        return torch.nn.functional.one_hot(ranks * bins // (self.num_draws + 1), bins).sum(0)
 
     def uniformity(self) -> Tensor:
         """The p-value of a chi-squared test of each histogram, ``(Q,)``."""
@@ -127,31 +126,18 @@ class Calibration:
         columns = (self.probabilities.T.double() - 0.5).cpu().numpy()
         return torch.tensor([float(stats.wilcoxon(p).pvalue) for p in columns], device="cpu")
 
-    def rows(self) -> list[dict[str, Any]]:
+    def table(self) -> "pd.DataFrame":
         """A row for each quantity with its p-values and a verdict on its histogram."""
+        import pandas as pd
+
         uniform, symmetric = self.uniformity().tolist(), self.symmetry().tolist()
-        return [
-            {
-                "quantity": name,
-                "uniformity": u,
-                "symmetry": s,
-                "verdict": _verdict(p, u, s),
-            }
-            for name, p, u, s in zip(
-                self.names, self.probabilities.T.double(), uniform, symmetric, strict=True
-            )
-        ]
+        columns = zip(self.probabilities.T.double(), uniform, symmetric, strict=True)
+        verdicts = [_verdict(*column) for column in columns]
+        values = {"uniformity": uniform, "symmetry": symmetric, "verdict": verdicts}
+        return pd.DataFrame(values, index=self.names)
 
     def __str__(self) -> str:
-        return to_text(self.rows(), _COLUMNS)
-
-
-_COLUMNS = (
-    Column("quantity", "quantity", style="text"),
-    Column("uniformity", "p uniform", help="P-value of the chi-squared test of uniform ranks."),
-    Column("symmetry", "p symmetric", help="P-value of the test of a center without bias."),
-    Column("verdict", "verdict", style="text"),
-)
+        return self.table().to_string(float_format="{:.3g}".format)
 
 
 def _verdict(probabilities: Tensor, uniformity: float, symmetry: float) -> str:
@@ -159,19 +145,14 @@ def _verdict(probabilities: Tensor, uniformity: float, symmetry: float) -> str:
     if symmetry < _DOUBTFUL:
         findings.append("too low" if probabilities.mean() > 0.5 else "too high")
     if uniformity < _DOUBTFUL:
-        spread = float((probabilities - 0.5).square().mean()) * 12  # 1 for a uniform variable
-        if spread > 1 + 3 * _spread_error(len(probabilities)):
-            findings.append("too narrow")
-        elif spread < 1 - 3 * _spread_error(len(probabilities)):
-            findings.append("too wide")
+        # 12 mean((u - 1/2)^2) of n uniform u is 1, with a variance of 12^2 / (180 n)
+        error = 12 / (180 * len(probabilities)) ** 0.5
+        excess = float(12 * (probabilities - 0.5).square().mean() - 1) / error
+        if abs(excess) > 3:
+            findings.append("too narrow" if excess > 0 else "too wide")
         elif not findings:
             findings.append("uneven")
-    return ", ".join(findings) if findings else "calibrated, as far as seen"
-
-
-def _spread_error(count: int) -> float:
-    """The sd of 12 mean((u - 1/2)^2) over ``count`` uniform u, from var((u - 1/2)^2) = 1/180."""
-    return 12 * (1 / 180 / count) ** 0.5
+    return ", ".join(findings) or "calibrated, as far as seen"
 
 
 def simulation_based_calibration(
@@ -183,7 +164,6 @@ def simulation_based_calibration(
     num_draws: int = 99,
     seed: int = 0,
     progress: bool | None = None,
-    model_kwargs: Mapping[str, Any] | None = None,
     **training: Any,
 ) -> Calibration:
     """Draw latents w and targets y from the program, infer w from y, and rank the truth.
@@ -199,8 +179,8 @@ def simulation_based_calibration(
         which is trained on all simulations at once by ``vmap``.
     :param training: options of the guide's training, see
         ``training.several_targets.GuidesOfTargets.train``.
-    :param args: the program's arguments. The targets among them are replaced by simulated targets
-        of the same shape.
+    :param args: the program's arguments; keywords by ``functools.partial``. The targets among them
+        are replaced by simulated targets of the same shape.
     :param quantities: h, a function from one draw of the latents (site -> value) to named numbers.
     :param num_simulations: R.
     :param num_draws: L. Of ``Samples`` this many draws are taken, evenly spaced; it should not
@@ -215,7 +195,7 @@ def simulation_based_calibration(
     if num_draws < 9:
         raise ValueError(f"num_draws must be at least 9, got {num_draws}")
     with evaluation_mode(model, args, inference), seeded(seed):
-        program = Program(model, *args, **dict(model_kwargs or {}))
+        program = Program(model, *args)
         program.require_observed()
         targets = Targets(program)
         targets.require_arguments()
@@ -234,14 +214,14 @@ def simulation_based_calibration(
                 "function, which has its own options"
             )
 
-        def draws(i: int) -> Draws:
+        ranks = []
+        for i in shown(range(num_simulations), "simulations", progress):
             if isinstance(inference, Guide):
-                return {name: value[i] for name, value in drawn.items()}
-            new = targets.with_values({name: value[i] for name, value in data.items()})
-            return _draws_of(inference(model, *new[0], **new[1]), num_draws, *new)
-
-        numbers = shown(range(num_simulations), "simulations", progress)
-        ranks = [_ranks(h, true, draws(i), i) for i in numbers]
+                draws = {name: value[i] for name, value in drawn.items()}
+            else:
+                new, _ = targets.with_values({name: value[i] for name, value in data.items()})
+                draws = _draws_of(inference(model, *new), num_draws, new)
+            ranks.append(_ranks(h, true, draws, i))
     return Calibration(torch.stack(ranks), num_draws, tuple(true))
 
 
@@ -337,13 +317,11 @@ def _warn_unless_settled(losses: Tensor) -> None:
         )
 
 
-def _draws_of(
-    posterior: Any, num_draws: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Draws:
+def _draws_of(posterior: Any, num_draws: int, args: Sequence[Any]) -> Draws:
     if isinstance(posterior, Samples):
         total = posterior.num_chains * posterior.num_draws
         if total < num_draws:
             raise ValueError(
                 f"the posterior has {total} draws, fewer than the num_draws={num_draws} asked for"
             )
-    return latent_draws(posterior, num_draws, *args, **kwargs)
+    return latent_draws(posterior, num_draws, *args)

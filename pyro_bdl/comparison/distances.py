@@ -26,6 +26,8 @@ from pyro_bdl.comparison.evaluate import Evaluation
 from pyro_bdl.comparison.metric import CLASSES, NUMBERS, Metric, evenly, measure, metric, of_task
 from pyro_bdl.comparison.regions import REGIONS
 from pyro_bdl.metrics.distances import wasserstein1_by_chance
+from pyro_bdl.metrics.joint import median_distance
+from pyro_bdl.metrics.monte_carlo import monte_carlo_error
 from pyro_bdl.utils.tables import Column
 
 # The largest number of draws of which all pairs are used, and for the fit of a k-hat.
@@ -199,7 +201,7 @@ def _errors(chosen: list[Metric], pair: Pair, groups: int) -> Numbers:
         numbers = [torch.as_tensor(metric.function(a, b), device="cpu") for metric in chosen]
         return torch.stack([number.double() for number in numbers])
 
-    errors = metrics.monte_carlo_error(values, *map(at_some_points, pair), groups=groups)
+    errors = monte_carlo_error(values, *map(at_some_points, pair), groups=groups)
     return {f"{m.key}_se": error for m, error in zip(chosen, errors.tolist(), strict=True)}
 
 
@@ -217,7 +219,7 @@ def _inputs(evaluation: Evaluation, reference: Evaluation) -> dict[str, Pair]:
         "function": (evaluation.function, reference.function),
         "few draws": (few[0], few[1]),
     }
-    scale = metrics.median_distance(few[1])
+    scale = median_distance(few[1])
     if scale > 0:
         found["scaled"] = few[0].double() / scale, few[1].double() / scale
     moments = [

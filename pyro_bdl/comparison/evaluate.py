@@ -29,6 +29,9 @@ from pyro_bdl.comparison.scores import SCORES, Score
 from pyro_bdl.comparison.setting import Setting, spaced
 from pyro_bdl.errors import BdlWarning, UnusableDrawsError
 from pyro_bdl.guides.draws import as_posterior, samples_of_program, to_samples
+from pyro_bdl.metrics.calibration import coverage_range
+from pyro_bdl.metrics.monte_carlo import halves
+from pyro_bdl.metrics.uncertainty import Uncertainty
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.batches import taken
@@ -91,7 +94,7 @@ class Evaluation:
         """The number of effective draws: the median ESS of chains; NaN if it is unknown."""
         return float(self.scores.get("ess_median", len(self.function)))
 
-    def uncertainty(self) -> metrics.Uncertainty | None:
+    def uncertainty(self) -> Uncertainty | None:
         """Aleatoric and epistemic entropy or variance at the kept points."""
         if self.task == "classification":
             return metrics.entropy_parts(self.function)
@@ -102,7 +105,7 @@ class Evaluation:
     def halves(self) -> tuple["Evaluation", "Evaluation"]:
         """Two halves: half of the chains and the other half, or both ends of a single chain."""
         parts: dict[str, Any] = {
-            name: metrics.halves(value, chains=self.chains)
+            name: halves(value, chains=self.chains)
             for name in ("function", "expected", "noise")
             if (value := getattr(self, name)) is not None
         }
@@ -327,5 +330,5 @@ def _scored(
     if (uncertainty := found.uncertainty()) is not None:
         inputs["uncertainty"] = (uncertainty,)
     if block.draws is not None and len(block.draws) >= _LEAST_FOR_RANGE:
-        inputs["coverage range"] = tuple(metrics.coverage_range(block.draws).tolist())
+        inputs["coverage range"] = tuple(coverage_range(block.draws).tolist())
     return found, inputs, density

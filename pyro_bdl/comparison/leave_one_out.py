@@ -13,8 +13,14 @@ from pyro_bdl import diagnostics
 from pyro_bdl.comparison.kind import Kind, read_kind
 from pyro_bdl.comparison.metric import metric
 from pyro_bdl.comparison.observe import log_densities
-from pyro_bdl.diagnostics.loo import LOO, log_mean_exp, standard_error
-from pyro_bdl.diagnostics.subsampled_loo import SubsampledLOO
+from pyro_bdl.diagnostics.loo import (
+    LOO,
+    SubsampledLOO,
+    difference_estimate,
+    log_mean_exp,
+    standard_error,
+    subsampled_loo,
+)
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import log_densities_of
@@ -155,7 +161,7 @@ def leave_one_out(
     :param predictive: computes the log likelihood at these draws.
     :param train: the program's arguments, with the training data.
     :param most: of more data than this only so many are left out, and the sum over all of them is
-        estimated; see ``diagnostics.subsampled_loo``.
+        estimated; see ``diagnostics.loo.subsampled_loo``.
     :param progress: show bars.
     :returns: None for one or a few point masses, for which PSIS-LOO is not possible.
     """
@@ -174,15 +180,13 @@ def leave_one_out(
         warnings.simplefilter("ignore", BdlWarning)  # the table holds the number of high k-hats
         if log_q is not None:
             by = CORRECTED
-            found = diagnostics.loo_approximate_posterior(
-                draws, (log_p + total)[None], log_q[None], progress=progress
-            )
+            found = diagnostics.loo_approximate_posterior(draws, (log_p + total)[None], log_q[None])
         else:
             efficiency = None if by == EXACT else 1.0
-            found = diagnostics.loo(draws, r_eff=efficiency, progress=progress)
+            found = diagnostics.loo(draws, r_eff=efficiency)
     if len(rows) == len(approximation):
         return found, by
-    return diagnostics.subsampled_loo(found, approximation, rows), by
+    return subsampled_loo(found, approximation, rows), by
 
 
 def _left_out_rows(count: int, most: int) -> Tensor:
@@ -289,7 +293,7 @@ def difference(ours: LeftOut, theirs: LeftOut) -> tuple[float, float]:
     gap = ours.pointwise - theirs.pointwise.to(ours.pointwise)
     if isinstance(ours, SubsampledLOO) and isinstance(theirs, SubsampledLOO):
         near = ours.approximation - theirs.approximation.to(ours.approximation)
-        total, subsampling, over_data = diagnostics.difference_estimate(gap, near, ours.rows)
+        total, subsampling, over_data = difference_estimate(gap, near, ours.rows)
         return total, math.hypot(subsampling, over_data)
     return gap.sum().item(), standard_error(gap)
 

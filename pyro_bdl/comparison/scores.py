@@ -39,7 +39,9 @@ from pyro_bdl.comparison.metric import (
     of_task,
 )
 from pyro_bdl.comparison.observe import Block
-from pyro_bdl.metrics import Uncertainty
+from pyro_bdl.metrics.calibration import mean_confidence, uniformity
+from pyro_bdl.metrics.scores import effective_draws, squared_error
+from pyro_bdl.metrics.uncertainty import Uncertainty
 from pyro_bdl.utils.tables import listed
 
 # Below this many effective draws the density of a mixture says more about their number.
@@ -55,7 +57,7 @@ score = partial(metric, over_points="mean")
 @metric("RMSE", "mean", task=NUMBERS, over_points="root")
 def rmse(mean: Tensor, y: Tensor) -> Tensor:
     """Root mean square error of the mean, in units of the target."""
-    return metrics.squared_error(mean, y)
+    return squared_error(mean, y)
 
 
 @score("accuracy", "mean", task=CLASSES, style="percent")
@@ -114,7 +116,7 @@ TEST_DATA = (rmse, accuracy, nlpd, nlpd_normal, crps, _coverage("coverage", 90),
 @score("NLPD by few", "density", style="percent")
 def nlpd_few(density: Tensor, rows: int) -> Tensor:
     """Share of the test points at which NLPD rests on fewer than 10 effective draws."""
-    return (metrics.effective_draws(density) < FEW_DRAWS).double()
+    return (effective_draws(density) < FEW_DRAWS).double()
 
 
 @metric("90 % from", "coverage range", task=NUMBERS, style="percent")
@@ -135,7 +137,7 @@ def pit(transforms: Tensor) -> Tensor:
     """Kolmogorov-Smirnov distance of the probability integral transforms from uniform; for a
     calibrated posterior and N independent targets it is above 1.36 / sqrt(N) with probability
     5 %."""
-    return metrics.uniformity(transforms)
+    return uniformity(transforms)
 
 
 @metric("adaptive ECE", "mean", task=CLASSES, style="percent")
@@ -147,7 +149,7 @@ def ace(mean: Tensor, y: Tensor) -> Tensor:
 @score("confidence", "mean", task=CLASSES, style="percent")
 def confidence(mean: Tensor, y: Tensor) -> Tensor:
     """Mean probability of the predicted class; the accuracy if calibrated."""
-    return metrics.mean_confidence(mean, pointwise=True)
+    return mean_confidence(mean, pointwise=True)
 
 
 @score("mean NLL", "density")

@@ -7,10 +7,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from pyro_bdl.utils.memory import bytes_at_once, keep_freed_blocks
-from pyro_bdl.utils.progress import hidden
 
 # Bytes of one block of draws; a statistic needs about ten times that for temporaries. A block fits
 # into the cache of a CPU core, and is large enough to occupy a GPU.
@@ -19,13 +17,7 @@ _BLOCK = {"cpu": 2**21, "cuda": 2**28}
 _ROWS = 256
 
 
-def map_blocks(
-    statistic: Callable[[Tensor], Tensor],
-    draws: Tensor,
-    *,
-    block_numbers: int | None = None,
-    progress: bool | None = None,
-) -> Tensor:
+def map_blocks(statistic: Callable[[Tensor], Tensor], draws: Tensor) -> Tensor:
     """Apply a statistic of chains to every quantity behind the first two axes.
 
     On the CPU as many blocks run in parallel as torch has threads.
@@ -33,9 +25,6 @@ def map_blocks(
     :param statistic: maps a contiguous float64 tensor ``(block, chains, draws)`` to
         ``(..., block)``.
     :param draws: ``(chains, draws, *trailing)``, any real dtype, on any device.
-    :param block_numbers: the numbers of ``draws`` that are processed at once; limits the memory.
-    :param progress: show a bar if it takes more than a few seconds; by default in terminals and
-        notebooks.
     :returns: float64 ``(..., *trailing)``, on the device of ``draws``.
     :raises TypeError: if ``draws`` is not a real tensor.
     :raises ValueError: for fewer than two axes, no chain, or fewer than 4 draws a chain.
@@ -44,38 +33,16 @@ def map_blocks(
     chains, length, *trailing = draws.shape
     quantities = math.prod(trailing)
     flat = draws.detach().reshape(chains, length, quantities)
-    numbers = block_numbers or bytes_at_once(_BLOCK.get(draws.device.type, _BLOCK["cpu"])) // 8
-    block = max(1, numbers // (chains * length))
-
-    if not quantities:  # a row of zeros gives the shape of an empty result
-        one = statistic(flat.new_zeros(1, chains, length, dtype=torch.float64))
-        return one.new_empty((*one.shape[:-1], *trailing))
-
-    def apply(start: int) -> Tensor:
-        return statistic(_quantities_first(flat[..., start : start + block]))
-
-    if quantities <= block:
-        whole = apply(0)
-        return whole.reshape((*whole.shape[:-1], *trailing))
-
-    keep_freed_blocks()
-    starts = range(block, quantities, block)
-    with (
-        _mapping(torch.get_num_threads() if flat.is_cpu else 1) as mapping,
-        tqdm(
-            total=len(starts), desc="diagnostics", delay=3, leave=False, disable=hidden(progress)
-        ) as bar,
-    ):
-        (first,) = mapping(apply, [0])
-        result = first.new_empty(*first.shape[:-1], quantities)
-        result[..., :block] = first
-
-        def fill(start: int) -> None:
-            result[..., start : start + block] = apply(start)
-
-        for _ in mapping(fill, starts):
-            bar.update()
-    return result.reshape((*first.shape[:-1], *trailing))
+    numbers = bytes_at_once(_BLOCK.get(draws.device.type, _BLOCK["cpu"])) // 8
+    # a row of zeros gives the shape of an empty result
+    some = flat if quantities else flat.new_zeros(chains, length, 1)
+    parts = some.split(max(1, numbers // (chains * length)), 2)
+    if len(parts) > 1:
+        keep_freed_blocks()
+    with _mapping(torch.get_num_threads() if flat.is_cpu and len(parts) > 1 else 1) as mapping:
+        results = list(mapping(lambda part: statistic(_quantities_first(part)), parts))
+    whole = torch.cat(results, -1) if len(results) > 1 else results[0]
+    return whole[..., :quantities].reshape((*whole.shape[:-1], *trailing))
 
 
 def _quantities_first(part: Tensor) -> Tensor:

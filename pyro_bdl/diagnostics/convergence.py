@@ -1,4 +1,4 @@
-"""R-hat and effective sample sizes from one sort of the draws."""
+"""R-hat and effective sample sizes from one sort of the draws, and the energy of chains."""
 
 from typing import NamedTuple
 
@@ -24,12 +24,10 @@ class Convergence(NamedTuple):
     ess_tail: Tensor
 
 
-def convergence(draws: Tensor, *, progress: bool | None = None) -> Convergence:
+def convergence(draws: Tensor) -> Convergence:
     """``rhat``, ``ess`` and ``ess(kind="tail")`` of each quantity from one sort, in half the time.
 
     :param draws: ``(chains, draws, ...)``, any real dtype and device.
-    :param progress: show a bar if it takes more than a few seconds; by default in terminals and
-        notebooks.
     :raises TypeError: if ``draws`` is not a real tensor.
     :raises ValueError: for fewer than two axes or 4 draws a chain.
 
@@ -49,4 +47,26 @@ def convergence(draws: Tensor, *, progress: bool | None = None) -> Convergence:
         found = torch.stack([rhat, ess_of_chains(scores), ess_below(x, limits)])
         return torch.where(in_order[:, -1].isnan(), torch.nan, found)
 
-    return Convergence(*map_blocks(statistic, draws, progress=progress))
+    return Convergence(*map_blocks(statistic, draws))
+
+
+def bfmi(energy: Tensor) -> Tensor:
+    """Estimated Bayesian fraction of missing information of each chain; below 0.3 is poor.
+
+    ::
+
+        BFMI = mean_t (E_t - E_t-1)^2 / var(E)
+
+    A low value means that resampling the momenta changes the energy too little in each iteration,
+    so that the tails are explored slowly.
+
+    :param energy: ``(chains, draws, ...)``, the Hamiltonian in nats, as in
+        ``Samples.stats["energy"]``.
+    :returns: float64 ``(chains, ...)``.
+    :raises TypeError: if ``energy`` is not a real tensor.
+    :raises ValueError: if it has fewer than two axes or fewer than 4 draws per chain.
+
+    Source: Betancourt (2016), Diagnosing suboptimal cotangent disintegrations in Hamiltonian Monte
+    Carlo, equation 9. Equal to ``arviz.bfmi``.
+    """
+    return map_blocks(lambda x: (x.diff(dim=-1).square().mean(-1) / x.var(-1)).T, energy)

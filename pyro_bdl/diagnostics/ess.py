@@ -28,7 +28,6 @@ def ess(
     *,
     kind: str = "bulk",
     prob: float | Sequence[float] | None = None,
-    progress: bool | None = None,
 ) -> Tensor:
     """Effective sample size: the number of independent draws with the same Monte Carlo error.
 
@@ -48,8 +47,6 @@ def ess(
         - ``"tail"``: the smaller ESS of two quantiles, by default 5 % and 95 %;
         - ``"local"``: whether x lies between the two quantiles ``prob``.
     :param prob: the level of ``"quantile"``, the two levels of ``"local"`` and ``"tail"``.
-    :param progress: show a bar if it takes more than a few seconds; by default in terminals and
-        notebooks.
     :returns: float64 ``(...)``, in draws; for a constant the number of draws, NaN if the draws hold
         NaN.
     :raises TypeError: if ``draws`` is not a real tensor.
@@ -64,10 +61,10 @@ def ess(
     def statistic(x: Tensor) -> Tensor:
         return torch.where(has_nan(x), torch.nan, _ess_of_kind(x, kind, levels))
 
-    return map_blocks(statistic, draws, progress=progress)
+    return map_blocks(statistic, draws)
 
 
-def within_ess(draws: Tensor, *, kind: str = "bulk", progress: bool | None = None) -> Tensor:
+def within_ess(draws: Tensor, *, kind: str = "bulk") -> Tensor:
     """Effective sample size of each chain on its own.
 
     For chains that are meant to stay apart, as for ``within_rhat``. The average of M such chains of
@@ -79,7 +76,7 @@ def within_ess(draws: Tensor, *, kind: str = "bulk", progress: bool | None = Non
         ArviZ.
     """
     check_draws(draws)
-    return torch.stack([ess(chain[None], kind=kind, progress=progress) for chain in draws])
+    return torch.stack([ess(chain[None], kind=kind) for chain in draws])
 
 
 def _ess_of_kind(x: Tensor, kind: str, levels: Sequence[float]) -> Tensor:

@@ -18,7 +18,6 @@ def mcse(
     *,
     kind: str = "mean",
     prob: float | None = None,
-    progress: bool | None = None,
 ) -> Tensor:
     """Monte Carlo standard error of an estimate from the draws of Markov chains.
 
@@ -32,8 +31,6 @@ def mcse(
     :param draws: ``(chains, draws, ...)``, any real dtype and device.
     :param kind: ``"mean"``, ``"sd"``, ``"median"``, or ``"quantile"`` at the level ``prob``.
     :param prob: between 0 and 1, for ``"quantile"`` only.
-    :param progress: show a bar if it takes more than a few seconds; by default in terminals and
-        notebooks.
     :returns: float64 ``(...)``, in the units of the draws; NaN if the draws hold NaN. For a
         constant 0, but NaN for ``"sd"``.
     :raises TypeError: if ``draws`` is not a real tensor.
@@ -59,7 +56,7 @@ def mcse(
             value = mcse_of_quantile(x, level)
         return torch.where(has_nan(x), torch.nan, value)
 
-    return map_blocks(statistic, draws, progress=progress)
+    return map_blocks(statistic, draws)
 
 
 def mcse_of_mean(x: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def limit_of_rhat(chains: int, draws: int) -> float:
     return max(_DISAGREE, math.sqrt((n - 1 + by_chance) / n))
 
 
-def rhat(draws: Tensor, *, progress: bool | None = None) -> Tensor:
+def rhat(draws: Tensor) -> Tensor:
     """Rank-normalized split R-hat of each quantity: 1 if the chains agree; see ``limit_of_rhat``.
 
     For chains of n draws with within-chain variance W, and variance B / n of the chain means::
@@ -47,8 +47,6 @@ def rhat(draws: Tensor, *, progress: bool | None = None) -> Tensor:
     their rank-normalized distances from the median (scale).
 
     :param draws: ``(chains, draws, ...)``, any real dtype and device.
-    :param progress: show a bar if it takes more than a few seconds; by default in terminals and
-        notebooks.
     :returns: float64 ``(...)``; NaN for a quantity that is constant or holds a NaN, and for a
         single chain.
     :raises TypeError: if ``draws`` is not a real tensor.
@@ -60,10 +58,10 @@ def rhat(draws: Tensor, *, progress: bool | None = None) -> Tensor:
     check_draws(draws)
     if draws.shape[0] == 1:
         return torch.full(draws.shape[2:], torch.nan, dtype=torch.float64, device=draws.device)
-    return map_blocks(_rank_rhat, draws, progress=progress)
+    return map_blocks(_rank_rhat, draws)
 
 
-def within_rhat(draws: Tensor, *, progress: bool | None = None) -> Tensor:
+def within_rhat(draws: Tensor) -> Tensor:
     """R-hat of each chain on its own: whether its two halves agree.
 
     For chains that are meant to stay apart, such as those of ``mcmc.ensemble_sample``: their R-hat
@@ -73,7 +71,7 @@ def within_rhat(draws: Tensor, *, progress: bool | None = None) -> Tensor:
     :returns: float64 ``(chains, ...)``.
     """
     check_draws(draws)
-    chains = [map_blocks(_rank_rhat, chain[None], progress=progress) for chain in draws]
+    chains = [map_blocks(_rank_rhat, chain[None]) for chain in draws]
     return torch.stack(chains)
 
 

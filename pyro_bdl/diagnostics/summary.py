@@ -2,81 +2,51 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pyro_bdl.diagnostics.blocks import check_draws
 from pyro_bdl.diagnostics.convergence import Convergence, convergence
-from pyro_bdl.diagnostics.rank import quantile_of_sorted, sort
+from pyro_bdl.diagnostics.ess import ess
 from pyro_bdl.diagnostics.rhat import SHARE, limit_of_rhat, rhat, within_rhat
 from pyro_bdl.guides.draws import samples_of_mcmc
 from pyro_bdl.samples import Samples
-from pyro_bdl.utils.tables import Column, Row, to_csv, to_text
+
+if TYPE_CHECKING:  # pandas takes long to import, and is imported when it is needed
+    import pandas as pd
 
 ESS_LIMIT = 100  # draws per chain
-
-_COLUMNS = (
-    Column("site", "site", style="text", help="Site, or all sites."),
-    Column("size", "size", help="How many numbers it has."),
-    Column("no_rhat", "no R-hat", help="How many lack R-hat: constants, NaN, or a single chain."),
-    Column("rhat_median", "median", "R-hat", "Median over the numbers of the site.", digits=4),
-    Column("rhat_95", "95 %", "R-hat", "95 % quantile over the numbers of the site.", digits=4),
-    Column("rhat_max", "worst", "R-hat", "The largest one.", digits=4),
-    Column("rhat_share", "high", "R-hat", "Share of the numbers above the limit.", "percent"),
-    Column("ess_bulk_median", "median", "ESS bulk", "Median effective sample size."),
-    Column("ess_bulk_05", "5 %", "ESS bulk", "5 % quantile over the numbers of the site."),
-    Column("ess_bulk_min", "worst", "ESS bulk", "The smallest one."),
-    Column("ess_bulk_share", "low", "ESS bulk", "Share of the numbers below the limit.", "percent"),
-    Column("ess_tail_median", "median", "ESS tail", "Median effective sample size of the tails."),
-    Column("ess_tail_min", "worst", "ESS tail", "The smallest one."),
-    Column("worst", "worst at", style="text", help="Index of the largest R-hat in the site."),
-)
 
 
 @dataclass(frozen=True, repr=False)
 class Summary:
-    """Convergence of every site, with one row per site; prints as a table.
+    """Convergence of every site; prints as a table.
 
-    :param rows: a dict for each site, and one named ``all`` if there are several: ``site``,
-        ``size``, ``no_rhat`` (the number of constants and NaN; all numbers if there is a single
-        chain); ``rhat_median``, ``rhat_95``, ``rhat_max``, ``rhat_share`` above ``rhat_limit``;
-        ``ess_bulk_median``, ``ess_bulk_05``, ``ess_bulk_min``, ``ess_bulk_share`` below
-        ``ess_limit``; ``ess_tail_median``, ``ess_tail_min``; ``worst``, the index of the largest
-        R-hat, for ``all`` its site.
+    :param table: a row for each site, and one named "all" if there are several: ``size``;
+        ``no_rhat``, how many numbers have no R-hat (constants, NaN, all of a single chain);
+        ``rhat_median``, ``rhat_95``, ``rhat_max``, and ``rhat_share`` above ``rhat_limit``;
+        ``worst``, the index of the largest R-hat; ``ess_bulk_median``, ``ess_bulk_05``,
+        ``ess_bulk_min``, and ``ess_bulk_share`` below ``ess_limit``; ``ess_tail_median``,
+        ``ess_tail_min``; as far as the cost is known ``per_second`` and ``per_1000_gradients``, the
+        smallest bulk ESS over the seconds of the run, warm-up included, and over the gradients.
     :param by_site: R-hat and ESS of every number, in the shape of the site.
     :param rhat_limit: R-hat above it counts as high.
     :param ess_limit: effective draws; a bulk ESS below it counts as low.
-    :param ess_per_second: the smallest bulk ESS over the seconds of the whole run, warm-up
-        included; None if the draws do not say how long they took.
-    :param ess_per_gradient: the same over the gradients of the draws.
     """
 
-    rows: tuple[Row, ...]
+    table: "pd.DataFrame"
     by_site: Mapping[str, Convergence]
     rhat_limit: float
     ess_limit: float
-    ess_per_second: float | None = None
-    ess_per_gradient: float | None = None
 
     def __str__(self) -> str:
-        lines = [
-            to_text(self.rows, _COLUMNS),
-            f"high: R-hat above {self.rhat_limit:g}; low: ESS below {self.ess_limit:g}",
-        ]
-        if self.ess_per_second is not None:
-            lines.append(f"smallest bulk ESS per second: {self.ess_per_second:.3g}")
-        if self.ess_per_gradient is not None:
-            lines.append(f"smallest bulk ESS per 1000 gradients: {1e3 * self.ess_per_gradient:.3g}")
-        return "\n".join(lines)
+        table = self.table.to_string(float_format="{:.4g}".format, na_rep="-")
+        return f"{table}\nhigh: R-hat above {self.rhat_limit:g}; low: ESS below {self.ess_limit:g}"
 
     __repr__ = __str__
-
-    def to_csv(self, path: str | Path) -> Path:
-        """Write the rows with all digits; return the path."""
-        return to_csv(path, self.rows, _COLUMNS)
 
 
 def summary(
@@ -84,7 +54,6 @@ def summary(
     *,
     rhat_limit: float | None = None,
     ess_limit: float | None = None,
-    progress: bool | None = None,
 ) -> Summary:
     """Distributions of R-hat and ESS over the numbers of each site, such as a layer's weights.
 
@@ -96,54 +65,59 @@ def summary(
     :param rhat_limit: R-hat above it counts as high; by default 1.01, or for short chains what
         independent draws exceed once in a thousand times.
     :param ess_limit: a bulk ESS below it counts as low; by default 100 per chain.
-    :param progress: show a bar for a site that takes more than a few seconds; by default in
-        terminals and notebooks.
     :returns: ``Summary``.
     :raises TypeError: if a site holds no real tensor.
     :raises ValueError: for no site, fewer than 4 draws, or sites with different chains or draws.
 
     Source: limits of Vehtari et al. (2021), Rank-normalization, folding, and localization.
     """
+    import pandas as pd
+
     draws = samples_of_mcmc(draws)
     latents = draws.latents if isinstance(draws, Samples) else dict(draws)
-    num_chains = _check_sites(latents)
-    limit = ESS_LIMIT * num_chains if ess_limit is None else ess_limit
-    num_draws = next(iter(latents.values())).shape[1]
-    high = limit_of_rhat(num_chains, num_draws) if rhat_limit is None else rhat_limit
-    by_site = {site: convergence(value, progress=progress) for site, value in latents.items()}
-    rows = [_row(site, found, high, limit) for site, found in by_site.items()]
-    if len(rows) > 1:
+    chains, length = _check_sites(latents)
+    low = ESS_LIMIT * chains if ess_limit is None else ess_limit
+    high = limit_of_rhat(chains, length) if rhat_limit is None else rhat_limit
+    by_site = {site: convergence(value) for site, value in latents.items()}
+    parts = dict(by_site)
+    if len(parts) > 1:
         together = zip(*by_site.values(), strict=True)
-        device = next(iter(latents.values())).device
-        joined = [torch.cat([part.flatten().to(device) for part in parts]) for parts in together]
-        total = _row("all", Convergence(*joined), high, limit)
-        if total["rhat_max"] is not None:
-            total["worst"] = max(rows, key=lambda row: row["rhat_max"] or 0.0)["site"]
-        rows.append(total)
-    known = [row["ess_bulk_min"] for row in rows if row["ess_bulk_min"] is not None]
-    least = min(known, default=None)
-    seconds, gradients = _cost(draws)
-    return Summary(
-        tuple(rows),
-        by_site,
-        high,
-        limit,
-        None if least is None or not seconds else least / seconds,
-        None if least is None or not gradients else least / gradients,
-    )
+        parts["all"] = Convergence(*(torch.cat([p.flatten().cpu() for p in v]) for v in together))
+    table = pd.DataFrame({site: _row(part, high, low) for site, part in parts.items()}).T
+    if len(parts) > 1 and table["rhat_max"].notna().any():
+        table.loc["all", "worst"] = table["rhat_max"].iloc[:-1].astype(float).idxmax()
+    table = table.infer_objects()
+    if isinstance(draws, Samples):
+        if "seconds" in draws.info:
+            table["per_second"] = table["ess_bulk_min"] / draws.info["seconds"]
+        if "num_steps" in draws.stats:
+            gradients = float(draws.stats["num_steps"].sum())
+            table["per_1000_gradients"] = 1000 * table["ess_bulk_min"] / gradients
+    return Summary(table, by_site, high, low)
 
 
-def _cost(draws: Any) -> tuple[float | None, float | None]:
-    """The seconds of the run, and the gradients of its draws; None if they are not known."""
-    if not isinstance(draws, Samples):
-        return None, None
-    steps = draws.stats.get("num_steps")
-    return draws.info.get("seconds"), None if steps is None else float(steps.sum())
+def _row(found: Convergence, rhat_limit: float, ess_limit: float) -> dict[str, Any]:
+    import pandas as pd
 
-
-def _columns(draws: Mapping[str, Tensor]) -> Tensor:
-    """All numbers of some sites, each (chains, draws, ...), as (chains, draws, numbers)."""
-    return torch.cat([value.reshape(*value.shape[:2], -1) for value in draws.values()], -1)
+    rhat, bulk, tail = (pd.Series(value.flatten().cpu().numpy()) for value in found)
+    known, index = rhat.notna(), ()
+    if known.any():
+        index = np.unravel_index(rhat.argmax(), found.rhat.shape)
+    return {
+        "size": len(rhat),
+        "no_rhat": int((~known).sum()),
+        "rhat_median": rhat.median(),
+        "rhat_95": rhat.quantile(0.95),
+        "rhat_max": rhat.max(),
+        "rhat_share": (rhat[known] > rhat_limit).mean(),
+        "worst": f"[{', '.join(map(str, index))}]" if index else "",
+        "ess_bulk_median": bulk.median(),
+        "ess_bulk_05": bulk.quantile(0.05),
+        "ess_bulk_min": bulk.min(),
+        "ess_bulk_share": (bulk[bulk.notna()] < ess_limit).mean(),
+        "ess_tail_median": tail.median(),
+        "ess_tail_min": tail.min(),
+    }
 
 
 def explain_chains(model: Callable, samples: Samples, *args: Any, **kwargs: Any) -> str:
@@ -153,6 +127,8 @@ def explain_chains(model: Callable, samples: Samples, *args: Any, **kwargs: Any)
     chance; the same limit decides whether ``compare`` trusts its reference.
     Chains of a network that agree about the function and not about its weights differ by symmetries
     (permuted hidden units, flipped signs): predictions can be trusted, weights cannot be compared.
+    Where the function has fewer than 100 effective draws a chain at 5 % of the numbers or more,
+    R-hat cannot tell, and the answer says so.
     Chains that disagree about the function have not seen the same posterior. If each of them is
     stationary they sit in separate modes, as those of ``mcmc.ensemble_sample`` do.
 
@@ -164,29 +140,33 @@ def explain_chains(model: Callable, samples: Samples, *args: Any, **kwargs: Any)
     if samples.num_chains < 2:
         raise ValueError("one chain cannot be compared with others: draw at least two")
     f = _columns(function_draws(model, samples, *args, **kwargs))
-    weights = _columns(samples.latents)
-    high = {
-        name: float(torch.nanquantile(value, SHARE))
-        for name, value in (
-            ("weights", rhat(weights, progress=False)),
-            ("function", rhat(f, progress=False)),
-            ("within", within_rhat(f, progress=False)),
-        )
-    }
-    limit = limit_of_rhat(samples.num_chains, samples.num_draws)
-    text = (
-        f"R-hat (95 % quantile): weights {high['weights']:.3f}, function {high['function']:.3f}, "
-        f"function within each chain {high['within']:.3f}; chains agree up to {limit:.3f}. "
+    weights, function, within = (
+        float(torch.nanquantile(value, SHARE))
+        for value in (rhat(_columns(samples.latents)), rhat(f), within_rhat(f))
     )
-    if high["function"] <= limit:
-        if high["weights"] <= limit:
+    size = float(torch.nanquantile(ess(f), 1 - SHARE))
+    limit = limit_of_rhat(samples.num_chains, samples.num_draws)
+    needed = ESS_LIMIT * samples.num_chains
+    text = (
+        f"R-hat (95 % quantile): weights {weights:.3f}, function {function:.3f}, "
+        f"function within each chain {within:.3f}; chains agree up to {limit:.3f}. "
+    )
+    if function <= limit:
+        if size < needed:
+            return text + (
+                f"The chains agree about the function as far as can be seen, but it has only "
+                f"{size:.0f} effective draws (5 % quantile), and R-hat needs {needed}: its mean "
+                f"may be off by {2 / size**0.5:.2g} sds (two standard errors) and more. Draw "
+                "longer before you trust predictions."
+            )
+        if weights <= limit:
             return text + "The chains agree."
         return text + (
             "The chains agree about the function and not about the weights: they differ by "
             "symmetries of the network, such as permuted hidden units. Predictions can be trusted; "
             "do not compare or average weights across chains."
         )
-    if high["within"] <= limit_of_rhat(1, samples.num_draws):
+    if within <= limit_of_rhat(1, samples.num_draws):
         return text + (
             "Each chain is stationary, but they disagree about the function: they sit in separate "
             "modes. Their mixture does not weight the modes by their mass."
@@ -195,6 +175,11 @@ def explain_chains(model: Callable, samples: Samples, *args: Any, **kwargs: Any)
         "The chains have not converged, not even each on its own: draw longer, start from a "
         "trained guide, or sample fewer numbers."
     )
+
+
+def _columns(draws: Mapping[str, Tensor]) -> Tensor:
+    """All numbers of some sites, each (chains, draws, ...), as (chains, draws, numbers)."""
+    return torch.cat([value.reshape(*value.shape[:2], -1) for value in draws.values()], -1)
 
 
 def function_draws(
@@ -229,8 +214,8 @@ def function_draws(
     return {site: value.unflatten(0, leading) for site, value in means.items()}
 
 
-def _check_sites(latents: Mapping[str, Tensor]) -> int:
-    """The number of chains, the same for all sites."""
+def _check_sites(latents: Mapping[str, Tensor]) -> tuple[int, int]:
+    """The numbers of chains and draws, the same for all sites."""
     if not latents:
         raise ValueError("there is no site to summarize")
     for site, value in latents.items():
@@ -238,32 +223,4 @@ def _check_sites(latents: Mapping[str, Tensor]) -> int:
     shapes = {site: tuple(value.shape[:2]) for site, value in latents.items()}
     if len(set(shapes.values())) > 1:
         raise ValueError(f"all sites must have the same (chains, draws), got {shapes}")
-    return next(iter(shapes.values()))[0]
-
-
-def _row(site: str, found: Convergence, rhat_limit: float, ess_limit: float) -> dict[str, Any]:
-    rhat, bulk, tail = (value.flatten() for value in found)
-    known = ~rhat.isnan()
-    row: dict[str, Any] = {"site": site, "size": len(rhat), "no_rhat": int((~known).sum())}
-    row |= {column.key: None for column in _COLUMNS if column.key not in row}
-    if known.any():
-        ratio = rhat[known]
-        row["rhat_median"], row["rhat_95"] = _quantiles(ratio, 0.5, 0.95)
-        row["rhat_max"] = ratio.max().item()
-        row["rhat_share"] = (ratio > rhat_limit).double().mean().item()
-        place = torch.where(known, rhat, -torch.inf).argmax()
-        index = torch.unravel_index(place, found.rhat.shape)
-        row["worst"] = f"[{', '.join(str(int(i)) for i in index)}]" if index else ""
-    bulk, tail = bulk[~bulk.isnan()], tail[~tail.isnan()]
-    if bulk.numel():
-        row["ess_bulk_median"], row["ess_bulk_05"] = _quantiles(bulk, 0.5, 0.05)
-        row["ess_bulk_min"] = bulk.min().item()
-        row["ess_bulk_share"] = (bulk < ess_limit).double().mean().item()
-        (row["ess_tail_median"],) = _quantiles(tail, 0.5)
-        row["ess_tail_min"] = tail.min().item()
-    return row
-
-
-def _quantiles(x: Tensor, *levels: float) -> list[float]:
-    in_order = sort(x)
-    return [quantile_of_sorted(in_order, level).item() for level in levels]
+    return next(iter(shapes.values()))

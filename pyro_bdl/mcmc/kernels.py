@@ -177,9 +177,9 @@ class MCLMC(Kernel):
     thinning: int = 20
 
     def transition(self, log_density: Callable, plan: "Plan", size: int) -> "Transition":
-        from pyro_bdl.mcmc.microcanonical.langevin import transition
+        from pyro_bdl.mcmc.microcanonical.langevin import Langevin
 
-        return transition(log_density, self, plan, size)
+        return Langevin(log_density, self, plan, size).transition()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -197,9 +197,9 @@ class MAMS(Kernel):
     max_steps: int = 1024
 
     def transition(self, log_density: Callable, plan: "Plan", size: int) -> "Transition":
-        from pyro_bdl.mcmc.microcanonical.adjusted import transition
+        from pyro_bdl.mcmc.microcanonical.adjusted import Adjusted
 
-        return transition(log_density, self, plan, size)
+        return Adjusted(log_density, self, plan, size).transition()
 
 
 def as_kernel(kernel: str | Kernel) -> Kernel:

@@ -23,22 +23,19 @@ def transition(
         **kernel.shared_options(),
     )
 
-    def init(keys: jax.Array, starts: jax.Array) -> Any:
-        return sampler.init(
-            keys, plan.num_warmup, init_params=starts, model_args=(), model_kwargs={}
-        )
+    def init(key: jax.Array, start: jax.Array) -> Any:
+        return sampler.init(key, plan.num_warmup, init_params=start, model_args=(), model_kwargs={})
 
-    warmup = (Stage(plan.num_warmup),)
-    return Transition(init, lambda state: sampler.sample(state, (), {}), _draw, warmup)
+    def step(state: Any) -> tuple[Any, dict[str, jax.Array]]:
+        state = sampler.sample(state, (), {})
+        return state, {
+            "vector": state.z,
+            "potential_energy": state.potential_energy,
+            "energy": state.energy,
+            "num_steps": state.num_steps,
+            "accept_prob": state.accept_prob,
+            "step_size": state.adapt_state.step_size,
+            "diverging": state.diverging,
+        }
 
-
-def _draw(state: Any) -> dict[str, jax.Array]:
-    return {
-        "vector": state.z,
-        "potential_energy": state.potential_energy,
-        "energy": state.energy,
-        "num_steps": state.num_steps,
-        "accept_prob": state.accept_prob,
-        "step_size": state.adapt_state.step_size,
-        "diverging": state.diverging,
-    }
+    return Transition(init, step, (Stage(plan.num_warmup),))

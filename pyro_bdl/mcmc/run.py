@@ -8,7 +8,7 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.mcmc.chains import Chains, Plan, progress_bar, stack_chains
-from pyro_bdl.mcmc.checkpoint import Arrays, Journal
+from pyro_bdl.mcmc.checkpoint import Journal
 from pyro_bdl.mcmc.jax.density import check_device, check_process, jax_density
 from pyro_bdl.mcmc.kernels import Kernel
 from pyro_bdl.mcmc.starts import Restriction
@@ -32,6 +32,7 @@ from pyro_bdl.utils.interrupts import deferred_interrupt
 _SECONDS_PER_BLOCK = 0.5
 _MOST_PER_BLOCK = 64
 _SECONDS_PER_WRITE = 5.0  # of a checkpoint
+Arrays = dict[str, np.ndarray]
 TRACE = "trace"  # the entry of a draw that is collected for ``Stage.finish``, and no statistic
 
 
@@ -50,17 +51,16 @@ class Stage(NamedTuple):
 
 
 class Transition(NamedTuple):
-    """A Markov kernel in JAX. Each function takes one chain, or several with a leading axis.
+    """A Markov kernel in JAX, of one chain.
 
-    :param init: (keys, starts) -> state, a pytree of arrays.
-    :param step: state -> state after one iteration.
-    :param draw: state -> name -> array: ``vector``, the statistics of the draw, and ``TRACE``.
+    :param init: (key, start (P,)) -> state, a pytree of arrays.
+    :param step: state -> state after one iteration, and the draw there, name -> array: ``vector``,
+        its statistics, and ``TRACE``.
     :param warmup: the stages before the draws.
     """
 
     init: Callable[[jax.Array, jax.Array], Any]
-    step: Callable[[Any], Any]
-    draw: Callable[[Any], dict[str, jax.Array]]
+    step: Callable[[Any], tuple[Any, dict[str, jax.Array]]]
     warmup: tuple[Stage, ...]
 
 
@@ -77,28 +77,29 @@ def run(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chain
     with deferred_interrupt() as stop, enable_x64(double):
         log_density = jax_density(target.log_density, target.log_density_terms, start[0])
         _raise_if(stop)
-        transition = kernel.transition(log_density, plan, start.shape[-1])
-        advance = jax.jit(partial(_advance, transition))
+        init, step, warmup = kernel.transition(log_density, plan, start.shape[-1])
+        lockstep = method == "vectorized" and len(start) > 1
+        if lockstep:
+            init, step = jax.vmap(init), jax.vmap(step)
+        transition, advance = Transition(init, step, warmup), jax.jit(partial(_advance, step))
         starts = jnp.asarray(start.detach().cpu().numpy())
         keys = jax.random.split(jax.random.PRNGKey(plan.seed), len(start))
-        settings = kernel.options() | {
+        identity = kernel.options() | {
             "kernel": kernel.name, "num_warmup": plan.num_warmup, "seed": plan.seed,
             "chain_method": method,
         }  # fmt: skip
+        identity["metric"] = np.zeros(0) if kernel.inverse_mass is None else kernel.inverse_mass
 
         def chain(key: jax.Array, start: jax.Array, number: int | None) -> Chain:
             journal = None
             if plan.checkpoint is not None:
-                values = jax.vmap(log_density)(jnp.atleast_2d(start))
-                identity = {"starts": np.asarray(start), "log densities": np.asarray(values)}
-                if kernel.inverse_mass is not None:
-                    identity["inverse_mass"] = kernel.inverse_mass
-                folder = plan.checkpoint
-                folder = folder if number is None else folder / f"chain-{number}"
-                journal = Journal(folder, settings, identity)
+                values = np.array(jax.vmap(log_density)(jnp.atleast_2d(start)))
+                folder = plan.checkpoint / ("" if number is None else f"chain-{number}")
+                own = {"starts": np.array(start), "log densities": values}
+                journal = Journal(folder, identity | own)
             return Chain(transition, advance, key, start, journal, number)
 
-        if method == "vectorized" and len(start) > 1:
+        if lockstep:
             chains = [chain(keys, starts, None)]
         else:
             pairs = zip(keys, starts, strict=True)
@@ -122,18 +123,17 @@ def _raise_if(stop: threading.Event) -> None:
         raise KeyboardInterrupt
 
 
-def _advance(transition: Transition, state: Any, count: Any) -> tuple[Any, dict[str, jax.Array]]:
+def _advance(step: Callable, state: Any, count: Any) -> tuple[Any, dict[str, jax.Array]]:
     """Run ``count`` iterations; the first ``count`` rows of the result hold their draws."""
-    first = transition.draw(state)
-    buffer = jax.tree.map(lambda v: jnp.zeros((_MOST_PER_BLOCK, *v.shape), v.dtype), first)
+    _, shapes = jax.eval_shape(step, state)
+    rows = jax.tree.map(lambda v: jnp.zeros((_MOST_PER_BLOCK, *v.shape), v.dtype), shapes)
 
     def body(i: Any, carry: Any) -> Any:
-        state, buffer = carry
-        state = transition.step(state)
-        buffer = jax.tree.map(lambda rows, v: rows.at[i].set(v), buffer, transition.draw(state))
-        return state, buffer
+        state, rows = carry
+        state, draw = step(state)
+        return state, jax.tree.map(lambda rows, v: rows.at[i].set(v), rows, draw)
 
-    return jax.lax.fori_loop(0, count, body, (state, buffer))
+    return jax.lax.fori_loop(0, count, body, (state, rows))
 
 
 class Chain:
@@ -171,7 +171,11 @@ class Chain:
         if restored is not None:
             self.stage, self.done, self.blocks = restored.stage, restored.done, restored.blocks
             self.written = len(self.blocks)
-            self._take(restored.leaves)
+            leaves = [
+                jnp.asarray(restored.state[name], leaf.dtype).reshape(leaf.shape)
+                for name, leaf in self._leaves().items()
+            ]
+            self.state = jax.tree.unflatten(jax.tree.structure(self.state), leaves)
 
     def from_here(self) -> "Chain":
         """A chain without draws that goes on from this one's state."""
@@ -258,12 +262,7 @@ class Chain:
     def _leaves(self) -> Arrays:
         """The arrays of the state, by path."""
         leaves = jax.tree_util.tree_flatten_with_path(self.state)[0]
-        return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-
-    def _take(self, leaves: Mapping[str, np.ndarray]) -> None:
-        """Replace the arrays of the state."""
-        arrays = [jnp.asarray(leaves[name], old.dtype) for name, old in self._leaves().items()]
-        self.state = jax.tree.unflatten(jax.tree.structure(self.state), arrays)
+        return {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in leaves}
 
     def _on_device(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.device is None else jax.default_device(self.device)

@@ -1,4 +1,4 @@
-"""Monte Carlo error of a distance: its standard error, and the distance between halves of draws."""
+"""Monte Carlo error of a distance: its standard error, and halves of draws to compare."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -47,22 +47,6 @@ def _without_each(draws: Tensor, groups: int) -> Iterator[Tensor]:
     parts = draws.tensor_split(groups)
     for g in range(groups):
         yield torch.cat([*parts[:g], *parts[g + 1 :]])
-
-
-def split_half(
-    draws: Tensor, distance: Callable[[Tensor, Tensor], Tensor], *, chains: int = 1
-) -> Tensor:
-    """Distance between two halves of one posterior's draws, which is only Monte Carlo error.
-
-    Smaller distances of other posteriors to this one cannot be resolved. The value is an
-    overestimate, since each half has only half of the draws.
-
-    :param draws: ``(S, N, ...)``, chain after chain.
-    :param distance: a distance of this module.
-    :param chains: see :func:`halves`.
-    :raises ValueError: for fewer than 2 draws, or where S is not a multiple of ``chains``.
-    """
-    return distance(*halves(draws, chains=chains))
 
 
 def halves(draws: Tensor, *, chains: int = 1) -> tuple[Tensor, Tensor]:

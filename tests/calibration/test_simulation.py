@@ -48,7 +48,7 @@ def test_the_exact_posterior_is_calibrated():
     assert found.ranks.shape == (200, N + 1)
     assert (found.uniformity() > 1e-3).all()
     assert (found.symmetry() > 1e-3).all()
-    assert found.rows()[-1]["verdict"] == "calibrated, as far as seen"
+    assert found.table()["verdict"].iloc[-1] == "calibrated, as far as seen"
     low, high = found.band(level=0.9999)
     assert ((found.counts() >= low) & (found.counts() <= high)).all()
 
@@ -59,7 +59,7 @@ def test_the_exact_posterior_is_calibrated():
 )
 def test_what_is_wrong_is_named(factor, shift, verdict):
     found = _calibrate(exactly(factor, shift), num_simulations=150)
-    assert verdict in found.rows()[-1]["verdict"]
+    assert verdict in found.table()["verdict"].iloc[-1]
     assert verdict in str(found)
     assert found.uniformity()[-1] < 1e-4
 
@@ -70,25 +70,10 @@ def test_ranks_count_the_draws_below_the_truth(shift, rank):
         lambda model, y: bdl.Samples({"w": shift + torch.arange(10.0)[None]}),
         num_simulations=10,
         num_draws=10,
-        quantities=lambda draw: {"w": draw["w"]},
+        quantities=of_w,
     )
     assert found.names == ("w",)
     assert (found.ranks == rank).all()
-
-
-def test_histograms_bins_and_bands():
-    """Bands are quantiles of a binomial (Talts et al. 2018, section 5.1)."""
-    ranks = torch.arange(100)[:, None].repeat(2, 1)
-    found = Calibration(ranks, 99, ("a",))
-    assert found.bins == 20
-    assert (found.counts() == 10).all()
-    assert found.counts(10).shape == (1, 10)
-    assert found.uniformity().item() == pytest.approx(1.0)
-    assert found.symmetry().item() == pytest.approx(1.0)
-    low, high = found.band(0.99)
-    assert low < 10 < high
-    with pytest.raises(ValueError, match="between 1 and the 100 possible ranks, got 101"):
-        found.counts(101)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +90,8 @@ def test_bins_that_hold_enough_simulations(simulations, draws, bins, widths):
     assert found.bins == bins
     assert set(found.widths().tolist()) == widths and found.widths().sum() == draws + 1
     assert found.counts().sum() == simulations
+    with pytest.raises(ValueError, match=f"between 1 and the {draws + 1} possible ranks"):
+        found.counts(draws + 2)
 
 
 def test_bands_and_p_values_of_uniform_ranks():
@@ -122,16 +109,8 @@ def test_ranks_of_discrete_quantities_are_uniform():
     """Only the sign is ranked, which most draws share with the truth. Source: Modrak et al.
     2023."""
     found = _calibrate(exactly(), quantities=lambda draw: {"sign": (draw["w"] > 0).float()})
-    assert found.rows()[0]["verdict"] == "calibrated, as far as seen"
+    assert found.table()["verdict"].iloc[0] == "calibrated, as far as seen"
     assert found.uniformity() > 1e-3
-
-
-def test_draws_that_are_nan_are_refused():
-    with pytest.raises(ValueError, match=r"draws of 'w' are NaN in simulation 0"):
-        _calibrate(
-            lambda model, y: bdl.Samples({"w": torch.full((1, 99), torch.nan)}),
-            quantities=lambda draw: {"w": draw["w"]},
-        )
 
 
 # Guides trained together
@@ -155,14 +134,9 @@ def test_guides_trained_together_reach_each_data_sets_posterior():
         assert torch.equal(value, before[name])
     draws = guides.sample_latents(4000)["w"]
     assert draws.shape == (6, 4000)
-    torch.testing.assert_close(draws.mean(1), y.sum(1) / (1 + N), atol=0.05, rtol=0)
-
-
-def test_a_guide_without_parameters_of_its_own_is_refused():
-    program = Program(level, torch.zeros(N))
-    member = AutoMeanField(level).prototype(torch.zeros(N))
     with pytest.raises(ValueError, match="MixtureGuide has no parameters itself"):
-        GuidesOfTargets(level, MixtureGuide([member]), Targets(program), {"y": torch.randn(6, N)})
+        GuidesOfTargets(level, MixtureGuide([guide]), Targets(program), {"y": y})
+    torch.testing.assert_close(draws.mean(1), y.sum(1) / (1 + N), atol=0.05, rtol=0)
 
 
 def two_levels(y=None):
@@ -178,7 +152,7 @@ def test_mean_field_is_too_narrow_where_latents_are_correlated():
         num_simulations=100, steps=200, learning_rate=0.1, progress=False,
         quantities=lambda draw: {"w[0]": draw["w"][0]},
     )  # fmt: skip
-    assert found.rows()[0]["verdict"] == "too narrow"
+    assert found.table()["verdict"].iloc[0] == "too narrow"
 
 
 def test_unfinished_training_is_said():
@@ -225,36 +199,38 @@ def test_any_way_of_inference_can_be_asked():
 # What it refuses
 
 
-def test_a_pyro_guide_is_run_with_the_programs_keyword_arguments():
-    def posterior(y):
-        pyro.sample("w", dist.Normal(y.sum() / (1 + N), POSTERIOR_VARIANCE**0.5))
-
-    found = simulation_based_calibration(
-        level,
-        lambda model, y: posterior,
-        model_kwargs={"y": torch.zeros(N)},
-        num_simulations=10,
-        num_draws=9,
-        progress=False,
-    )
-    assert found.ranks.shape == (10, N + 1)
+def of_w(draw):
+    return {"w": draw["w"]}
 
 
-def test_bad_input():
-    with pytest.raises(ValueError, match="num_simulations must be at least 10, got 3"):
-        _calibrate(exactly(), num_simulations=3)
-    with pytest.raises(ValueError, match="num_draws must be at least 9, got 2"):
-        _calibrate(exactly(), num_draws=2)
-    with pytest.raises(ValueError, match="has 400 draws, fewer than the num_draws=500"):
-        _calibrate(exactly(), num_draws=500)
-    with pytest.raises(TypeError, match="option 'steps' is for training a guide"):
-        _calibrate(exactly(), steps=3)
-
-
-def test_targets_must_be_arguments():
-    y = torch.randn(N)
-    with pytest.raises(ValueError, match="data of the observed site 'y' are not an argument"):
-        simulation_based_calibration(lambda: level(y), exactly())
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda: _calibrate(exactly(), num_simulations=3),
+            ValueError,
+            "must be at least 10, got 3",
+        ),
+        (lambda: _calibrate(exactly(), num_draws=2), ValueError, "num_draws must be at least 9"),
+        (lambda: _calibrate(exactly(), num_draws=500), ValueError, "has 400 draws, fewer than"),
+        (lambda: _calibrate(exactly(), steps=3), TypeError, "'steps' is for training a guide"),
+        (
+            lambda: simulation_based_calibration(lambda: level(torch.randn(N)), exactly()),
+            ValueError,
+            "data of the observed site 'y' are not an argument",
+        ),
+        (
+            lambda: _calibrate(
+                lambda model, y: bdl.Samples({"w": torch.full((1, 99), torch.nan)}), quantities=of_w
+            ),
+            ValueError,
+            "draws of 'w' are NaN in simulation 0",
+        ),
+    ],
+)
+def test_refusals(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
 
 
 def test_random_numbers_are_left_as_they_were():

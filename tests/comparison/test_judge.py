@@ -28,6 +28,7 @@ from pyro_bdl.comparison.judge import (
     reasons,
 )
 from pyro_bdl.comparison.metric import measure
+from pyro_bdl.metrics.monte_carlo import monte_carlo_error
 
 POINT = math.sqrt(2 / math.pi)  # E|z| of a standard Normal
 X, Y = (torch.zeros(4, *shape, dtype=torch.float64) for shape in ((1,), ()))
@@ -175,7 +176,7 @@ def test_how_often_independent_draws_seem_not_to_have_converged_and_verdicts_are
                 found[name] = evaluation(f, 1)
                 d = bdl.metrics.wasserstein1
                 count = groups_of(found[name], found["nuts"])
-                error = bdl.metrics.monte_carlo_error(d, f, base, groups=count)
+                error = monte_carlo_error(d, f, base, groups=count)
                 rows[name] = Row({"wasserstein": float(d(f, base)), "wasserstein_se": float(error)})
                 rows[name]["resolution"] = resolution(found[name], found["nuts"], float(error))
             judgments = judge(rows, found, "nuts", point=distance_of_point(found["nuts"]))

@@ -83,7 +83,6 @@ def test_a_guide_that_is_too_wide_is_mended_by_its_density(data):
     assert loo.elpd == pytest.approx(exact(data[1]), abs=0.02)
     plain = bdl.diagnostics.loo(
         bdl.Predictive(shift, samples).log_likelihood(*data)["y"][None],
-        progress=False,
     )
     assert abs(plain.elpd - exact(data[1])) > 0.1
 
@@ -149,7 +148,7 @@ def test_two_posteriors_are_compared_as_by_arviz(data):
 
 
 def test_the_error_of_a_difference_is_unknown_for_one_datum():
-    one = bdl.diagnostics.loo(torch.randn(2, 100, 1), progress=False)
+    one = bdl.diagnostics.loo(torch.randn(2, 100, 1))
     assert math.isnan(one.se) and math.isnan(difference(one, one)[1])
 
 

@@ -1,4 +1,4 @@
-"""Streaming: every quantity once, in bounded blocks, on one thread or several; input checks."""
+"""Blocks: every quantity once, in bounded blocks, on one thread or several; input checks."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,35 +10,26 @@ from pyro_bdl import diagnostics as bdl
 from pyro_bdl import working_memory
 from pyro_bdl.diagnostics.blocks import map_blocks, split_chains
 
-
-def test_blocks_see_every_quantity_once_and_stay_small():
-    x = torch.arange(2 * 5 * 7, dtype=torch.float32).reshape(2, 5, 7)
-    sizes = []
-
-    def total(block):
-        sizes.append(block.numel())
-        return block.sum((1, 2))
-
-    result = map_blocks(total, x, block_numbers=30)
-    torch.testing.assert_close(result, x.double().sum((0, 1)))
-    assert sizes == [30, 30, 10]
+NAMES = pytest.mark.parametrize("name", ["rhat", "ess", "mcse", "convergence", "psis", "loo"])
+pytestmark = pytest.mark.filterwarnings("ignore::pyro_bdl.errors.BdlWarning")
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_results_with_axes_of_their_own_and_any_number_of_threads(threads):
+def test_blocks_see_every_quantity_once_on_any_number_of_threads(threads):
     x = torch.randn(3, 8, 4, 5, dtype=torch.float64)
     torch.set_num_threads(threads)
 
     def both(block):
-        assert threads == 1 or not seen or torch.get_num_threads() == 1
-        seen.append(len(block))
+        assert threads == 1 or torch.get_num_threads() == 1
+        sizes.append(len(block))
         return torch.stack([block.mean((1, 2)), block.amax((1, 2))])
 
-    seen: list[int] = []
-    mean, largest = map_blocks(both, x, block_numbers=24 * 3)
+    sizes: list[int] = []
+    with working_memory(8 * 24 * 3):
+        mean, largest = map_blocks(both, x)
     torch.testing.assert_close(mean, x.mean((0, 1)))
     torch.testing.assert_close(largest, x.amax((0, 1)))
-    assert sorted(seen) == [2, 3, 3, 3, 3, 3, 3]  # threads end in any order
+    assert sorted(sizes) == [2, 3, 3, 3, 3, 3, 3]  # threads end in any order
     assert torch.get_num_threads() == threads
     with ThreadPoolExecutor(1) as pool:  # a thread that begins later has as many
         assert pool.submit(torch.get_num_threads).result() == threads
@@ -46,45 +37,13 @@ def test_results_with_axes_of_their_own_and_any_number_of_threads(threads):
 
 def test_an_error_in_a_thread_reaches_the_caller_and_restores_the_threads():
     torch.set_num_threads(2)
-    calls = []
 
     def fails(block):
-        calls.append(1)
-        if len(calls) > 1:
-            raise RuntimeError("no such block")
-        return block.sum((1, 2))
+        raise RuntimeError("no such block")
 
-    with pytest.raises(RuntimeError, match="no such block"):
-        map_blocks(fails, torch.randn(2, 4, 50), block_numbers=8)
+    with pytest.raises(RuntimeError, match="no such block"), working_memory(8 * 8):
+        map_blocks(fails, torch.randn(2, 4, 50))
     assert torch.get_num_threads() == 2
-
-
-@pytest.mark.parametrize("name", ["rhat", "ess", "mcse", "convergence", "psis", "loo"])
-@pytest.mark.filterwarnings("ignore::pyro_bdl.errors.BdlWarning")
-def test_chunks_equal_the_whole_and_the_single_quantities(name):
-    x = torch.randn(3, 40, 2, 5, dtype=torch.float64)
-    function = getattr(bdl, name)
-    whole = leaves(function(x))
-    with working_memory(8 * 360):
-        parts = leaves(function(x))
-    for one, other in zip(whole, parts, strict=True):
-        assert one.dtype == torch.float64
-        torch.testing.assert_close(one, other, rtol=1e-13, atol=0)
-    for one, other in zip(whole, leaves(function(x[:, :, 1, 3])), strict=True):
-        assert one.shape[-2:] == (2, 5)
-        torch.testing.assert_close(one[..., 1, 3], other, rtol=1e-13, atol=0)
-
-
-@pytest.mark.parametrize("name", ["rhat", "ess", "mcse", "convergence", "psis", "loo"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64])
-@pytest.mark.filterwarnings("ignore::pyro_bdl.errors.BdlWarning")
-def test_every_dtype_is_computed_in_double_and_leaves_the_graph(name, dtype):
-    x = (5 * torch.randn(4, 50, 3)).to(dtype)
-    function = getattr(bdl, name)
-    given = x.clone().requires_grad_() if dtype.is_floating_point else x
-    for one, other in zip(leaves(function(given)), leaves(function(x.double())), strict=True):
-        assert not one.requires_grad
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def leaves(result):
@@ -95,35 +54,56 @@ def leaves(result):
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def test_no_quantities():
+@NAMES
+def test_blocks_equal_the_whole_and_the_single_quantities(name):
+    x = torch.randn(3, 40, 2, 5, dtype=torch.float64)
+    function = getattr(bdl, name)
+    whole = leaves(function(x))
+    with working_memory(8 * 360):
+        parts = leaves(function(x))
+    single = leaves(function(x[:, :, 1, 3]))
+    for one, part, alone in zip(whole, parts, single, strict=True):
+        assert one.dtype == torch.float64 and one.shape[-2:] == (2, 5)
+        torch.testing.assert_close(one, part, rtol=1e-13, atol=0)
+        torch.testing.assert_close(one[..., 1, 3], alone, rtol=1e-13, atol=0)
+
+
+@NAMES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_every_dtype_is_computed_in_double_and_leaves_the_graph(name, dtype):
+    x = (5 * torch.randn(4, 50, 3)).to(dtype)
+    function = getattr(bdl, name)
+    tracked = x.clone().requires_grad_() if dtype.is_floating_point else x
+    for one, other in zip(leaves(function(tracked)), leaves(function(x.double())), strict=True):
+        assert not one.requires_grad
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_no_quantities_and_halves_of_an_odd_number_of_draws():
     assert bdl.rhat(torch.randn(4, 10, 0)).shape == (0,)
     assert bdl.ess(torch.randn(4, 10, 3, 0)).shape == (3, 0)
+    x = torch.arange(14.0).reshape(1, 2, 7)
+    expected = [part for row in x[0].tolist() for part in (row[:3], row[-3:])]
+    assert sorted(split_chains(x)[0].tolist()) == sorted(expected)
 
 
-@pytest.mark.parametrize("draws", [6, 7])
-def test_halves_leave_out_the_middle_draw(draws):
-    x = torch.arange(2.0 * draws).reshape(1, 2, draws)
-    halves = {tuple(half.tolist()) for half in split_chains(x)[0]}
-    expected = {tuple(part.tolist()) for row in x[0] for part in (row[:3], row[-3:])}
-    assert halves == expected
+@NAMES
+@pytest.mark.parametrize(
+    ("draws", "error", "words"),
+    [
+        (torch.randn(10), ValueError, r"shape \(10,\)"),
+        (torch.randn(4, 3, 2), ValueError, "4 draws"),
+        (np.zeros((4, 10)), TypeError, "ndarray"),
+        (torch.zeros(4, 10, dtype=torch.complex64), TypeError, "real"),
+    ],
+)
+def test_bad_input(name, draws, error, words):
+    with pytest.raises(error, match=words):
+        getattr(bdl, name)(draws)
 
 
-@pytest.mark.parametrize("name", ["rhat", "ess", "mcse", "convergence", "psis", "loo"])
-def test_bad_input(name):
-    function = getattr(bdl, name)
-    with pytest.raises(ValueError, match=r"shape \(10,\)"):
-        function(torch.randn(10))
-    with pytest.raises(ValueError, match="4 draws"):
-        function(torch.randn(4, 3, 2))
-    with pytest.raises(TypeError, match="ndarray"):
-        function(np.zeros((4, 10)))
-    with pytest.raises(TypeError, match="real"):
-        function(torch.zeros(4, 10, dtype=torch.complex64))
-
-
-@pytest.mark.parametrize("name", ["rhat", "ess", "mcse", "convergence", "psis", "loo"])
+@NAMES
 @pytest.mark.parametrize("decimals", [0, 12])
-@pytest.mark.filterwarnings("ignore::pyro_bdl.errors.BdlWarning")
 def test_same_on_another_device(name, decimals, device):
     x = torch.randn(4, 101, 20, dtype=torch.float64).round(decimals=decimals)
     x[0, 3, 4] = torch.nan
@@ -131,10 +111,7 @@ def test_same_on_another_device(name, decimals, device):
     function = getattr(bdl, name)
     for one, other in zip(leaves(function(x.to(device))), leaves(function(x)), strict=True):
         assert one.device.type == device.type
-        one, other = one.cpu(), other
-        if name == "psis":  # which of several equal ratios are in the tail is left open
-            one, other = one.sort(0).values, other.sort(0).values
-            one, other = (
-                t.flatten(0, 1).sort(0).values if t.dim() > 1 else t for t in (one, other)
-            )
+        one = one.cpu()
+        if name == "psis" and one.dim() > 1:  # which of equal ratios are in the tail is left open
+            one, other = (value.flatten(0, 1).sort(0).values for value in (one, other))
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13, equal_nan=True)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from scipy.stats import genpareto
 
-from pyro_bdl.diagnostics import good_k, psis
-from pyro_bdl.diagnostics.pareto import ParetoFit, fit_pareto, pareto_quantile
+from pyro_bdl.diagnostics.psis import ParetoFit, fit_pareto, good_k, pareto_quantile, psis
 
 
 @pytest.mark.parametrize("k", [-0.3, 0.0, 0.4, 1.2])
@@ -69,7 +68,7 @@ def test_order_is_kept_and_nothing_exceeds_the_largest_ratio():
     assert (smoothed[0] - shift[:1] <= 1e-12).all()
 
 
-def test_equal_ratios_and_few_draws():
+def test_equal_ratios_few_draws_and_ratios_that_vanish_beside_the_largest():
     equal = psis(torch.full((2, 100), 3.0))
     assert equal.pareto_k.isnan()
     torch.testing.assert_close(equal.log_weights.exp(), torch.full((2, 100), 0.005).double())
@@ -77,9 +76,6 @@ def test_equal_ratios_and_few_draws():
     found = psis(few)
     assert found.pareto_k == torch.inf
     torch.testing.assert_close(found.log_weights, few.log_softmax(-1))
-
-
-def test_ratios_that_vanish_beside_the_largest_have_an_infinite_k():
     ratios = torch.linspace(-30000, 0, 400, dtype=torch.float64)[None]  # exp underflows
     assert psis(ratios).pareto_k == torch.inf
 
@@ -88,9 +84,3 @@ def test_good_k():
     """min(1 - 1 / log10(S), 0.7) (Vehtari et al. 2024, section 3.2.4)."""
     assert good_k(100) == 0.5
     assert good_k(4000) == 0.7
-
-
-@pytest.mark.parametrize("r_eff", [0.0, -1.0, math.nan, math.inf])
-def test_bad_efficiency(r_eff):
-    with pytest.raises(ValueError, match="r_eff must be a positive number"):
-        psis(torch.randn(2, 100), r_eff=r_eff)

@@ -1,12 +1,22 @@
-"""Convergence of each site, and of the function."""
+"""Convergence of each site, of the function, within chains, and in words."""
 
 import math
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 
 import pyro_bdl as bdl
-from pyro_bdl.diagnostics import ess, function_draws, rhat, summary
+from pyro_bdl.diagnostics import (
+    ess,
+    explain_chains,
+    function_draws,
+    rhat,
+    summary,
+    within_ess,
+    within_rhat,
+)
 from pyro_bdl.samples import Samples
 
 
@@ -20,52 +30,53 @@ def latents():
 
 
 def test_rows_describe_the_numbers_of_each_site(latents):
-    found = summary(Samples(latents))
-    rows = {row["site"]: row for row in found.rows}
-    assert list(rows) == ["weight", "bias", "noise", "all"]
+    found = summary(Samples(latents, {"num_steps": torch.full((4, 200), 3)}, {"seconds": 4.0}))
+    table = found.table
+    assert list(table.index) == ["weight", "bias", "noise", "all"]
     ratio, bulk = rhat(latents["weight"]).flatten(), ess(latents["weight"]).flatten()
-    row = rows["weight"]
-    assert row["size"] == 15 and row["no_rhat"] == 0
-    assert math.isclose(row["rhat_max"], ratio.max())
-    assert math.isclose(row["rhat_median"], ratio.quantile(0.5))
-    assert math.isclose(row["rhat_95"], ratio.quantile(0.95))
-    assert math.isclose(row["rhat_share"], (ratio > 1.01).double().mean())
-    assert math.isclose(row["ess_bulk_min"], bulk.min())
-    assert math.isclose(row["ess_bulk_05"], bulk.quantile(0.05))
-    assert math.isclose(row["ess_bulk_share"], (bulk < 400).double().mean())
-    assert row["worst"] == "[2, 1]"
-    assert rows["bias"]["no_rhat"] == 1
-    assert rows["noise"]["size"] == 1 and rows["noise"]["worst"] == ""
-    assert rows["all"]["size"] == 21 and rows["all"]["worst"] == "weight"
-    assert rows["all"]["rhat_max"] == row["rhat_max"]
+    expected = {
+        "size": 15,
+        "no_rhat": 0,
+        "rhat_max": ratio.max(),
+        "rhat_median": ratio.quantile(0.5),
+        "rhat_95": ratio.quantile(0.95),
+        "rhat_share": (ratio > 1.01).double().mean(),
+        "ess_bulk_min": bulk.min(),
+        "ess_bulk_05": bulk.quantile(0.05),
+        "ess_bulk_share": (bulk < 400).double().mean(),
+        "per_second": bulk.min() / 4,
+        "per_1000_gradients": 1000 * bulk.min() / 2400,
+    }
+    row = table.loc["weight"]
+    assert all(math.isclose(row[key], value) for key, value in expected.items())
+    assert list(table["worst"]) == ["[2, 1]", table.loc["bias", "worst"], "", "weight"]
+    assert list(table["size"]) == [15, 5, 1, 21] and table.loc["bias", "no_rhat"] == 1
+    assert table.loc["all", "rhat_max"] == row["rhat_max"]
     torch.testing.assert_close(found.by_site["weight"].rhat, rhat(latents["weight"]))
 
 
-def test_limits_and_output(latents, tmp_path):
+def test_limits_output_and_a_single_chain(latents):
     found = summary(latents, rhat_limit=100.0, ess_limit=0.0)
-    assert all(row["rhat_share"] == 0 and row["ess_bulk_share"] == 0 for row in found.rows)
-    text = str(found)
-    assert "R-hat above 100" in text and "[2, 1]" in text and repr(found) == text
-    lines = found.to_csv(tmp_path / "summary.csv").read_text().splitlines()
-    assert len(lines) == 5 and lines[0].startswith("site,size,no_rhat,rhat_median")
+    assert (found.table[["rhat_share", "ess_bulk_share"]] == 0).all(axis=None)
+    assert "R-hat above 100" in str(found) and "[2, 1]" in repr(found)
+    one = summary({"w": torch.randn(1, 50, 3)})
+    row = one.table.loc["w"]
+    assert row["no_rhat"] == 3 and math.isnan(row["rhat_max"]) and row["ess_bulk_min"] > 0
+    assert "per_second" not in one.table
 
 
-def test_one_chain_and_one_site():
-    found = summary({"w": torch.randn(1, 50, 3)})
-    (row,) = found.rows
-    assert row["no_rhat"] == 3 and row["rhat_max"] is None and row["ess_bulk_min"] > 0
-    assert "–" in str(found)
-
-
-def test_bad_input(latents):
-    with pytest.raises(ValueError, match=r"same \(chains, draws\), got .*'short': \(2, 200\)"):
-        summary({**latents, "short": torch.randn(2, 200)})
-    with pytest.raises(ValueError, match="no site"):
-        summary({})
-    with pytest.raises(ValueError, match="site 'w' has shape"):
-        summary({"w": torch.randn(4, 3)})
-    with pytest.raises(TypeError, match="site 'w' must be a torch tensor"):
-        summary({"w": [1.0]})
+@pytest.mark.parametrize(
+    ("latents", "error", "words"),
+    [
+        ({"a": torch.randn(4, 9), "b": torch.randn(2, 9)}, ValueError, r"got .*'b': \(2, 9\)"),
+        ({}, ValueError, "no site"),
+        ({"w": torch.randn(4, 3)}, ValueError, "site 'w' has shape"),
+        ({"w": [1.0]}, TypeError, "site 'w' must be a torch tensor"),
+    ],
+)
+def test_bad_input(latents, error, words):
+    with pytest.raises(error, match=words):
+        summary(latents)
 
 
 def test_permuted_units_spoil_weights_and_not_functions():
@@ -89,10 +100,81 @@ def test_permuted_units_spoil_weights_and_not_functions():
     expected = torch.func.functional_call(net, weights, (x,)).squeeze(-1)
     torch.testing.assert_close(functions["y"][1, 17], expected)
     assert summary(samples).by_site["0.weight"].rhat.min() > 1.5
-    assert summary(functions).rows[0]["rhat_max"] < 1.05
+    assert summary(functions).table.loc["y", "rhat_max"] < 1.05
 
 
 def test_draws_of_a_guide_form_no_chain(conjugate):
     guide = bdl.guides.AutoMeanField(conjugate.model)
     with pytest.raises(TypeError, match="samples must be Samples, got AutoMeanField"):
         function_draws(conjugate.model, guide, conjugate.x)
+
+
+class Squared(torch.nn.Module):
+    """f = w^2, which does not know the sign of w."""
+
+    def forward(self, x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(1, dtype=torch.float64), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x[:, 0] * w**2, 1.0), obs=y)
+
+
+def chains(*centers, drift=0.0, held=1):
+    """200 draws a chain around its center, each held for some iterations."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(len(centers), 200 // held, 1, generator=generator, dtype=torch.float64)
+    noise = noise.repeat_interleave(held, 1)
+    path = drift * torch.linspace(-1, 1, 200, dtype=torch.float64)[None, :, None]
+    return Samples({"w": torch.tensor(centers)[:, None, None].double() + 0.1 * noise + path})
+
+
+X = torch.ones(3, 1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "samples, words",
+    [
+        (chains(2.0, 2.0), "The chains agree."),
+        (chains(2.0, -2.0), "symmetries of the network"),
+        (chains(2.0, -4.0), "separate modes"),
+        (chains(2.0, -4.0, drift=1.0), "not even each on its own"),
+        (
+            chains(2.0, -2.0, held=4),
+            "(5 % quantile), and R-hat needs 200: its mean",
+        ),
+    ],
+)
+def test_what_the_chains_say(samples, words):
+    """Draws held for four iterations agree, and are too few to trust that."""
+    answer = explain_chains(Squared(), samples, X)
+    assert words in answer
+    assert ("Predictions can be trusted" in answer) == ("symmetries" in words)
+
+
+def test_one_chain_cannot_be_compared_and_latents_may_be_scalars():
+    def scalar(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x[:, 0] * w**2, 1.0), obs=y)
+
+    samples = chains(2.0, -2.0)
+    of_scalars = explain_chains(scalar, Samples({"w": samples.latents["w"][..., 0]}), X)
+    assert of_scalars == explain_chains(Squared(), samples, X)
+    with pytest.raises(ValueError, match="at least two"):
+        explain_chains(Squared(), chains(1.0), X)
+
+
+def test_within_chains_is_rhat_of_the_halves():
+    draws = chains(0.0, 5.0, drift=1.0).latents["w"]
+    found = within_rhat(draws)
+    for chain, value in zip(draws, found, strict=True):
+        halves = torch.stack(chain.chunk(2))
+        # the halves as chains of their own would be split again: equal without that split
+        assert value.shape == (1,) and float(value) > 1.5 and float(rhat(halves)) > 1.5
+    assert (within_rhat(chains(0.0, 5.0).latents["w"]) < 1.05).all()
+
+
+def test_ess_within_chains_does_not_count_their_distance():
+    draws = chains(0.0, 5.0).latents["w"]
+    found = within_ess(draws)
+    assert found.shape == (2, 1) and torch.equal(found[1], ess(draws[1:]))
+    assert float(found.sum()) > 10 * float(ess(draws))

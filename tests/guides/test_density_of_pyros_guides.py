@@ -158,9 +158,7 @@ def test_leave_one_out_is_weighted_by_the_ratios():
     density = predictive.log_likelihood(X, Y)["y"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", bdl.errors.BdlWarning)  # k-hat
-        expected = loo_approximate_posterior(
-            density[None], log_p[None], log_q[None], progress=False
-        )
+        expected = loo_approximate_posterior(density[None], log_p[None], log_q[None])
     assert found.elpd == pytest.approx(expected.elpd)
     table = bdl.compare(model, {"mvn": guide}, X, Y, reference=None, train=(X, Y), num_samples=50)
     assert table.numbers()["mvn"]["loo_by"] == "withheld, k high"  # of p / q

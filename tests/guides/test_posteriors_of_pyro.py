@@ -161,7 +161,7 @@ def test_predictive_diagnostics_and_starts(of_pyro, of_numpyro):
         assert drawn["f"].shape == drawn["y"].shape == (rows, len(X))
         draws = bdl.diagnostics.function_draws(model, mcmc, X)["y"]
         torch.testing.assert_close(draws.flatten(0, 1), drawn["f"])
-        assert {row["site"] for row in bdl.diagnostics.summary(mcmc).rows} == {"w", "s", "all"}
+        assert set(bdl.diagnostics.summary(mcmc).table.index) == {"w", "s", "all"}
     w = torch.as_tensor(np.array(of_numpyro.get_samples()["f"]))
     torch.testing.assert_close(bdl.Predictive(model, of_numpyro)(X)["f"], w.double())
     bdl.mcmc.sample(

@@ -19,6 +19,33 @@ class Killed(Exception):
     pass
 
 
+@pytest.fixture
+def kill(monkeypatch):
+    """Kill a run after so many writes; returns the kinds of all writes so far."""
+    save, kinds = checkpoint.save_tree, []
+
+    def after(count):
+        left = len(kinds) + count
+
+        def counted(path, tree, *, kind):
+            if len(kinds) >= left:
+                raise Killed
+            kinds.append(kind)
+            save(path, tree, kind=kind)
+
+        monkeypatch.setattr(checkpoint, "save_tree", counted)
+        return kinds
+
+    return after
+
+
+def assert_same(one, other):
+    for values, others in ((one.latents, other.latents), (one.stats, other.stats)):
+        assert values.keys() == others.keys()
+        for name, value in values.items():
+            assert torch.equal(value, others[name]), name
+
+
 @pytest.mark.parametrize(
     "kernel, method",
     [
@@ -27,54 +54,37 @@ class Killed(Exception):
         pytest.param("mams", "parallel", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_run_ends_with_the_same_draws(kernel, method, tmp_path, slow_clock, monkeypatch):
-    save, written = np.savez, []
-
-    def counted(file, **arrays):
-        written.append("stage" in arrays)  # a state, or the draws that it names
-        save(file, **arrays)
-
-    monkeypatch.setattr(np, "savez", counted)
+def test_a_killed_run_ends_with_the_same_draws(kernel, method, tmp_path, slow_clock, kill):
+    options = {"chain_method": method, "checkpoint": tmp_path / "run"}
+    kinds = kill(10_000)
     whole = drawn(kernel, chain_method=method, checkpoint=tmp_path / "whole")
     if method != "parallel":  # where the chains' writes alternate in any order
-        assert written[-5:] == [False, True, False, True, True]  # the end writes the state again
-    left = len(written) - 7  # writes until the kill, between draws and the state that names them
-
-    def killing(file, **arrays):
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise Killed
-        save(file, **arrays)
-
-    monkeypatch.setattr(np, "savez", killing)
+        draws, state = checkpoint.BLOCK, checkpoint.KIND
+        assert kinds[-5:] == [draws, state, draws, state, state]  # the end writes the state again
+    kill(len(kinds) - 7)  # between draws and the state that names them
     with pytest.raises(Killed):
-        drawn(kernel, chain_method=method, checkpoint=tmp_path / "run")
-    monkeypatch.setattr(np, "savez", save)
-    resumed = drawn(kernel, chain_method=method, checkpoint=tmp_path / "run")
-    for site, value in whole.latents.items():
-        assert torch.equal(resumed.latents[site], value)
-    for name, value in whole.stats.items():
-        assert torch.equal(resumed.stats[name], value)
+        drawn(kernel, **options)
+    kill(10_000)
+    assert_same(drawn(kernel, **options), whole)
     if kernel == "mclmc":  # a larger number goes on
-        longer = drawn(kernel, 15, chain_method=method, checkpoint=tmp_path / "run")
+        longer = drawn(kernel, 15, **options)
         assert torch.equal(longer.latents["w"][:, :12], whole.latents["w"])
         assert longer.num_draws == 15
         with pytest.raises(ValueError, match="seed=1, and this one has seed=2"):
-            drawn(kernel, chain_method=method, checkpoint=tmp_path / "run", seed=2)
+            drawn(kernel, **options, seed=2)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
     def journal(seed=0, **numbers):
-        identity = {"starts": np.ones(2), "log densities": np.ones(1)} | numbers
-        return checkpoint.Journal(tmp_path, {"seed": seed}, identity)
+        identity = {"starts": np.ones(2), "log densities": np.ones(1), "seed": seed} | numbers
+        return checkpoint.Journal(tmp_path, identity)
 
     first = journal()
     assert first.restore() is None
     first.write(0, 4, {"x": np.arange(3)}, {"draws": np.zeros(4)})
     first.write(0, 6, {"x": np.arange(3) + 1}, {"draws": np.ones(2)})
     found = journal(starts=np.ones(2) * (1 + 1e-6)).restore()  # but for rounding
-    assert found.stage == 0 and found.done == 6 and found.leaves["x"].tolist() == [1, 2, 3]
+    assert found.stage == 0 and found.done == 6 and found.state["x"].tolist() == [1, 2, 3]
     assert np.concatenate([block["draws"] for block in found.blocks]).tolist() == [0] * 4 + [1] * 2
     with pytest.raises(ValueError, match="a run with seed=0, and this one has seed=1"):
         journal(seed=1).restore()
@@ -114,30 +124,17 @@ STOCHASTIC = {
     ],
 )
 def test_a_killed_stochastic_gradient_run_ends_with_the_same_draws(
-    method, tmp_path, slow_clock, monkeypatch
+    method, tmp_path, slow_clock, kill
 ):
     options = STOCHASTIC[method]
     whole = walked(**options)
-    save = np.savez
-    left = [0]  # writes until the kill
-
-    def counted(file, **arrays):
-        left[0] -= 1
-        if left[0] < 0:
-            raise Killed
-        save(file, **arrays)
-
     for count in (101, 60) if method == "adaptive" else (31,):  # 101 is in the warm-up
-        left[0] = count
-        monkeypatch.setattr(np, "savez", counted)
+        kill(count)
         with pytest.raises(Killed):
             walked(**options, checkpoint=tmp_path / "run")
-        monkeypatch.setattr(np, "savez", save)
+    kill(10_000)
     resumed = walked(**options, checkpoint=tmp_path / "run")
-    assert torch.equal(resumed.latents["w"], whole.latents["w"])
-    assert resumed.stats.keys() == whole.stats.keys()
-    for name, value in whole.stats.items():
-        assert torch.equal(resumed.stats[name], value), name
+    assert_same(resumed, whole)
     assert resumed.info["step_size_factor"] == whole.info["step_size_factor"]
     if method == "sghmc":  # a larger number goes on, a smaller one cuts
         longer = walked(15, checkpoint=tmp_path / "run")
@@ -182,4 +179,4 @@ def test_ten_kills_at_random_moments_change_no_draw(kind, tmp_path):
 
 def _written(folder):
     """The time of the last complete write."""
-    return max((path.stat().st_mtime_ns for path in folder.rglob("state.npz")), default=0)
+    return max((path.stat().st_mtime_ns for path in folder.rglob(checkpoint.STATE)), default=0)

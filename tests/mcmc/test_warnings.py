@@ -54,24 +54,27 @@ def _chains(step_size=0.1, num_steps=7, diverging=0, still=False, draws=20):
     return Chains(torch.randn(3, draws, 2), stats | {"potential_energy": energy})
 
 
-def test_divergences_are_said():
-    with pytest.warns(BdlWarning, match="60 of 60 draws ended in a divergence"):
-        warn_of_divergences(_chains(diverging=60))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_divergences(_chains(diverging=6))
-        warn_of_divergences(_chains(diverging=9, draws=3))
-
-
-def test_chains_that_hardly_move_are_said():
-    with pytest.warns(BdlWarning, match=r"of 3 chains .* hardly moved .*: 1 \(step size 1.0e-11\)"):
-        warn_of_stuck_chains(_chains(step_size=1e-11, num_steps=1023))
-    with pytest.warns(BdlWarning, match=r"hardly moved .*: 1 \(step size 1.0e-01\)"):
-        warn_of_stuck_chains(_chains(still=True))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_stuck_chains(_chains(step_size=1e-3))
-        warn_of_stuck_chains(_chains(still=True, draws=3))
+@pytest.mark.parametrize(
+    ("warn", "options", "words"),
+    [
+        (warn_of_divergences, {"diverging": 60}, "60 of 60 draws ended in a divergence"),
+        (warn_of_divergences, {"diverging": 6}, None),
+        (warn_of_divergences, {"diverging": 9, "draws": 3}, None),
+        (
+            warn_of_stuck_chains,
+            {"step_size": 1e-11, "num_steps": 1023},
+            r"of 3 chains .* hardly moved .*: 1 \(step size 1.0e-11\)",
+        ),
+        (warn_of_stuck_chains, {"still": True}, r"hardly moved .*: 1 \(step size 1.0e-01\)"),
+        (warn_of_stuck_chains, {"step_size": 1e-3}, None),
+        (warn_of_stuck_chains, {"still": True, "draws": 3}, None),
+    ],
+)
+def test_chains_that_diverge_or_hardly_move(warn, options, words):
+    with warnings.catch_warnings() if words is None else pytest.warns(BdlWarning, match=words):
+        if words is None:
+            warnings.simplefilter("error")
+        warn(_chains(**options))
 
 
 @pytest.mark.parametrize("backend", ["pyro", pytest.param("numpyro", marks=pytest.mark.slow)])
@@ -80,17 +83,9 @@ def test_a_chain_that_is_stuck_from_the_start(backend):
         w = pyro.sample("w", dist.Normal(0.0, 1.0))
         pyro.sample("y", dist.Normal((1e6 * w).exp(), 1e-6), obs=y)
 
+    options = FEW | {"num_warmup": 5, "num_samples": 10, "init": {"w": torch.tensor(1e-5)}}
     with pytest.warns(BdlWarning, match="hardly moved"):
-        mcmc.sample(
-            model,
-            torch.tensor(1.0),
-            backend=backend,
-            init={"w": torch.tensor(1e-5)},
-            num_warmup=5,
-            num_samples=10,
-            kernel=mcmc.NUTS(max_tree_depth=2),
-            progress=False,
-        )
+        mcmc.sample(model, torch.tensor(1.0), backend=backend, **options)
 
 
 def test_uniform_starts():
@@ -100,10 +95,6 @@ def test_uniform_starts():
     assert starts.min() >= -2.0 and starts.max() <= 2.0
     torch.testing.assert_close(starts.mean(0), torch.zeros(4), atol=0.2, rtol=0.0)
     torch.testing.assert_close(starts.var(0), torch.full((4,), 4.0 / 3.0), atol=0.2, rtol=0.0)
-    samples = mcmc.sample(_program(), torch.ones(3), backend="pyro", init="uniform", **FEW)
-    assert samples.latents["w"].shape == (1, 2, 3)
-    with pytest.raises(ValueError, match="'uniform'"):
-        mcmc.sample(_program(), torch.ones(3), backend="pyro", init="unifrom", **FEW)
 
 
 def _ask(queue):

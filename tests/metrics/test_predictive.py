@@ -1,9 +1,10 @@
-"""Distances of predictive distributions."""
+"""Distances of predictive distributions, the parts of their uncertainty, and AUROC."""
 
 import math
 
 import pytest
 import torch
+from sklearn.metrics import roc_auc_score
 from torch.distributions import Categorical, Normal, kl_divergence
 
 from pyro_bdl import metrics
@@ -39,5 +40,49 @@ def test_gaussian_kl_is_exact_between_normals():
     a, b = (Normal(m, v.sqrt()) for m, v in zip(means, variances, strict=True))
     found = metrics.gaussian_kl(means[0], variances[0], means[1], variances[1])
     torch.testing.assert_close(found, kl_divergence(b, a).mean())
-    with pytest.raises(ValueError, match="a_mean and b_mean must have the same shape"):
-        metrics.gaussian_kl(means[0, :2], variances[0, :2], means[1], variances[1])
+
+
+def test_entropy_parts_add_up_to_the_predictive_entropy():
+    """H[E p] = E H[p] + I(y; w) (Houlsby et al. 2011; Depeweg et al. 2018, section 3)."""
+    torch.manual_seed(0)
+    p = torch.randn(30, 6, 4).double().mul(2).softmax(-1)
+    parts = metrics.entropy_parts(p)
+    exact = torch.distributions.Categorical(p.mean(0)).entropy()
+    torch.testing.assert_close(parts.total, exact)
+    inside = torch.distributions.Categorical(p).entropy().mean(0)
+    torch.testing.assert_close(parts.aleatoric, inside)
+    assert (parts.epistemic > 0).all()
+
+
+def test_entropy_parts_of_extremes():
+    certain_but_apart = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+    aleatoric, epistemic = metrics.entropy_parts(certain_but_apart)
+    assert aleatoric == 0 and epistemic == pytest.approx(math.log(2))
+    coin = torch.full((9, 1, 2), 0.5)
+    aleatoric, epistemic = metrics.entropy_parts(coin)
+    assert aleatoric == pytest.approx(math.log(2)) and epistemic == 0
+
+
+def test_variance_parts_add_up_to_the_variance_of_a_mixture():
+    """Var[y] = E Var[y | w] + Var E[y | w] (Depeweg et al. 2018, section 3)."""
+    torch.manual_seed(0)
+    mean, noise = torch.randn(40, 5).double(), torch.rand(40, 5).double()
+    parts = metrics.variance_parts(mean, noise)
+    mixture = torch.distributions.MixtureSameFamily(
+        torch.distributions.Categorical(torch.ones(5, 40).double()),
+        torch.distributions.Normal(mean.T, noise.sqrt().T),
+    )
+    torch.testing.assert_close(parts.total, mixture.variance)
+    torch.testing.assert_close(parts.aleatoric, noise.mean(0))
+    assert (metrics.variance_parts(mean[:1].expand(9, 5), noise[:9]).epistemic == 0).all()
+
+
+def test_auroc_equals_scikit_learn_with_ties():
+    """P(s < s') + P(s = s') / 2 (Hanley & McNeil 1982)."""
+    torch.manual_seed(0)
+    known, new = torch.randint(0, 8, (50,)).double(), torch.randint(2, 10, (3, 10)).double()
+    labels = torch.cat([torch.zeros(50), torch.ones(30)])
+    expected = roc_auc_score(labels, torch.cat([known, new.flatten()]))
+    assert metrics.auroc(known, new) == pytest.approx(expected, rel=1e-12)
+    assert metrics.auroc(known, known) == 0.5 and metrics.auroc(known, new + 99) == 1
+    assert metrics.auroc(known, torch.tensor([1.0, torch.nan])).isnan()

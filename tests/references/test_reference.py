@@ -25,7 +25,7 @@ def test_the_kept_draws_agree_between_chains():
     """R-hat of the thinned draws too, up to what 500 draws a chain resolve."""
     found = bdl.references.load("wine")
     by_chain = found.function[..., :-1].unflatten(0, (found.chains, -1)).flatten(2)
-    rhat, _, _ = bdl.diagnostics.convergence(by_chain, progress=False)
+    rhat, _, _ = bdl.diagnostics.convergence(by_chain)
     assert rhat.max() < 1.02
 
 

@@ -11,7 +11,6 @@ Source: Robnik, Cohn-Gordon & Seljak (2025), Metropolis adjusted microcanonical 
 Carlo, arXiv 2503.01707.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,17 +19,12 @@ import numpy as np
 
 from pyro_bdl.mcmc.chains import Plan
 from pyro_bdl.mcmc.kernels import MAMS
-from pyro_bdl.mcmc.microcanonical import integrator, starting, tuning
-from pyro_bdl.mcmc.microcanonical.integrator import PhasePoint
-from pyro_bdl.mcmc.microcanonical.starting import at_start, diverges, each_chain
-from pyro_bdl.mcmc.microcanonical.tuning import AcceptanceControl, Array, Moments, Tuned
-from pyro_bdl.mcmc.run import TRACE, Stage, Transition
+from pyro_bdl.mcmc.microcanonical import integrator, tuning
+from pyro_bdl.mcmc.microcanonical.chain import Microcanonical, State, diverges, tree_where
+from pyro_bdl.mcmc.microcanonical.tuning import AcceptanceControl, Array, Tuned
 
 # L grows to this share of the autocorrelation length; sqrt(P) is right for independent numbers.
 _SHARE = 0.3
-# Shares of the warm-up: phase 1, the two windows of phase 2, the trace that finds L. The rest
-# settles h.
-_PHASES = (0.15, 0.2, 0.25, 0.15)
 # The largest h / sqrt(P). On many standard Normals nothing is accepted from 2 on, and effective
 # draws per gradient fall from here; there the acceptance stays above a low target.
 _LONGEST = 1.8
@@ -39,150 +33,70 @@ _LENGTHS = 2**32 - 1
 _EARLY = 64  # the mean number of steps at most, before the metric is known
 
 
-class AdjustedState(NamedTuple):
-    """One chain.
-
-    :param lengths: the key of the trajectories' lengths, the same for all chains.
-    :param adapting: 1 while the step size is adapted, else 0; ``limit``: the largest L / h.
-    :param trace: some numbers of the position, (1, numbers).
-    """
+class Trajectories(NamedTuple):
+    """The key of the trajectories' lengths, the same for all chains, and the largest L / h."""
 
     key: Array
-    lengths: Array
-    point: PhasePoint
-    tuned: Tuned
-    adapting: Array
     limit: Array
-    control: AcceptanceControl
-    moments: Moments
-    trace: Array
-    accept: Array
-    steps: Array
-    diverged: Array
 
 
-def transition(
-    log_density: Callable[[jax.Array], jax.Array], kernel: MAMS, plan: Plan, size: int
-) -> Transition:
-    """The sampler; an iteration is a trajectory."""
-    density = jax.value_and_grad(log_density)
-    numbers = tuning.traced_numbers(size)
-    most, target = kernel.max_steps, kernel.target_accept
+class Adjusted(Microcanonical):
+    """The sampler; an iteration is a trajectory. Its own part of the state: ``Trajectories``."""
 
-    def init(key: jax.Array, start: jax.Array) -> AdjustedState:
-        key, point, tuned = at_start(density, kernel, key, start)
-        zero = jnp.zeros((), start.dtype)
-        adapting = 1.0 if kernel.step_size is None else 0.0
-        early = min(_EARLY, most) if plan.num_warmup else most
-        return AdjustedState(
-            key,
-            jax.random.fold_in(jax.random.PRNGKey(plan.seed), _LENGTHS),
-            point,
-            tuned,
-            zero + adapting,
-            zero + early,
-            tuning.no_acceptances(tuned.step_size),
-            tuning.no_moments(start),
-            start[numbers][None],
-            zero,
-            jnp.zeros((), jnp.int32),
-            zero > 0,
-        )
+    phases = (("", 0.15), ("metric", 0.2), ("metric", 0.25), ("length", 0.15), ("settle", 0.25))
 
-    def iteration(state: AdjustedState) -> AdjustedState:
+    def __init__(self, log_density: Any, kernel: MAMS, plan: Plan, size: int) -> None:
+        super().__init__(log_density, kernel, plan, size)
+        self.most, self.target = kernel.max_steps, kernel.target_accept
+
+    def own(self, start: jax.Array) -> Trajectories:
+        key = jax.random.fold_in(jax.random.PRNGKey(self.plan.seed), _LENGTHS)
+        early = min(_EARLY, self.most) if self.plan.num_warmup else self.most
+        return Trajectories(key, jnp.asarray(early, start.dtype))
+
+    def own_after_metric(self, own: Trajectories) -> Trajectories:
+        return own._replace(limit=np.full_like(own.limit, self.most))
+
+    def control(self, step_size: Array) -> AcceptanceControl:
+        return tuning.no_acceptances(step_size)
+
+    def length(self, tuned: Tuned, tau: np.ndarray) -> np.ndarray:
+        return tuned.length * np.maximum(_SHARE * tau, 1)
+
+    def step(self, state: State) -> tuple[State, dict[str, jax.Array]]:
         key, direction, coin = jax.random.split(state.key, 3)
-        lengths, share = jax.random.split(state.lengths)
+        lengths, share = jax.random.split(state.own.key)
         tuned = state.tuned
-        mean = jnp.minimum(tuned.length / tuned.step_size, state.limit)
+        mean = jnp.minimum(tuned.length / tuned.step_size, state.own.limit)
         steps = jnp.ceil(2 * jax.random.uniform(share, dtype=mean.dtype) * mean).astype(jnp.int32)
-        steps = jnp.clip(steps, 1, 2 * most)
+        steps = jnp.clip(steps, 1, 2 * self.most)
         momentum = integrator.random_direction(direction, state.point.position)
         start = state.point._replace(momentum=momentum)
 
         def forward(i: Any, carry: Any) -> Any:
             point, total = carry
-            point, change = integrator.step(
-                density, lambda v: tuning.multiply(tuned.root, v), point, tuned.step_size
-            )
+            point, change = integrator.step(self.density, self.root(tuned), point, tuned.step_size)
             return point, total + change
 
         end, change = jax.lax.fori_loop(0, steps, forward, (start, jnp.zeros_like(mean)))
         sound = jnp.isfinite(change) & jnp.isfinite(end.gradient).all()
         accept = jnp.where(sound, jnp.exp(jnp.minimum(-change, 0)), 0)
         taken = jax.random.uniform(coin, dtype=accept.dtype) < accept
-        point = jax.tree.map(lambda new, old: jnp.where(taken, new, old), end, start)
-        control, step_size = jax.tree.map(
-            lambda new, old: jnp.where(state.adapting > 0, new, old),
-            tuning.by_acceptance(state.control, accept, target, _LONGEST * size**0.5),
+        point = tree_where(taken, end, start)
+        control, step_size = tree_where(
+            state.adapting > 0,
+            tuning.by_acceptance(state.control, accept, self.target, _LONGEST * self.size**0.5),
             (state.control, tuned.step_size),
         )
-        return AdjustedState(
-            key,
-            lengths,
-            point,
-            tuned._replace(step_size=step_size),
-            state.adapting,
-            state.limit,
-            control,
-            tuning.updated(state.moments, point, jnp.ones_like(mean)),
-            point.position[numbers][None],
-            accept,
-            steps,
-            ~sound | diverges(change),
+        state = state._replace(
+            key=key,
+            point=point,
+            tuned=tuned._replace(step_size=step_size),
+            control=control,
+            moments=tuning.updated(state.moments, point, jnp.ones_like(mean)),
+            own=state.own._replace(key=lengths),
         )
-
-    def draw(state: AdjustedState) -> dict[str, jax.Array]:
-        return {
-            "vector": state.point.position,
-            "potential_energy": -state.point.log_density,
-            "num_steps": state.steps * integrator.GRADIENTS,
-            "accept_prob": state.accept,
-            "step_size": state.tuned.step_size,
-            "momentum_length": state.tuned.length,
-            "diverging": state.diverged,
-            TRACE: state.trace,
-        }
-
-    def step(state: AdjustedState) -> AdjustedState:
-        return (jax.vmap(iteration) if state.point.position.ndim == 2 else iteration)(state)
-
-    return Transition(each_chain(init), step, draw, _warmup(kernel, plan.num_warmup))
-
-
-def _warmup(kernel: MAMS, num_warmup: int) -> tuple[Stage, ...]:
-    first, early, late, traced, last = tuning.phases(num_warmup, _PHASES)
-    if num_warmup == 0:
-        return ()
-
-    def averaged(state: AdjustedState) -> Tuned:
-        if kernel.step_size is not None:
-            return state.tuned
-        return state.tuned._replace(step_size=np.exp(state.control.mean))
-
-    def restarted(state: AdjustedState, tuned: Tuned) -> AdjustedState:
-        return state._replace(tuned=tuned, control=tuning.no_acceptances(tuned.step_size))
-
-    def forget(state: AdjustedState, trace: Any = None) -> AdjustedState:
-        moments = jax.tree.map(np.zeros_like, state.moments)
-        return restarted(state, averaged(state))._replace(moments=moments)
-
-    def measured(state: AdjustedState, trace: Any) -> AdjustedState:
-        tuned = starting.measured(kernel, state.moments, averaged(state))
-        limit = np.full_like(state.limit, kernel.max_steps)
-        return restarted(forget(state), tuned)._replace(limit=limit)
-
-    def lengthened(state: AdjustedState, trace: Any) -> AdjustedState:
-        tuned = averaged(state)
-        longer = tuned.length * _SHARE * starting.correlated_steps(state, trace)
-        length = np.where(np.isfinite(longer), np.maximum(longer, tuned.length), tuned.length)
-        return restarted(state, tuned._replace(length=length))
-
-    def settled(state: AdjustedState, trace: Any) -> AdjustedState:
-        return state._replace(tuned=averaged(state), adapting=np.zeros_like(state.adapting))
-
-    return (
-        Stage(first, forget),
-        *(Stage(count, measured) for count in (early, late) if count),
-        *([Stage(traced, lengthened, traced=True)] if traced else []),
-        Stage(last, settled),
-    )
+        return state, self.draw(
+            state, point.position[self.numbers], num_steps=steps * integrator.GRADIENTS,
+            accept_prob=accept, diverging=~sound | diverges(change),
+        )  # fmt: skip

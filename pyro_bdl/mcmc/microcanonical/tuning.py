@@ -1,15 +1,4 @@
-"""Step size, metric and decoherence length of the microcanonical samplers.
-
-The warm-up has three phases, as in Robnik & Seljak (2024), arXiv 2303.18221, section 5:
-
-1. The step size h follows the energy error (``mclmc``) or the acceptance probability (``mams``),
-   while the chain finds the bulk of the posterior.
-2. The same, and the variances of all numbers and of their gradients are measured in two windows.
-   After each they give the metric, see ``metric``, and L = sqrt(P) in its units. The step size is
-   adapted once more; the mean of its logarithm is kept.
-3. L is set to a multiple of the autocorrelation length that the chain has with these. ``mams``
-   adapts its step size after this, since the acceptance of a trajectory depends on its length.
-"""
+"""Step size, metric and decoherence length of the microcanonical samplers."""
 
 import math
 from typing import Any, NamedTuple, TypeAlias
@@ -86,9 +75,10 @@ class EnergyControl(NamedTuple):
     mean: Array
 
 
-def no_errors(zero: Array) -> EnergyControl:
-    """The memory before the first step, of the shape and type of ``zero``."""
-    return EnergyControl(zero, zero + 1, zero + np.inf, zero, zero)
+def no_errors(size: Array) -> EnergyControl:
+    """The memory before the first step, which is of this size."""
+    zero = jnp.zeros_like(size)
+    return EnergyControl(zero, zero + 1, zero + np.inf, zero, jnp.log(size))
 
 
 def error_of(change: jax.Array, before: jax.Array, after: jax.Array, size: int) -> jax.Array:

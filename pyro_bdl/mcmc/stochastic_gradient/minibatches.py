@@ -169,14 +169,13 @@ class Stream:
     def _begin(self, before: Mapping[str, Tensor]) -> None:
         self._pass, self._before, self.taken = self.batches.one_pass(), before, 0
 
-    def place(self) -> dict[str, Tensor]:
-        """The place in the stream, by name."""
-        return {"taken": torch.tensor(self.taken, device="cpu"), **self._before}
+    def place(self) -> tuple[int, Mapping[str, Tensor]]:
+        """The number of batches taken in this pass, and the random state before it."""
+        return self.taken, self._before
 
-    def go_to(self, place: Mapping[str, Tensor]) -> None:
+    def go_to(self, taken: int, before: Mapping[str, Tensor]) -> None:
         """Go to a place; torch's generators are left as they are there, within that pass."""
-        before = {name: value for name, value in place.items() if name != "taken"}
         set_torch_states(before)
         self._begin(before)
-        for _ in range(int(place["taken"])):
+        for _ in range(taken):
             next(self)

@@ -136,18 +136,15 @@ def _journal(
     start: Tensor,
     kernel: StochasticKernel,
 ) -> Journal:
-    if start.dtype == torch.bfloat16:
-        raise ValueError("a checkpoint cannot hold bfloat16: make the program float32 or float64")
     args, kwargs = batches.first
     with torch.no_grad(), own_randomness():
         values = torch.stack([restriction.log_density(row, *args, **kwargs) for row in start])
-    identity = {
-        "starts": start.cpu().numpy(),
-        "log densities": values.cpu().numpy(),
+    arrays = {
+        "starts": start.cpu(),
+        "log densities": values.cpu(),
         "step sizes": np.array([kernel.size(step) for step in (0, 1, 10, 100, 1000, 10_000)]),
     }
-    options = {name: value for name, value in info["options"].items() if name != "step_size"}
-    return Journal(folder, {**info, **options, "options": None}, identity)
+    return Journal(folder, {**info, **info["options"], "options": None, "step_size": None} | arrays)
 
 
 def _warn_of_early_end(walk: Walk, interrupted: bool, num_samples: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_bdl.mcmc.chains import Chains
-from pyro_bdl.mcmc.checkpoint import Arrays, Journal
+from pyro_bdl.mcmc.checkpoint import Journal
 from pyro_bdl.mcmc.starts import Restriction
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource, Stream
@@ -19,6 +19,7 @@ from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.check import check_finite
 from pyro_bdl.utils.progress import hidden
 from pyro_bdl.utils.random_state import set_torch_states, torch_states
+from pyro_bdl.utils.trees import tree_map
 
 _REFRESH = 0.5  # seconds between two updates of the progress bar
 _SOUND_EVERY = 20  # steps between two positions to which a diverged chain may go back
@@ -96,11 +97,20 @@ class Walk:
             self.limit = self._limit(self.point)
             self.sound = self.recent = self.state.position.clone()
             return
-        self.steps = restored.done
+        self.steps, saved = restored.done, restored.state
         for block in restored.blocks:
-            self._record({name: torch.from_numpy(rows) for name, rows in block.items()})
+            self._record(block)
         self.written = self.kept
-        self._restore({name: torch.from_numpy(value) for name, value in restored.leaves.items()})
+        device = self.start.device
+
+        def moved(name: str) -> Any:
+            return tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, saved[name])
+
+        self.limit, self.sound, self.recent = moved("limit"), moved("sound"), moved("recent")
+        self.point, self.state = Point(*moved("point")), type(self.state)(*moved("state"))
+        self.factor = saved["factor"]
+        self.stream.go_to(*saved["stream"])
+        set_torch_states(saved["random"])
 
     def _move(self, ends: list[int], num_warmup: int, bar: tqdm) -> str | None:
         """Move the chains; return the reason of a failure, or None."""
@@ -187,45 +197,15 @@ class Walk:
 
     def _write(self, journal: Journal) -> None:
         """Write the draws since the last time, and all that the next step needs."""
-        parts: dict[str, Mapping[str, Any]] = {
-            "walk": {
-                "factor": torch.tensor(self.factor, dtype=torch.float64, device="cpu"),
-                "limit": self.limit, "sound": self.sound, "recent": self.recent,
-            },
-            "point": self.point._asdict(),
-            "state": {k: v for k, v in self.state._asdict().items() if v is not None},
-            "stream": self.stream.place(),
+        state = {
+            "factor": self.factor, "limit": self.limit, "sound": self.sound, "recent": self.recent,
+            "point": self.point, "state": self.state, "stream": self.stream.place(),
             "random": torch_states(),
         }  # fmt: skip
-        leaves = {
-            f"{part}/{name}": _array(value)
-            for part, values in parts.items()
-            for name, value in values.items()
-        }
-        block: Arrays | None = None
-        if self.kept > self.written:
-            new = slice(self.written, self.kept)
-            block = {name: _array(value[:, new]) for name, value in self.draws.items()}
-        journal.write(0, self.steps, leaves, block)
+        new = slice(self.written, self.kept)
+        block = {name: value[:, new] for name, value in self.draws.items()}
+        journal.write(0, self.steps, state, block if self.kept > self.written else None)
         self.written = self.kept
-
-    def _restore(self, leaves: Mapping[str, Tensor]) -> None:
-        def part(name: str, device: Any = self.start.device) -> dict[str, Any]:
-            names = [path for path in leaves if path.startswith(f"{name}/")]
-            return {path.removeprefix(f"{name}/"): leaves[path].to(device) for path in names}
-
-        walk, fields = part("walk"), part("state")
-        self.limit, self.sound, self.recent = (walk[name] for name in ("limit", "sound", "recent"))
-        self.factor, self.point = float(walk["factor"]), Point(**part("point"))
-        for name, value in fields.items():
-            fields[name] = bool(value) if value.dtype == torch.bool else value
-        self.state = type(self.state)(**fields)
-        self.stream.go_to(part("stream", "cpu"))
-        set_torch_states(part("random", "cpu"))
-
-
-def _array(value: Any) -> Any:
-    return torch.as_tensor(value, device="cpu").detach().numpy()
 
 
 def _first_diverged(point: Point, limit: Tensor) -> int | None:

@@ -44,7 +44,7 @@ def test_the_kept_step_size_is_the_mean_of_those_that_meet_the_energy_variance()
         return *tuning.by_energy(control, size, jnp.abs(change), size > 0, target), key
 
     size = jnp.full(200, 3.0)
-    start = tuning.no_errors(jnp.zeros(200)), size, jax.random.PRNGKey(0)
+    start = tuning.no_errors(size), size, jax.random.PRNGKey(0)
     control, last, _ = jax.lax.fori_loop(0, 400, iteration, start)
     kept, last = np.exp(np.asarray(control.mean)) / right, np.asarray(last) / right
     assert np.abs(np.log(kept)).max() < 0.25 and abs(kept.mean() - 1) < 0.1

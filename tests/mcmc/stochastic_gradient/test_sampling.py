@@ -46,6 +46,9 @@ def linear_data(rows=20, curvature=4.0):
     return x, y + 0.5 * torch.randn(rows, generator=generator, dtype=torch.float64)
 
 
+X, Y = linear_data()
+
+
 def assert_moments(draws, mean, covariance, errors=3.0):
     """Mean and covariance within so many Monte Carlo standard errors, each of which is small."""
     offset = draws - mean
@@ -82,10 +85,9 @@ EXACT = {
 def test_gaussian_posterior(method, exact_posterior):
     """The posterior N(m, C) of Bayesian linear regression (Bishop 2006, equations 3.50 and
     3.51)."""
-    x, y = linear_data()
-    samples = sampled(Linear(), (x, y), method=method, num_chains=800, num_samples=15, seed=1,
+    samples = sampled(Linear(), (X, Y), method=method, num_chains=800, num_samples=15, seed=1,
                       **EXACT[method])  # fmt: skip
-    mean, covariance = exact_posterior(x, y)
+    mean, covariance = exact_posterior(X, Y)
     assert_moments(samples.latents["w"], mean, covariance)
     stats = samples.stats
     assert set(stats) >= {"step_size", "potential_energy", "configurational_temperature"}
@@ -101,10 +103,9 @@ def test_gaussian_posterior(method, exact_posterior):
 @pytest.mark.parametrize("method", ["sgld", "sghmc", "sgnht", "smile"])
 def test_temperature_scales_deviations_by_its_root(method, exact_posterior):
     """On a Normal posterior, from its mean and with the same noise, exactly."""
-    x, y = linear_data()
-    mean, _ = exact_posterior(x, y)
+    mean, _ = exact_posterior(X, Y)
     runs = [
-        sampled(Linear(), (x, y), method=method, init={"w": mean}, temperature=t, num_chains=2)
+        sampled(Linear(), (X, Y), method=method, init={"w": mean}, temperature=t, num_chains=2)
         for t in (1.0, 0.04)
     ]
     warm, cold = (run.latents["w"] - mean for run in runs)
@@ -112,28 +113,9 @@ def test_temperature_scales_deviations_by_its_root(method, exact_posterior):
 
 
 def test_tempered_program_has_its_tempered_posterior(exact_posterior):
-    x, y = linear_data()
     model = bdl.handlers.temper(Linear(), 0.25)
-    samples = sampled(model, (x, y), num_chains=800, num_samples=15, **EXACT["sghmc"])
-    assert_moments(samples.latents["w"], *exact_posterior(x, y, 0.25))
-
-
-def test_constrained_latent_has_its_exact_posterior():
-    def program(y):
-        rate = pyro.sample("rate", dist.Gamma(torch.tensor(2.0, dtype=torch.float64), 1.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Poisson(rate), obs=y)
-
-    y = torch.tensor([3.0, 1.0, 4.0, 2.0], dtype=torch.float64)
-    samples = sampled(
-        program, y, step_size=0.005, num_chains=800, num_samples=15, num_warmup=200, thinning=10
-    )
-    draws = samples.latents["rate"][..., None]
-    exact = dist.Gamma(torch.tensor(12.0), 5.0)
-    assert (draws > 0).all()
-    assert abs(draws.mean() - exact.mean) < 3 * bdl.diagnostics.mcse(draws)
-    squares = (draws - exact.mean).square()
-    assert abs(squares.mean() - exact.variance) < 3 * bdl.diagnostics.mcse(squares)
+    samples = sampled(model, (X, Y), num_chains=800, num_samples=15, **EXACT["sghmc"])
+    assert_moments(samples.latents["w"], *exact_posterior(X, Y, 0.25))
 
 
 # -------------------------------------------------------------------------------------- minibatches
@@ -141,20 +123,19 @@ def test_constrained_latent_has_its_exact_posterior():
 
 def test_mean_of_the_minibatch_gradients_is_the_full_gradient():
     """E[(N / B) sum over a batch] (Welling & Teh 2011, equation 4)."""
-    x, y = linear_data()
-    batches = MinibatchSource((x, y), 4)
+    batches = MinibatchSource((X, Y), 4)
     program = Program(Linear(num_data=20), *batches.first[0])
     batches.check_scale(program)
     u = torch.randn(5, dtype=torch.float64)
     for _ in range(2):
         one_pass = [args for args, _ in batches.one_pass()]
         rows = torch.cat([batch[0] for batch in one_pass])
-        assert torch.equal(rows.sort(0).values, x.sort(0).values)
+        assert torch.equal(rows.sort(0).values, X.sort(0).values)
         gradients = [
             torch.func.grad(lambda u, batch=batch: program.log_density(u, *batch))(u)
             for batch in one_pass
         ]
-        full = torch.func.grad(Program(Linear(), x, y).log_density)(u)
+        full = torch.func.grad(Program(Linear(), X, Y).log_density)(u)
         assert torch.allclose(torch.stack(gradients).mean(0), full)
         assert not torch.allclose(gradients[0], full, rtol=0.01)
 
@@ -189,27 +170,37 @@ def test_linear_regression_by_minibatches(method, kind, exact_posterior):
 
 
 def test_full_batch_as_a_tuple_a_list_of_one_and_a_dict():
-    x, y = linear_data()
-    runs = [sampled(Linear(), data) for data in ((x, y), [(x, y)], {"x": x, "y": y})]
+    runs = [sampled(Linear(), data) for data in ((X, Y), [(X, Y)], {"x": X, "y": Y})]
     assert torch.equal(runs[0].latents["w"], runs[1].latents["w"])
     assert torch.equal(runs[0].latents["w"], runs[2].latents["w"])
-    again = sampled(Linear(), (x, y), batch_size=100)
+    again = sampled(Linear(), (X, Y), batch_size=100)
     assert torch.equal(runs[0].latents["w"], again.latents["w"])
 
 
-def test_programs_that_do_not_know_how_many_data_there_are():
-    x, y = linear_data()
-    with pytest.raises(ValueError, match=r"treats a minibatch of 5 rows as all data.*num_data=20"):
-        sampled(Linear(), (x, y), batch_size=5)
-    batches = [(x[:10], y[:10]), (x[10:], y[10:])]
-    with pytest.raises(ValueError, match=r"10 rows as all data.*num_data=the number of all data"):
-        sampled(Linear(), batches)
-    with pytest.raises(ValueError, match="states 50 data, but data holds 20"):
-        sampled(Linear(num_data=50), (x, y), batch_size=5)
-    with pytest.raises(ValueError, match="states 50 data, but data is one batch of 20"):
-        sampled(Linear(num_data=50), (x, y))
-    with pytest.warns(BdlWarning, match="states 50 data, but a pass over the batches holds 20"):
-        sampled(Linear(num_data=50), batches)
+HALVES = [(X[:10], Y[:10]), (X[10:], Y[10:])]
+
+
+def picking(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(5, dtype=x.dtype), 1.0).to_event(1))
+    with pyro.plate("data", 20, subsample_size=5) as i:
+        pyro.sample("y", dist.Normal(x[i] @ w, 1.0), obs=None if y is None else y[i])
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "options", "error", "words"),
+    [
+        (Linear(), (X, Y), {"batch_size": 5}, ValueError, "5 rows as all data.*num_data=20"),
+        (Linear(), HALVES, {}, ValueError, "10 rows as all data.*num_data=the number of all data"),
+        (Linear(50), (X, Y), {"batch_size": 5}, ValueError, "states 50 data, but data holds 20"),
+        (Linear(50), (X, Y), {}, ValueError, "states 50 data, but data is one batch of 20"),
+        (Linear(50), HALVES, {}, BdlWarning, "states 50 data, but a pass .* holds 20"),
+        (picking, (X, Y), {}, UnsupportedProgramError, "picks 5 of the 20 rows .* by batch_size="),
+    ],
+)
+def test_programs_that_do_not_know_how_many_data_there_are(model, data, options, error, words):
+    expect = pytest.warns if error is BdlWarning else pytest.raises
+    with expect(error, match=words):
+        sampled(model, data, **options)
 
 
 def test_a_site_that_is_not_scaled_beside_one_that_is():
@@ -221,9 +212,8 @@ def test_a_site_that_is_not_scaled_beside_one_that_is():
         with pyro.plate("b", len(x)):
             pyro.sample("z", dist.Normal(x @ w, 0.5), obs=z)
 
-    x, y = linear_data()
     with pytest.raises(ValueError, match=r"observed site 'z' treats a minibatch of 5.*size=20"):
-        sampled(two, (x, y, y), batch_size=5)
+        sampled(two, (X, Y, Y), batch_size=5)
 
 
 def test_latent_for_each_datum():
@@ -248,53 +238,44 @@ def test_latent_for_each_datum():
 
 @pytest.mark.parametrize("method", list(KERNELS))
 def test_thinning_and_warmup_leave_out_draws_and_nothing_else(method):
-    x, y = linear_data()
+    """The potential energy is that of the draw."""
     options = {"method": method, "num_chains": 2}
-    every = sampled(Linear(), (x, y), **options, num_warmup=4, num_samples=18, thinning=1)
-    third = sampled(Linear(), (x, y), **options, num_warmup=4, num_samples=6, thinning=3)
+    every = sampled(Linear(), (X, Y), **options, num_warmup=4, num_samples=18, thinning=1)
+    third = sampled(Linear(), (X, Y), **options, num_warmup=4, num_samples=6, thinning=3)
     assert torch.equal(third.latents["w"], every.latents["w"][:, 2::3])
     assert third.info["steps"] == every.info["steps"] == 22
     for name, value in third.stats.items():
         assert torch.equal(value, every.stats[name][:, 2::3])
+    density = Program(Linear(), X, Y).log_joint({"w": third.latents["w"][1, 5]})
+    assert -density.item() == pytest.approx(third.stats["potential_energy"][1, 5].item())
 
 
-def test_potential_energy_is_that_of_the_draw():
-    x, y = linear_data()
-    samples = sampled(Linear(), (x, y), num_chains=2)
-    program = Program(Linear(), x, y)
-    for i, j in ((0, 0), (1, 5)):
-        density = program.log_joint({"w": samples.latents["w"][i, j]})
-        assert -density.item() == pytest.approx(samples.stats["potential_energy"][i, j].item())
-
-
-def test_cyclical_steps_explore_without_noise_and_draw_in_the_rest(exact_posterior):
-    x, y = linear_data()
+def test_cyclical_steps_explore_without_noise_and_draw_in_the_rest(exact_posterior, tmp_path):
     schedule = bdl.mcmc.Cyclical(0.1, period=10, exploration=0.55)
-    start = {"w": torch.full((5,), 2.0, dtype=x.dtype)}
+    start = {"w": torch.full((5,), 2.0, dtype=X.dtype)}
     samples = sampled(
-        Linear(), (x, y), method="sgld", step_size=schedule, init=start, num_chains=500,
+        Linear(), (X, Y), method="sgld", step_size=schedule, init=start, num_chains=500,
         num_warmup=0, num_samples=8, thinning=1,
     )  # fmt: skip
     steps = [6, 7, 8, 9, 16, 17, 18, 19]
-    exact = torch.tensor([schedule(step) for step in steps], dtype=x.dtype)
+    exact = torch.tensor([schedule(step) for step in steps], dtype=X.dtype)
     assert torch.allclose(samples.stats["step_size"], exact.expand(500, 8))
-    mean, covariance = exact_posterior(x, y)
+    mean, covariance = exact_posterior(X, Y)
     precision, position = torch.linalg.inv(covariance), start["w"]
     for step in range(7):
         position = position + schedule(step) * precision @ (mean - position)
     noise = (samples.latents["w"][:, 0] - position) / math.sqrt(2 * schedule(6))
     assert noise.mean().abs() < 4 / 2500**0.5 and abs(noise.var() - 1) < 4 * (2 / 2500) ** 0.5
-    assert (
-        samples.info["steps"] == 20 and "Cyclical(peak=0.1" in samples.info["options"]["step_size"]
-    )
+    assert samples.info["steps"] == 20
+    loaded = bdl.Samples.load(samples.save(tmp_path / "draws.safetensors"))
+    assert loaded.info == samples.info and "Cyclical(peak=0.1" in str(loaded.info["options"])
 
 
 @pytest.mark.parametrize("method", list(KERNELS))
 def test_same_seed_same_draws_and_the_callers_random_state_stays(method):
-    x, y = linear_data()
     state = torch.random.get_rng_state()
     runs = [
-        sampled(Linear(num_data=20), (x, y), method=method, seed=seed, num_chains=2,
+        sampled(Linear(num_data=20), (X, Y), method=method, seed=seed, num_chains=2,
                 batch_size=5)
         for seed in (5, 5, 6)
     ]  # fmt: skip
@@ -307,15 +288,14 @@ def test_same_seed_same_draws_and_the_callers_random_state_stays(method):
 
 def test_suggested_step_size_is_a_fraction_of_the_inverse_curvature():
     """eps = fraction / lambda, lambda the largest eigenvalue of the Hessian."""
-    x, y = linear_data()
-    at = {"w": torch.zeros(5, dtype=x.dtype)}
-    step = bdl.mcmc.suggest_step_size(Linear(), (x, y), at=at, fraction=0.3)
+    at = {"w": torch.zeros(5, dtype=X.dtype)}
+    step = bdl.mcmc.suggest_step_size(Linear(), (X, Y), at=at, fraction=0.3)
     assert step == pytest.approx(0.3 / 4.0, rel=0.01)
-    part = bdl.mcmc.suggest_step_size(Linear(num_data=20), (x, y), at=at, batch_size=5)
-    gram = 4 * x[:5].T @ x[:5] / 0.25 + torch.eye(5)
+    part = bdl.mcmc.suggest_step_size(Linear(num_data=20), (X, Y), at=at, batch_size=5)
+    gram = 4 * X[:5].T @ X[:5] / 0.25 + torch.eye(5)
     assert part == pytest.approx(0.1 / torch.linalg.eigvalsh(gram)[-1].item(), rel=0.01)
     with pytest.raises(ValueError, match="fraction must be positive"):
-        bdl.mcmc.suggest_step_size(Linear(), (x, y), at=at, fraction=0.0)
+        bdl.mcmc.suggest_step_size(Linear(), (X, Y), at=at, fraction=0.0)
 
 
 def test_suggested_step_size_reaches_through_attention():
@@ -344,28 +324,26 @@ def test_suggested_step_size_reaches_through_attention():
 
 
 def test_diverging_step_size_stops_and_keeps_the_draws_before_it():
-    x, y = linear_data()
     options = {"step_size": lambda step: 0.01 if step < 30 else 1e4, "thinning": 3}
     with pytest.warns(BdlWarning, match=r"chain \d diverged at step 3\d: use a smaller step_size"):
-        samples = sampled(Linear(), (x, y), **options, num_warmup=0, num_samples=50, num_chains=3)
+        samples = sampled(Linear(), (X, Y), **options, num_warmup=0, num_samples=50, num_chains=3)
     assert samples.num_draws == 10
     assert samples.latents["w"].abs().max() < 10
     assert "diverged" in samples.info["failure"] and samples.info["steps"] >= 31
     with pytest.raises(ValueError, match=r"diverged at step 3\d.*no draw before it"):
-        sampled(Linear(), (x, y), **options, num_warmup=40, num_samples=50)
+        sampled(Linear(), (X, Y), **options, num_warmup=40, num_samples=50)
 
 
 def test_batch_that_is_not_finite_is_named():
-    x, y = linear_data()
-    bad = y.clone()
+    bad = Y.clone()
     bad[12] = math.nan
-    batches = [(x[:5], y[:5]), (x[5:10], y[5:10]), (x[10:15], bad[10:15]), (x[15:], y[15:])]
+    batches = [(X[:5], Y[:5]), (X[5:10], Y[5:10]), (X[10:15], bad[10:15]), (X[15:], Y[15:])]
     options = {"num_warmup": 0, "thinning": 1}
     with pytest.warns(BdlWarning, match="a batch at step 2 is bad: y holds NaN .* in rows 2"):
         samples = sampled(Linear(num_data=20), batches, **options)
     assert samples.num_draws == 1
     with pytest.raises(ValueError, match="y holds NaN or infinity in rows 12"):
-        sampled(Linear(num_data=20), (x, bad), batch_size=5)
+        sampled(Linear(num_data=20), (X, bad), batch_size=5)
 
 
 def interrupted_at(step):
@@ -378,15 +356,14 @@ def interrupted_at(step):
 
 
 def test_interrupt_keeps_the_draws_made():
-    x, y = linear_data()
     options = {"num_samples": 50, "num_warmup": 5, "thinning": 3, "num_chains": 2}
-    whole = sampled(Linear(), (x, y), **options)
+    whole = sampled(Linear(), (X, Y), **options)
     with pytest.warns(BdlWarning, match="interrupted: 4 of 50 draws per chain were made"):
-        samples = sampled(Linear(), (x, y), **options, step_size=interrupted_at(18))
+        samples = sampled(Linear(), (X, Y), **options, step_size=interrupted_at(18))
     assert torch.equal(samples.latents["w"], whole.latents["w"][:, :4])
     assert samples.info["interrupted"] and samples.stats["potential_energy"].shape == (2, 4)
     with pytest.raises(KeyboardInterrupt):
-        sampled(Linear(), (x, y), **options, step_size=interrupted_at(7))
+        sampled(Linear(), (X, Y), **options, step_size=interrupted_at(7))
 
 
 # ------------------------------------------------------------------------------ networks and starts
@@ -432,105 +409,64 @@ def test_network_that_cannot_be_vectorized_is_looped_over_chains_and_told_once()
 
 
 def test_each_chain_starts_from_its_own_draw_of_samples():
-    x, y = linear_data()
-    starts = torch.randn(4, 1, 5, dtype=x.dtype)
+    starts = torch.randn(4, 1, 5, dtype=X.dtype)
     samples = sampled(
-        Linear(), (x, y), init=bdl.Samples({"w": starts}), num_chains=4, step_size=1e-20
+        Linear(), (X, Y), init=bdl.Samples({"w": starts}), num_chains=4, step_size=1e-20
     )
     assert torch.allclose(samples.latents["w"][:, 0], starts[:, 0], atol=1e-6)
 
 
 def test_subset_moves_and_the_rest_stays(exact_posterior):
-    x, y = linear_data()
-    program = Program(Linear(), x, y)
-    at = torch.linspace(-1, 1, 5, dtype=x.dtype)
+    program = Program(Linear(), X, Y)
+    at = torch.linspace(-1, 1, 5, dtype=X.dtype)
     subset = Subset(program.layout, torch.tensor([1, 3]))
     samples = sampled(
-        Linear(), (x, y), subset=(subset, at), num_chains=800, num_samples=15, **EXACT["sghmc"]
+        Linear(), (X, Y), subset=(subset, at), num_chains=800, num_samples=15, **EXACT["sghmc"]
     )
     draws = samples.latents["w"]
     fixed = torch.tensor([0, 2, 4])
     assert torch.equal(draws[..., fixed], at[fixed].expand(800, 15, 3))
-    mean, covariance = exact_posterior(x, y)
+    mean, covariance = exact_posterior(X, Y)
     precision, chosen = torch.linalg.inv(covariance), torch.tensor([1, 3])
     inner = torch.linalg.inv(precision[chosen][:, chosen])
     coupled = precision[chosen][:, fixed] @ (at - mean)[fixed]
     assert_moments(draws[..., chosen], mean[chosen] - inner @ coupled, inner)
 
 
-def test_classification_on_convolutions_and_what_is_saved(tmp_path):
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
-    model = bdl.models.Classification(bdl.bayesianize(network), num_data=12)
-    x, y = torch.randn(12, 1, 4, 4), torch.arange(12) % 3
-    schedule = bdl.mcmc.Cyclical(1e-3, 6)
-    samples = sampled(model, (x, y), batch_size=4, step_size=schedule, num_chains=2)
-    loaded = bdl.Samples.load(samples.save(tmp_path / "draws.safetensors"))
-    assert loaded.info == samples.info
-    assert bdl.Predictive(model, samples)(x)["f"].shape == (12, 12, 3)
-
-
 # ---------------------------------------------------------------------------------------- bad input
 
 
+def own_data():
+    with pyro.plate("data", 20):
+        pyro.sample("y", dist.Normal(pyro.sample("w", dist.Normal(0.0, 1.0)), 1.0), obs=Y)
+
+
 @pytest.mark.parametrize(
-    ("wrong", "error", "match"),
+    ("data", "wrong", "error", "words"),
     [
-        ({"step_size": 0.0}, ValueError, "step_size must be positive, got 0"),
-        ({"step_size": math.nan}, ValueError, "step_size must be positive"),
-        ({"step_size": lambda step: -1.0}, ValueError, "got -1.0 at step 0"),
-        ({"temperature": 0.0}, ValueError, "temperature must be a positive"),
-        ({"num_samples": 0}, ValueError, "num_samples must be at least 1"),
-        ({"thinning": 0}, ValueError, "thinning must be at least 1"),
-        ({"method": "psgld", "num_warmup": 1}, ValueError, "num_warmup must be at least 2"),
-        ({"batch_size": 0}, ValueError, "batch_size must be at least 1"),
+        ((X, Y), {"step_size": 0.0}, ValueError, "step_size must be positive, got 0"),
+        ((X, Y), {"step_size": math.nan}, ValueError, "step_size must be positive"),
+        ((X, Y), {"step_size": lambda step: -1.0}, ValueError, "got -1.0 at step 0"),
+        ((X, Y), {"temperature": 0.0}, ValueError, "temperature must be a positive"),
+        ((X, Y), {"num_samples": 0}, ValueError, "num_samples must be at least 1"),
+        ((X, Y), {"num_samples": 10**13}, MemoryError, "keep fewer draws"),
+        ((X, Y), {"thinning": 0}, ValueError, "thinning must be at least 1"),
+        ((X, Y), {"method": "psgld", "num_warmup": 1}, ValueError, "num_warmup must be at least 2"),
+        ((X, Y), {"batch_size": 0}, ValueError, "batch_size must be at least 1"),
+        ((X,), {}, UnsupportedProgramError, "no observed site"),
+        (HALVES, {"batch_size": 5}, ValueError, "batch_size is for data given as"),
+        ((X, Y[:3]), {"batch_size": 5}, ValueError, "tensors that all have a row for each datum"),
     ],
 )
-def test_bad_arguments(wrong, error, match):
-    x, y = linear_data()
-    with pytest.raises(error, match=match):
-        sampled(Linear(num_data=20), (x, y), **wrong)
-
-
-def test_a_program_that_picks_rows_itself_is_told_who_picks_them_here():
-    x, y = torch.randn(20), torch.randn(20)
-
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", 20, subsample_size=5) as i:
-            pyro.sample("y", dist.Normal(w * x[i], 1.0), obs=None if y is None else y[i])
-
-    with pytest.raises(UnsupportedProgramError, match=r"picks 5 of the 20 rows .* by batch_size="):
-        sampled(model, (x, y))
+def test_refusals(data, wrong, error, words):
+    with pytest.raises(error, match=words):
+        sampled(Linear(), data, **wrong)
 
 
 def test_a_program_without_arguments():
-    y = torch.randn(20)
-
-    def model():
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", 20):
-            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
-
     with pytest.raises(ValueError, match=r"holds no batch.*\[\(\)\] for a program without"):
-        sampled(model, ())
-    assert sampled(model, [()], step_size=1e-3).latents["w"].shape == (1, 6)
-
-
-def test_bad_programs_and_data():
-    x, y = linear_data()
-    with pytest.raises(UnsupportedProgramError, match="no observed site"):
-        sampled(Linear(), (x,))
-    with pytest.raises(ValueError, match="batch_size is for data given as"):
-        sampled(Linear(num_data=20), [(x[:10], y[:10]), (x[10:], y[10:])], batch_size=5)
-    with pytest.raises(ValueError, match="tensors that all have a row for each datum"):
-        sampled(Linear(num_data=20), (x, torch.zeros(3)), batch_size=5)
-
-
-def test_draws_that_cannot_fit_are_refused_before_the_first_step():
-    x, y = linear_data()
-    with pytest.raises(MemoryError, match="keep fewer draws"):
-        sampled(Linear(), (x, y), num_samples=10**13)
+        sampled(own_data, ())
+    assert sampled(own_data, [()], step_size=1e-3).latents["w"].shape == (1, 6)
 
 
 @pytest.mark.parametrize("method", list(KERNELS))
