@@ -437,8 +437,9 @@ def test_subset_moves_and_the_rest_stays(exact_posterior):
 
 
 def own_data():
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
     with pyro.plate("data", 20):
-        pyro.sample("y", dist.Normal(pyro.sample("w", dist.Normal(0.0, 1.0)), 1.0), obs=Y)
+        pyro.sample("y", dist.Normal(w, 1.0), obs=Y)
 
 
 @pytest.mark.parametrize(
