@@ -10,6 +10,7 @@ import torch
 from pyro.infer.autoguide.initialization import InitMessenger, init_to_value
 from torch import Tensor
 
+from pyro_bdl.distributions.parameters import is_known
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.draws import as_posterior, log_densities_of, samples_of_program, to_samples
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
@@ -17,7 +18,6 @@ from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.check import named_arguments
 from pyro_bdl.program.observed_arguments import Targets
 from pyro_bdl.program.program import Program, trace_once
-from pyro_bdl.program.unconstrained_parameters import are_known
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.names import chooser
@@ -248,7 +248,7 @@ def _predicted(
     """The groups posterior_predictive and log_likelihood."""
     predictive: Any = Predictive(program.model, samples)
     observed = targets.observed
-    if is_linear(posterior) and not are_known(observed.values()):
+    if is_linear(posterior) and not all(is_known(site.distribution) for site in observed.values()):
         kind = " and ".join(sorted({type(s.distribution).__name__ for s in observed.values()}))
         message = UNKNOWN.format(kind=kind, posterior="the guide")
         warnings.warn(message, BdlWarning, stacklevel=3)

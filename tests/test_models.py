@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributions import constraints
 
 from pyro_bdl import Predictive, Program, Samples, bayesianize, handlers, models
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.elbo import TemperedTrace_ELBO
 from pyro_bdl.guides import AutoMAP, AutoMeanField
 from pyro_bdl.program import record

@@ -16,9 +16,9 @@ from typer.exceptions import TyperException
 from pyro_bdl import posteriors
 from pyro_bdl.app import run
 from pyro_bdl.app.options import Options
+from pyro_bdl.app.streams import LenientStream
 from pyro_bdl.data.examples import EXAMPLES
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.utils.files import LenientStream
 from pyro_bdl.utils.progress import logger
 from pyro_bdl.version import __version__
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.distributions.take_apart import observation_mean
+from pyro_bdl.distributions.moments import observation_mean
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import check_guide, latent_draws

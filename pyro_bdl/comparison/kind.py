@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from pyro_bdl.distributions.take_apart import observation_kind, observation_mean
+from pyro_bdl.distributions.moments import observation_kind, observation_mean
+from pyro_bdl.distributions.parameters import is_known
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.draws import to_samples
 from pyro_bdl.program.batches import has_rows, leading_size, taken
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.trace import Run, Site, leave_open, record
-from pyro_bdl.program.unconstrained_parameters import are_known
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import evaluation_mode
 
@@ -172,7 +172,7 @@ def read_kind(model: Callable, args: tuple, posterior: Any) -> Kind:
         is_class = len(classes) == 1 and None not in classes
         (name, site), *others = sites.items()
         is_last = not others and _are_targets(rows[-1], site)
-        linear, plates = are_known(sites.values()), {}
+        linear, plates = all(is_known(site.distribution) for site in sites.values()), {}
         without: Mapping[str, Site] = {}
         tied = run.one_step_ahead()
         if is_last:

@@ -23,7 +23,7 @@ from tqdm import trange
 
 from pyro_bdl.contrib.discrete import SummedOut
 from pyro_bdl.curvature.hyperparameters import Hyperparameter, ReadParameters
-from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.program import Program
@@ -208,7 +208,7 @@ _SPREADS = {
 
 def _tables_of(distribution: Any) -> tuple[Any, dict[str, _Mean]]:
     """Return a distribution without wrappers, and its arguments that have a closed form."""
-    base, _ = without_wrappers(distribution)
+    base = base_distribution(distribution)
     family = type(base).__name__
     return base, {
         argument: mean
@@ -281,7 +281,8 @@ def _maximizer(
     finish = None
     sums = [torch.zeros_like(like).reshape(-1) for _ in range(2)]
     for factor, argument, selection in uses:
-        base, event_dims = without_wrappers(factor.distribution)
+        base = base_distribution(factor.distribution)
+        event_dims = factor.distribution.event_dim - base.event_dim
         mean = table.get((type(base).__name__, argument))
         if mean is None:
             return None

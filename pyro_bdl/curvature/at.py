@@ -13,13 +13,7 @@ from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.jacobian.affine_uses import UnseenUseError, UseRecorder
 from pyro_bdl.curvature.jacobian.linearization import Linearization, unseen_uses
 from pyro_bdl.curvature.jacobian.recorded_rows import RecordedRows
-from pyro_bdl.distributions.take_apart import (
-    Structure,
-    base_distribution,
-    parameters_of,
-    rebuild,
-    take_apart,
-)
+from pyro_bdl.distributions.parameters import has_masks, is_known, parameters_of, rebuilt
 from pyro_bdl.program.batches import Batch, as_dicts, has_rows, leading_size, taken
 from pyro_bdl.program.rows import RowMap, with_rows
 from pyro_bdl.program.subset import Subset
@@ -62,14 +56,14 @@ class _MappedRows:
     """The tensors of a run over single rows, each with the rows in front, and its statements.
 
     :param run: of one row.
-    :param structures: of the observed distributions; None where one is not known.
+    :param templates: the observed distributions; None where one is not known.
     :param observed: tensors of the observed sites, (n, ...).
     :param deterministic: the deterministic sites, (n, *shape in one row).
     """
 
     run: Run
     rows: RecordedRows
-    structures: dict[str, Structure | None]
+    templates: dict[str, Any]
     observed: dict[str, dict[str, Tensor]]
     deterministic: dict[str, Tensor]
 
@@ -218,13 +212,13 @@ class At:
 
     def _map_rows(self, batch: Batch, plan: _Plan) -> _MappedRows:
         count, recorders = leading_size(batch), []
-        inside: list[tuple[Run, dict[str, Structure | None], bool]] = []
+        inside: list[tuple[Run, dict[str, Any], bool]] = []
 
         def of_row(args: tuple, kwargs: dict[str, Any], lane: Tensor) -> Any:
             run, recorder = self._recorded((args, kwargs), lane, plan.plates)
             apart = {name: _apart(site) for name, site in run.observed.items()}
-            structures = {name: structure for name, (structure, _) in apart.items()}
-            inside[:] = [(run, structures, with_rows(lane, lane).dim() > 0)]
+            templates = {name: template for name, (template, _) in apart.items()}
+            inside[:] = [(run, templates, with_rows(lane, lane).dim() > 0)]
             recorders.append(recorder)
             return {
                 "observed": {name: tensors for name, (_, tensors) in apart.items()},
@@ -233,7 +227,7 @@ class At:
 
         with self._mode():
             tensors = self._map(of_row, *batch)
-        ((run, structures, together),) = inside
+        ((run, templates, together),) = inside
         recorders = recorders[-1:] if together else recorders[-count:]
         if any(len(r.edges) != len(recorders[0].edges) for r in recorders):
             raise ValueError("the rows use the latents in different ways")
@@ -254,7 +248,7 @@ class At:
             if wrong:
                 raise UnseenUseError(wrong)
             self._seen.add(form)
-        return _MappedRows(run, rows, structures, observed, deterministic)
+        return _MappedRows(run, rows, templates, observed, deterministic)
 
     def _first_rows(self, batch: Batch, plates: Iterable[str] = ()) -> Run:
         """Run the program on a few rows together."""
@@ -313,22 +307,22 @@ class At:
         """The linearization of single rows. Their run is put together from their tensors; what
         cannot be, as factors, is that of a run over all rows."""
         count, parameters = leading_size(batch), {}
-        whole = mapped.run.factors or mapped.run.discrete or None in mapped.structures.values()
+        whole = mapped.run.factors or mapped.run.discrete or None in mapped.templates.values()
         run = copy.copy(self.whole(*batch).run if whole else mapped.run)
         run.observed = dict(run.observed)
         for name, site in mapped.run.observed.items():
-            own, structure = dict(mapped.observed[name]), mapped.structures[name]
+            own, template = dict(mapped.observed[name]), mapped.templates[name]
             more = {
                 key: own.pop(f"site.{key}", getattr(site, key))
                 for key in ("value", "mask", "scale")
             }
-            if structure is None:
+            if template is None:
                 parameters[name] = own
                 continue
             if name in plan.scaled:
                 more["scale"] = more["scale"] / count
                 more["subsampling"] = site.subsampling / count
-            run.observed[name] = site._replace(distribution=rebuild(structure, own), **more)
+            run.observed[name] = site._replace(distribution=rebuilt(template, own), **more)
         run.deterministic = {}
         for name, in_front in plan.deterministic.items():
             value = mapped.deterministic[name]
@@ -370,27 +364,21 @@ def _form(batch: Batch) -> Any:
 
 
 def _parameters(site: Site) -> dict[str, Tensor]:
-    return parameters_of(base_distribution(site.distribution))
+    return parameters_of(site.distribution)
 
 
-def _apart(site: Site) -> tuple[Structure | None, dict[str, Tensor]]:
-    """The structure of an observed distribution, None if it is not known or has masks inside, and
-    the tensors of the site."""
-    apart = None if _has_masks(site.distribution) else take_apart(site.distribution)
-    structure, tensors = apart or (None, _parameters(site))
-    tensors = dict(tensors)
+def _apart(site: Site) -> tuple[Any, dict[str, Tensor]]:
+    """An observed distribution, None if it is not known or has masks inside, and the tensors of the
+    site."""
+    known = is_known(site.distribution) and not has_masks(site.distribution)
+    tensors = _parameters(site)
     if site.value is not None:
         tensors["site.value"] = site.value
     for name in ("mask", "scale"):
         value = getattr(site, name)
         if isinstance(value, Tensor):
             tensors[f"site.{name}"] = value.expand(site.distribution.batch_shape)
-    return structure, tensors
-
-
-def _has_masks(distribution: Any) -> bool:
-    base = base_distribution(distribution, through_masks=False)
-    return base is not base_distribution(distribution)
+    return site.distribution if known else None, tensors
 
 
 def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:

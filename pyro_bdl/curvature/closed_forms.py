@@ -8,7 +8,7 @@ from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.program.trace import Site
 
 DISCRETE = ("Categorical", "OneHotCategorical", "Bernoulli")

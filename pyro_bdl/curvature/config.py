@@ -5,10 +5,15 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from pyro_bdl.curvature.fisher import empirical_columns, exact_columns, sampled_columns
-from pyro_bdl.curvature.fisher_roots import ESTIMATION_DRAWS, Cotangent
+from pyro_bdl.curvature.fisher import (
+    ESTIMATION_DRAWS,
+    empirical_columns,
+    exact_columns,
+    sampled_columns,
+)
 from pyro_bdl.curvature.structures import STRUCTURES, Kron, structure_of
 from pyro_bdl.curvature.structures.base import Curvature, Structure
+from pyro_bdl.distributions.families import Cotangent
 from pyro_bdl.program.trace import Site
 from pyro_bdl.utils.memory import available_memory
 from pyro_bdl.utils.validation import whole_number

@@ -7,21 +7,22 @@ of S is a cotangent that is back-propagated through the network (Schraudolph 200
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import Distribution, constraints, kl_divergence
 
-from pyro_bdl.curvature.fisher_roots import ESTIMATION_DRAWS, Cotangent, cell_roots, rebuilt, scores
 from pyro_bdl.distributions.copies import masks_of
-from pyro_bdl.distributions.take_apart import (
-    base_distribution,
-    parameters_of,
-)
+from pyro_bdl.distributions.families import Cotangent, Roots, family_of
+from pyro_bdl.distributions.parameters import base_distribution, parameters_of, rebuilt
 from pyro_bdl.program.layout import support_bounds
 from pyro_bdl.program.trace import Site
+
+ESTIMATION_DRAWS = 512  # draws per datum if the information has no closed form
+_DIVERGENCE_UP_TO = 256  # the largest number of parameters of a cell
+_NUMBERS_AT_ONCE = 2**18
 
 
 def site_parameters(site: Site) -> dict[str, Tensor]:
@@ -72,7 +73,7 @@ def check_information(name: str, site: Site) -> None:
         )
     everything = {key: value.detach() for key, value in parameters_of(base).items()}
     with torch.enable_grad():
-        found = rebuilt(base, everything).log_prob(site.value)
+        found = _of_parameters(base, everything).log_prob(site.value)
     expected = base.log_prob(site.value).detach()
     slack = max(1e-3, 32 * torch.finfo(expected.dtype).eps)
     if found.requires_grad or not torch.allclose(
@@ -165,4 +166,172 @@ def _one_cell_at_a_time(batch_shape: torch.Size, like: Tensor) -> Iterator[Tenso
 
 def _score(site: Site, value: Tensor) -> Cotangent:
     base = base_distribution(site.distribution)
-    return scores(base, site_parameters(site), value, many=False)
+    return _scores(base, site_parameters(site), value)
+
+
+# ------------------------------------------------------------------------- roots of a distribution
+
+
+def cell_roots(
+    base: Distribution, parameters: dict[str, Tensor], num_draws: int = ESTIMATION_DRAWS
+) -> Roots:
+    """Columns of S with S S' = F for each cell of a distribution.
+
+    F has the closed form of ``distributions/families.py``; or it is the Hessian of a divergence
+    that is named there, up to 256 parameters; or a sum for at most 512 possible observations; or
+    else it is estimated from drawn ones. A bijection of the observation does not change it.
+
+    :param base: the distribution, without ``to_event`` and masks.
+    :param parameters: its tensors that depend on the latents; the others count as known.
+    :param num_draws: observations drawn per datum if F has no closed form.
+    :raises ValueError: if the density has no gradient in any of the parameters.
+    """
+    family, start = family_of(base), "base_dist."
+    if type(base).__name__ == "TransformedDistribution":
+        inner = base_distribution(base.base_dist)  # type: ignore[attr-defined]
+        if inner.batch_shape == base.batch_shape and all(n.startswith(start) for n in parameters):
+            own = {name.removeprefix(start): value for name, value in parameters.items()}
+            roots = cell_roots(inner, own, num_draws)
+            return ({start + k: v for k, v in root.items()} for root in roots)
+    closed = None if family.information is None else family.information(base, parameters)
+    if closed is not None:
+        return closed
+    size = sum(shape.numel() for shape in _event_shapes(base, parameters).values())
+    if family.divergence and size <= _DIVERGENCE_UP_TO:
+        return _by_divergence(base, parameters)
+    return _estimated_roots(base, parameters, num_draws)
+
+
+def _by_divergence(base: Any, parameters: dict[str, Tensor]) -> Roots:
+    """F = d^2 KL(p_0 || p_theta) / d theta^2 at theta = theta_0, in float64 (Kullback 1959)."""
+    every = {name: value.detach().double() for name, value in parameters_of(base).items()}
+    with torch.enable_grad():
+        leaves = {name: every[name].clone().requires_grad_() for name in parameters}
+        moved = _of_parameters(base, every | leaves)
+        total = kl_divergence(_of_parameters(base, every), moved).sum()
+        gradient = torch.autograd.grad(total, [*leaves.values()], create_graph=True)
+        rows = [
+            torch.autograd.grad(
+                entry.sum(), [*leaves.values()], retain_graph=True, materialize_grads=True
+            )
+            for entry in _of_cells(base, gradient).unbind(-1)
+        ]
+    information = torch.stack([_of_cells(base, row) for row in rows], -1)
+    return _root(information, base, parameters)
+
+
+def _root(information: Tensor, base: Any, parameters: dict[str, Tensor]) -> Roots:
+    """The columns of S with S S' = F, for F (*batch, k, k), as many as parameters that it has."""
+    size = information.shape[-1]
+    diagonal = information.diagonal(dim1=-2, dim2=-1).reshape(-1, size)
+    used = diagonal.any(0).nonzero()[:, 0]
+    values, vectors = torch.linalg.eigh(information[..., used[:, None], used])
+    columns = information.new_zeros(*information.shape[:-1], len(used))
+    columns[..., used, :] = vectors * values.clamp(min=0.0).sqrt()[..., None, :]
+    return [_cotangent(base, column, parameters) for column in columns.unbind(-1)]
+
+
+def _event_shapes(base: Any, parameters: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: v.shape[len(base.batch_shape) :] for name, v in parameters.items()}
+
+
+def _of_cells(base: Any, values: Iterable[Tensor]) -> Tensor:
+    """Values of the parameters side by side for each cell, (*batch, k)."""
+    return torch.cat([value.reshape(*base.batch_shape, -1) for value in values], -1)
+
+
+def _cotangent(base: Any, column: Tensor, parameters: dict[str, Tensor]) -> Cotangent:
+    shapes = _event_shapes(base, parameters)
+    parts = column.split([shape.numel() for shape in shapes.values()], -1)
+    return {
+        name: part.reshape(parameters[name].shape).to(parameters[name])
+        for name, part in zip(shapes, parts, strict=True)
+    }
+
+
+def _estimated_roots(base: Any, parameters: dict[str, Tensor], num_draws: int) -> Roots:
+    """S for distributions without a closed form.
+
+    F is the sum over y of p(y) s s' if y takes few values, else the mean of s s' over draws, which
+    is positive semi-definite by construction. The network is not evaluated.
+    """
+    size = sum(shape.numel() for shape in _event_shapes(base, parameters).values())
+    total: Any = 0.0
+    for values, weights in _weighted_values(base, parameters, num_draws):
+        scores = _scores(base, parameters, values, draws=values.shape[:1]).values()
+        rows = torch.cat([v.reshape(len(values), *base.batch_shape, -1) for v in scores], -1)
+        weights = torch.as_tensor(weights).to(rows)[..., None]
+        if size > num_draws:  # the scores themselves are fewer columns than a root of F
+            yield from (_cotangent(base, row, parameters) for row in rows * weights.sqrt())
+        else:
+            total = total + torch.einsum("d...i,d...j->...ij", rows * weights, rows)
+    if size <= num_draws:
+        yield from _root(total, base, parameters)
+
+
+def _weighted_values(
+    base: Any, parameters: dict[str, Tensor], num_draws: int
+) -> Iterator[tuple[Tensor, Any]]:
+    """Yield blocks of values (d, *batch, *event) of the observation, with their weights."""
+    numbers = sum(v.numel() for v in parameters.values())
+    size = max(1, min(num_draws, _NUMBERS_AT_ONCE // max(1, numbers)))
+    support = _few_values(base)
+    for values in () if support is None else support.split(size):
+        yield values, base.log_prob(values).detach().exp()
+    for start in range(0, num_draws if support is None else 0, size):
+        try:
+            values = base.sample((min(size, num_draws - start),))
+        except NotImplementedError as error:
+            raise ValueError(_no_estimate(base, "be sampled")) from error
+        yield values, 1.0 / num_draws
+
+
+def _few_values(base: Any) -> Tensor | None:
+    if not base.has_enumerate_support or base.event_shape:
+        return None
+    try:
+        values = base.enumerate_support()
+    except NotImplementedError:  # their number differs between data
+        return None
+    return values if len(values) <= ESTIMATION_DRAWS else None
+
+
+def _scores(
+    base: Any, names: Iterable[str], values: Tensor, *, draws: tuple[int, ...] = ()
+) -> Cotangent:
+    """d log p(value) / d theta for some of the parameters, (*draws, *shape).
+
+    :param draws: leading dimensions of the values.
+    :raises ValueError: if the density has no gradient in any of the parameters.
+    """
+    every = {n: v.detach().expand(*draws, *v.shape) for n, v in parameters_of(base).items()}
+    with torch.enable_grad():
+        leaves = {name: every[name].clone().requires_grad_() for name in names}
+        again = _of_parameters(base, every | leaves)
+        if (*again.batch_shape,) != (*draws, *base.batch_shape):
+            raise ValueError(_no_estimate(base, "be given a batch of parameters"))
+        total = again.log_prob(values).sum()
+    if not total.requires_grad:
+        raise ValueError(
+            f"the density of {type(base).__name__} has no gradient in its {', '.join(leaves)}, so "
+            "that it has no Fisher information: observe a distribution whose density depends on "
+            "the latents"
+        )
+    found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
+
+
+def _of_parameters(base: Any, parameters: dict[str, Tensor]) -> Any:
+    """A distribution of the same class with other parameters."""
+    try:
+        return rebuilt(base, parameters)
+    except (TypeError, ValueError) as error:
+        missing = f"be made again from its parameters ({', '.join(parameters)})"
+        raise ValueError(_no_estimate(base, missing)) from error
+
+
+def _no_estimate(base: Any, missing: str) -> str:
+    return (
+        f"the Fisher information of {type(base).__name__} has no closed form here, and it cannot "
+        f'{missing} to estimate it; use structure="full" with curvature="hessian"'
+    )

@@ -14,7 +14,7 @@ from torch.distributions import transform_to
 
 from pyro_bdl.curvature.at import NOT_ON_SOME
 from pyro_bdl.curvature.prior import hyperpriors, independent_normal, is_one_number, run_at
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.program.batches import Batch, has_rows, leading_size, taken
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record

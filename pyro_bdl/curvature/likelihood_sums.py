@@ -13,7 +13,7 @@ from pyro_bdl.curvature.fisher import cell_weights, check_scales, num_data
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.prior import hyperpriors
 from pyro_bdl.curvature.structures.base import Curvature
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.check import check_finite_batches

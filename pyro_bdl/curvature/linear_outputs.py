@@ -8,23 +8,24 @@ Jacobian J as factors, and products of J with a vector.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.fisher_roots import Cotangent
 from pyro_bdl.curvature.jacobian.jacobian import Block, BlockPosition, DenseBlock, Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
 from pyro_bdl.curvature.jacobian.recorded_rows import working_dtype
 from pyro_bdl.curvature.structures.base import LinearDraws, Precision
-from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
-from pyro_bdl.program.trace import Site
-from pyro_bdl.program.unconstrained_parameters import (
-    known_kind,
-    recorded_output,
+from pyro_bdl.distributions.families import Cotangent
+from pyro_bdl.distributions.parameters import (
+    base_distribution,
+    is_known,
+    parameters_of,
     unconstrained_parameters,
     with_unconstrained,
 )
+from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import reaches
 
 _Transposed = tuple[list[Tensor], dict[str, Tensor]]  # v, and J' v by site
@@ -75,10 +76,17 @@ class LinearOutputs:
     def of_site(
         cls, at: Linearization, name: str, site: Site, *, differentiable: bool = False
     ) -> "LinearOutputs":
-        """The unconstrained parameters of an observed site."""
-        output = recorded_output(at.run, name)
-        tensors = unconstrained_parameters(site.distribution, output)
-        kind, base = known_kind(site), base_distribution(site.distribution)
+        """The unconstrained parameters of an observed site.
+
+        :raises NotImplementedError: if they do not make the distribution.
+        """
+        base = base_distribution(site.distribution)
+        kind = type(base).__name__
+        if not is_known(base):
+            raise NotImplementedError(
+                f"the linearized model does not know {kind} observations: use Predictive"
+            )
+        tensors = unconstrained_parameters(base, recorded_output(at.run, name))
         has_data = len(base.batch_shape) > 0
         result = cls(at, tensors, has_data=has_data, differentiable=differentiable)
         result.name, result.kind, result.site = name, kind, site
@@ -248,7 +256,8 @@ class LinearOutputs:
     def observed(self, values: dict[str, Tensor]) -> Site:
         """The observed site with the parameters ``values``."""
         assert self.site is not None
-        return with_unconstrained(self.site, values)
+        distribution = with_unconstrained(self.site.distribution, values)
+        return self.site._replace(distribution=distribution)
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """Split (..., n, K) into tensors by name, (..., *shape)."""
@@ -344,6 +353,15 @@ class GaussianOutputs:
             sizes = [values[key].numel() // len(self.mean) for key in (row, column)]
             return self.mean.new_zeros(len(self.mean), *sizes)
         return self.covariance[:, self.columns(row), self.columns(column)]
+
+
+def recorded_output(run: Run, name: str) -> Any:
+    """The network's output for an observed site, the deterministic site "f" beside it; or None.
+
+    It is "head.f" for an observed site "head.y", as the ready-made programs name them.
+    """
+    head, dot, _ = name.rpartition(".")
+    return run.deterministic.get(f"{head}{dot}f")
 
 
 def observed_outputs(

@@ -14,7 +14,7 @@ from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.likelihood_sums import FactorStatements
 from pyro_bdl.curvature.linear_outputs import LinearOutputs, observed_outputs
 from pyro_bdl.curvature.prior import hyperpriors
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.utils.memory import Allocations, available_memory, bytes_at_once
 from pyro_bdl.utils.random_state import seeded

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_bdl.distributions.copies import masks_of
 from pyro_bdl.distributions.matrix_normal import MatrixNormal
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.program.gaussian_prior import JointBlock, JointSite
 from pyro_bdl.program.subset import Subset

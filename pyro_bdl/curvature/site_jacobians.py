@@ -6,10 +6,10 @@ import torch
 
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fisher import cell_weights, num_data, site_parameters
-from pyro_bdl.curvature.fisher_roots import Cotangent
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.families import Cotangent
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.trace import Site
 from pyro_bdl.utils.memory import bytes_at_once

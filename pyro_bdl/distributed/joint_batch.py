@@ -9,7 +9,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 
 from pyro_bdl.curvature.fisher import check_scales, num_data
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.handlers import Handled
 from pyro_bdl.program.batch_norm import layers_called, uses_its_batch

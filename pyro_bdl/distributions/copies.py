@@ -10,7 +10,7 @@ from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 from torch.distributions import Distribution, Independent
 
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.parameters import base_distribution
 
 
 def without_validation(distribution: Distribution) -> Distribution:

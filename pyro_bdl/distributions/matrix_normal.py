@@ -13,7 +13,7 @@ from pyro.distributions import TorchDistribution, constraints
 from torch import Tensor
 from torch.distributions import Independent, Normal, register_kl
 
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.parameters import base_distribution
 
 
 class MatrixNormal(TorchDistribution):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.distributions.take_apart import Structure, rebuild, take_apart
+from pyro_bdl.distributions.parameters import is_known, parameters_of, rebuilt
 from pyro_bdl.elbo.step import Terms
 from pyro_bdl.elbo.tempered import Temperature, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
@@ -75,31 +75,30 @@ class MeanFieldLimit(TemperedTraceMeanField_ELBO):
             q_entropy = torch.zeros_like(kl)
             if self.is_cold:
                 q_entropy = self._flat_entropy(guide, draw["u"], log_det)
-            return {name: apart[1] for name, apart in _apart(run).items()}, kl, q_entropy
+            return _parameters(run), kl, q_entropy
 
         outputs, kl, q_entropy = self._map(particle, {"u": vectors})
         with torch.no_grad():
             run, _ = run_at(vectors[0].detach())
         observed = {
-            name: run.observed[name]._replace(
-                distribution=rebuild(structure, {k: v.mean(0) for k, v in outputs[name].items()})
+            name: site._replace(
+                distribution=rebuilt(
+                    site.distribution, {k: v.mean(0) for k, v in outputs[name].items()}, masks=True
+                )
             )
-            for name, (structure, _) in _apart(run).items()
+            for name, site in run.observed.items()
         }
         likelihood = replace(run, observed=observed).log_likelihood()
         likelihood = torch.as_tensor(likelihood, device=kl.device)
         return Terms(likelihood, kl.mean(), q_entropy.mean(), vectors.detach().mean(0))
 
 
-def _apart(run: Run) -> dict[str, tuple[Structure, dict[str, Tensor]]]:
-    """The observed sites' distributions, taken apart."""
-    found = {}
+def _parameters(run: Run) -> dict[str, dict[str, Tensor]]:
+    """The parameters of the observed sites' distributions."""
     for name, site in run.observed.items():
-        apart = take_apart(site.distribution)
-        if apart is None:
+        if not is_known(site.distribution):
             raise UnsupportedProgramError(
                 f"the parameters of the observed site '{name}' are not known, so that the mean "
                 f"output is not either: its distribution is {type(site.distribution).__name__}"
             )
-        found[name] = apart
-    return found
+    return {name: parameters_of(site.distribution) for name, site in run.observed.items()}

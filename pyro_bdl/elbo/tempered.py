@@ -26,7 +26,7 @@ from pyro_bdl.elbo.step import Step, Terms
 from pyro_bdl.elbo.unscaled_batches import UnscaledBatches
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.estimators import PerDatum, as_estimator
-from pyro_bdl.estimators.per_datum import active
+from pyro_bdl.estimators.per_datum import Products, active
 from pyro_bdl.estimators.rows import RowwiseLikelihood
 from pyro_bdl.estimators.sticking import constant_parameters
 from pyro_bdl.guides.base import Guide
@@ -230,10 +230,10 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
             p = record(model, _values(q), args, kwargs, draw=sum_out_discrete)
             likelihood = self.log_likelihood(p, q.latents)
         else:
-            with estimator.run({}, {}):
-                with without_autocast(), estimator.following():
-                    q = record(guide, {}, args, kwargs, draw=estimator.sample)
-                likelihood, p = self._row_by_row(model, _values(q), args, kwargs, estimator)
+            with estimator.run({}, {}) as products:
+                with without_autocast(), products:
+                    q = record(guide, {}, args, kwargs, draw=products.sample)
+                likelihood, p = self._row_by_row(model, _values(q), args, kwargs, products)
         with without_autocast():
             kl = self._site_kl(q, p) + q.log_likelihood()  # the latter holds the guide's factors
             q_entropy = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
@@ -282,8 +282,8 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
             p = record(model, latents, args, kwargs, draw=sum_out_discrete)
             likelihood = self.log_likelihood(p, latents)
         else:
-            with estimator.run(distributions, latents):
-                likelihood, p = self._row_by_row(model, latents, args, kwargs, estimator)
+            with estimator.run(distributions, latents) as products:
+                likelihood, p = self._row_by_row(model, latents, args, kwargs, products)
         with without_autocast():
             kl = self._flat_kl(guide, vector, log_det, p)
             q_entropy = torch.zeros_like(kl)
@@ -304,12 +304,12 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
 
     def _row_by_row(
         self, model: Callable, values: dict[str, Any], args: tuple, kwargs: dict,
-        estimator: PerDatum,
+        products: Products,
     ) -> tuple[Tensor, Run]:  # fmt: skip
         """The same with noise for each datum, and a run with the latents' priors."""
 
         def of_datum(program: Callable[[], Run]) -> Run:
-            run = estimator.of_datum(program)
+            run = products.of_datum(program)
             _require_values(run, values)
             return run
 

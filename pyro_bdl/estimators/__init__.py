@@ -1,6 +1,5 @@
 """Estimators of an ELBO's gradient with separate noise for every datum."""
 
-import difflib
 from collections.abc import Callable
 
 from pyro_bdl.estimators.dropout import per_example_dropout
@@ -25,10 +24,7 @@ def as_estimator(estimator: str | PerDatum | None) -> PerDatum | None:
     if estimator is None or isinstance(estimator, PerDatum):
         return estimator
     if estimator not in _BY_NAME:
-        near = [name for name in _BY_NAME if name.startswith(str(estimator))]
-        near = near or difflib.get_close_matches(str(estimator), _BY_NAME, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
         raise ValueError(
-            f"unknown estimator {estimator!r}: it is one of {', '.join(_BY_NAME)}, or None{hint}"
+            f"unknown estimator {estimator!r}: it is one of {', '.join(_BY_NAME)}, or None"
         )
     return _BY_NAME[estimator]()

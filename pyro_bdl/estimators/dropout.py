@@ -30,10 +30,10 @@ def per_example_dropout() -> PerDatum:
     return PerDatum(masked, _NAME, shared=True)
 
 
-def masked(product: DataProduct, kept: dict[str, Tensor]) -> Tensor:
+def masked(product: DataProduct, values: dict[str, Tensor]) -> Tensor:
     """Outputs of a product with the datum's own factors.
 
-    :param kept: the factors (K,) that the datum has drawn, by site.
+    :param values: the factors (K,) that the datum has drawn, by site.
     """
     weight, bias = product.weight, product.bias
     noisy = weight.base
@@ -44,9 +44,9 @@ def masked(product: DataProduct, kept: dict[str, Tensor]) -> Tensor:
         )
     assert weight.tag is not None
     site = weight.tag.site
-    if site not in kept:
-        kept[site] = draw(noisy.noise, noisy.p.expand(noisy.count), 1, noisy.step)[0]
-    factors, loc, index = kept[site], weight.of(noisy.loc), weight.of(noisy.index)
+    if site not in values:
+        values[site] = draw(noisy.noise, noisy.p.expand(noisy.count), 1, noisy.step)[0]
+    factors, loc, index = values[site], weight.of(noisy.loc), weight.of(noisy.index)
     shift = None if bias is None else bias.value
     units = _units(product, index)
     if units is None:

@@ -31,7 +31,7 @@ def flipout() -> PerDatum:
     return PerDatum(signed, _NAME)
 
 
-def signed(product: DataProduct, kept: object = None) -> Tensor:
+def signed(product: DataProduct, values: object = None) -> Tensor:
     """Outputs of a product with the datum's own signs."""
     require_normal(product, _NAME)
     mean = product.at_means()

@@ -44,7 +44,7 @@ def local_reparameterization(*, positions: str = "joint") -> PerDatum:
     return PerDatum(partial(local_noise, joint=positions == "joint"), _NAME)
 
 
-def local_noise(product: DataProduct, kept: object = None, *, joint: bool = True) -> Tensor:
+def local_noise(product: DataProduct, values: object = None, *, joint: bool = True) -> Tensor:
     """Sample outputs with the mean and covariance of the product of one datum."""
     require_normal(product, _NAME)
     mean = product.at_means()

@@ -4,17 +4,16 @@ latents."""
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
 from pyro.distributions import Delta
-from pyro.poutine.messenger import Messenger
+from pyro.poutine.messenger import Messenger, block_messengers
 from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_bdl.distributions.dropout_noise import NoisyWeight
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.estimators.product import DataProduct, Operand, data_product
 from pyro_bdl.program.linear_ops.recognize import recognize
@@ -28,68 +27,59 @@ if TYPE_CHECKING:
 Rule = Callable[[DataProduct, dict[str, Tensor]], Tensor]
 
 
-class _ProductTracker(Tracker):
-    """Tracker that computes products of one datum with latents by a rule; other operations use the
-    draws.
+class Products(Tracker):
+    """Tracker that computes products of one datum with latents by the rule of an estimator; other
+    operations use the draws. The guide's draws are followed inside its context.
 
-    :param rule: maps a product, and a dict of values that the datum keeps by site, to the outputs.
-    :param name: the estimator's name, for messages.
-    :param shared: whether all products with a latent use the same value of it.
+    :ivar computed: uses of each latent in this run that the rule computed.
+    :ivar read: uses of its draw, in this run and in the guide's.
     """
 
-    def __init__(self, rule: Rule, name: str, shared: bool) -> None:
+    def __init__(self, estimator: "PerDatum") -> None:
         super().__init__()
-        self.rule, self.name, self.shared = rule, name, shared
+        self.estimator = estimator
         self.in_program = False  # else in the guide, which computes with its draws
-        self.kept: dict[str, Tensor] = {}
-        self.points: dict[int, Tensor] = {}  # values of point masses, by id
         self.distributions: dict[str, Distribution] = {}
-        self.computed: dict[str, list[Tag]] = defaultdict(list)  # uses computed by the rule
-        self.read: dict[str, list[Tag]] = defaultdict(list)  # uses of the draw
-
-    def forget(self) -> None:
-        for cache in (
-            self.tags, self.points, self.distributions, self.computed, self.read, self.kept,
-        ):  # fmt: skip
-            cache.clear()  # type: ignore[attr-defined]
+        self.values: dict[str, Tensor] = {}  # those that the datum of this run has drawn
+        self.computed: dict[str, list[Tag]] = defaultdict(list)
+        self.read: dict[str, list[Tag]] = defaultdict(list)
 
     def drawn(self, site: str, distribution: Distribution, value: Tensor) -> None:
-        """Record a latent's draw, unless it is the value of an earlier site."""
-        if id(value) in self.tags or id(value) in self.points:
-            return
-        self.distributions[site] = distribution
-        if isinstance(base_distribution(distribution, through_masks=False), Delta):
-            self.points[id(value)] = value
-        else:
+        """Follow a latent's draw, unless it is a point or the value of an earlier site."""
+        is_point = isinstance(base_distribution(distribution, through_masks=False), Delta)
+        if not is_point and id(value) not in self.tags:
+            self.distributions[site] = distribution
             self.track(site, value)
 
-    @contextmanager
-    def program(self) -> Iterator[None]:
-        """One run of the program, on one datum."""
-        of_guide = {site: list(tags) for site, tags in self.read.items()}
-        self.computed.clear()
-        self.kept.clear()
-        self.in_program = True
+    def sample(self, msg: Any) -> None:
+        """Draw the value of a guide's sample statement, and follow it."""
+        fn = msg["fn"]
+        msg["value"] = fn.rsample() if fn.has_rsample else fn.sample()
+        msg["done"] = True
+        self.drawn(msg["name"], fn, msg["value"])
+
+    def of_datum(self, program: Callable[[], Any]) -> Any:
+        """Run the program on one datum."""
+        of_guide = self.read
+        self.read = defaultdict(list, {site: [*tags] for site, tags in of_guide.items()})
+        self.computed, self.values, self.in_program = defaultdict(list), {}, True
         try:
             with self:
-                yield
+                return program()
         finally:
-            self.in_program = False
-            self.read.clear()
-            self.read.update(of_guide)
+            self.read, self.in_program = of_guide, False
 
     def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
-        product = None
-        if self.in_program:
-            product = data_product(recognize(func, args, kwargs, self.is_latent), self._operand)
+        op = recognize(func, args, kwargs, self.is_latent) if self.in_program else None
+        product = data_product(op, self._operand)
         if product is not None:
             for operand in product.operands:
                 assert operand.tag is not None
                 self._meets(operand.tag, self.read)
-                if not self.shared:
+                if not self.estimator.shared:
                     self._meets(operand.tag, self.computed)
                 self.computed[operand.tag.site].append(operand.tag)
-            return product.back(self.rule(product, self.kept))
+            return product.back(self.estimator.rule(product, self.values))
         result = func(*args, **kwargs)
         if _tells_numbers(func, result):
             for tag in tagged:
@@ -107,8 +97,8 @@ class _ProductTracker(Tracker):
         if any(_overlap(tag, other) for other in earlier.get(tag.site, ())):
             raise UnsupportedProgramError(
                 f"the latent '{tag.site}' is used twice in one run (a layer that is called again, "
-                f"tied weights, or a penalty), and {self.name} would give it another value each "
-                "time: use plain sampling (estimator=None) for this program"
+                f"tied weights, or a penalty), and {self.estimator.name} would give it another "
+                "value each time: use plain sampling (estimator=None) for this program"
             )
 
 
@@ -119,7 +109,8 @@ class PerDatum(Messenger):
     run the program on one datum at a time, by ``vmap``. The terms of each single datum keep their
     distribution. KL terms are not affected: they use closed forms or one draw for all data.
 
-    :param rule: maps a product, and a dict of values that the datum keeps by site, to the outputs.
+    :param rule: maps a product, and a dict of the values that the datum has drawn by site, to the
+        outputs.
     :param name: the estimator's name, for messages.
     :param shared: whether all products with a latent use the same value of it for each datum.
     :raises UnsupportedProgramError: inside the context, for an ELBO of Pyro's; at a step, if the
@@ -128,17 +119,7 @@ class PerDatum(Messenger):
 
     def __init__(self, rule: Rule, name: str, *, shared: bool = False) -> None:
         super().__init__()
-        self.name = name
-        self._products = _ProductTracker(rule, name, shared)
-
-    def __enter__(self) -> "PerDatum":
-        super().__enter__()
-        _active.set((*_active.get(), self))
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        _active.set(tuple(context for context in _active.get() if context is not self))
-        super().__exit__(*error)
+        self.rule, self.name, self.shared = rule, name, shared
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if msg["is_observed"] and not is_deterministic(msg):
@@ -151,46 +132,25 @@ class PerDatum(Messenger):
     @contextmanager
     def run(
         self, distributions: Mapping[str, Distribution], draws: Mapping[str, Tensor]
-    ) -> Iterator[None]:
+    ) -> Iterator[Products]:
         """A context for the runs of a program at a guide's draw, or for a guide's run before.
 
-        In the second case the guide's statements are drawn by ``sample``.
+        In the second case the guide's statements are drawn by ``Products.sample``.
 
         :param distributions: the guide's distributions, by site.
         :param draws: values of the same sites.
         :raises UnsupportedProgramError: if the program computes no product of data with a latent.
         """
-        products = self._products
-        products.forget()
+        products = Products(self)
         for site, distribution in distributions.items():
             products.drawn(site, distribution, draws[site])
-        try:
-            yield
-            reached = bool(products.computed)
-        finally:
-            products.forget()
-        if not reached:
+        yield products
+        if not products.computed:
             raise UnsupportedProgramError(
                 f"{self.name} found no layer that multiplies data with a latent that has its own "
                 "distribution in the guide (linear, convolution, embedding, attention, product "
                 "with @): use plain sampling (estimator=None)"
             )
-
-    def of_datum(self, program: Callable[[], Any]) -> Any:
-        """Run the program on one datum, inside ``run``."""
-        with self._products.program():
-            return program()
-
-    def following(self) -> "_ProductTracker":
-        """A context in which a guide's draws are followed, inside ``run``."""
-        return self._products
-
-    def sample(self, msg: Any) -> None:
-        """Draw the value of a guide's sample statement, and track it."""
-        fn = msg["fn"]
-        msg["value"] = fn.rsample() if fn.has_rsample else fn.sample()
-        msg["done"] = True
-        self._products.drawn(msg["name"], fn, msg["value"])
 
     def distributions(self, guide: "Guide") -> Mapping[str, Distribution]:
         """The distributions of a guide's sites.
@@ -207,13 +167,10 @@ class PerDatum(Messenger):
         return distributions
 
 
-_active: ContextVar[tuple[PerDatum, ...]] = ContextVar("pyro_bdl_per_datum", default=())
-
-
 def active() -> PerDatum | None:
     """The innermost open context of this class, or None."""
-    contexts = _active.get()
-    return contexts[-1] if contexts else None
+    with block_messengers(lambda handler: isinstance(handler, PerDatum)) as contexts:
+        return contexts[-1] if contexts else None  # type: ignore[return-value]
 
 
 def require_normal(product: DataProduct, name: str) -> None:

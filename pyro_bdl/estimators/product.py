@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Normal
 
 from pyro_bdl.distributions.dropout_noise import NoisyWeight
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.program.linear_ops.recognize import AffineOp
 from pyro_bdl.program.linear_ops.tracker import Tag
 

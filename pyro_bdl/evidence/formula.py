@@ -30,7 +30,7 @@ from pyro_bdl.curvature.hyperparameters import (
 )
 from pyro_bdl.curvature.likelihood_sums import FactorStatements
 from pyro_bdl.curvature.prior import PriorPrecision, flat_entries, hyperpriors, prior_precision
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.program.subset import Subset

@@ -15,13 +15,13 @@ from pyro_bdl.curvature.hyperparameters import (
     restored_on_error,
 )
 from pyro_bdl.curvature.prior import hyperpriors
+from pyro_bdl.distributions.parameters import is_known
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.evidence.formula import NoFixedPointError, formula_of, read_guide
 from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint
 from pyro_bdl.evidence.shared_scales import warn_of_shared_scales
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.mode import find_mode
-from pyro_bdl.program.unconstrained_parameters import are_known
 from pyro_bdl.utils.progress import shown
 
 METHODS = ("fixed-point", "gradient")
@@ -124,7 +124,7 @@ def maximize(
     if guide.mode is not None:
         linearized = False  # the guide is at the optimum, and goes along with it
     elif linearized is None:
-        linearized = are_known(reading.run.observed.values())
+        linearized = all(is_known(site.distribution) for site in reading.run.observed.values())
     with restored_on_error(reading.parameters, guide.refresh):
         for _ in range(_ROUNDS):
             before = guide.hyperparameters()

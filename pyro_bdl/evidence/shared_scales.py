@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, owners
-from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
+from pyro_bdl.distributions.parameters import base_distribution, parameters_of
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batch_norm import without_running_statistics

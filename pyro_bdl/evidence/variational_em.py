@@ -14,7 +14,7 @@ from pyro_bdl.curvature.hyperparameters import (
     noise_owner,
     read_at_center,
 )
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
 from pyro_bdl.evidence.formula import rescaled, scaled_priors
 from pyro_bdl.guides.base import Guide

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_bdl.distributions.copies import point_of
-from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
+from pyro_bdl.distributions.parameters import base_distribution, parameters_of
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.layout import NEW_ROWS, Latent, differences, origin
 from pyro_bdl.program.program import Program, SiteShape, site_shapes

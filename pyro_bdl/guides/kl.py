@@ -18,7 +18,7 @@ from torch.distributions import (
 )
 from torch.nn.functional import mse_loss
 
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.program.layout import Layout, marginal
 from pyro_bdl.program.trace import Site
 

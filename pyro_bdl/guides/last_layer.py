@@ -9,7 +9,7 @@ from torch.distributions import Normal
 
 from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, subset_of

@@ -24,7 +24,6 @@ from pyro_bdl.mcmc.checkpoint import Journal
 from pyro_bdl.mcmc.jax.density import check_device, check_process, jax_density
 from pyro_bdl.mcmc.kernels import Kernel
 from pyro_bdl.mcmc.starts import Restriction
-from pyro_bdl.utils.compat import enable_x64
 from pyro_bdl.utils.interrupts import deferred_interrupt
 
 # The number of iterations between two checks of clock and keyboard is chosen to take about this
@@ -74,7 +73,7 @@ def run(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chain
     check_device(start.device)
     method = plan.chain_method or ("parallel" if jax.default_backend() == "cpu" else "vectorized")
     double = start.dtype == torch.float64
-    with deferred_interrupt() as stop, enable_x64(double):
+    with deferred_interrupt() as stop, jax.enable_x64(double):
         log_density = jax_density(target.log_density, target.log_density_terms, start[0])
         _raise_if(stop)
         init, step, warmup = kernel.transition(log_density, plan, start.shape[-1])
@@ -106,7 +105,7 @@ def run(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chain
             chains = [chain(*pair, number) for number, pair in enumerate(pairs)]
 
     def drawn(chains: list[Chain], count: int) -> Chains:
-        with deferred_interrupt() as stop, enable_x64(double):
+        with deferred_interrupt() as stop, jax.enable_x64(double):
             joined = _in_threads(chains, count, plan.progress, kernel.name, stop)
         joined.interrupted |= stop.is_set()  # Ctrl-C during the last block
         joined.vectors = joined.vectors.to(start)
@@ -278,7 +277,7 @@ def _in_threads(
     bar = progress_bar(progress, len(chains) * (warmup + count), name.upper())
 
     def work(chain: Chain) -> Chains:
-        with enable_x64(double):
+        with jax.enable_x64(double):
             return chain.run(count, stop, bar)
 
     if len(chains) == 1:

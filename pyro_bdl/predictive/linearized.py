@@ -18,7 +18,8 @@ from torch import Tensor
 
 from pyro_bdl.curvature import closed_forms
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs
-from pyro_bdl.distributions.take_apart import base_distribution, observation_mean
+from pyro_bdl.distributions.moments import observation_mean
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive.linearized_component import (

@@ -17,11 +17,8 @@ from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, LinearOutputs, observed_outputs
 from pyro_bdl.curvature.prior import PriorRoot
 from pyro_bdl.curvature.structures.base import LinearDraws
-from pyro_bdl.distributions.take_apart import (
-    base_distribution,
-    observation_covariance,
-    parameters_of,
-)
+from pyro_bdl.distributions.moments import observation_covariance
+from pyro_bdl.distributions.parameters import bijections, parameters_of
 from pyro_bdl.guides.draws import check_posterior
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.predictive.observations import (
@@ -34,7 +31,6 @@ from pyro_bdl.predictive.observations import (
 )
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.check import on_whole_data
-from pyro_bdl.program.unconstrained_parameters import constrained_value
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
@@ -139,10 +135,10 @@ class LinearizedPart:
         self, value: Tensor, parameters: dict[str, dict[str, Tensor]]
     ) -> Tensor | None:
         for name, drawn in parameters.items():
-            base = base_distribution(self.at.run.observed[name].distribution)
-            for key, parameter in parameters_of(base).items():
+            distribution = self.at.run.observed[name].distribution
+            for key, parameter in parameters_of(distribution).items():
                 if key in drawn and _is_same_tensor(parameter, value):
-                    return constrained_value(base, key, drawn[key])
+                    return bijections(distribution)[key](drawn[key])
         return None
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bdl.distributions.take_apart import observation_mean, observation_variance
+from pyro_bdl.distributions.moments import observation_mean, observation_moments
 from pyro_bdl.program.trace import Site
 
 
@@ -119,11 +119,11 @@ class DrawPredictions:
 
 
 def _moments(distribution: Any) -> PredictiveMoments:
-    return PredictiveMoments(observation_mean(distribution), observation_variance(distribution))
+    return PredictiveMoments(*observation_moments(distribution))
 
 
 def _predictions(distribution: Any) -> tuple[Tensor, Tensor, Tensor]:
-    mean, variance = _moments(distribution)
+    mean, variance = observation_moments(distribution)
     try:
         draws = distribution.sample()
     except RuntimeError:  # torch refuses some parameters that are NaN

@@ -7,12 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.distributions.take_apart import (
-    Structure,
-    observation_covariance,
-    rebuild,
-    take_apart,
-)
+from pyro_bdl.distributions.moments import observation_covariance
+from pyro_bdl.distributions.parameters import is_known, parameters_of, rebuilt
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import (
@@ -42,7 +38,6 @@ from pyro_bdl.program.trace import (
 )
 from pyro_bdl.program.vmap import DrawMap, Draws, joined, measured, number_of_draws
 from pyro_bdl.samples import Samples
-from pyro_bdl.utils.compat import is_exporting
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.validation import whole_number
 
@@ -172,7 +167,7 @@ class Predictive(DrawPredictions):
         program = on_whole_data(self.model)
         partial = draw and self._is_partial
         leave = leave_any_open if partial else leave_open
-        structures: dict[str, Structure] = {}
+        templates: dict[str, Any] = {}
 
         def run_at(draws: Draws, **options: Any) -> Run:
             return record(program, draws, args, kwargs, **{"draw": leave, **options})
@@ -190,12 +185,11 @@ class Predictive(DrawPredictions):
             return at_draw(draws, tensors)
 
         def tensors(name: str, distribution: Any) -> Any:
-            taken: Any = take_apart(distribution)
-            structures[name], parts = taken
-            return parts
+            templates[name] = distribution
+            return parameters_of(distribution)
 
         def finish(found: AtDraws) -> AtDraws:
-            values = {n: read(rebuild(structures[n], parts)) for n, parts in found.values.items()}
+            values = {n: read(rebuilt(templates[n], parts)) for n, parts in found.values.items()}
             return found._replace(values=values)
 
         def ancestral(draws: Draws) -> AtDraws:
@@ -210,7 +204,7 @@ class Predictive(DrawPredictions):
                     "site is observed: write the likelihood as pyro.sample(..., obs=y), and pass "
                     "the targets as well"
                 )
-            known = all(take_apart(site.distribution) for site in run.observed.values())
+            known = all(is_known(site.distribution) for site in run.observed.values())
             if known and run.discrete is None and not (draw and run.followed):
                 return parameters, finish
             return (ancestral if draw else inside), None
@@ -255,7 +249,7 @@ class Predictive(DrawPredictions):
             finish a chunk.
         :param partial: whether the posterior may lack latents.
         """
-        if is_exporting():
+        if torch.compiler.is_exporting():
             raise UnsupportedProgramError(
                 "a Predictive draws weights from its posterior at every call, which torch.export "
                 "cannot keep: export the network at fixed weights, such as guide.median()"

@@ -11,7 +11,6 @@ from pyro_bdl.distributions.copies import point_of
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.layout import support_bounds, transform_of
 from pyro_bdl.program.trace import Run, Site
-from pyro_bdl.utils.compat import MixtureSameFamilyConstraint
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.validation import listed
 
@@ -91,7 +90,7 @@ def _outside_support(site: Site) -> Tensor | None:
 
 
 def _is_real(support: Any) -> bool:
-    while isinstance(support, (constraints.independent, MixtureSameFamilyConstraint)):
+    while isinstance(support, (constraints.independent, constraints.MixtureSameFamilyConstraint)):
         support = support.base_constraint
     return support is constraints.real
 

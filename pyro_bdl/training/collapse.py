@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.fisher import num_data
-from pyro_bdl.distributions.take_apart import base_distribution, observation_mean
+from pyro_bdl.distributions.moments import observation_mean
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.elbo.tempered import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bdl.utils.compat import current_accelerator
-
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -21,7 +19,7 @@ class Casting(NamedTuple):
 
 def castings() -> tuple[Casting, ...]:
     """The device types for which autocast is active, with their dtypes."""
-    device = current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     kinds = ("cpu",) if device is None else ("cpu", device.type)
     return tuple(
         Casting(kind, torch.get_autocast_dtype(kind))

@@ -1,7 +1,5 @@
-"""Files that are written completely or not at all, and what saved work is recognized by; output to
-streams that may be closed early."""
+"""Files that are written completely or not at all, and what saved work is recognized by."""
 
-import io
 import os
 import secrets
 import shutil
@@ -13,8 +11,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-# Substitutes of the same length for characters in tables that an encoding may lack.
-_PLAIN = {"± ": "+-", "±": "~", "–": "-", "²": "2"}
 _SAME = 1e-4  # relative: sums in float32 depend on the number of threads
 
 
@@ -78,73 +74,3 @@ def _equal(theirs: np.ndarray, own: np.ndarray) -> bool:
     with np.errstate(invalid="ignore"):
         near = (theirs == own) | (np.abs(theirs - own) <= _SAME * scale)
     return bool((near | (np.isnan(theirs) & np.isnan(own))).all())
-
-
-class LenientStream(io.TextIOBase):
-    """A text stream that drops its text once the underlying stream is closed.
-
-    A reader such as ``head`` may close a pipe early, or the stream may be closed from the start;
-    neither raises an error. Characters that the stream's encoding lacks are replaced.
-
-    :param stream: a stream such as ``sys.stdout``; None if the process has none.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return getattr(self.stream, "encoding", None) or "utf-8"
-
-    def write(self, text: str) -> int:
-        """Write as much of the text as possible; return the length of ``text``."""
-        if self.stream is not None:
-            try:
-                self.stream.write(_encodable(text, self.encoding))
-            except (OSError, ValueError):  # ValueError is raised by a closed stream
-                self._give_up()
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush the underlying stream."""
-        if self.stream is not None:
-            try:
-                self.stream.flush()
-            except (OSError, ValueError):
-                self._give_up()
-
-    def fileno(self) -> int:
-        """Return the file descriptor of the underlying stream.
-
-        :raises OSError: if there is none.
-        """
-        if self.stream is None:
-            raise OSError("the stream is closed")
-        return self.stream.fileno()
-
-    def isatty(self) -> bool:
-        """Return whether the stream is a terminal."""
-        try:
-            return self.stream is not None and self.stream.isatty()
-        except ValueError:
-            return False
-
-    def _give_up(self) -> None:
-        """Drop all later text. Python flushes the stream again at exit, which must not fail."""
-        stream, self.stream = self.stream, None
-        try:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
-        except (OSError, ValueError):
-            pass
-
-
-def _encodable(text: str, encoding: str) -> str:
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        for character, plain in _PLAIN.items():
-            text = text.replace(character, plain)
-        return text.encode(encoding, "backslashreplace").decode(encoding)
-    return text

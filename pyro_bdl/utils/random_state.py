@@ -9,13 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bdl.utils.compat import current_accelerator
-
 
 def generators() -> dict[str, torch.Generator]:
     """Torch's own generators by device: that of the CPU, and those of accelerators in use."""
     result = {"cpu": torch.default_generator}
-    device = current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
         made = getattr(torch.get_device_module(device), "default_generators", ())
         result |= {f"{device.type}:{number}": one for number, one in enumerate(made)}

@@ -17,7 +17,7 @@ from pyro.ops.indexing import Vindex
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_bdl.contrib.discrete.marginals import JointMarginal, Marginal
-from pyro_bdl.distributions.take_apart import rebuild, take_apart
+from pyro_bdl.distributions.parameters import parameters_of, rebuilt
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.handlers import cold as cold_posterior
 from pyro_bdl.handlers import temper
@@ -413,8 +413,7 @@ def test_a_local_marginal_is_the_mixture():
         dist.Categorical(logits=latents["logits"]).expand([4]),
         dist.Normal(latents["means"], 0.5).expand([4, 3]),
     )
-    structure, tensors = take_apart(marginal)
-    again = rebuild(structure, tensors)
+    again = rebuilt(marginal, parameters_of(marginal))
     for found in (marginal, again, marginal.expand([4])):
         assert found.batch_shape == (4,)
         torch.testing.assert_close(found.mean, expected.mean)

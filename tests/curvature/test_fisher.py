@@ -6,6 +6,7 @@ import torch
 from torch import tensor
 
 from pyro_bdl.curvature.fisher import (
+    cell_roots,
     cell_weights,
     check_information,
     empirical_columns,
@@ -14,8 +15,7 @@ from pyro_bdl.curvature.fisher import (
     sampled_columns,
     site_parameters,
 )
-from pyro_bdl.curvature.fisher_roots import cell_roots, rebuilt
-from pyro_bdl.distributions.take_apart import parameters_of
+from pyro_bdl.distributions.parameters import parameters_of, rebuilt
 from pyro_bdl.program import Site
 
 

@@ -39,15 +39,10 @@ class Layer:
     def runs(self, estimator, count, rows=1):
         """Outputs (count, rows, ...) of so many copies of the datum in each of many runs."""
         x = self.x.expand(rows, *self.x.shape)
-        rows_of = RowMap()
+        row_map = RowMap()
 
         def one(draws):
-            def of_datum(args, kwargs, lane):
-                run = estimator.of_datum(lambda: record(self.program, draws, args))
-                return run.result[0]
-
-            with estimator.run(self.q, draws):
-                return rows_of(of_datum, (x,), {})
+            return row_by_row(estimator, row_map, self.program, self.q, draws, x)
 
         draws = {name: q.sample((count,)) for name, q in self.q.items()}
         return torch.vmap(one, randomness="different")(draws)
@@ -83,6 +78,48 @@ class Layer:
         assert ((centered.T @ centered / count - covariance).abs() <= slack).all()
 
 
+def row_by_row(estimator, row_map, program, q, draws, x):
+    """What a program returns for each row of x, (N, ...), at draws of a guide q."""
+    with estimator.run(q, draws) as products:
+
+        def of_row(args, kwargs, lane):
+            return products.of_datum(lambda: record(program, draws, args).result)[0]
+
+        return row_map(of_row, (x,), {})
+
+
+def losses_and_gradients(elbo, model, guide, data, count):
+    """Those of so many steps, (count, 1 + parameters)."""
+    objective, results = elbo(model, guide), []
+    parameters = list(guide.parameters())
+    for _ in range(count):
+        loss = objective(*data)
+        gradients = torch.autograd.grad(loss, parameters)
+        results.append(torch.cat([loss.reshape(1), *(g.reshape(-1) for g in gradients)]))
+    return torch.stack(results).detach()
+
+
+def have_one_mean(first, second, errors=5.0):
+    """Two samples (S, K) have the same mean, within so many standard errors."""
+    error = (first.var(0) / len(first) + second.var(0) / len(second)).sqrt()
+    return bool(((first.mean(0) - second.mean(0)).abs() <= errors * error + 1e-12).all())
+
+
 @pytest.fixture
 def layer():
     return Layer
+
+
+@pytest.fixture
+def steps():
+    return losses_and_gradients
+
+
+@pytest.fixture
+def one_mean():
+    return have_one_mean
+
+
+@pytest.fixture
+def rowwise():
+    return row_by_row

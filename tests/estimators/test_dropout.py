@@ -2,24 +2,20 @@
 
 from contextlib import nullcontext
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from pyro_bdl import bayesianize, models, priors
+from pyro_bdl import bayesianize, handlers, models, priors
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.estimators import flipout, local_reparameterization, per_example_dropout
+from pyro_bdl.estimators import per_example_dropout
 from pyro_bdl.guides import AutoMCDropout, AutoMeanField, GaussianNoise
 from pyro_bdl.program import record
 from pyro_bdl.program.rows import RowMap
 
 D = torch.float64
 COUNT = 4000
-CONTEXTS = {"local_reparameterization": local_reparameterization, "flipout": flipout}
 
 
 class Parts(nn.Module):
@@ -75,158 +71,89 @@ NETWORKS = {
 }
 
 
-def outputs(guide, model, x, context=None):
-    """f of every row of x, each at the draw or mask of a run."""
-    latents = {name: values[0] for name, values in guide.sample_latents(1).items()}
-    if context is None:
-        return record(model.network, latents, (x,)).result
-
-    def of_datum(args, kwargs, lane):
-        return context.of_datum(lambda: record(model.network, latents, args).result)[0]
-
-    with context.run(guide.site_distributions(), latents):
-        return RowMap()(of_datum, (x,), {})
-
-
 @pytest.mark.parametrize("mask", ["units", "weights"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_rows_of_a_run_are_distributed_as_plain_draws(name, mask):
+def test_rows_of_a_run_are_distributed_as_plain_draws(name, mask, rowwise, one_mean):
     """Mean and second moments over the rows of one run, against one row of many draws."""
     net, row = NETWORKS[name]
     net = net.double()
     row = row.double() if row.is_floating_point() else row
     model = models.Regression(bayesianize(net), noise=0.5)
-    x = row[None].expand(2, *row.shape)
+    x, many = (row[None].expand(count, *row.shape) for count in (2, COUNT))
     with torch.no_grad():
         y = torch.zeros_like(model.network.network(x))
         guide = AutoMCDropout(model, p=0.3, sites="all", mask=mask).prototype(x, y)
-        many = row[None].expand(COUNT, *row.shape)
-        rows = outputs(guide, model, many, per_example_dropout())
+        latents = {name: values[0] for name, values in guide.sample_latents(1).items()}
+        q = guide.site_distributions()
+        rows = rowwise(per_example_dropout(), RowMap(), model.network, q, latents, many)
         draws = guide.sample_latents(COUNT)
         plain = torch.vmap(lambda w: record(model.network, w, (x,)).result[0])(draws)
-    assert len(rows.unique(dim=0)) > 1
-    for power in (lambda z: z, lambda z: (z[:, :, None] * z[:, None]).flatten(1)):
-        a, b = power(rows), power(plain)
-        error = ((a.var(0) + b.var(0)) / COUNT).sqrt()
-        assert ((a.mean(0) - b.mean(0)).abs() < 5 * error + 1e-12).all()
+    assert len(rows.unique(dim=0)) > 1 and one_mean(rows, plain)
+    rows, plain = ((z[:, :, None] * z[:, None]).flatten(1) for z in (rows, plain))
+    assert one_mean(rows, plain)
 
 
-def classifier():
-    x = torch.randn(8, 3, dtype=D)
-    net = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2)).double()
-    model = models.Classification(bayesianize(net, priors.Normal(1.0)))
-    return model, x, torch.randint(0, 2, (8,))
+# data that are alike, so that noise they share does not average out
+X = 1.0 + 0.3 * torch.randn(8, 3, dtype=D, generator=torch.Generator().manual_seed(0))
+Y = torch.zeros(8, dtype=torch.long)
+VARIATIONAL = {"learn_p": True, "noise": GaussianNoise(), "mask": "weights", "sites": "all"}
 
 
-@pytest.mark.parametrize("learn_p", [False, True])
-def test_the_bound_and_its_gradient_have_the_same_expectation(learn_p):
-    model, x, y = classifier()
-    guide = AutoMCDropout(model, p=0.3, learn_p=learn_p).prototype(x, y)
-    parameters, found = list(guide.parameters()), {}
-    for estimator in (None, "per_example_dropout"):
-        objective = TemperedTraceMeanField_ELBO(num_particles=100, estimator=estimator)(
-            model, guide
-        )
-        rows = []
-        for _ in range(60):
-            loss = objective(x, y)
-            gradients = torch.autograd.grad(loss, parameters)
-            rows.append(torch.cat([loss.detach().reshape(1), *(g.reshape(-1) for g in gradients)]))
-            if learn_p:
-                guide.steps.zero_()  # the temperature of the relaxation stays
-        found[estimator] = torch.stack(rows)
-    a, b = found.values()
-    error = ((a.var(0) + b.var(0)) / 60).sqrt()
-    assert ((a.mean(0) - b.mean(0)).abs() <= 5 * error + 1e-12).all()
-    assert b[:, 0].var() < a[:, 0].var()
+class Penalized(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) + self[2].weight.square().sum()
 
 
-@pytest.mark.parametrize("estimator", ["local_reparameterization", "flipout"])
-@pytest.mark.parametrize("context", [False, True])
-def test_gaussian_factors_of_weights_are_normals(estimator, context):
-    """Variational dropout (Kingma, Salimans & Welling 2015): the same expectations, less noise."""
-    _, x, y = classifier()
-    net = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2)).double()
+def classifier(prior=None, kind=nn.Sequential):
+    net = kind(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2)).double()
+    return models.Classification(bayesianize(net, prior or priors.Normal(1.0)))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "context", "options", "particles", "most"),
+    [
+        (handlers.per_example_dropout, True, {}, 100, 1.0),
+        (handlers.per_example_dropout, False, {"learn_p": True}, 100, 1.0),
+        (handlers.local_reparameterization, True, VARIATIONAL, 50, 0.7),
+        (handlers.flipout, False, VARIATIONAL, 50, 0.7),
+    ],
+)
+def test_the_bound_and_its_gradient_have_the_same_expectation(
+    estimator, context, options, particles, most, steps, one_mean
+):
+    """With less noise. Gaussian factors of weights are Normals (Kingma, Salimans & Welling 2015,
+    variational dropout)."""
     rules = {"*.weight": priors.LogUniform(), "*": priors.Normal(1.0)}
-    model = models.Classification(bayesianize(net, priors.ByName(rules)))
-    options = {"p": 0.3, "learn_p": True, "noise": GaussianNoise(), "mask": "weights"}
-    guide = AutoMCDropout(model, sites="all", **options).prototype(x, y)
-    parameters, found = list(guide.parameters()), {}
-    for name in (None, estimator):
+    model, found = classifier(priors.ByName(rules) if options is VARIATIONAL else None), []
+    guide = AutoMCDropout(model, p=0.3, **options).prototype(X, Y)
+    guide.note_step = lambda step: None  # the temperature of the relaxation stays
+    for name in (None, estimator.__name__):
         option = None if context else name
-        objective = TemperedTraceMeanField_ELBO(num_particles=50, estimator=option)(model, guide)
-        rows = []
-        for _ in range(80):
-            with CONTEXTS[name]() if context and name else nullcontext():
-                loss = objective(x, y)
-            gradients = torch.autograd.grad(loss, parameters)
-            rows.append(torch.cat([loss.detach().reshape(1), *(g.reshape(-1) for g in gradients)]))
-        found[name] = torch.stack(rows)
-    a, b = found.values()
-    error = ((a.var(0) + b.var(0)) / 80).sqrt()
-    assert ((a.mean(0) - b.mean(0)).abs() <= 5 * error + 1e-12).all()
-    assert b[:, 0].var() < 0.7 * a[:, 0].var()
+        elbo = TemperedTraceMeanField_ELBO(num_particles=particles, estimator=option)
+        with estimator() if context and name else nullcontext():
+            found.append(steps(elbo, model, guide, (X, Y), 60))
+    plain, other = found
+    assert one_mean(plain, other) and other.var(0).sum() < most * plain.var(0).sum()
 
 
-@pytest.mark.parametrize("estimator", ["local_reparameterization", "flipout"])
-@pytest.mark.parametrize("options", [{"mask": "weights"}, {"noise": GaussianNoise()}])
-def test_other_dropout_has_no_normals(estimator, options):
-    model, x, y = classifier()
-    guide = AutoMCDropout(model, p=0.3, **options).prototype(x, y)
+NO_NORMAL = r"dropout at site '2.weight'.*per_example"
+
+
+@pytest.mark.parametrize(
+    ("estimator", "model", "guide", "options", "message"),
+    [
+        ("flipout", classifier(), AutoMCDropout, {"mask": "weights"}, NO_NORMAL),
+        ("flipout", classifier(), AutoMCDropout, {"noise": GaussianNoise()}, NO_NORMAL),
+        ("local_reparameterization", classifier(), AutoMCDropout, {}, NO_NORMAL),
+        ("per_example_dropout", classifier(), AutoMeanField, {}, r"AutoMCDropout, and site '0.wei"),
+        (
+            "per_example_dropout", classifier(kind=Penalized), AutoMCDropout, {},
+            r"latent '2.weight' is used twice",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_refused(estimator, model, guide, options, message):
+    guide = guide(model, **options).prototype(X, Y)
     elbo = TemperedTraceMeanField_ELBO(estimator=estimator)
-    with pytest.raises(UnsupportedProgramError, match=r"dropout at site '2.weight'.*per_example"):
-        elbo.loss(model, guide, x, y)
-
-
-def test_a_context_trains_a_dropout_guide():
-    model, x, y = classifier()
-    guide = AutoMCDropout(model, p=0.3).prototype(x, y)
-    elbo = TemperedTraceMeanField_ELBO()
-    with per_example_dropout():
-        elbo(model, guide)(x, y).backward()
-    assert guide.loc.grad.abs().sum() > 0
-
-
-def test_guides_without_dropout_are_refused():
-    model, x, y = classifier()
-    guide = AutoMeanField(model).prototype(x, y)
-    elbo = TemperedTraceMeanField_ELBO(estimator="per_example_dropout")
-    with pytest.raises(
-        UnsupportedProgramError, match=r"such as AutoMCDropout, and site '0.weight'"
-    ):
-        elbo.loss(model, guide, x, y)
-
-
-def test_a_penalty_on_a_dropped_weight_is_refused():
-    class Penalized(nn.Sequential):
-        def forward(self, x):
-            return super().forward(x) + self[2].weight.square().sum()
-
-    net = Penalized(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2)).double()
-    _, x, y = classifier()
-    model = models.Classification(bayesianize(net))
-    guide = AutoMCDropout(model, p=0.3).prototype(x, y)
-    elbo = TemperedTraceMeanField_ELBO(estimator="per_example_dropout")
-    with pytest.raises(UnsupportedProgramError, match=r"latent '2.weight' is used twice"):
-        elbo.loss(model, guide, x, y)
-
-
-def test_functions_of_products_alone():
-    """A program by hand: x @ w.T, one mask per datum in both calls."""
-    _, x, _ = classifier()
-    net = nn.Linear(3, 1, bias=False).double()
-    model = models.Regression(bayesianize(net), noise=0.5)
-    guide = AutoMCDropout(model, p=0.5, sites="all").prototype(x, x[:, 0])
-    latents = {name: values[0] for name, values in guide.sample_latents(1).items()}
-    context = per_example_dropout()
-
-    def program(x):
-        w = pyro.sample("weight", dist.Normal(0.0, 1.0).expand([1, 3]).to_event(2))
-        return x @ w.T, F.linear(x, w)
-
-    def of_datum(args, kwargs, lane):
-        return context.of_datum(lambda: record(program, latents, args).result)
-
-    with context.run(guide.site_distributions(), latents):
-        first, second = RowMap()(of_datum, (x,), {})
-    torch.testing.assert_close(first, second)
+    with pytest.raises(UnsupportedProgramError, match=message):
+        elbo.loss(model, guide, X, Y)

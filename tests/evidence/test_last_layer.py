@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import jacrev
 
 from pyro_bdl import Program, bayesianize, evidence, models, priors
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.evidence import LastLayerEvidence
 from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer

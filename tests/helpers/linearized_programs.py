@@ -9,10 +9,11 @@ from pyro.nn import PyroParam
 from torch import nn
 
 from pyro_bdl import bayesianize, models
+from pyro_bdl.curvature.linear_outputs import recorded_output
+from pyro_bdl.distributions.parameters import unconstrained_parameters
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program import Program
-from pyro_bdl.program.unconstrained_parameters import recorded_output, unconstrained_parameters
 
 N = 6
 

@@ -11,7 +11,7 @@ from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal
 from torch import nn
 
 import pyro_bdl as bdl
-from pyro_bdl.distributions.take_apart import observation_mean, rebuild, take_apart
+from pyro_bdl.distributions.moments import observation_mean
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.predictive import sampled
 from pyro_bdl.program.vmap import map_draws
@@ -126,36 +126,6 @@ def test_draws_have_the_predictive_moments_of_the_conjugate_model():
     sd = covariance.diagonal().sqrt()
     assert ((y.mean(0) - mean).abs() < 5 * sd / count**0.5).all()
     assert ((torch.cov(y.T) - covariance).abs() < 0.05 * torch.outer(sd, sd)).all()
-
-
-@pytest.mark.parametrize(
-    "distribution",
-    [
-        dist.Normal(torch.tensor([1.0, -2.0]), 0.5),
-        dist.Normal(torch.zeros(2, 3), 0.5).to_event(1),
-        dist.StudentT(5.0, torch.tensor([1.0, 2.0]), 0.1),
-        dist.Gamma(torch.tensor([2.0, 3.0]), 4.0),
-        dist.LogNormal(torch.tensor([0.0, 0.2]), 0.3),
-        dist.Poisson(torch.tensor([3.0, 5.0])),
-        dist.NegativeBinomial(torch.tensor([5.0, 7.0]), probs=torch.tensor([0.3, 0.5])),
-        dist.Bernoulli(torch.tensor([0.3, 0.5])),
-        dist.Bernoulli(logits=torch.tensor([0.3, -0.5])),
-        dist.Categorical(torch.tensor([[0.2, 0.8], [0.5, 0.5]])),
-        dist.Categorical(logits=torch.tensor([[0.2, 0.8], [0.5, 0.5]])),
-        dist.MultivariateNormal(torch.zeros(2), torch.tensor([[2.0, 0.3], [0.3, 1.0]])),
-        dist.Normal(torch.zeros(3), 1.0).mask(torch.tensor([True, False, True])),
-    ],
-    ids=lambda d: type(d).__name__,
-)
-def test_distributions_taken_apart_are_rebuilt(distribution):
-    structure, tensors = take_apart(distribution)
-    again = rebuild(structure, tensors)
-    value = distribution.sample()
-    masked = hasattr(distribution, "_mask")
-    expected = (distribution.base_dist if masked else distribution).log_prob(value)
-    torch.testing.assert_close(again.log_prob(value), expected)
-    widened = {name: tensor.expand(6, *tensor.shape) for name, tensor in tensors.items()}
-    assert rebuild(structure, widened).sample().shape == (6, *distribution.shape())
 
 
 def test_what_comes_after_the_observation_follows_its_draw():

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.contrib.discrete.enumeration import Statement
-from pyro_bdl.distributions.take_apart import rebuild, take_apart
+from pyro_bdl.distributions.parameters import (
+    base_distribution,
+    constants_of,
+    is_known,
+    parameters_of,
+    rebuilt,
+)
 
 
 def log_densities(statements: Iterable[Statement]) -> dict[str, Tensor]:
@@ -35,32 +41,29 @@ def _form(statement: Statement) -> Any:
     fn: Any = site.distribution
     if statement.kind not in ("observed", "latents") or not isinstance(site.value, Tensor):
         return None
-    taken = take_apart(fn)
-    if taken is None or taken[0].parts or taken[0].constants:
+    base, tensors = base_distribution(fn), parameters_of(fn)
+    if not is_known(fn) or any("." in name for name in tensors):
         return None
-    structure, tensors = taken
     numbers = fn.batch_shape.numel() * fn.event_shape.numel()
     for tensor in tensors.values():
         if tensor.shape[: len(fn.batch_shape)] != fn.batch_shape or tensor.numel() > numbers:
             return None
     values = {**tensors, "value": site.value}
     shapes = tuple((name, t.shape, t.dtype, t.device) for name, t in values.items())
-    return structure.kind, structure.event_dims, fn.batch_shape, shapes
+    return type(base), tuple(constants_of(base).items()), fn.batch_shape, fn.event_shape, shapes
 
 
 def _together(statements: Sequence[Statement]) -> Sequence[Tensor]:
     """log p of statements of one form at their values, of parameters and values stacked."""
     first: Any = statements[0].site.distribution
-    taken: Any = [take_apart(statement.site.distribution) for statement in statements]
+    tensors = [parameters_of(statement.site.distribution) for statement in statements]
     values = [statement.site.value for statement in statements]
     batch, of_values = len(first.batch_shape), values[0].dim() - first.event_dim
 
-    def stacked(tensors: Sequence[Tensor], rank: int) -> Tensor:
-        together = torch.stack(list(tensors))
+    def stacked(parts: Sequence[Tensor], rank: int) -> Tensor:
+        together = torch.stack(list(parts))
         ones = (1,) * (max(batch, of_values) - rank)
         return together.reshape(together.shape[:1] + ones + together.shape[1:])
 
-    parameters = {
-        name: stacked([tensors[name] for _, tensors in taken], batch) for name in taken[0][1]
-    }
-    return rebuild(taken[0][0], parameters).log_prob(stacked(values, of_values)).unbind()
+    parameters = {name: stacked([parts[name] for parts in tensors], batch) for name in tensors[0]}
+    return rebuilt(first, parameters).log_prob(stacked(values, of_values)).unbind()

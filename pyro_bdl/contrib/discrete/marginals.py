@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 
 from pyro_bdl.contrib.discrete.elimination import ROOM
-from pyro_bdl.utils.compat import MixtureSameFamilyConstraint
 
 
 class MarginalShape(NamedTuple):
@@ -111,7 +110,7 @@ class Marginal(MixtureSameFamily):
         inner = self._event_ndims - self._support.event_dim
         if self._support in (constraints.real, constraints.real_vector):  # so without the mixture
             support = constraints.independent(self._support, inner) if inner else self._support
-            return MixtureSameFamilyConstraint(support)
+            return constraints.MixtureSameFamilyConstraint(support)
         return super().support
 
     def _mixture(self) -> Any:

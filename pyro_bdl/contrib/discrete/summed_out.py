@@ -37,7 +37,7 @@ from pyro_bdl.contrib.discrete.elimination import (
 )
 from pyro_bdl.contrib.discrete.enumeration import Enumeration, Statement
 from pyro_bdl.contrib.discrete.marginals import JointMarginal, Marginal, MarginalShape
-from pyro_bdl.distributions.take_apart import rebuild, take_apart
+from pyro_bdl.distributions.parameters import is_known, parameters_of, rebuilt
 from pyro_bdl.errors import UnsupportedProgramError
 
 
@@ -284,7 +284,7 @@ class SummedOut:
             is_mixture = False
         is_mixture = is_mixture and all(variable.plates == kept for variable in variables)
         distribution: Any = JointMarginal(density, draw, fn.support, shape)
-        if is_mixture and take_apart(fn) is not None:
+        if is_mixture and is_known(fn):
             mixture = functools.partial(self._mixture, statement, near, kept, shape)
             distribution = Marginal(mixture, fn.support, shape, has_inner and not kept)
         if statement.kind == "factors":
@@ -308,8 +308,6 @@ class SummedOut:
         own = set(statement.symbols.values())
         left = connected(own, self._algebra.eliminate(near, symbols_of(near) - own)[0])
         weights = self._algebra.product([self._algebra.reduced(f, kept) for f in left])
-        taken: Any = take_apart(fn)
-        structure, tensors = taken
         inner = shape.event[: len(shape.event) - fn.event_dim]
         count = len(weights.symbols)
 
@@ -322,10 +320,8 @@ class SummedOut:
             tensor = tensor.reshape(-1, *shape.batch, *inner, *rest)
             return tensor.movedim(0, len(shape.batch))
 
-        components = rebuild(
-            structure._replace(event_dims=structure.event_dims + len(inner)),
-            {name: laid_out(tensor) for name, tensor in tensors.items()},
-        )
+        tensors = {name: laid_out(tensor) for name, tensor in parameters_of(fn).items()}
+        components = rebuilt(fn, tensors).to_event(len(inner))
         logits = shape.laid_out(weights.table.flatten(0, count - 1)).movedim(0, -1)
         return MixtureSameFamily(
             Categorical(logits=logits, validate_args=False), components, validate_args=False

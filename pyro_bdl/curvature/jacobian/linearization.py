@@ -10,7 +10,7 @@ from torch import Tensor
 from pyro_bdl.curvature.jacobian.jacobian import Block, BlockPosition, DenseBlock, Jacobian
 from pyro_bdl.curvature.jacobian.output_layers import IdentityBlock, SoftmaxBlock
 from pyro_bdl.curvature.jacobian.recorded_rows import RecordedRows, working_dtype
-from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
+from pyro_bdl.distributions.parameters import base_distribution, parameters_of
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils.autograd import reaches

@@ -20,7 +20,7 @@ from pyro_bdl.distributions.dropout_noise import (
     scale_free_kl,
 )
 from pyro_bdl.distributions.log_uniform import ImproperLogUniform
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.dropout.layers import LayerReader, rates_of_layers

@@ -21,7 +21,6 @@ from pyro_bdl.mcmc.jax.ops.registry import as_dtype, aten, cast, lookup
 from pyro_bdl.tracing.graph import is_random
 from pyro_bdl.tracing.simplify import LARGE
 from pyro_bdl.tracing.trace import NotTraceable, plain_torch, tensor_of, trace_pure
-from pyro_bdl.utils.compat import enable_x64
 
 WAY_OUT = 'Sample with backend="pyro", which runs any program.'
 # Options of creation operators that concern memory: device, layout and the like.
@@ -134,7 +133,7 @@ def to_jax(
         return _replace(output.args[0], values)
 
     evaluate.detaches = bool(detached)  # type: ignore[attr-defined]
-    with enable_x64(any(e.dtype == torch.float64 for e in examples)):
+    with jax.enable_x64(any(e.dtype == torch.float64 for e in examples)):
         jax.eval_shape(evaluate, *(jax.ShapeDtypeStruct(e.shape, as_dtype(e)) for e in examples))
     return evaluate
 

@@ -1,4 +1,4 @@
-"""Unbounded parameters: there and back, and what is taken for a network's logits."""
+"""Distributions as tensors: made again, on an unbounded scale, and a network's logits."""
 
 import math
 
@@ -10,12 +10,15 @@ from pyro import poutine
 from torch import nn
 
 from pyro_bdl import bayesianize, models
-from pyro_bdl.program import Program, Site
-from pyro_bdl.program.unconstrained_parameters import (
-    recorded_output,
+from pyro_bdl.curvature.linear_outputs import recorded_output
+from pyro_bdl.distributions.parameters import (
+    is_known,
+    parameters_of,
+    rebuilt,
     unconstrained_parameters,
     with_unconstrained,
 )
+from pyro_bdl.program import Program
 
 ones, two = torch.ones(4), torch.full((4,), 2.0)
 LOG_2 = torch.full((4, 2), 2.0).log()
@@ -104,29 +107,53 @@ KNOWN = {
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_there_and_back(name):
+    """From natural and from unconstrained parameters, also of several draws; and from any reals."""
     base, expected = KNOWN[name]
+    value = base.sample()
     for wrapped in (base, base.to_event(1), base.mask(torch.arange(4) > 1)):
+        assert is_known(wrapped)
         natural = unconstrained_parameters(wrapped)
-        for key, value in expected.items():
-            torch.testing.assert_close(natural[key], value)
-        value = base.sample()
-        site = Site(wrapped, value, 2.0, None, 1.0)
-        torch.testing.assert_close(with_unconstrained(site, natural).log_prob(), site.log_prob())
+        for key, part in expected.items():
+            torch.testing.assert_close(natural[key], part)
+        density = wrapped.log_prob(value)
+        torch.testing.assert_close(with_unconstrained(wrapped, natural).log_prob(value), density)
         more = {key: v.expand(5, *v.shape) for key, v in natural.items()}
-        again = with_unconstrained(site, more)
-        assert again.distribution.batch_shape == (5, *wrapped.batch_shape)
-        torch.testing.assert_close(
-            again.log_prob(), site.log_prob().expand(5, *wrapped.batch_shape)
-        )
+        again = with_unconstrained(wrapped, more)
+        assert again.batch_shape == (5, *wrapped.batch_shape)
+        torch.testing.assert_close(again.log_prob(value), density.expand(5, *density.shape))
+    tensors = {name: v.expand(6, *v.shape) for name, v in parameters_of(wrapped).items()}
+    again = rebuilt(wrapped, tensors)
+    assert again.sample().shape == (6, *base.shape())  # without the mask
+    torch.testing.assert_close(again.log_prob(value)[0], base.log_prob(value))
+    moved = {key: part - 1.5 for key, part in natural.items()}
+    if "total_count" in moved and name != "NegativeBinomial":
+        moved["total_count"] = base.total_count
+    assert torch.isfinite(with_unconstrained(base, moved).log_prob(value)).all()
 
 
-def test_any_real_number_is_allowed():
-    for base, _ in KNOWN.values():
-        site = Site(base, base.sample(), 1.0, None, 1.0)
-        moved = {key: value - 1.5 for key, value in unconstrained_parameters(base).items()}
-        if "total_count" in moved and type(base).__name__ != "NegativeBinomial":
-            moved["total_count"] = base.total_count
-        assert torch.isfinite(with_unconstrained(site, moved).log_prob()).all()
+class Shifted(dist.Normal):
+    """Its constructor takes more than it says in ``arg_constraints``."""
+
+    def __init__(self, loc, scale, shift=0.0, validate_args=None):
+        self.shift = shift
+        super().__init__(loc, scale, validate_args=validate_args)
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        Shifted(ones, two),
+        dist.Delta(ones),
+        dist.TransformedDistribution(dist.Normal(ones, two), [dist.transforms.PowerTransform(two)]),
+        dist.MixtureSameFamily(
+            dist.Categorical(torch.ones(4, 2)),
+            dist.Normal(torch.ones(4, 2), 1.0).mask(torch.tensor([True, False])),
+        ),
+    ],
+    ids=lambda unknown: type(unknown).__name__,
+)
+def test_what_tensors_alone_do_not_make_is_not_known(unknown):
+    assert not is_known(unknown) and not is_known(unknown.to_event(1))
 
 
 def test_certain_probabilities_are_finite():

@@ -1,0 +1,167 @@
+"""The table of distributions: what their constructors and ``arg_constraints`` do not say.
+
+A family without an entry is made of the tensors that its ``arg_constraints`` names, if its
+constructor takes no others, and its Fisher information is estimated. An entry is one line of
+``FAMILIES``; the function of a closed form stands above it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from pyro.distributions import ZeroInflatedDistribution
+from torch import Tensor
+from torch.distributions import Distribution, MixtureSameFamily
+
+Cotangent = dict[str, Tensor]
+Roots = Iterable[Cotangent]
+
+
+class Family(NamedTuple):
+    """What is known of a class of distributions.
+
+    :param information: columns of S with S S' = F, the Fisher information of each cell, from a
+        distribution and its tensors that depend on the latents, the others being known; None where
+        these have no closed form.
+    :param divergence: whether torch's KL divergence of two members is twice differentiable where
+        they are equal; its Hessian is F.
+    :param constants: arguments that are no tensors, each with the attribute that holds it.
+    :param parts: arguments that are distributions.
+    """
+
+    information: Callable[[Any, Cotangent], Roots | None] | None = None
+    divergence: bool = False
+    constants: Mapping[str, str] = MappingProxyType({})
+    parts: tuple[str, ...] = ()
+
+
+def name_of(base: Distribution) -> str:
+    """The name of a family: of the class whose constructor takes a distribution's parts."""
+    with_parts = (MixtureSameFamily, ZeroInflatedDistribution)
+    return next((kind for kind in with_parts if isinstance(base, kind)), type(base)).__name__
+
+
+def family_of(base: Distribution) -> Family:
+    """The entry of a distribution without wrappers."""
+    return FAMILIES.get(name_of(base), Family())
+
+
+# ------------------------------------------------------------------------------- closed forms
+
+
+def _diagonal(information: dict[str, Tensor], parameters: Cotangent) -> Roots:
+    return [{name: value.sqrt()} for name, value in information.items() if name in parameters]
+
+
+def _location_scale(of_loc: float, of_scale: float) -> Callable[[Any, Cotangent], Roots]:
+    """The information of a symmetric location-scale family, in units of 1 / scale^2."""
+
+    def roots(base: Any, parameters: Cotangent) -> Roots:
+        precision = base.scale.detach().square().reciprocal()
+        return _diagonal({"loc": of_loc * precision, "scale": of_scale * precision}, parameters)
+
+    return roots
+
+
+def _student_t(base: Any, parameters: Cotangent) -> Roots:
+    """The information of location, scale and df (Lange, Little & Taylor 1989, appendix B)."""
+    df, scale = base.df.detach(), base.scale.detach()
+    precision = scale.square().reciprocal()
+    loc = (df + 1) / (df + 3) * precision
+    trigamma = torch.special.polygamma
+    of_df = 0.25 * (trigamma(1, df / 2) - trigamma(1, (df + 1) / 2))
+    of_df = of_df - (df + 5) / (2 * df * (df + 1) * (df + 3))
+    of_scale = 2 * df / (df + 3) * precision
+    cross = -2 / ((df + 1) * (df + 3) * scale)
+    if not {"scale", "df"} <= parameters.keys():
+        return _diagonal({"loc": loc, "scale": of_scale, "df": of_df.clamp(min=0.0)}, parameters)
+    root = of_scale.sqrt()
+    rest = (of_df - cross.square() / of_scale).clamp(min=0.0).sqrt()
+    return [*_diagonal({"loc": loc}, parameters), {"scale": root, "df": cross / root}, {"df": rest}]
+
+
+def _poisson(base: Any, parameters: Cotangent) -> Roots:
+    rate = base.rate.detach()
+    tiny = torch.finfo(rate.dtype).tiny
+    return _diagonal({"rate": rate.clamp(min=tiny).reciprocal()}, parameters)
+
+
+def _of_probability(count: Callable[[Any], Any]) -> Callable[[Any, Cotangent], Roots | None]:
+    """The information of a probability p: count p (1 - p) for its logits, count / (p (1 - p)) for
+    p."""
+
+    def roots(base: Any, parameters: Cotangent) -> Roots | None:
+        if "total_count" in parameters:
+            return None
+        logits = base.logits.detach()
+        variance = torch.sigmoid(logits) * torch.sigmoid(-logits)
+        if "logits" in parameters:
+            return _diagonal({"logits": count(base) * variance}, parameters)
+        p = base.probs.detach()
+        variance = (p * (1 - p)).clamp(min=torch.finfo(p.dtype).tiny)
+        return _diagonal({"probs": count(base) / variance}, parameters)
+
+    return roots
+
+
+def _failures(base: Any) -> Tensor:
+    """The information of r failures is that of r / (1 - p) trials."""
+    rest = torch.sigmoid(-base.logits.detach())
+    return base.total_count.detach() / rest.clamp(min=torch.finfo(rest.dtype).tiny)
+
+
+def _categorical(base: Any, parameters: Cotangent) -> Roots:
+    """Columns sqrt(p_k) (e_k - p) for logits, e_k / sqrt(p_k) for probabilities."""
+    p = base.probs.detach()
+    for k in range(p.shape[-1]):
+        p_k, one = p[..., k : k + 1], p.new_zeros(p.shape[-1])
+        one[k] = 1.0
+        if "probs" in parameters:
+            yield {"probs": one * p_k.clamp(min=torch.finfo(p.dtype).tiny).rsqrt()}
+        else:
+            yield {"logits": p_k.sqrt() * (one - p)}
+
+
+def _mean_of_normal(base: Any, parameters: Cotangent) -> Roots | None:
+    """The information Sigma^-1 = L^-T L^-1 of a multivariate Normal's mean alone."""
+    if parameters.keys() != {"loc"}:
+        return None
+    inverse = torch.linalg.inv(base.scale_tril.detach())
+    rows = inverse.expand(*base.batch_shape, *inverse.shape[-2:]).unbind(-2)
+    return [{"loc": row} for row in rows]
+
+
+# ---------------------------------------------------------------------------------- the table
+
+_NORMAL = Family(_location_scale(1.0, 2.0))
+_MULTIVARIATE = Family(_mean_of_normal, divergence=True)
+_DIVERGENCE = Family(divergence=True)
+
+FAMILIES: dict[str, Family] = {
+    "Normal": _NORMAL,
+    "LogNormal": _NORMAL,
+    "Laplace": Family(_location_scale(1.0, 1.0)),
+    "Cauchy": Family(_location_scale(0.5, 0.5)),
+    "StudentT": Family(_student_t),
+    "Poisson": Family(_poisson, constants={"is_sparse": "is_sparse"}),
+    "Bernoulli": Family(_of_probability(lambda base: 1.0)),
+    "Binomial": Family(_of_probability(lambda base: base.total_count.detach())),
+    "NegativeBinomial": Family(_of_probability(_failures)),
+    "Categorical": Family(_categorical),
+    "OneHotCategorical": Family(_categorical),
+    "MultivariateNormal": _MULTIVARIATE,
+    "LowRankMultivariateNormal": _MULTIVARIATE,
+    "Gamma": _DIVERGENCE,
+    "Beta": _DIVERGENCE,
+    "Gumbel": _DIVERGENCE,
+    "Exponential": _DIVERGENCE,
+    "HalfNormal": _DIVERGENCE,
+    "Geometric": _DIVERGENCE,
+    "Multinomial": Family(constants={"total_count": "total_count"}),
+    "DirichletMultinomial": Family(constants={"is_sparse": "is_sparse"}),
+    "ContinuousBernoulli": Family(constants={"lims": "_lims"}),
+    "MixtureSameFamily": Family(parts=("mixture_distribution", "component_distribution")),
+    "ZeroInflatedDistribution": Family(parts=("base_dist",)),
+    "TransformedDistribution": Family(parts=("base_dist",)),
+}

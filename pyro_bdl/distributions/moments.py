@@ -1,0 +1,87 @@
+"""Moments of observations; those of classes are moments of their indicators."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, MixtureSameFamily
+
+from pyro_bdl.distributions.parameters import base_distribution
+
+_DRAWS = 256
+
+
+def observation_kind(distribution: Distribution) -> str:
+    """The name of a distribution without wrappers; of a mixture over classes, or over both values
+    of a Bernoulli, that of its components."""
+    base: Any = base_distribution(distribution)
+    if isinstance(base, MixtureSameFamily):
+        inner = observation_kind(base.component_distribution)
+        if inner == "Bernoulli" or _class_probabilities(base) is not None:
+            return inner
+    return type(base).__name__
+
+
+def observation_mean(distribution: Distribution) -> Tensor:
+    """E[y]; for a Categorical the class probabilities, with one more dimension."""
+    return observation_moments(distribution)[0]
+
+
+def observation_moments(distribution: Distribution) -> tuple[Tensor, Tensor]:
+    """E[y] and Var[y]; for a Categorical the class probabilities q and q (1 - q), with one more
+    dimension.
+
+    Without closed forms both are moments of 256 draws.
+    """
+    base: Any = base_distribution(distribution)
+    classes = _class_probabilities(base)
+    if classes is not None:
+        return classes, classes * (1.0 - classes)
+    try:
+        return base.mean, base.variance
+    except NotImplementedError:
+        draws = base.sample(torch.Size([_DRAWS]))
+        return draws.mean(0), draws.var(0, correction=0)
+
+
+def observation_covariance(distribution: Distribution) -> tuple[Tensor, Tensor]:
+    """E[y] and Cov[y] of the E numbers of each event, (*batch, E) and (*batch, E, E).
+
+    The dimensions that ``to_event`` takes belong to the batch: they are independent. E is 1 for a
+    single number, and the number of classes for a Categorical. Without a closed form both are
+    moments of 256 draws.
+    """
+    base: Any = base_distribution(distribution)
+    name, classes = type(base).__name__, _class_probabilities(base)
+    if classes is not None or name in ("OneHotCategorical", "Multinomial"):
+        mean = base.mean if classes is None else classes
+        count = base.total_count if name == "Multinomial" else 1
+        return mean, mean.diag_embed() - _outer(mean) / count
+    if not base.event_shape:
+        mean, variance = observation_moments(base)
+        return mean[..., None], variance[..., None, None]
+    if len(base.event_shape) == 1 and hasattr(base, "covariance_matrix"):
+        matrix = base.covariance_matrix  # of a Student-t the scatter
+        ratio = (base.variance / matrix.diagonal(dim1=-2, dim2=-1)).sqrt()
+        return base.mean, matrix * _outer(ratio)
+    draws = base.sample(torch.Size([_DRAWS])).flatten(1 + len(base.batch_shape))
+    mean = draws.mean(0)
+    return mean, _outer(draws - mean).mean(0)
+
+
+def _outer(vectors: Tensor) -> Tensor:
+    return vectors[..., :, None] * vectors[..., None, :]
+
+
+def _class_probabilities(base: Any) -> Tensor | None:
+    """The probability of each class in the last dimension, also of a mixture over classes."""
+    if type(base).__name__ in ("Categorical", "OrderedLogistic"):
+        return base.probs
+    if not isinstance(base, MixtureSameFamily):
+        return None
+    inner = _class_probabilities(base_distribution(base.component_distribution))
+    if inner is None:
+        return None
+    weights = base.mixture_distribution.probs
+    spread = weights.reshape(weights.shape + (1,) * (inner.dim() - weights.dim()))
+    return (spread * inner).sum(weights.dim() - 1)
