@@ -429,15 +429,6 @@ def test_layers_without_parameters_may_be_changed_later():
     torch.testing.assert_close(output, expected)
 
 
-def test_weights_in_a_plate_are_refused():
-    bnn = bayesianize(nn.Linear(3, 1))
-    with (
-        pytest.raises(UnsupportedProgramError, match=r"'weight'.*'data'.*outside the plate"),
-        pyro.plate("data", 4),
-    ):
-        bnn(torch.randn(4, 3))
-
-
 def test_pyros_plates_of_draws_are_refused():
     model = models.Regression(bayesianize(nn.Linear(3, 1)), noise=1.0)
     x, y = torch.randn(4, 3), torch.randn(4)
@@ -446,12 +437,3 @@ def test_pyros_plates_of_draws_are_refused():
         elbo.loss(model, AutoMeanField(model).prototype(x, y), x, y)
     with pytest.raises(UnsupportedProgramError, match=r"pyro_bdl\.elbo .*pyro_bdl\.Predictive"):
         pyro.infer.Predictive(model, num_samples=2, parallel=True)(x)
-
-
-def test_two_networks_in_one_program_need_names():
-    a, b = bayesianize(nn.Linear(2, 1), name="a"), bayesianize(nn.Linear(2, 1), name="b")
-    run = record(lambda x: a(x) + b(x), {}, (torch.randn(3, 2),))
-    assert list(run.latents) == ["a.weight", "a.bias", "b.weight", "b.bias"]
-    c = bayesianize(nn.Linear(2, 1))
-    with pytest.raises(UnsupportedProgramError, match=r"'weight'.*name="):
-        record(lambda x: c(x) + c(x), {}, (torch.randn(3, 2),))

@@ -376,22 +376,6 @@ def _check(name, methods):
 
 # The document
 
-INTRODUCTION = """# Programs and methods
-
-Rows are programs, columns are methods. "yes": the method runs on a smallest program of this kind
-and its results are finite; with a number, it also gives the warning of that note. "no": the
-method refuses the program, with the error of that note. The notes are first clauses; the errors
-themselves name the site and say what to do instead.
-
-Laplace approximations have the generalized Gauss-Newton matrix, the default. `Predictive`, the
-pointwise log likelihood, `to_arviz` and `compare` take a mean-field guide, `LinearizedPredictive` a
-full Laplace approximation. The subsampled plate gets minibatches of two of its four rows, and
-predictions are for all four.
-
-`tests/test_support_table.py` holds the programs and checks every cell. To write this page:
-`PYRO_BDL_WRITE_TABLE=1 pytest tests/test_support_table.py -m "slow or not slow"`.
-"""
-
 
 def _rendered(table):
     cells = [table.get(n, {}).get(m, "") for ms in TABLES.values() for n in PROGRAMS for m in ms]
@@ -401,7 +385,7 @@ def _rendered(table):
         word, separator, reason = cell.partition(": ")
         return f"{word} ({1 + reasons.index(reason)})" if separator else word
 
-    page = INTRODUCTION
+    page = FILE.read_text().partition("\n## ")[0]
     for title, methods in TABLES.items():
         rows = [["program", *methods], ["---"] * (1 + len(methods))]
         for name in PROGRAMS:
@@ -417,8 +401,6 @@ def _rendered(table):
 
 def _read():
     """The cells of the document: program -> method -> what ``_cell`` returned."""
-    if not FILE.exists():
-        return {}
     text = FILE.read_text()
     reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
     table, methods = {}, []

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.program.batch_norm import (
     BatchStatistics,
-    layers_called,
+    keeps_statistics,
     leaving_running_statistics,
     take_up,
 )
@@ -58,9 +57,8 @@ class DrawMap:
 
     def __init__(self, *, over: str = "draws", batch_norm: bool = True) -> None:
         self.over = over
-        self._evaluate: Callable[[Callable[[Draws], Any], Draws], Any] = (
-            self._first if batch_norm else _vmapped
-        )
+        self._loops = False
+        self._modules: list[nn.Module] | None = None if batch_norm else []
 
     def __call__(
         self,
@@ -89,12 +87,16 @@ class DrawMap:
         return joined(chunks(), total)
 
     def _chunk(self, function: Callable[[Draws], Any], draws: Draws) -> Any:
-        if number_of_draws(draws) == 1:  # vmap gains nothing, and batched convolutions are slower
+        # vmap gains nothing with one draw, and batched convolutions are slower
+        if self._loops or number_of_draws(draws) == 1:
             return looped(function, draws)
-        if self._evaluate is looped:
-            return looped(function, draws)
+        if self._modules is None:
+            self._modules = modules_of(function)
+        normalizing = any(m.training and keeps_statistics(m) for m in self._modules)
         try:
-            return self._evaluate(function, draws)
+            if normalizing:
+                return _vmapped_with_batch_norm(self._modules, function, draws)
+            return _vmapped(function, draws)
         except RuntimeError as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
         result = looped(function, draws)  # which raises what is wrong without vmap too
@@ -104,15 +106,7 @@ class DrawMap:
             BdlWarning,
             stacklevel=3,
         )
-        self._evaluate = looped
-        return result
-
-    def _first(self, function: Callable[[Draws], Any], draws: Draws) -> Any:
-        modules = modules_of(function)
-        with layers_called(modules) as layers:
-            result = _vmapped_with_batch_norm(modules, function, draws)
-        # hooks, and the search for modules, cost time
-        self._evaluate = partial(_vmapped_with_batch_norm, modules) if layers else _vmapped
+        self._loops = True
         return result
 
 

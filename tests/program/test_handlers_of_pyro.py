@@ -107,6 +107,8 @@ def test_the_density_is_that_of_pyros_trace(name):
     expected = trace.log_prob_sum().detach()
     torch.testing.assert_close(program.log_joint(latents).detach(), expected)
     program.check()
+    if "reparam" in name.lower():  # what it replaces is no observation
+        assert program.observed == ("y",) and "z" in program.deterministic and not program.factors
     with jax.enable_x64(True):
         found = to_jax(program.log_density, vector)(vector.numpy())
         np.testing.assert_allclose(found, (expected + log_det).item(), rtol=1e-10)

@@ -91,3 +91,21 @@ def test_mcmc(backend):
         found[-1] += steps.latents.values()
         assert model.training
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_batch_norm_under_several_particles():
+    found = []
+    for compiled in (False, True):
+        pyro.clear_param_store()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        net = torch.compile(net, backend="eager") if compiled else net
+        model = bdl.models.Regression(bdl.bayesianize(net), noise=0.5)
+        guide = bdl.guides.AutoMeanField(model)
+        elbo = bdl.elbo.TemperedTraceMeanField_ELBO(num_particles=2)
+        svi = SVI(model, guide, SGD({"lr": 1e-3}), elbo)
+        pyro.set_rng_seed(2)
+        losses = torch.tensor([svi.step(torch.eye(6)[:, :2], torch.ones(6)) for _ in range(2)])
+        variances = [m.running_var for m in model.modules() if hasattr(m, "running_var")]
+        found.append([losses, *variances])
+    torch.testing.assert_close(*found)
