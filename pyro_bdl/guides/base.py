@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,44 +12,28 @@ from pyro.distributions import TorchDistribution
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.guides import prototype_hide_fn
 from pyro.ops.tensor_utils import periodic_repeat
-from pyro.poutine.runtime import get_plates
 from torch import Tensor
 
 from pyro_bdl.curvature.hyperparameters import few_rows
 from pyro_bdl.guides import summaries
+from pyro_bdl.guides.family import Family
 from pyro_bdl.guides.saved import SavedGuide, sites_of
-from pyro_bdl.guides.statements import (
-    aligned,
-    joint_log_density,
-    joint_point,
-    rows_of_plate,
-    sample_site,
-)
+from pyro_bdl.guides.statements import sample_all
 from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.batches import Batch
-from pyro_bdl.program.gaussian_prior import GaussianPrior
 from pyro_bdl.program.layout import Latent, Layout
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
-from pyro_bdl.program.trace import Run, distribution_of_targets
+from pyro_bdl.program.trace import distribution_of_targets
 from pyro_bdl.utils.module_state import outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
 
 
-class Guide(SavedGuide, OwnParameters, AutoGuide):
+class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
     """Base class of all guides: an ``AutoGuide`` over one flat unconstrained vector u.
 
-    The latents are w = T(u), with P numbers in u. A family is a subclass that defines
-
-    - ``create_parameters(start)``: make parameters and buffers from an initial vector;
-    - ``sample_vectors(num_samples)``, ``log_density(vector, log_det)``, ``location()`` and
-      ``variances()``, all over u;
-    - where the sites are independent: ``site_vectors()`` and ``site_distribution(latent, ...)``,
-      from which Pyro's sample statements are made; else each site is a point of a joint draw.
-
-    Where they have closed forms also ``kl``, ``entropy`` and ``as_prior``; ``options()`` with the
-    constructor's options that a file needs; and ``normal_marginals = True`` if every number of u
-    has a Normal marginal with that location and variance, or is fixed.
+    A family is a subclass that defines the methods of ``Family``, and ``options()`` with the
+    constructor's options that a file needs.
 
     :param model: a Pyro program.
     :param init_loc_fn: a per-site initialization, one of Pyro's or ``init_to_network``.
@@ -57,9 +41,6 @@ class Guide(SavedGuide, OwnParameters, AutoGuide):
     """
 
     layout: Layout | None
-    normal_marginals = False
-    # Draws that a step must take to train all of the guide: the number of an ensemble's members.
-    num_members = 1
     # The ELBO's last step that no optimizer has read yet, a ``pyro_bdl.elbo.Step``.
     last_step: Any = None
 
@@ -144,13 +125,6 @@ class Guide(SavedGuide, OwnParameters, AutoGuide):
         without_arguments(trace)
         self.prototype_trace = trace
 
-    def create_parameters(self, start: Tensor) -> None:
-        """Create the parameters.
-
-        :param start: the initial unconstrained vector (P,).
-        """
-        raise NotImplementedError
-
     def _take_structure(self, source: "Guide") -> None:
         """Copy the layout of a guide for the same program, instead of ``prototype``."""
         self.layout = source.require_layout()
@@ -212,89 +186,36 @@ class Guide(SavedGuide, OwnParameters, AutoGuide):
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Read each parameter once, by a ``pyro.param`` statement that optimizers see."""
-        with self._pyro_context, self._holding_all(lambda value: value):
+        with self._pyro_context, self._held(detached=False):
             yield
 
     def constant(self) -> AbstractContextManager:
         """Read parameters as constants."""
-        return self._holding_all(Tensor.detach)
+        return self._held(detached=True)
 
     @contextmanager
-    def _holding_all(self, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Read a function of each parameter, those of guides inside this one included."""
-        with ExitStack() as stack:
-            for guide in self.modules():
-                if isinstance(guide, Guide):
-                    values = {name: function(value) for name, value in guide.values().items()}
-                    stack.enter_context(guide.holding(values))
+    def _held(self, *, detached: bool) -> Iterator[None]:
+        """Hold the parameters, those of guides inside this one included."""
+        guides = [part for part in self.modules() if isinstance(part, Guide)]
+        before = [guide._values for guide in guides]
+        try:
+            for guide in guides:
+                guide._values = guide._read(detached)
             yield
+        finally:
+            for guide, values in zip(guides, before, strict=True):
+                guide._values = values
 
-    def values(self) -> dict[str, Tensor]:
-        """The parameters by name, for ``holding``."""
+    def _read(self, detached: bool) -> dict[str, Tensor]:
+        """The parameters by name."""
         self.require_layout()
-        plain = (name.removesuffix("_unconstrained") for name in self._parameters)
-        return {name: value for name in plain if (value := self._parameter(name)) is not None}
-
-    # The family
-
-    @property
-    def has_density(self) -> bool:
-        """True if ``log_density`` is a density over all latents; False if some or all latents are
-        fixed."""
-        return True
-
-    @property
-    def independent_draws(self) -> bool:
-        """True if draws do not depend on how many are made at once; False for members of an
-        ensemble, of which each comes once."""
-        return True
-
-    def sample_vectors(self, num_samples: int) -> Tensor:
-        """Independent unconstrained draws (num_samples, P), differentiable in the parameters if
-        possible."""
-        raise NotImplementedError
-
-    def note_step(self, step: Any) -> None:
-        """Keep a step of an ELBO of this package for the optimizer that goes on from it."""
-        self.last_step = step
-
-    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        """log q(w), a scalar, at w = T(u).
-
-        :param vector: u, (P,).
-        :param log_det: log |det dT/du|.
-        """
-        raise NotImplementedError
-
-    def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
-        """KL(q || p) in nats for the prior p of ``run``, a scalar; by default an estimate at the
-        run's draw."""
-        return self.log_density(vector, log_det) - run.log_prior()
-
-    def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        """The entropy H(q) in nats, a scalar; by default the estimate -log q(w) at the draw."""
-        return -self.log_density(vector, log_det)
-
-    def location(self) -> Tensor:
-        """The guide's center as an unconstrained vector (P,)."""
-        raise NotImplementedError
-
-    def variances(self) -> Tensor:
-        """The marginal variances (P,) of the unconstrained vector."""
-        raise NotImplementedError
-
-    def vector_quantiles(self, levels: Tensor) -> Tensor:
-        """Marginal quantiles (levels, P) of the unconstrained vector.
-
-        For a Normal marginal they are m + s Phi^-1(level), for a fixed number m; for others those
-        of 4096 draws.
-        """
-        if not self.normal_marginals:
-            with torch.no_grad():
-                return summaries.empirical_quantiles(self.sample_vectors(summaries.DRAWS), levels)
-        scale = self.variances().sqrt()
-        offsets = scale * torch.special.ndtri(levels)[:, None]
-        return self.location() + torch.where(scale > 0, offsets, torch.zeros_like(offsets))
+        found = {}
+        for name in self._parameters:
+            plain = name.removesuffix("_unconstrained")
+            value = self._parameter(plain)
+            if value is not None:
+                found[plain] = value.detach() if detached else value
+        return found
 
     # Summaries
 
@@ -336,18 +257,6 @@ class Guide(SavedGuide, OwnParameters, AutoGuide):
         if args or kwargs:
             self.prototype(*args, **kwargs)
 
-    def as_prior(self) -> GaussianPrior:
-        """A copy of this posterior as the prior of a next task (continual learning).
-
-        See ``model.update_prior`` and ``nn.with_prior``.
-
-        :raises TypeError: for a posterior that is not Gaussian in the unconstrained vector.
-        """
-        raise TypeError(
-            f"{type(self).__name__} is not a Gaussian over the unconstrained latents and cannot be "
-            "a prior: take AutoMeanField, AutoLowRank, AutoMatrixNormal or a Laplace approximation"
-        )
-
     def _require_global(self) -> None:
         if self.subsampled:
             raise ValueError(
@@ -356,18 +265,6 @@ class Guide(SavedGuide, OwnParameters, AutoGuide):
             )
 
     # Sample statements
-
-    def site_vectors(self) -> tuple[Tensor, ...] | None:
-        """The vectors (P,) whose slices ``site_distribution`` takes, such as means and scales; None
-        if the sites depend on each other."""
-        return None
-
-    def site_distribution(self, latent: Latent, *parts: Tensor) -> Any:
-        """The distribution of a site, of which event dimensions may count as batch dimensions.
-
-        :param parts: the site's slices of ``site_vectors``.
-        """
-        raise NotImplementedError
 
     def site_distributions(self) -> dict[str, TorchDistribution] | None:
         """One distribution for each site, if the sites are independent of each other; else None."""
@@ -382,59 +279,13 @@ class Guide(SavedGuide, OwnParameters, AutoGuide):
         }
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Make a sample statement at every site; returns site -> value.
-
-        Independent sites have their own distributions. Sites that depend on each other are points
-        of a joint draw, one for each cell of the plates around the guide, and the first of them
-        carries the joint log density.
-        """
+        """Make a sample statement at every site; returns site -> value."""
         self.prototype(*args, **kwargs)
-        with self.reading():
-            vectors = self.site_vectors()
-            if vectors is not None:
-                return self._sample_sites(args, kwargs, *vectors)
-            draws = self._vectors_in_plates()
-            log_q: Any = joint_log_density(self.log_density, self.require_layout(), draws)
-        result: dict[str, Tensor] = {}
-        for latent, (part,) in self._sites(args, kwargs, draws):
-            q = joint_point(latent, part, log_q, subsampled=latent.name in self.subsampled)
-            result[latent.name], log_q = sample_site(latent, q), None
-        return result
+        return sample_all(self, args, kwargs)
 
-    def _sample_sites(self, args: tuple, kwargs: dict, *vectors: Tensor) -> dict[str, Tensor]:
-        return {
-            latent.name: sample_site(latent, self.site_distribution(latent, *parts))
-            for latent, parts in self._sites(args, kwargs, *vectors)
-        }
-
-    def _vectors_in_plates(self) -> Tensor:
-        """Draw one vector for each cell of the plates around the guide, (*plates, P).
-
-        Pyro's vectorized particles are such a plate.
-        """
-        sizes = {dim: frame.size for frame in get_plates() if (dim := frame.dim) is not None}
-        shape = torch.Size([sizes.get(dim, 1) for dim in range(min(sizes, default=0), 0)])
-        return self.sample_vectors(shape.numel()).reshape(*shape, -1)
-
-    def _sites(
-        self, args: tuple, kwargs: dict, *vectors: Tensor
-    ) -> Iterator[tuple[Latent, list[Tensor]]]:
-        """Yield each site with its slices of the vectors; the site's plates are open meanwhile.
-
-        :param vectors: (P,), or (*plates, P) with the plates around the guide.
-        """
-        layout = self.require_layout()
-        plates = self._create_plates(*args, **kwargs)
-        parts = [layout.unflatten(vector) for vector in vectors]
-        for name, latent in layout.latents.items():
-            values = [aligned(part[name], latent) for part in parts]
-            with ExitStack() as stack:
-                for plate in latent.plates:
-                    rows = stack.enter_context(plates[plate])
-                    if name in self.subsampled:
-                        dim = plates[plate].dim - latent.unconstrained_event_dim
-                        values = [rows_of_plate(value, rows, dim) for value in values]
-                yield latent, values
+    def note_step(self, step: Any) -> None:
+        """Keep a step of an ELBO of this package for the optimizer that goes on from it."""
+        self.last_step = step
 
     # Names and copies
 

@@ -13,7 +13,7 @@ from pyro_bdl.guides.base import Guide, at_full_size
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.guides.pathfinder import AutoPathfinder
-from pyro_bdl.guides.statements import point
+from pyro_bdl.guides.statements import point, sample_sites, vectors_in_plates
 from pyro_bdl.guides.summaries import empirical_quantiles
 from pyro_bdl.init import init_afresh, start_at
 from pyro_bdl.program.batch_norm import layers_called
@@ -36,7 +36,7 @@ class AutoEnsemble(Guide):
     :param size: K, the number of members.
     :param init_loc_fn: where each member starts; by default each member's weights are drawn anew by
         the initialization of the network's layers (``init_afresh``).
-    :param create_plates: as in Pyro's autoguides.
+    :param options: ``create_plates``, see ``Guide``.
     :raises ValueError: for a size below 1.
     """
 
@@ -46,11 +46,11 @@ class AutoEnsemble(Guide):
         *,
         size: int = 5,
         init_loc_fn: Callable = init_afresh,
-        create_plates: Callable | None = None,
+        **options: Any,
     ) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
-        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        super().__init__(model, init_loc_fn=init_loc_fn, **options)
         self.size = size
         self._init = init_loc_fn
 
@@ -83,7 +83,7 @@ class AutoEnsemble(Guide):
         """Emit a Delta at every site: a member chosen at random, or members in turn for the cells
         of the plates around the guide."""
         self.prototype(*args, **kwargs)
-        return self._sample_sites(args, kwargs, self._vectors_in_plates())
+        return sample_sites(self, args, kwargs, vectors_in_plates(self))
 
     def site_distribution(self, latent: Latent, *parts: Tensor) -> Any:
         return point(latent, *parts, change=True)

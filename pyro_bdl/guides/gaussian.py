@@ -31,7 +31,6 @@ from pyro_bdl.guides.mode import find_mode
 from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.guides.point import JointGuide, restored_source
 from pyro_bdl.program.batches import Batch, Batches
-from pyro_bdl.program.gaussian_prior import GaussianPrior
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.utils.trees import tree_map_only
 
@@ -45,7 +44,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
     ``AutoLaplaceGGN.laplace_approximation`` makes it. The precision is the sum of ``curvature``,
     from the likelihood, and ``prior``. ``refresh()`` adapts it to changed hyperparameters of the
     program, ``update(data)`` adds data, and ``fit_width(held_out)`` multiplies the covariance by a
-    factor. At first it has no curvature: ``fit`` or ``restored`` gives it one.
+    factor. At first it has no curvature: ``approximate`` or ``restored`` gives it one.
 
     :param source: a guide whose center is u*.
     :param subset: the latents with a covariance.
@@ -91,27 +90,15 @@ class LaplaceGuide(JointGuide, NormalGuide):
 
     # Data
 
-    def fit(
-        self, batches: Batches, *, few: Batch | None = None, progress: bool | None = None
-    ) -> Self:
-        """Compute the curvature from data, with the structure that fits them; return the guide.
-
-        :param few: a few rows of the data, where they are at hand.
-        """
-        model, layout = self.program_model, self.require_layout()
-        self.few = few or few_rows(model, layout, self.loc, batches.first())
-        reading = self.read()
-        run, leaves = reading.run, reading.leaves
-        self.config = chosen_config(self.config, run, leaves, self.subset, self.few, batches)
-        self._fit([batches], reading, progress)
-        check_factors(run, leaves, self.config)
-        return self
-
     def refit(self, progress: bool | None = None) -> None:
         """Compute the curvature anew from the same data, at another ``loc``."""
-        self._fit([batches for batches, _ in self.passes], self.read(), progress)
+        self.fit([batches for batches, _ in self.passes], self.read(), progress)
 
-    def _fit(self, data: list[Batches], reading: ParameterReading, progress: bool | None) -> None:
+    def fit(self, data: list[Batches], reading: ParameterReading, progress: bool | None) -> None:
+        """Compute the curvature at ``loc`` from passes over data.
+
+        :param reading: a run of the program on ``few``.
+        """
         self._passes, self.num_data, self._in_likelihood = [], 0, {}
         for number, batches in enumerate(data):
             self._add(batches, self.curvature if number else None, progress)
@@ -294,25 +281,10 @@ class LaplaceGuide(JointGuide, NormalGuide):
 
     @classmethod
     def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> "LaplaceGuide":
-        source, config = restored_source(model, batch), CurvatureConfig(**saved["config"])
-        device = source.location().device
-        args, kwargs = tree_map_only(Tensor, lambda value: value.to(device), saved["few"])
-        guide = cls(source, select(source.require_layout(), saved["subset"]), config)
-        guide.few = Batches([args or kwargs]).first()
-        like = guide.loc.new_empty(0, dtype=torch.promote_types(guide.loc.dtype, torch.float32))
-        guide.curvature = config.structure.empty(guide.subset, like, None)
-        guide.curvature.build(saved["plan"])
-        guide.curvature.connect(None)
-        guide.register_buffer("reference_noise", None)
-        for name, value in saved["state"].items():
-            if name != "_extra_state" and "." not in name:
-                guide.register_buffer(name, value.to(device))
-        guide.load_state_dict(saved["state"])
-        guide.num_data, guide.mode = saved["num_data"], saved["mode"]
-        guide.held_out = None if saved["held_out"] is None else HeldOut(**saved["held_out"])
-        reading = guide.read()
-        guide._in_likelihood = _likelihood_parameters(reading)
-        guide.refresh(reading)
+        source = restored_source(model, batch)
+        subset = select(source.require_layout(), saved["subset"])
+        guide = cls(source, subset, CurvatureConfig(**saved["config"]))
+        _restore(guide, saved)
         return guide
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -330,8 +302,6 @@ class LaplaceGuide(JointGuide, NormalGuide):
     def __getstate__(self) -> dict[str, Any]:
         """The state without the data, as in a file."""
         return super().__getstate__() | {"_passes": None}
-
-    # The guide
 
     @property
     def has_density(self) -> bool:
@@ -351,25 +321,42 @@ class LaplaceGuide(JointGuide, NormalGuide):
             return torch.zeros_like(log_det)
         return super().log_density(vector, log_det)
 
-    def stored_precision(self) -> "_StoredPosterior":
-        return _StoredPosterior(self)
-
     def precision_diagonal(self) -> Tensor:
         factor = self.curvature_factor(self.noise_factor).to(self.prior_diagonal)
         return (self.curvature.diagonal() * factor + self.prior_diagonal) / self.width
 
-    def as_prior(self) -> GaussianPrior:
-        """A Gaussian prior over the subset, with the other latents fixed; see ``Guide.as_prior``.
+    def stored_precision(self) -> "_StoredPosterior":
+        """As for other guides.
 
-        :raises ValueError: if the subset holds only some of a site's entries, or for
-            structure="samples", whose density takes a pass over the data.
+        :raises ValueError: for structure="samples", whose density takes a pass over the data.
         """
         if self.curvature.is_sampled:
             raise ValueError(
                 f'structure="{self.config.structure}" has samples and no matrix that could be a '
                 'prior: call laplace_approximation(data, structure="kron") or "diag" for it'
             )
-        return super().as_prior()
+        return _StoredPosterior(self)
+
+
+def _restore(guide: LaplaceGuide, saved: Mapping[str, Any]) -> None:
+    """Take the sums over the data from a file, and the hyperparameters of the program."""
+    device = guide.loc.device
+    args, kwargs = tree_map_only(Tensor, lambda value: value.to(device), saved["few"])
+    guide.few = Batches([args or kwargs]).first()
+    like = guide.loc.new_empty(0, dtype=torch.promote_types(guide.loc.dtype, torch.float32))
+    guide.curvature = guide.config.structure.empty(guide.subset, like, None)
+    guide.curvature.build(saved["plan"])
+    guide.curvature.connect(None)
+    guide.register_buffer("reference_noise", None)
+    for name, value in saved["state"].items():
+        if name != "_extra_state" and "." not in name:
+            guide.register_buffer(name, value.to(device))
+    guide.load_state_dict(saved["state"])
+    guide.num_data, guide.mode = saved["num_data"], saved["mode"]
+    guide.held_out = None if saved["held_out"] is None else HeldOut(**saved["held_out"])
+    reading = guide.read()
+    guide._in_likelihood = _likelihood_parameters(reading)
+    guide.refresh(reading)
 
 
 def refuse_subsampled(source: Guide) -> None:
@@ -403,7 +390,14 @@ def approximate(
     :raises UnsupportedProgramError: if latents are in subsampled plates.
     """
     refuse_subsampled(source)
-    guide = LaplaceGuide(source, subset, config).fit(batches, few=few, progress=progress)
+    guide = LaplaceGuide(source, subset, config)
+    model, layout = guide.program_model, guide.require_layout()
+    guide.few = few or few_rows(model, layout, guide.loc, batches.first())
+    reading = guide.read()
+    run, leaves = reading.run, reading.leaves
+    guide.config = chosen_config(config, run, leaves, subset, guide.few, batches)
+    guide.fit([batches], reading, progress)
+    check_factors(run, leaves, guide.config)
     if check:
         _check_maximum(guide)
     return guide

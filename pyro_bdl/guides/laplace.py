@@ -15,7 +15,6 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.gaussian import LaplaceGuide, approximate, refuse_subsampled
 from pyro_bdl.guides.point import UnconstrainedMAP
-from pyro_bdl.init import init_to_network
 from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.program import check_program
@@ -46,8 +45,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         default, used only if the Fisher information has no closed form and is estimated
         (``curvature.fisher.cell_roots`` lists the closed forms). The relative error of the estimate
         falls with the square root of draws times data.
-    :param init_loc_fn: where u starts; by default the network's own values.
-    :param create_plates: as in Pyro's autoguides.
+    :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
     :raises ValueError: for an unknown structure or curvature.
     """
 
@@ -59,11 +57,10 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         curvature: str = "ggn",
         subset: Any = None,
         num_draws: int | None = None,
-        init_loc_fn: Callable = init_to_network,
-        create_plates: Callable | None = None,
+        **options: Any,
     ) -> None:
         config = CurvatureConfig(structure_of(structure), curvature, num_draws)
-        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        super().__init__(model, **options)
         self.config = config
         self._selection = (subset,)  # in a tuple: a module in it is the program's own
 

@@ -14,7 +14,6 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, subset_of
 from pyro_bdl.guides.mode import STEPS, find_mode
-from pyro_bdl.init import init_to_network
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import leave_open, record
@@ -47,24 +46,11 @@ class AutoLastLayer(AutoLaplaceGGN):
     :param model: a Pyro program with continuous latents.
     :param subset: the last layer, by default the weights and biases of the program's last matrix
         product; for other values see ``AutoLaplaceGGN``.
-    :param init_loc_fn: see ``AutoLaplaceGGN``, which also explains ``create_plates``.
+    :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
     """
 
-    def __init__(
-        self,
-        model: Callable,
-        *,
-        subset: Any = "last-layer",
-        init_loc_fn: Callable = init_to_network,
-        create_plates: Callable | None = None,
-    ) -> None:
-        super().__init__(
-            model,
-            structure="full",
-            subset=subset,
-            init_loc_fn=init_loc_fn,
-            create_plates=create_plates,
-        )
+    def __init__(self, model: Callable, *, subset: Any = "last-layer", **options: Any) -> None:
+        super().__init__(model, structure="full", subset=subset, **options)
 
     def options(self) -> dict[str, Any]:
         return {"subset": self.subset}

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from pyro_bdl.curvature.prior import independent_normal, run_at
 from pyro_bdl.guides.kl import expected_log_prior
 from pyro_bdl.guides.normal import LowRankNormal
-from pyro_bdl.init import init_to_network
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run
 
@@ -29,10 +28,9 @@ class AutoLowRank(LowRankNormal):
 
     :param model: a Pyro program with continuous latents.
     :param rank: the number of columns of W; with P columns any covariance is possible.
-    :param init_loc_fn: where m starts; by default the network's own values.
     :param init_scale: the initial value of every s, in unconstrained units; W starts at random with
         a hundredth of that variance.
-    :param create_plates: as in Pyro's autoguides.
+    :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
     :raises TypeError: for a rank that is not a whole number.
     :raises ValueError: for a rank below 1, or an ``init_scale`` that is not positive and finite.
     """
@@ -42,9 +40,8 @@ class AutoLowRank(LowRankNormal):
         model: Callable,
         *,
         rank: int = 10,
-        init_loc_fn: Callable = init_to_network,
         init_scale: float = 0.05,
-        create_plates: Callable | None = None,
+        **options: Any,
     ) -> None:
         if not isinstance(rank, int):
             raise TypeError(f"rank must be a whole number, got {rank!r}")
@@ -52,7 +49,7 @@ class AutoLowRank(LowRankNormal):
             raise ValueError(f"rank must be at least 1, got {rank}: without one use AutoMeanField")
         if not 0 < init_scale < math.inf:
             raise ValueError(f"init_scale must be positive and finite, got {init_scale}")
-        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        super().__init__(model, **options)
         self.rank, self.init_scale = rank, init_scale
 
     def options(self) -> dict[str, Any]:

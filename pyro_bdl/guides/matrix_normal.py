@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from pyro_bdl.distributions.matrix_normal import MatrixNormal
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.kl import mean_field_kl
-from pyro_bdl.init import init_to_network
 from pyro_bdl.program.gaussian_prior import GaussianPrior, MatrixBlock, NormalBlock
 from pyro_bdl.program.layout import Latent, Layout, marginal
 from pyro_bdl.program.trace import Run, Site
@@ -33,10 +32,9 @@ class AutoMatrixNormal(Guide):
     the k-th matrix; see ``factors``), and ``scale`` (standard deviations of the other latents).
 
     :param model: a Pyro program with continuous latents.
-    :param init_loc_fn: where M starts; by default the network's own values.
     :param init_scale: the standard deviations at the start, in unconstrained units.
     :param max_side: a row or column covariance larger than this is diagonal, to save memory.
-    :param create_plates: as in Pyro's autoguides.
+    :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
     :raises ValueError: for an ``init_scale`` that is not positive and finite, or a negative
         ``max_side``.
     """
@@ -47,16 +45,15 @@ class AutoMatrixNormal(Guide):
         self,
         model: Callable,
         *,
-        init_loc_fn: Callable = init_to_network,
         init_scale: float = 0.05,
         max_side: int = 1024,
-        create_plates: Callable | None = None,
+        **options: Any,
     ) -> None:
         if not 0 < init_scale < math.inf:
             raise ValueError(f"init_scale must be positive and finite, got {init_scale}")
         if max_side < 0:
             raise ValueError(f"max_side must not be negative, got {max_side}")
-        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        super().__init__(model, **options)
         self.init_scale, self.max_side = init_scale, max_side
 
     def options(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.kl import diagonal_normal_kl
-from pyro_bdl.init import init_to_network
 from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior
 from pyro_bdl.program.layout import Latent, Layout, marginal
 from pyro_bdl.program.trace import Run
@@ -32,7 +31,6 @@ class AutoMeanField(Guide):
     et al. 2020).
 
     :param model: a Pyro program with continuous latents.
-    :param init_loc_fn: where m starts; by default the network's own values.
     :param init_scale: the initial s in unconstrained units: a number, or a function from m (P,) to
         s (P,). Numbers that share one s start at their root mean square.
     :param scale: which numbers share s. "per-weight": none. "per-row": the numbers of one output,
@@ -41,7 +39,7 @@ class AutoMeanField(Guide):
     :param max_scale: an upper bound on s, or None; 0.1 or less is usual if a network underfits.
     :param train_loc: False keeps m at its initial value, such as a pretrained network, and trains
         only the scales.
-    :param create_plates: as in Pyro's autoguides.
+    :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
     :raises ValueError: for scales that are not positive and finite or not below ``max_scale``, an
         unknown sharing, or a bound on a fixed scale.
     """
@@ -52,15 +50,14 @@ class AutoMeanField(Guide):
         self,
         model: Callable,
         *,
-        init_loc_fn: Callable = init_to_network,
         init_scale: float | Callable[[Tensor], Tensor] = 0.05,
         scale: str | float = "per-weight",
         max_scale: float | None = None,
         train_loc: bool = True,
-        create_plates: Callable | None = None,
+        **options: Any,
     ) -> None:
         _check_scales(init_scale, scale, max_scale)
-        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        super().__init__(model, **options)
         self.init_scale, self.max_scale, self.train_loc = init_scale, max_scale, train_loc
         self.sharing = scale
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from pyro_bdl.curvature.structures.base import log_prob
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.normal import NormalGuide
-from pyro_bdl.init import init_to_network
 from pyro_bdl.program.gaussian_prior import StoredPrecision
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.subset import Subset
@@ -102,8 +101,7 @@ class AutoPathfinder(NormalGuide):
     :param history: the steps that L-BFGS remembers.
     :param num_draws: draws for each ELBO.
     :param most_steps: of each path.
-    :param init_loc_fn: where the first path starts; by default the network's own values.
-    :param create_plates: as in Pyro's autoguides.
+    :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
     :raises ValueError: for numbers below 1; in the first run, if no point of the path has a finite
         ELBO.
 
@@ -125,10 +123,9 @@ class AutoPathfinder(NormalGuide):
         history: int = 6,
         num_draws: int = 10,
         most_steps: int = 1000,
-        init_loc_fn: Callable = init_to_network,
-        create_plates: Callable | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        super().__init__(model, **options)
         self.num_paths = whole_number(num_paths, "num_paths")
         self.history = whole_number(history, "history")
         self.num_draws = whole_number(num_draws, "num_draws")

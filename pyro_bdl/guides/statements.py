@@ -1,11 +1,14 @@
 """Sample statements of guides at the sites of a program."""
 
 import math
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro.poutine.runtime import get_plates
 from torch import Tensor
 from torch.distributions import register_kl
 
@@ -22,7 +25,69 @@ def _no_closed_form(q: JointDelta, p: dist.Distribution) -> Tensor:
     raise NotImplementedError
 
 
-def sample_site(latent: Latent, distribution: Any) -> Tensor:
+def sample_all(guide: Any, args: tuple, kwargs: dict) -> dict[str, Tensor]:
+    """Make a sample statement at every site of a guide with parameters; return site -> value.
+
+    Independent sites have their own distributions. Sites that depend on each other are points of a
+    joint draw, one for each cell of the plates around the guide, and the first of them carries the
+    joint log density.
+    """
+    with guide.reading():
+        vectors = guide.site_vectors()
+        if vectors is not None:
+            return sample_sites(guide, args, kwargs, *vectors)
+        draws = vectors_in_plates(guide)
+        log_q: Any = _joint_log_density(guide, draws)
+    result: dict[str, Tensor] = {}
+    for latent, (part,) in _sites(guide, args, kwargs, draws):
+        q = _joint_point(latent, part, log_q, subsampled=latent.name in guide.subsampled)
+        result[latent.name], log_q = _sample_site(latent, q), None
+    return result
+
+
+def sample_sites(guide: Any, args: tuple, kwargs: dict, *vectors: Tensor) -> dict[str, Tensor]:
+    """Sample each site from its own distribution.
+
+    :param vectors: those of which ``guide.site_distribution`` takes slices.
+    """
+    return {
+        latent.name: _sample_site(latent, guide.site_distribution(latent, *parts))
+        for latent, parts in _sites(guide, args, kwargs, *vectors)
+    }
+
+
+def vectors_in_plates(guide: Any) -> Tensor:
+    """Draw one vector for each cell of the plates around the guide, (*plates, P).
+
+    Pyro's vectorized particles are such a plate.
+    """
+    sizes = {dim: frame.size for frame in get_plates() if (dim := frame.dim) is not None}
+    shape = torch.Size([sizes.get(dim, 1) for dim in range(min(sizes, default=0), 0)])
+    return guide.sample_vectors(shape.numel()).reshape(*shape, -1)
+
+
+def _sites(
+    guide: Any, args: tuple, kwargs: dict, *vectors: Tensor
+) -> Iterator[tuple[Latent, list[Tensor]]]:
+    """Yield each site with its slices of the vectors; the site's plates are open meanwhile.
+
+    :param vectors: (P,), or (*plates, P) with the plates around the guide.
+    """
+    layout = guide.require_layout()
+    plates = guide._create_plates(*args, **kwargs)
+    parts = [layout.unflatten(vector) for vector in vectors]
+    for name, latent in layout.latents.items():
+        values = [_aligned(part[name], latent) for part in parts]
+        with ExitStack() as stack:
+            for plate in latent.plates:
+                rows = stack.enter_context(plates[plate])
+                if name in guide.subsampled:
+                    dim = plates[plate].dim - latent.unconstrained_event_dim
+                    values = [_rows_of_plate(value, rows, dim) for value in values]
+            yield latent, values
+
+
+def _sample_site(latent: Latent, distribution: Any) -> Tensor:
     """Make a guide's sample statement at a latent's site."""
     return pyro.sample(
         latent.name, distribution.to_event(latent.event_dim - distribution.event_dim)
@@ -45,7 +110,7 @@ def point(latent: Latent, unconstrained: Tensor, *, change: bool = False) -> dis
     return dist.Delta(value, log_density=density, event_dim=latent.event_dim)
 
 
-def joint_point(
+def _joint_point(
     latent: Latent, unconstrained: Tensor, log_q: Tensor | None, *, subsampled: bool
 ) -> JointDelta:
     """A point that carries the density of a joint draw, or nothing.
@@ -64,7 +129,7 @@ def joint_point(
     return JointDelta(value, log_density=density, event_dim=latent.event_dim)
 
 
-def aligned(value: Tensor, latent: Latent) -> Tensor:
+def _aligned(value: Tensor, latent: Latent) -> Tensor:
     """Align an unconstrained value (*plates, *shape) with the plates around the guide.
 
     The batch dimensions of the shape replace the last plates, which have size one there.
@@ -82,17 +147,17 @@ def aligned(value: Tensor, latent: Latent) -> Tensor:
     return value.reshape(*outer[:-batch], *latent.unconstrained_shape)
 
 
-def rows_of_plate(value: Tensor, indices: Tensor, dim: int) -> Tensor:
+def _rows_of_plate(value: Tensor, indices: Tensor, dim: int) -> Tensor:
     """The rows of a subsample, along a dimension counted from the right."""
     if value.shape[dim] == 1:
         return value
     return value.index_select(dim, indices.to(value.device))  # Pyro draws indices on the CPU
 
 
-def joint_log_density(log_density: Any, layout: Any, vectors: Tensor) -> Tensor:
+def _joint_log_density(guide: Any, vectors: Tensor) -> Tensor:
     """log q(w), (*plates), at vectors (*plates, P)."""
-    log_dets = layout.constrain(vectors)[1]
+    log_dets = guide.require_layout().constrain(vectors)[1]
     if vectors.dim() == 1:
-        return log_density(vectors, log_dets)
-    densities = torch.vmap(log_density)(vectors.flatten(0, -2), log_dets.flatten())
+        return guide.log_density(vectors, log_dets)
+    densities = torch.vmap(guide.log_density)(vectors.flatten(0, -2), log_dets.flatten())
     return densities.reshape(log_dets.shape)

@@ -21,7 +21,6 @@ from pyro_bdl.guides.selectors import (
     checked_size,
     number_of,
 )
-from pyro_bdl.init import init_to_network
 from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.gaussian_prior import GaussianPrior, StoredPrecision, joint_prior
 from pyro_bdl.program.subset import Subset, select
@@ -43,8 +42,8 @@ class AutoSubnetwork(AutoLaplaceGGN):
         ``LargestPredictiveVariance``, the largest contributions to the outputs' variance.
     :param size: how many weights: a count, or a fraction of all. By default a tenth of all, at most
         1000; with a selector that has its own choice, all of it.
-    :param curvature: see ``AutoLaplaceGGN``, which also explains ``num_draws``, ``init_loc_fn`` and
-        ``create_plates``.
+    :param options: ``curvature`` and ``num_draws`` of ``AutoLaplaceGGN``, and ``init_loc_fn``,
+        ``create_plates`` of ``Guide``.
     :raises ValueError: for a size that is no positive count or fraction.
     """
 
@@ -56,19 +55,9 @@ class AutoSubnetwork(AutoLaplaceGGN):
         *,
         select: Selector | None = None,
         size: Size = None,
-        curvature: str = "ggn",
-        num_draws: int | None = None,
-        init_loc_fn: Callable = init_to_network,
-        create_plates: Callable | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            model,
-            structure="full",
-            curvature=curvature,
-            num_draws=num_draws,
-            init_loc_fn=init_loc_fn,
-            create_plates=create_plates,
-        )
+        super().__init__(model, structure="full", **options)
         self.select = _selector(LargestPredictiveVariance() if select is None else select)
         self.size = None if size is None else checked_size(size)
 

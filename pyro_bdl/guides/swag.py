@@ -13,7 +13,6 @@ from pyro_bdl.guides.ensemble import AutoEnsemble
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.guides.normal import LowRankNormal
 from pyro_bdl.guides.point import JointGuide, UnconstrainedMAP, restored_source
-from pyro_bdl.init import init_afresh, init_to_network
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.gaussian_prior import GaussianPrior
 from pyro_bdl.program.subset import Subset
@@ -136,8 +135,7 @@ class AutoSWAG(_Collecting, UnconstrainedMAP):
     :param model: a Pyro program with continuous latents.
     :param rank: K, the rank of the low-rank term: the number of last snapshots that are kept; 0 for
         none.
-    :param init_loc_fn: where the point starts; by default the network's own values.
-    :param create_plates: as in Pyro's autoguides.
+    :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
     :raises ValueError: for a rank of 1 or below 0.
     """
 
@@ -148,11 +146,10 @@ class AutoSWAG(_Collecting, UnconstrainedMAP):
         model: Callable,
         *,
         rank: int = 20,
-        init_loc_fn: Callable = init_to_network,
-        create_plates: Callable | None = None,
+        **options: Any,
     ) -> None:
         _check_rank(rank)
-        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        super().__init__(model, **options)
         self.rank = rank
 
     def options(self) -> dict[str, Any]:
@@ -179,7 +176,7 @@ class AutoMultiSWAG(_Collecting, AutoEnsemble):
     :param model: a Pyro program with continuous latents.
     :param size: K, the number of members.
     :param rank: the rank for each member, see ``AutoSWAG``.
-    :param init_loc_fn: see ``AutoEnsemble``, which also explains ``create_plates``.
+    :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
     :raises ValueError: for a size below 1, a rank of 1 or below 0.
     """
 
@@ -191,11 +188,10 @@ class AutoMultiSWAG(_Collecting, AutoEnsemble):
         *,
         size: int = 5,
         rank: int = 20,
-        init_loc_fn: Callable = init_afresh,
-        create_plates: Callable | None = None,
+        **options: Any,
     ) -> None:
         _check_rank(rank)
-        super().__init__(model, size=size, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        super().__init__(model, size=size, **options)
         self.rank = rank
 
     def options(self) -> dict[str, Any]:

@@ -348,20 +348,6 @@ def test_the_prior_is_a_copy_that_can_be_copied(name):
     torch.testing.assert_close(density(prior), expected)  # the model's move did not touch it
 
 
-@pytest.mark.parametrize("name", GAUSSIAN)
-def test_the_prior_follows_the_model_to_another_device(name, device):
-    model, x, y = network()
-    model.update_prior(gaussian_guide(name, model, x, y))
-    values = {k: site.value.detach() for k, site in record(model, {}, (x,)).latents.items()}
-    here = Program(model, x, y).log_prior(values)
-    model.to(device)
-    there = Program(model, x.to(device), y.to(device)).log_prior(
-        {k: v.to(device) for k, v in values.items()}
-    )
-    assert there.device.type == device.type
-    torch.testing.assert_close(there.cpu(), here)
-
-
 def test_nuts_sees_the_posterior_of_all_data(tasks):
     """Its density, as JAX computes it, is the exact one up to a constant."""
     model = tasks.model()
@@ -476,20 +462,6 @@ def test_a_state_with_a_prior_does_not_fit_a_program_without(tasks):
     model.update_prior(AutoMeanField(model).prototype(*tasks.first))
     with pytest.raises(RuntimeError, match=r"Unexpected key.*task_prior"):
         other.load_state_dict(model.state_dict())
-
-
-def test_hyperpriors_are_latents_like_others():
-    torch.manual_seed(0)
-    net = nn.Linear(2, 1)
-    model = models.Regression(bayesianize(net, priors.Normal(dist.HalfNormal(1.0))), noise=0.4)
-    x, y = torch.randn(5, 2), torch.randn(5)
-    guide = AutoMeanField(model).prototype(x, y)
-    model.update_prior(guide)
-    run = record(model, {}, (x, y))
-    assert isinstance(run.latents["prior.scale"].distribution, dist.LogNormal)
-    torch.testing.assert_close(
-        run.latents["weight"].distribution.base_dist.scale.reshape(-1), guide.scale[1:3].detach()
-    )
 
 
 @pytest.mark.parametrize("structure", ["full", "kron", "low_rank", "kernel"])

@@ -6,7 +6,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.distributions.transforms import affine_autoregressive, iterated
 from pyro.infer.autoguide import (
     AutoDelta,
     AutoDiagonalNormal,
@@ -15,7 +14,6 @@ from pyro.infer.autoguide import (
     AutoLowRankMultivariateNormal,
     AutoMultivariateNormal,
     AutoNormal,
-    AutoNormalizingFlow,
 )
 from torch.distributions.transforms import StickBreakingTransform
 
@@ -95,27 +93,11 @@ def _by_hand_density(guide, u):
     )
 
 
-def _flow(program):
-    return AutoNormalizingFlow(program, lambda n: iterated(2, affine_autoregressive, n))
-
-
-def _flow_density(guide, u):
-    """By the inverses of the flow's parts, each with its Jacobian by autograd."""
-    total = 0.0
-    for part in reversed(guide.transform.parts):
-        before = torch.stack([part._inverse(row) for row in u])
-        jacobians = torch.stack([torch.autograd.functional.jacobian(part._call, b) for b in before])
-        total = total - torch.linalg.slogdet(jacobians)[1]
-        u = before
-    return total + dist.Normal(0.0, 1.0).log_prob(u).sum(-1)
-
-
 GUIDES = {
     "AutoNormal": (AutoNormal, lambda guide, u: _of_blocks(guide.locs, guide.scales, u)),
     "AutoDiagonalNormal": (AutoDiagonalNormal, _joint_normal),
     "AutoMultivariateNormal": (AutoMultivariateNormal, _joint_normal),
     "AutoLowRank": (AutoLowRankMultivariateNormal, _joint_normal),
-    "AutoNormalizingFlow": (_flow, _flow_density),
     "AutoGuideList": (listed, _listed_density),
     "by hand": (lambda program: by_hand, _by_hand_density),
 }

@@ -76,18 +76,6 @@ def test_starts_are_the_layers_own():
     assert torch.equal(model.network.network[0].weight, before)
 
 
-@pytest.mark.parametrize("elbo", [pyro.infer.Trace_ELBO(), bdl.elbo.TemperedTraceMeanField_ELBO()])
-def test_trains_in_plain_svi(elbo):
-    pyro.set_rng_seed(0)
-    model, x, y = problem()
-    guide = bdl.guides.AutoEnsemble(model, size=2)
-    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), elbo)
-    losses = [svi.step(x, y) for _ in range(60)]
-    assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
-    spread = bdl.Predictive(model, guide, num_samples=2)(x)["f"].std(0)
-    assert (spread > 0).all()
-
-
 @pytest.mark.parametrize("kind", ["AutoLowRank", "AutoMatrixNormal", "AutoMCDropout", "AutoSWAG"])
 def test_members_become_guides_of_other_kinds(kind):
     model, x, y = problem()

@@ -17,7 +17,7 @@ from pyro_bdl.guides.kl import (
     sampled_kl,
 )
 from pyro_bdl.program import Site
-from pyro_bdl.program.layout import Layout, marginal
+from pyro_bdl.program.layout import marginal
 
 D = torch.float64
 
@@ -181,10 +181,3 @@ def test_entropy():
     torch.testing.assert_close(entropy(q), expected)
     nothing = {"w": Site(dist.Delta(w, event_dim=1), w, 1.0, None)}
     assert entropy(nothing) == 0.0
-
-
-def test_empty_layouts_and_orders():
-    layout = Layout(list(Program(everything).latents.values()))
-    u = torch.arange(float(layout.size))
-    assert torch.equal(layout.take(u, ["s", "b"]), u[2:4])
-    assert torch.equal(layout.take(u, ["b", "a"]), torch.cat([u[3:4], u[:2]]))

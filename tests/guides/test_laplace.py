@@ -11,11 +11,9 @@ import torch
 from helpers.conjugate_laplace import D, at_mode, data
 from pyro.infer import Trace_ELBO
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_bdl import Predictive, bayesianize, handlers, models, priors
 from pyro_bdl.curvature import Diagonal, LowRank
-from pyro_bdl.curvature import config as config_module
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer, AutoSubnetwork
@@ -164,23 +162,6 @@ def test_latents_in_subsampled_plates_are_refused(kind):
         guide.laplace_approximation((y,))
 
 
-@pytest.mark.parametrize("batches", ["one", "many", "loader", "iterator"])
-def test_forms_of_data(conjugate, structure, batches, covariance):
-    guide = at_mode(conjugate, structure=structure)
-    expected = guide.laplace_approximation(data(conjugate))
-    x, y = data(conjugate)
-    made = {
-        "one": [(x, y)],
-        "many": [(x[:3], y[:3]), (x[3:], y[3:])],
-        "loader": DataLoader(TensorDataset(x, y), batch_size=3, shuffle=True),
-        "iterator": zip(x.split(2), y.split(2), strict=True),
-    }[batches]
-    found = guide.laplace_approximation(made)
-    torch.testing.assert_close(covariance(found), covariance(expected))
-    torch.testing.assert_close(found.log_likelihood, expected.log_likelihood)
-    assert found.num_data == 8
-
-
 def test_update_adds_data(conjugate, structure, covariance):
     x, y = data(conjugate)
     guide = at_mode(conjugate, structure=structure)
@@ -291,50 +272,6 @@ def test_precision_may_change(trained, structure):
     assert math.isfinite(loss)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_dtypes(structure, dtype):
-    """Half precision: the curvature is computed in single precision, the draws are in half."""
-    model, x, y = classifier(dtype)
-    guide = AutoLaplaceGGN(model, structure=ten_pairs(structure)).prototype(x, y)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        laplace = guide.laplace_approximation((x, y))
-    working = torch.promote_types(dtype, torch.float32)
-    assert laplace.curvature.diagonal().dtype in (working, torch.float64)
-    assert laplace.sample_vectors(2).dtype == laplace.variances().dtype == dtype
-    assert laplace.sample_latents(2)["0.weight"].dtype == dtype
-    exact, exact_x, _ = classifier(D)
-    reference = AutoLaplaceGGN(exact, structure=ten_pairs(structure)).prototype(exact_x, y)
-    with torch.no_grad():
-        reference.loc.copy_(guide.loc)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected = reference.laplace_approximation((x.double(), y)).variances()
-    rtol = 1e-3 if dtype != torch.bfloat16 else 0.15
-    torch.testing.assert_close(laplace.variances().double(), expected, rtol=rtol, atol=rtol / 10)
-
-
-def test_hyperparameters_are_followed(covariance):
-    """refresh() takes the prior's precision anew; the curvature stays."""
-    torch.manual_seed(0)
-    x, y = torch.randn(6, 2, dtype=D), torch.randn(6, dtype=D)
-    scale = pyro.nn.PyroParam(torch.tensor(0.7, dtype=D), dist.constraints.positive)
-    bnn = bayesianize(nn.Linear(2, 1).double(), priors.Normal(scale))
-    model = models.Regression(bnn, noise=0.5)
-    guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        laplace = guide.laplace_approximation((x, y))
-    before = torch.linalg.inv(covariance(laplace))
-    store = pyro.get_param_store()
-    (name,) = [n for n in store.keys() if "scale" in n]  # noqa: SIM118
-    with torch.no_grad():
-        store[name].unconstrained().copy_(torch.tensor(0.2, dtype=D).log())
-    laplace.refresh()
-    after = torch.linalg.inv(covariance(laplace))
-    torch.testing.assert_close(after - before, (25 - 1 / 0.49) * torch.eye(3, dtype=D))
-
-
 # Warnings and errors
 
 
@@ -371,32 +308,6 @@ def test_weight_decay_is_no_lack_of_training():
     network.weight.data[0, 1] += 1.0
     with pytest.warns(BdlWarning, match="not at a maximum"):
         AutoLaplaceGGN(model(1.0)).laplace_approximation((x, y))
-
-
-def test_what_is_missing(conjugate):
-    guide = at_mode(conjugate)
-    with pytest.raises(ValueError, match="no batch"):
-        guide.laplace_approximation([])
-    with pytest.raises(ValueError, match="no batch"):
-        guide.laplace_approximation(iter([]))
-    with pytest.raises(ValueError, match=r"no observ"):
-        guide.laplace_approximation(conjugate.x)
-    with pytest.raises(ValueError, match=r"no observ"):
-        guide.laplace_approximation((conjugate.x, None))
-    batches = [(conjugate.x, conjugate.y), (conjugate.x * math.inf, conjugate.y)]
-    with pytest.raises(ValueError, match=r"batch 1 .*x holds NaN or infinity"):
-        guide.laplace_approximation(batches)
-
-
-def test_memory(conjugate, monkeypatch, structure):
-    guide = at_mode(conjugate, structure=structure)
-    monkeypatch.setattr(config_module, "available_memory", lambda device: 64)
-    if structure in ("kron", "ekfac"):
-        guide.laplace_approximation(data(conjugate))
-        return
-    fitting = 'structure="kron" or "ekfac", or a subset'
-    with pytest.raises(MemoryError, match=f'structure="{structure}" over 4 latents.*{fitting}'):
-        guide.laplace_approximation(data(conjugate))
 
 
 def test_an_indefinite_hessian():

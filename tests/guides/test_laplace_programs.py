@@ -67,38 +67,6 @@ def test_the_batch_whose_data_are_not_finite_is_named(conjugate, curvature):
     torch.testing.assert_close(laplace.variances(), before, rtol=0, atol=0)
 
 
-def test_a_program_that_observes_nothing():
-    def program(x):
-        pyro.sample("w", dist.Normal(0.0, 1.0))
-
-    with pytest.raises(ValueError, match="no observed site"):
-        AutoLaplaceGGN(program).laplace_approximation(torch.zeros(3, 2))
-
-
-@pytest.mark.parametrize("kind", ["Binomial", "NegativeBinomial"])
-def test_probabilities_and_logits_have_one_posterior(kind):
-    """Given probabilities, the curvature was once zero and the posterior the prior."""
-    x = torch.tensor([[0.3], [-1.0], [0.8]], dtype=D)
-    y = torch.tensor([1.0, 3.0, 2.0], dtype=D)
-    found = []
-    for given in ("probs", "logits"):
-
-        def model(x, y=None, given=given):
-            w = pyro.sample("w", dist.Normal(x.new_zeros(1), 1.0).to_event(1))
-            output = (x @ w).sigmoid() if given == "probs" else x @ w
-            with pyro.plate("data", len(x)):
-                pyro.sample("y", getattr(dist, kind)(4.0, **{given: output}), obs=y)
-
-        guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
-        with torch.no_grad():
-            guide.loc.fill_(0.2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", BdlWarning)  # no maximum
-            found.append(guide.laplace_approximation((x, y)).variances())
-    assert found[0].item() < 0.9
-    torch.testing.assert_close(*found)
-
-
 @pytest.mark.parametrize("mask", ["distribution", "handler"])
 def test_a_flat_prior_leaves_the_likelihood_alone(conjugate, mask):
     """The posterior of least squares, N((X'X)^-1 X'y, (X'X)^-1) for noise of sd 1, and its exact
@@ -158,25 +126,6 @@ def test_the_hessian_of_a_program_of_factors(conjugate, batches, covariance):
     )
 
 
-def test_a_factor_that_is_zero_at_the_point():
-    """It has the same value in both batches and is about the data: it counts in both."""
-    torch.manual_seed(0)
-    x, y = torch.randn(8, 2), torch.randn(8)
-
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.factor("penalty", -0.5 * (x @ w).square())
-            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
-
-    guide = AutoLaplaceGGN(model, structure="full", curvature="hessian").prototype(x, y)
-    guide.loc.data.zero_()
-    whole, exact = guide.laplace_approximation((x, y)), 2 * x.mT @ x
-    parts = guide.laplace_approximation([(x[:4], y[:4]), (x[4:], y[4:])])
-    for found in (whole, parts):
-        torch.testing.assert_close(found.curvature.matrix, exact.to(found.curvature.matrix))
-
-
 @pytest.mark.parametrize("is_update", [False, True])
 def test_a_factor_of_the_latents_counts_once(is_update):
     torch.manual_seed(0)
@@ -196,7 +145,7 @@ def test_a_factor_of_the_latents_counts_once(is_update):
         parts = guide.laplace_approximation(halves[0]).update(halves[1])
     else:
         parts = guide.laplace_approximation(halves)
-    torch.testing.assert_close(parts.curvature.matrix, whole.curvature.matrix)
+    torch.testing.assert_close(parts.curvature.matrix, whole.curvature.matrix, rtol=1e-6, atol=0)
     torch.testing.assert_close(parts.log_likelihood, whole.log_likelihood)
 
 

@@ -189,8 +189,3 @@ def test_importance_ratios_are_refused_by_name():
         importance.ratios(model, AutoDelta(model), X, Y, num_samples=25)
     with pytest.raises(TypeError, match="k-hat by site"):
         importance.site_khat(model, guide, X, Y)
-
-
-def test_the_linearized_predictive_names_what_it_needs():
-    with pytest.raises(TypeError, match=r"laplace_approximation.*AutoNormal"):
-        bdl.LinearizedPredictive(model, AutoNormal(model))

@@ -136,10 +136,6 @@ def test_saved_and_loaded_with_the_snapshots(walked):
     assert torch.equal(found.factor, expected.factor)
     put_through(other, vectors[:1])  # goes on where the first left off
     assert int(other.snapshots.count) == 10 and int(guide.snapshots.count) == 9
-    clone = copy.deepcopy(guide)
-    put_through(clone, vectors[:1])
-    torch.testing.assert_close(clone.snapshots.mean, other.snapshots.mean)
-    assert int(guide.snapshots.count) == 9
     wrong = AutoSWAG(model, rank=5)
     wrong.load_state_dict(guide.state_dict())
     with pytest.raises(RuntimeError, match=r"snapshots\.recent"):
@@ -411,11 +407,3 @@ def test_the_rate_is_the_highest_at_which_the_loss_rises_by_p_over_2(family):
     lowest = -estimate_elbo(model, point, x, y, num_particles=1)
     rise = run.losses.mean().item() * 60 / members - lowest
     assert 0 < rise < 1.6
-    higher = 3.3 * run.learning_rate
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the rise
-        try:
-            wide = collect_swag(model, guide, x, y, snapshots=10, learning_rate=higher)
-        except ValueError:  # diverges
-            return
-    assert wide.losses.mean().item() * 60 / members - lowest > 1.4

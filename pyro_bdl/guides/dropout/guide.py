@@ -34,7 +34,6 @@ from pyro_bdl.guides.dropout.weights import (
 )
 from pyro_bdl.guides.kl import expected_log_prior
 from pyro_bdl.guides.statements import point
-from pyro_bdl.init import init_to_network
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.trace import Run
 
@@ -85,8 +84,7 @@ class AutoMCDropout(Guide):
         variance p / (1 - p).
     :param mask: "units", or "weights" for a separate factor for every weight (DropConnect, Wan et
         al. 2013).
-    :param init_loc_fn: where M and u start; by default the network's own values.
-    :param create_plates: as in Pyro's autoguides.
+    :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
     :raises TypeError: for a rate that is not a number, sites that are not names, a noise of another
         class.
     :raises ValueError: for a rate outside (0, 1), an unknown mask; at the first run for a site that
@@ -107,8 +105,7 @@ class AutoMCDropout(Guide):
         learn_p: bool = False,
         noise: Noise | None = None,
         mask: str = "units",
-        init_loc_fn: Callable = init_to_network,
-        create_plates: Callable | None = None,
+        **options: Any,
     ) -> None:
         if mask not in MASKS:
             raise ValueError(f"mask must be {' or '.join(map(repr, MASKS))}, got {mask!r}")
@@ -120,7 +117,7 @@ class AutoMCDropout(Guide):
         if p is None and (sites is not None or mask != "units"):
             raise ValueError("the dropout layers determine the sites and masks: leave these out")
         patterns = None if p is None else rates_by_pattern(p, sites)
-        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        super().__init__(model, **options)
         self.learn_p, self.mask = learn_p, mask
         self.noise = BernoulliNoise() if noise is None else noise
         self._patterns = patterns

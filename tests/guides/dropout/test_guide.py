@@ -116,15 +116,6 @@ def test_sampled_and_closed_prior_terms_agree_exactly(net, data, every_mask):
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
-def test_another_prior_is_taken_at_the_draw(net, data):
-    model = models.Regression(bayesianize(net, priors.Laplace(0.5)), noise=0.5)
-    guide = AutoMCDropout(model, p=0.4).prototype(*data)
-    pyro.set_rng_seed(1)
-    sampled = TemperedTrace_ELBO().loss(model, guide, *data)
-    pyro.set_rng_seed(1)
-    assert TemperedTraceMeanField_ELBO().loss(model, guide, *data) == pytest.approx(sampled)
-
-
 # Learned rates
 
 

@@ -5,11 +5,10 @@ import itertools
 import math
 import re
 
-import pyro
 import pytest
 import torch
 import torch.nn.functional as F
-from pyro.infer import SVI, Trace_ELBO
+from pyro.infer import Trace_ELBO
 from torch import nn
 
 from pyro_bdl import bayesianize, models
@@ -371,16 +370,6 @@ def test_functional_dropout_is_a_layer_too(inplace):
     model, guide = _made(Functional(inplace), torch.randn(4, 2))
     assert _rates(guide) == {"last.weight": 0.25}
     assert guide.layers == (model.network.network,)
-
-
-def test_learned_rates_start_at_the_layers():
-    x, y = torch.randn(30, 2, dtype=D), torch.randn(30, dtype=D)
-    model = models.Regression(bayesianize(_mlp()), noise=0.5)
-    guide = LAYERED(model, learn_p=True).prototype(x, y)
-    assert _rates(guide) == pytest.approx({"3.weight": 0.25, "6.weight": 0.5})
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TemperedTraceMeanField_ELBO())
-    svi.step(x, y)
-    assert _rates(guide) != pytest.approx({"3.weight": 0.25, "6.weight": 0.5})
 
 
 def test_what_is_refused():

@@ -1,0 +1,118 @@
+"""What a family of guides defines over the flat vector."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.guides.summaries import DRAWS, empirical_quantiles
+from pyro_bdl.program.gaussian_prior import GaussianPrior
+from pyro_bdl.program.layout import Latent
+from pyro_bdl.program.trace import Run
+
+
+class Family:
+    """A distribution q over one flat unconstrained vector u (P,), with latents w = T(u).
+
+    A family defines
+
+    - ``create_parameters(start)``: make parameters and buffers from an initial vector;
+    - ``sample_vectors(num_samples)``, ``log_density(vector, log_det)``, ``location()`` and
+      ``variances()``, all over u;
+    - where the sites are independent: ``site_vectors()`` and ``site_distribution(latent, ...)``,
+      from which Pyro's sample statements are made; else each site is a point of a joint draw.
+
+    Where they have closed forms also ``kl``, ``entropy`` and ``as_prior``; and
+    ``normal_marginals = True`` if every number of u has a Normal marginal with that location and
+    variance, or is fixed.
+    """
+
+    normal_marginals = False
+    # Draws that a step must take to train all of the guide: the number of an ensemble's members.
+    num_members = 1
+
+    def create_parameters(self, start: Tensor) -> None:
+        """Create the parameters.
+
+        :param start: the initial unconstrained vector (P,).
+        """
+        raise NotImplementedError
+
+    @property
+    def has_density(self) -> bool:
+        """True if ``log_density`` is a density over all latents; False if some or all latents are
+        fixed."""
+        return True
+
+    @property
+    def independent_draws(self) -> bool:
+        """True if draws do not depend on how many are made at once; False for members of an
+        ensemble, of which each comes once."""
+        return True
+
+    def sample_vectors(self, num_samples: int) -> Tensor:
+        """Independent unconstrained draws (num_samples, P), differentiable in the parameters if
+        possible."""
+        raise NotImplementedError
+
+    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        """log q(w), a scalar, at w = T(u).
+
+        :param vector: u, (P,).
+        :param log_det: log |det dT/du|.
+        """
+        raise NotImplementedError
+
+    def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
+        """KL(q || p) in nats for the prior p of ``run``, a scalar; by default an estimate at the
+        run's draw."""
+        return self.log_density(vector, log_det) - run.log_prior()
+
+    def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        """The entropy H(q) in nats, a scalar; by default the estimate -log q(w) at the draw."""
+        return -self.log_density(vector, log_det)
+
+    def location(self) -> Tensor:
+        """The guide's center as an unconstrained vector (P,)."""
+        raise NotImplementedError
+
+    def variances(self) -> Tensor:
+        """The marginal variances (P,) of the unconstrained vector."""
+        raise NotImplementedError
+
+    def vector_quantiles(self, levels: Tensor) -> Tensor:
+        """Marginal quantiles (levels, P) of the unconstrained vector.
+
+        For a Normal marginal they are m + s Phi^-1(level), for a fixed number m; for others those
+        of 4096 draws.
+        """
+        if not self.normal_marginals:
+            with torch.no_grad():
+                return empirical_quantiles(self.sample_vectors(DRAWS), levels)
+        scale = self.variances().sqrt()
+        offsets = scale * torch.special.ndtri(levels)[:, None]
+        return self.location() + torch.where(scale > 0, offsets, torch.zeros_like(offsets))
+
+    def as_prior(self) -> GaussianPrior:
+        """A copy of this posterior as the prior of a next task (continual learning).
+
+        See ``model.update_prior`` and ``nn.with_prior``.
+
+        :raises TypeError: for a posterior that is not Gaussian in the unconstrained vector.
+        """
+        raise TypeError(
+            f"{type(self).__name__} is not a Gaussian over the unconstrained latents and cannot be "
+            "a prior: take AutoMeanField, AutoLowRank, AutoMatrixNormal or a Laplace approximation"
+        )
+
+    def site_vectors(self) -> tuple[Tensor, ...] | None:
+        """The vectors (P,) whose slices ``site_distribution`` takes, such as means and scales; None
+        if the sites depend on each other."""
+        return None
+
+    def site_distribution(self, latent: Latent, *parts: Tensor) -> Any:
+        """The distribution of a site, of which event dimensions may count as batch dimensions.
+
+        :param parts: the site's slices of ``site_vectors``.
+        """
+        raise NotImplementedError
