@@ -14,52 +14,27 @@ from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.guides.draws import latent_draws, samples_of_mcmc
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.random_state import seeded
-from pyro_bdl.utils.tables import number
 
 if TYPE_CHECKING:
     from pyro_bdl.comparison.table import Comparison
 
-# Each with its caption, and in words without its numbers, for those who cannot see it.
 CAPTIONS = {
-    "bands": (
-        "Mean and 90 % interval of the function along the feature.",
-        "Curves of mean and interval against the feature, a panel for each posterior",
-    ),
-    "forest": (
-        "The function at four test points, ordered by the reference's sd; the shaded column is the "
-        "reference's 90 % interval.",
-        "Intervals of each posterior at four test points",
-    ),
-    "calibration": (
-        "Calibration on the test data: below the diagonal, a posterior is overconfident about the "
-        "targets.",
-        "Curves of observed against nominal shares, one for each posterior",
-    ),
-    "pit": (
-        "Where the test targets lie among the predictions (probability integral transform): flat "
-        "within the band if calibrated, a valley if too narrow, a hill if too wide.",
-        "Histograms of the probability integral transforms, a panel for each posterior",
-    ),
-    "function_space": (
-        "Mean and sd at each test point: on the diagonal, a posterior agrees with the reference.",
-        "Scatter plots of each posterior's means and sds against the reference's",
-    ),
-    "cost": (
-        "Time to fit against the distance to the reference. The dashed line is the distance "
-        "between two halves of the reference's own draws.",
-        "Scatter plot of time to fit against distance",
-    ),
-    "hyperparameters": (
-        "Latents that are single numbers, such as noise and scales: median, 50 % and 90 % "
-        "interval.",
-        "Intervals of latents that are single numbers, one for each posterior",
-    ),
-    "ranks": (
-        "Each chain's share of the ranks of all draws, for the function at test points and for "
-        "latents that are single numbers: flat where chains agree. The band is for independent "
-        "draws.",
-        "Histograms of the ranks of each chain",
-    ),
+    "bands": "Mean and 90 % interval of the function along the feature.",
+    "forest": "The function at four test points, ordered by the reference's sd; the shaded column "
+    "is the reference's 90 % interval.",
+    "calibration": "Calibration on the test data: below the diagonal, a posterior is "
+    "overconfident about the targets.",
+    "pit": "Where the test targets lie among the predictions (probability integral transform): "
+    "flat within the band if calibrated, a valley if too narrow, a hill if too wide.",
+    "function_space": "Mean and sd at each test point: on the diagonal, a posterior agrees with "
+    "the reference.",
+    "cost": "Time to fit against the distance to the reference. The dashed line is the distance "
+    "between two halves of the reference's own draws.",
+    "hyperparameters": "Latents that are single numbers, such as noise and scales: median, 50 % "
+    "and 90 % interval.",
+    "ranks": "Each chain's share of the ranks of all draws, for the function at test points and "
+    "for latents that are single numbers: flat where chains agree. The band is for independent "
+    "draws.",
 }
 _POINTS = 4
 _DRAWS = 500  # of latents, from a guide
@@ -200,19 +175,6 @@ def cost(comparison: "Comparison") -> Figure | None:
         floor=list(numbers.values())[-1].get(DISTANCE),
         errors={name: rows[name].get(f"{DISTANCE}_se", 0.0) for name in distance},
     )
-
-
-def alternative(name: str, comparison: "Comparison") -> str:
-    """The alternative text of a figure; that of "cost" holds its numbers."""
-    text = CAPTIONS[name][1]
-    if name != "cost":
-        return text
-    rows = [row for row in comparison.numbers().values() if DISTANCE in row and row.get("seconds")]
-    numbers = "; ".join(
-        f"{row['posterior']} {number(row[DISTANCE], 2)} after {number(row['seconds'], 2)} s"
-        for row in sorted(rows, key=lambda row: row[DISTANCE])
-    )
-    return f"{text} to {comparison.reference}: {numbers}"
 
 
 def _scalars(

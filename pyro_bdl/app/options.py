@@ -42,110 +42,73 @@ _data, _network, _fits, _run = (
     for panel in ("Data", "Network", "Posteriors", "Run")
 )
 _LIST = "from the list below"
+_FIRST_LOOK = ", ".join(f"--{name} {number}" for name, number in _QUICK.items())
 
 
 @dataclass(frozen=True)
 class Options:
     """The options of ``pyro-bdl compare``; each field is an option of its name."""
 
-    example: Annotated[
-        str | None,
-        _data(help=f"A built-in problem {_LIST}; in-between if there are no other data."),
-    ] = None
-    data: Annotated[
-        Path | None, _data(help="A CSV file with a header; every other column is a feature.")
-    ] = None
+    example: Annotated[str | None, _data(help=f"A built-in problem {_LIST}.")] = None
+    data: Annotated[Path | None, _data(help="A CSV file; every other column is a feature.")] = None
     target: Annotated[str | None, _data(help="The column to predict.")] = None
     separator: Annotated[str, _data(help=r"The mark between columns, \t for tabs.")] = ","
     decimal: Annotated[str, _data(help="The mark before decimals.")] = "."
-    thousands: Annotated[
-        str | None, _data(help="The mark between groups of three digits, if there is one.")
-    ] = None
+    thousands: Annotated[str | None, _data(help="The mark between groups of three digits.")] = None
     dates: Annotated[
         list[str] | None,
-        _data(
-            help="A column of dates such as 2024-12-31, which becomes year, month, day, ...; "
-            "several times for several columns."
-        ),
+        _data(help="A column of dates such as 2024-12-31; several times for several columns."),
     ] = None
-    task: Annotated[
-        Task | None, _data(help="Found from the target, and said, if it is not given.")
-    ] = None
+    task: Annotated[Task | None, _data(help="Found from the target if it is not given.")] = None
     one_hot: Annotated[bool, _data("--one-hot", help="Columns of text as zeros and ones.")] = False
     impute: Annotated[
-        Imputer | None,
-        _data(help="Fill in missing features from the training rows; else they are refused."),
+        Imputer | None, _data(help="Fill in missing features from the training rows.")
     ] = None
     test_fraction: Annotated[float, _data(help="The share of the rows in the test part.")] = 0.2
     folds: Annotated[
-        int | None,
-        _data(
-            help="Fit all posteriors again on K splits of the data, and show mean scores.",
-            min=2,
-            max=100,
-        ),
+        int | None, _data(help="Fit all again on K splits; show mean scores.", min=2, max=100)
     ] = None
     repeats: Annotated[int, _data(help="R times K splits.", min=1)] = 1
     reference: Annotated[
         str | None,
         _data(
-            help="A problem whose long NUTS run ships with the package, in place of data and of "
-            f"running NUTS: {', '.join(references.names())}.",
+            help="A problem whose long NUTS run ships with the package, in place of data and NUTS: "
+            f"{', '.join(references.names())}."
         ),
     ] = None
     hidden: Annotated[
-        Any, _network(help="50,50 for two layers; 50 if it is not given.", parser=_units)
+        Any, _network(help="Units, 50,50 for two layers; default: 50.", parser=_units)
     ] = None
-    activation: Annotated[
-        Activation | None, _network(help="Of the hidden layers; tanh if it is not given.")
-    ] = None
+    activation: Annotated[Activation | None, _network(help="Default: tanh.")] = None
     noise: Annotated[
         Noise | None,
-        _network(
-            help="Of a regression: one sd; a sd for each input; or Student-t, for outliers; normal "
-            "if it is not given."
-        ),
+        _network(help="Of a regression: one sd (default), a sd for each input, or Student-t."),
     ] = None
     prior_gain: Annotated[
         float | None,
         _network(
-            help="The prior's sd of a weight is GAIN / sqrt(inputs of its layer); 1, or that of "
-            "the built-in problem, if it is not given."
+            help="The prior's sd of a weight is GAIN / sqrt(inputs of its layer); default: 1, or "
+            "that of the built-in problem."
         ),
     ] = None
     guides: Annotated[
         str | None,
-        _fits(help=f"Names {_LIST} with commas between, or all; those with a star if not given."),
+        _fits(help=f"Names {_LIST} with commas between, or all; default: those with a star."),
     ] = None
-    steps: Annotated[
-        int | None, _fits(help="Gradient steps of each guide; its own if not given.", min=1)
-    ] = None
-    chains: Annotated[int | None, _fits(help="Markov chains; 4 if it is not given.", min=1)] = None
+    steps: Annotated[int | None, _fits(help="Gradient steps of each guide.", min=1)] = None
+    chains: Annotated[int | None, _fits(help="Markov chains; default: 4.", min=1)] = None
     warmup: Annotated[
-        int | None,
-        _fits(help="Adapting iterations of each chain, not kept; 500 if not given.", min=0),
+        int | None, _fits(help="Adapting iterations of each chain; default: 500.", min=0)
     ] = None
-    draws: Annotated[
-        int | None, _fits(help="Draws of each chain; 500 if it is not given.", min=2)
-    ] = None
+    draws: Annotated[int | None, _fits(help="Draws of each chain; default: 500.", min=2)] = None
     max_tree_depth: Annotated[
         int, _fits(help="NUTS takes at most 2^DEPTH gradient steps per draw.", min=1)
     ] = 8
-    quick: Annotated[
-        bool,
-        _fits(
-            "--quick",
-            help="A first look: " + ", ".join(f"--{key} {n}" for key, n in _QUICK.items()) + ".",
-        ),
-    ] = False
+    quick: Annotated[bool, _fits("--quick", help=f"A first look: {_FIRST_LOOK}.")] = False
     seed: Annotated[int, _run(help="Of all random numbers.", min=0, max=2**32 - 1)] = 0
     device: Annotated[Any, _run(help="Such as cpu or cuda.", parser=_device)] = "cpu"
     out: Annotated[
-        Path,
-        _run(
-            help="The folder of the results and of the finished posteriors, from which the same "
-            "command goes on."
-        ),
+        Path, _run(help="Of the results and the finished posteriors, from which it goes on.")
     ] = Path("pyro-bdl-out")
     fresh: Annotated[bool, _run("--fresh", help="Fit all anew, also what is finished.")] = False
     details: Annotated[bool, _run("--details", help="Print all columns of table.csv.")] = False

@@ -1,5 +1,6 @@
 """A comparison as an HTML report, and as a short piece of HTML for notebooks."""
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 
 from pyro_bdl import plots
-from pyro_bdl.app.figures import CAPTIONS, alternative, cost, figures, points
-from pyro_bdl.app.report import Picture, Table, notebook_report, write_report
+from pyro_bdl.app.figures import CAPTIONS, cost, figures, points
+from pyro_bdl.app.report import write
+from pyro_bdl.app.report.write import Table
 from pyro_bdl.comparison.judge import ALIKE, FAR, REFERENCE, UNDECIDED, USABLE, WORSE, criteria
 from pyro_bdl.comparison.table import NAME
 from pyro_bdl.data.dataset import Dataset
+from pyro_bdl.utils.files import atomic_write
 from pyro_bdl.utils.tables import Column
 
 if TYPE_CHECKING:
@@ -22,7 +25,6 @@ __all__ = ["figures", "fragment", "write_page"]
 
 # Above the table stand the figure of costs and the first other one of these.
 _FIRST, _SECOND = "cost", ("bands", "forest", "calibration")
-_MORE = "More figures"
 # Groups of columns that are shown from the start, by the beginnings of their names.
 _SHOWN = ("test data", "distance to")
 _BOUNDS = ("elbo", "log_evidence")
@@ -43,62 +45,69 @@ def write_page(
     data: Dataset | None = None,
     figures: Mapping[str, Figure] | None = None,
     about: str = "",
-    settings: Mapping[str, object] | None = None,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
     further: Sequence[Table] = (),
 ) -> Path:
     """Write the report of a comparison and return its path.
 
-    :param path: the HTML file.
+    :param path: the HTML file; missing folders are made.
     :param data: the data, for names and units.
     :param figures: those of ``Comparison.figures``; by default those without the posteriors.
     :param about: a line on the data and the model.
-    :param settings: of the run, see ``report.write_report``.
+    :param settings: of the run, by heading, listed at the end.
     :param further: more tables, after the first.
     """
     figures = comparison.figures(data=data) if figures is None else figures
-    first = [name for name in (_FIRST,) if name in figures]
-    first += [name for name in _SECOND if name in figures][:1]
-    order = [*first, *(name for name in figures if name not in first)]
-    columns = [_placed(column) for column in _columns(comparison)]
-    table = Table(
-        "Table",
-        list(comparison.numbers().values()),
-        sorted(columns, key=lambda column: bool(column.group)),
-        details=comparison.table.attrs["details"],
-        hidden=[c.group for c in columns if c.group and not c.group.startswith(_SHOWN)],
-        ranked=_ranked(comparison),
-    )
-    inputs = {} if data is None else _inputs(comparison, data)
-    return write_report(
-        path,
-        table,
-        pictures=[
-            _picture(comparison, name, figures[name], "" if name in first else _MORE)
-            for name in order
-        ],
-        title="Posteriors compared"
-        if data is None
-        else f"Posteriors of a neural network for {data.target_name}",
+    first = [_FIRST, *[name for name in _SECOND if name in figures][:1]]
+    # Bounds have a group of their own, since only some posteriors have them.
+    columns = [
+        replace(column, group="bounds") if column.key in _BOUNDS else column
+        for column in _columns(comparison)
+    ]
+    text = write.page(
+        title=f"Posteriors of a neural network for {data.target_name}"
+        if data is not None
+        else "Posteriors compared",
         about=about,
+        table=Table(
+            "Table",
+            list(comparison.numbers().values()),
+            sorted(columns, key=lambda column: bool(column.group)),
+            details=comparison.table.attrs["details"],
+            hidden=[c.group for c in columns if c.group and not c.group.startswith(_SHOWN)],
+            ranked=_ranked(comparison),
+        ),
+        sections={
+            "": [(figures[name], CAPTIONS[name]) for name in first if name in figures],
+            "More figures": [(f, CAPTIONS[n]) for n, f in figures.items() if n not in first],
+        },
         verdicts=comparison.verdicts,
         further=further,
         notes=[
-            *([] if data is None else [units(data)]),
+            *([units(data)] if data is not None else []),
             *([criteria(comparison.reference)] if comparison.summary else []),
             *comparison.notes,
         ],
-        settings={**({"Test points in the figures": inputs} if inputs else {}), **(settings or {})},
+        settings={
+            "Test points in the figures": _inputs(comparison, data),
+            **(settings or {}),
+        },
         **_answer(comparison),
     )
+    path = Path(path)
+    with atomic_write(path) as part:
+        part.write_text(text, encoding="utf-8")
+    return path
 
 
 def fragment(comparison: "Comparison") -> str:
     """The answer, the ranked table and the first picture, as HTML inside another page."""
     columns = [c for c in _columns(comparison) if not c.group or c.group.startswith(_SHOWN)]
     rows, drawn = list(comparison.numbers().values()), cost(comparison)
-    return notebook_report(
+    return write.fragment(
         Table("Table", rows, columns, ranked=_ranked(comparison)),
-        pictures=[] if drawn is None else [_picture(comparison, "cost", drawn)],
+        [] if drawn is None else [(drawn, CAPTIONS["cost"])],
+        key=f"n{zlib.crc32(repr(rows).encode()):x}-",
         **_answer(comparison),
     )
 
@@ -123,14 +132,10 @@ def _answer(comparison: "Comparison") -> dict[str, Any]:
     return {"summary": comparison.summary, "warnings": comparison.warnings, "looks": looks}
 
 
-def _picture(comparison: "Comparison", name: str, figure: Figure, section: str = "") -> Picture:
-    return Picture(figure, CAPTIONS[name][0], alternative(name, comparison), section)
-
-
-def _inputs(comparison: "Comparison", data: Dataset) -> dict[str, str]:
+def _inputs(comparison: "Comparison", data: Dataset | None) -> dict[str, str]:
     """The inputs of the test points in the figures, by their names."""
     shown = {}
-    for title, (row, *_) in points(comparison, data).items():
+    for title, (row, *_) in points(comparison, data).items() if data is not None else ():
         inputs = data.point(int(comparison.first.places[row]))["inputs"]
         shown[title] = ", ".join(f"{name} {value:.4g}" for name, value in inputs.items())
     return shown
@@ -138,11 +143,6 @@ def _inputs(comparison: "Comparison", data: Dataset) -> dict[str, str]:
 
 def _columns(comparison: "Comparison") -> list[Column]:
     return [NAME, *(c for c in comparison.table.attrs["columns"] if c.key != "group")]
-
-
-def _placed(column: Column) -> Column:
-    """The column; bounds in a group of their own, since only some posteriors have them."""
-    return replace(column, group="bounds") if column.key in _BOUNDS else column
 
 
 def _ranked(comparison: "Comparison") -> list[tuple[str, list[str]]]:

@@ -20,8 +20,7 @@ from pyro_bdl.app.fits import Fits
 from pyro_bdl.app.options import Options
 from pyro_bdl.app.page import units, write_page
 from pyro_bdl.app.provenance import provenance
-from pyro_bdl.app.report import Table
-from pyro_bdl.comparison.judge import criteria
+from pyro_bdl.app.report.write import Table
 from pyro_bdl.comparison.table import Comparison, compare_evaluations
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.utils.files import atomic_write
@@ -159,16 +158,10 @@ def _files(
 def _numbers(comparison: Comparison, data: Dataset) -> dict[str, Any]:
     """All numbers and words of a comparison in JSON types."""
     table = comparison.table.astype(object)
-    columns = (*table.attrs["columns"], *table.attrs["details"])
     return {
-        "task": comparison.task,
         "reference": comparison.reference,
         "summary": comparison.summary,
         "warnings": list(comparison.warnings),
-        "ranked by": criteria(comparison.reference),
-        "columns": [
-            {"key": c.key, "title": c.title, "group": c.group, "help": c.help} for c in columns
-        ],
         "posteriors": table.where(table.notna(), None).to_dict("index"),
         "points": [{**data.point(i), "place": i} for i in comparison.first.places.tolist()],
         "units": units(data),

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 from matplotlib.figure import Figure
 
-from pyro_bdl.app.report import Picture, Table, write_report
+from pyro_bdl.app.report.write import Table, page
 from pyro_bdl.utils.tables import Column
 
 CHROMIUM = next(
@@ -55,10 +55,9 @@ window.addEventListener("load", async () => {
 
 @pytest.fixture
 def report(tmp_path):
-    pictures = []
-    for name in ("first", "second"):
-        pictures.append(Picture(Figure(figsize=(5, 3)), name))
-        pictures[-1].figure.subplots().plot([0, 1], [1, 3])
+    figures = [(Figure(figsize=(5, 3)), name) for name in ("first", "second")]
+    for figure, _ in figures:
+        figure.subplots().plot([0, 1], [1, 3])
     table = Table(
         "Table",
         [
@@ -72,15 +71,17 @@ def report(tmp_path):
         details=[Column("size", "size")],
         ranked=[("near", ["ten", "nine"]), ("far", ["none", "tiny"])],
     )
-    return write_report(
-        tmp_path / "report.html",
-        table,
+    text = page(
+        table=table,
         title="Posteriors of a neural network for something with a long name",
-        pictures=pictures,
+        sections={"": figures},
         verdicts={"nine": "much alike", "averyveryverylongnameofaposterior": "overconfident"},
         warnings=["the reference cannot be trusted"],
-        settings={"path": "/a/" + 30 * "long/"},
+        settings={"Run": {"path": "/a/" + 30 * "long/"}},
     )
+    path = tmp_path / "report.html"
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 def browse(page, *options):

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from pyro_bdl import Samples
-from pyro_bdl.app.report import Table, write_report
 from pyro_bdl.utils.files import atomic_write
-from pyro_bdl.utils.tables import Column
 
 
 def names(folder):
@@ -51,7 +49,7 @@ def test_permissions_links_folders_and_devices(tmp_path):
     assert not os.path.isfile(os.devnull)
 
 
-def test_reports_and_samples_keep_the_old_file(tmp_path, monkeypatch):
+def test_samples_keep_the_old_file(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
@@ -61,13 +59,7 @@ def test_reports_and_samples_keep_the_old_file(tmp_path, monkeypatch):
         patched.setattr("pyro_bdl.utils.tensor_file.save_file", full)
         Samples({"w": torch.ones(1, 3)}).save(path)
     assert path.read_bytes() == before
-    table = Table("Table", [], [Column("a", "a", style="text")])
-    path = write_report(tmp_path / "r.html", table, title="t")
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
-        patched.setattr("pathlib.Path.write_text", full)
-        write_report(path, table, title="other")
-    assert "<title>t</title>" in path.read_text()
-    assert names(tmp_path) == ["draws.safetensors", "r.html"]
+    assert names(tmp_path) == ["draws.safetensors"]
 
 
 # ------------------------------------------------------------------------------- damaged samples

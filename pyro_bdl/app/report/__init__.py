@@ -5,7 +5,3 @@ The file needs no network and refuses to use one (a content security policy says
 the reader's light or dark theme, figures included, scrolls its table sideways below a fixed first
 column and prints in light colors.
 """
-
-from pyro_bdl.app.report.write import Picture, Table, notebook_report, write_report
-
-__all__ = ["Picture", "Table", "notebook_report", "write_report"]

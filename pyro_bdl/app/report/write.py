@@ -1,13 +1,10 @@
-"""The report as one file, or its first part for a notebook: values for ``template.html``."""
+"""Tables, and the HTML of a report or of its first part for a notebook, from ``template.html``."""
 
 import itertools
 import math
 import re
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
@@ -15,29 +12,10 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from pyro_bdl.app.report.svg import dark_colors, inline, marker
-from pyro_bdl.utils.files import atomic_write
 from pyro_bdl.utils.tables import Column, Row
-from pyro_bdl.version import __version__
 
 Groups = Sequence[tuple[str, Sequence[str]]]
-Looks = Mapping[str, Mapping[str, Any]]
-_FIGURES, _FURTHER = "Figures", "further columns"
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure of the report.
-
-    :param figure: drawn as SVG.
-    :param caption: one or two sentences below it.
-    :param alt: the alternative text for those who cannot see it; the caption if empty.
-    :param section: the heading that it stands under; empty for a place before the table.
-    """
-
-    figure: Figure
-    caption: str
-    alt: str = ""
-    section: str = _FIGURES
+_FURTHER = "further columns"
 
 
 class Table:
@@ -68,95 +46,83 @@ class Table:
     ) -> None:
         self.label, self.note, self.is_ranked = label, note, bool(ranked)
         self.rows = list(rows)
-        self.columns = [(each, each.group) for each in columns]
-        self.columns += [(each, _FURTHER) for each in details]
+        self.columns = [(column, column.group) for column in columns]
+        self.columns += [(column, _FURTHER) for column in details]
         runs = itertools.groupby(self.columns, lambda pair: (pair[0].group, pair[1]))
         grouped = any(column.group for column, _ in self.columns)
         self.headings = [(*names, len(list(run))) for names, run in runs] if grouped else []
         names = [name for name in dict.fromkeys(button for _, button in self.columns) if name]
         self.buttons = [(n, "false" if n in (*hidden, _FURTHER) else "true") for n in names]
-        self.key = {each.title: each.help for each, _ in self.columns if each.help}
-        self.bodies = _bodies(rows, columns[0].key, ranked)
+        self.key = {column.title: column.help for column, _ in self.columns if column.help}
+        left = {str(row.get(columns[0].key)): row for row in rows}
+        places = itertools.count()
+        self.bodies = []
+        for heading, members in [*ranked, ("", list(left))]:
+            lines = [(next(places), left.pop(name)) for name in members if name in left]
+            if lines:
+                self.bodies.append((heading, lines))
 
 
-def _bodies(
-    rows: Sequence[Row], name: str, ranked: Groups
-) -> list[tuple[str, list[tuple[int, Row]]]]:
-    """The rows under their headings, each with its place in the table."""
-    left = {str(row.get(name)): row for row in rows}
-    places = itertools.count()
-    bodies = []
-    for heading, names in [*ranked, ("", list(left))]:
-        members = [(next(places), left.pop(each)) for each in names if each in left]
-        if members:
-            bodies.append((heading, members))
-    return bodies
+def page(
+    *,
+    title: str,
+    table: Table,
+    sections: Mapping[str, Sequence[tuple[Figure, str]]],
+    **values: Any,
+) -> str:
+    """The report as one HTML file.
 
-
-def write_report(
-    path: str | Path, table: Table, *, pictures: Sequence[Picture] = (), **texts: Any
-) -> Path:
-    """Write the report and return its path; missing folders are made.
-
-    :param path: the HTML file.
+    :param title: of the page.
     :param table: the first table.
-    :param pictures: with their sections; embedded as SVG.
-    :param texts: ``title`` of the page; ``about``, a line below it on the data and the model;
-        ``summary``, the answer before everything else; ``warnings`` in a box below it; ``looks``,
-        color and marker of each row by name, from ``plots.styles``; ``verdicts``, row to sentence;
-        ``notes``, paragraphs below the table; ``further``, more tables; ``settings`` of the run,
-        listed at the end, where a mapping as a value gets a heading of its own.
+    :param sections: heading to figures, drawn as SVG, with their captions; those of the heading ""
+        stand before the table.
+    :param values: ``about``, a line below the title; ``summary``, the answer before everything
+        else; ``warnings`` in a box below it; ``looks``, color and marker of each row by name, from
+        ``plots.styles``; ``verdicts``, row to sentence; ``notes``, paragraphs below the table;
+        ``further``, more tables; ``settings``, listed at the end by heading.
     """
-    settings = {**(texts.pop("settings", None) or {}), "pyro_bdl": __version__}
-    script = Markup(_part("script.js"))
-    text = _rendered(
-        page=True, table=table, sections=_sections(pictures, "f"), settings=settings,
-        style=_style(), script=script, **texts,
-    )  # fmt: skip
-    path = Path(path)
-    with atomic_write(path) as part:
-        part.write_text(text, encoding="utf-8")
-    return path
+    values |= {"script": Markup(_part("script.js")), "style": Markup(_style())}
+    return _rendered(page=True, title=title, table=table, sections=sections, key="f", **values)
 
 
-def notebook_report(table: Table, *, pictures: Sequence[Picture] = (), **texts: Any) -> str:
-    """The same design in short, as HTML for the page of a notebook; see :func:`write_report`.
+def fragment(
+    table: Table, figures: Sequence[tuple[Figure, str]], *, key: str, **values: Any
+) -> str:
+    """The answer, the table and figures in the same design, as HTML for the page of a notebook.
 
     Styles hold inside it only. It needs no script: its headings do not sort.
+
+    :param key: a prefix of ids that no other one of the notebook has.
+    :param values: see :func:`page`.
     """
     style = re.sub(r"(?<![\w-])body(?=\s*\{)", ":scope", _style()).replace(":root", ":scope")
-    key = f"n{zlib.crc32(repr(table.bodies).encode()):x}-"
     return _rendered(
-        page=False, table=table, sections=_sections(pictures, key), style=Markup(style), **texts
+        page=False, table=table, sections={"": figures}, key=key, style=Markup(style), **values
     )
 
 
-def _sections(
-    pictures: Sequence[Picture], key: str
-) -> list[tuple[str, list[tuple[Picture, Markup]]]]:
-    """Pictures by the heading that they stand under, those before the table first.
-
-    :param key: a prefix of ids that no other table of one notebook has.
-    """
-    sections: dict[str, list[tuple[Picture, Markup]]] = {}
-    for place, each in enumerate(pictures):
-        svg = inline(each.figure, f"{key}{place}", each.alt or each.caption)
-        sections.setdefault(each.section, []).append((each, Markup(svg)))
-    return list(sections.items())
-
-
-def _rendered(**values: Any) -> str:
+def _rendered(
+    *, sections: Mapping[str, Sequence[tuple[Figure, str]]], key: str, **values: Any
+) -> str:
     environment = Environment(autoescape=True, trim_blocks=True)
     environment.tests["finite"] = lambda value: (
         isinstance(value, (int, float)) and math.isfinite(value)
     )
-    template = environment.from_string(_part("template.html"))
-    values = {"looks": {}, "settings": {}} | values
-    return template.render(marker=lambda look: Markup(marker(look)), **values)
+    count = itertools.count()
+    drawn = {
+        heading: [
+            (Markup(inline(figure, f"{key}{next(count)}", caption)), caption)
+            for figure, caption in figures
+        ]
+        for heading, figures in sections.items()
+    }
+    return environment.from_string(_part("template.html")).render(
+        marker=lambda look: Markup(marker(look)), sections=drawn, **values
+    )
 
 
 def _style() -> str:
-    return Markup(_part("style.css").replace("/* dark colors */", dark_colors()))
+    return _part("style.css").replace("/* dark colors */", dark_colors())
 
 
 def _part(name: str) -> str:
