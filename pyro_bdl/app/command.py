@@ -1,13 +1,15 @@
 """The command line: parsing, messages on stderr, exit codes."""
 
 import inspect
+import io
 import logging
+import os
 import shlex
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -16,7 +18,6 @@ from typer.exceptions import TyperException
 from pyro_bdl import posteriors
 from pyro_bdl.app import run
 from pyro_bdl.app.options import Options
-from pyro_bdl.app.streams import LenientStream
 from pyro_bdl.data.examples import EXAMPLES
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.utils.progress import logger
@@ -33,11 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results were shown.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
-    output: Any = LenientStream(sys.stdout)
-    errors: Any = LenientStream(sys.stderr)
-    with (
-        redirect_stdout(output), redirect_stderr(errors), messages(), warnings.catch_warnings()
-    ):  # fmt: skip
+    with messages(), warnings.catch_warnings():
         warnings.simplefilter("always", BdlWarning)
         warnings.showwarning = shown_once()
         command = typer.main.get_command(_app(shlex.join(["pyro-bdl", *given])))
@@ -50,7 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def script() -> NoReturn:
-    """Run the command as a process, which a Ctrl-C while it exits ends without a traceback."""
+    """Run the command as a process, which a closed pipe, or a Ctrl-C while it exits, ends without a
+    traceback. What closed streams are told is lost; characters that a stream's encoding lacks are
+    replaced."""
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     code = main()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)

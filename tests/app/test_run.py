@@ -270,24 +270,11 @@ def test_a_file_that_cannot_be_written_loses_no_other(name, tiny, tmp_path, no_f
     assert "RMSE" in printed and name not in printed.splitlines()[-1]
 
 
-@pytest.mark.parametrize("encoding", ["ascii", None])
-def test_an_ascii_output_shows_the_table_and_a_closed_one_is_no_error(
-    encoding, tiny, tmp_path, monkeypatch, with_draws, rows_of, no_figures
-):
-    with_draws()
-    raw = io.BytesIO()
-    stream = None if encoding is None else io.TextIOWrapper(raw, encoding=encoding)
-    monkeypatch.setattr(sys, "stdout", stream)
-    code, _, err = tiny(guides="map,nuts")
-    assert code == 0 and "Traceback" not in err and rows_of(tmp_path / "out")
-    if encoding:
-        assert b" +-" in raw.getvalue() and b"Written to" in raw.getvalue()
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="of POSIX shells")
-@pytest.mark.parametrize("end", ["2>&1 | head -1", ">&-", "2>&- >&-", "| true"])
+@pytest.mark.parametrize("end", [">&-", "2>&- >&-", "| iconv -f ascii"])
 def test_in_a_shell(table, tmp_path, end, rows_of):
+    """Streams that are closed, or lack characters."""
     root, out = Path(app.__file__).parents[2], tmp_path / "out"
     command = f"{sys.executable} -m pyro_bdl compare --data {table} --target price --steps 3"
     command += f" --hidden 2 --guides map,mean-field --out {out}"
@@ -296,7 +283,7 @@ def test_in_a_shell(table, tmp_path, end, rows_of):
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": str(root), "PYTHONIOENCODING": "ascii"},
     )
     assert done.returncode == 0, done.stderr
     assert "BrokenPipe" not in done.stderr and "Traceback" not in done.stderr
