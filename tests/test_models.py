@@ -30,36 +30,9 @@ def _bnn(outputs, inputs=2):
     return bayesianize(net)
 
 
-def _normal(y, f, s):
-    return (
-        -0.5 * ((y - f) / s) ** 2 - torch.as_tensor(s, dtype=D).log() - 0.5 * math.log(2 * math.pi)
-    )
-
-
-def _student(y, f, s, df):
-    constant = math.lgamma((df + 1) / 2) - math.lgamma(df / 2) - 0.5 * math.log(df * math.pi)
-    return constant - math.log(s) - (df + 1) / 2 * torch.log1p(((y - f) / s) ** 2 / df)
-
-
 def _heteroscedastic(y, out):
-    half = out.shape[-1] // 2
-    f, s = out[:, :half].squeeze(-1), nn.functional.softplus(out[:, half:]).squeeze(-1)
-    term = _normal(y, f, s)
-    return term.sum(-1) if term.dim() > 1 else term
-
-
-def _softmax(y, out):
-    return out.log_softmax(-1)[torch.arange(N), y]
-
-
-def _bernoulli(y, out):
-    f = out.squeeze(-1)
-    return y * f - torch.log1p(f.exp())
-
-
-def _poisson(y, out):
-    f = out.squeeze(-1)
-    return y * f - f.exp() - torch.lgamma(y + 1)
+    f, raw = (half.squeeze(-1) for half in out.chunk(2, -1))
+    return dist.Normal(f, nn.functional.softplus(raw)).log_prob(y).reshape(N, -1).sum(-1)
 
 
 REAL, COUNTS = torch.randn(N, dtype=D), torch.tensor([0.0, 1, 4, 2, 0, 7], dtype=D)
@@ -69,12 +42,12 @@ CASES = {
     "regression": (
         lambda **k: models.Regression(_bnn(1), noise=0.3, **k),
         REAL,
-        lambda y, out: _normal(y, out[:, 0], 0.3),
+        lambda y, out: dist.Normal(out[:, 0], 0.3).log_prob(y),
     ),
     "regression, two targets": (
         lambda **k: models.Regression(_bnn(2), noise=0.3, **k),
         PAIRS,
-        lambda y, out: _normal(y, out, 0.3).sum(-1),
+        lambda y, out: dist.Normal(out, 0.3).log_prob(y).sum(-1),
     ),
     "heteroscedastic": (
         lambda **k: models.HeteroscedasticRegression(_bnn(2), **k),
@@ -86,24 +59,26 @@ CASES = {
         PAIRS,
         _heteroscedastic,
     ),
-    "student": (
-        lambda **k: models.StudentTRegression(_bnn(1), noise=0.3, df=3.0, **k),
-        REAL,
-        lambda y, out: _student(y, out[:, 0], 0.3, 3.0),
-    ),
     "student, two targets": (
         lambda **k: models.StudentTRegression(_bnn(2), noise=0.3, df=3.0, **k),
         PAIRS,
-        lambda y, out: _student(y, out, 0.3, 3.0).sum(-1),
+        lambda y, out: dist.StudentT(3.0, out, 0.3).log_prob(y).sum(-1),
     ),
-    "classification": (lambda **k: models.Classification(_bnn(3), **k), CLASSES, _softmax),
-    "binary": (lambda **k: models.BinaryClassification(_bnn(1), **k), BITS, _bernoulli),
+    "classification": (
+        lambda **k: models.Classification(_bnn(3), **k),
+        CLASSES,
+        lambda y, out: out.log_softmax(-1)[torch.arange(N), y],
+    ),
     "binary, booleans": (
         lambda **k: models.BinaryClassification(_bnn(1), **k),
         BITS.bool(),
-        lambda y, out: _bernoulli(y.to(D), out),
+        lambda y, out: nn.functional.logsigmoid(torch.where(y, 1, -1) * out[:, 0]),
     ),
-    "poisson": (lambda **k: models.PoissonRegression(_bnn(1), **k), COUNTS, _poisson),
+    "poisson": (
+        lambda **k: models.PoissonRegression(_bnn(1), **k),
+        COUNTS,
+        lambda y, out: dist.Poisson(out[:, 0].exp()).log_prob(y),
+    ),
 }
 
 
@@ -220,11 +195,12 @@ def test_an_inferred_noise_by_hand():
     default = Program(models.Regression(_bnn(1)), x, REAL).run(program.initial).latents["noise"]
     assert isinstance(default.distribution, dist.HalfNormal) and default.distribution.scale == 1.0
     latents = _draw(program)
-    weights = sum(_normal(latents[n], 0.0, 1.0).sum() for n in model.network.sites)
+    standard = dist.Normal(torch.zeros((), dtype=D), 1.0)
+    weights = sum(standard.log_prob(latents[n]).sum() for n in model.network.sites)
     s = latents["noise"]
-    half_normal = math.log(2) + _normal(s, 0.0, torch.tensor(2.0, dtype=D))
+    half_normal = dist.HalfNormal(torch.tensor(2.0, dtype=D)).log_prob(s)
     torch.testing.assert_close(program.log_prior(latents), weights + half_normal)
-    expected = _normal(REAL, _output(model, latents, x)[:, 0], s)
+    expected = dist.Normal(_output(model, latents, x)[:, 0], s).log_prob(REAL)
     torch.testing.assert_close(program.log_likelihood(latents)["y"], expected)
 
 
@@ -236,7 +212,8 @@ def test_a_learned_noise(start):
     program = Program(model, x, REAL)
     assert {"df"} == set(program.latents) - set(model.network.sites)
     latents = _draw(program)
-    expected = _student(REAL, _output(model, latents, x)[:, 0], 0.7, latents["df"].item())
+    f = _output(model, latents, x)[:, 0]
+    expected = dist.StudentT(latents["df"], f, 0.7).log_prob(REAL)
     torch.testing.assert_close(program.log_likelihood(latents)["y"], expected, rtol=1e-6, atol=1e-6)
     program.log_joint(latents).backward()
     assert model.noise_unconstrained.grad != 0
@@ -322,7 +299,8 @@ def test_a_hand_written_network_fits_too():
     x = torch.randn(N, 2, dtype=D)
     program = Program(handlers.temper(models.Regression(Net(), noise=0.5), 0.5), x, REAL)
     w = torch.randn(2, dtype=D)
-    expected = _normal(w, 0.0, 1.0).sum() + 2 * _normal(REAL, x @ w, 0.5).sum()
+    prior = dist.Normal(torch.zeros((), dtype=D), 1.0).log_prob(w).sum()
+    expected = prior + 2 * dist.Normal(x @ w, 0.5).log_prob(REAL).sum()
     torch.testing.assert_close(program.log_joint({"w": w}), expected)
 
 
@@ -372,7 +350,7 @@ def test_a_dict_is_the_networks_keywords_or_its_argument(net):
     latents = _draw(program)
     weight, bias = latents["linear.weight"], latents["linear.bias"]
     output = nn.functional.linear(x["points"] * x["mask"], weight, bias).sin()
-    expected = _softmax(CLASSES, output)
+    expected = output.log_softmax(-1)[torch.arange(N), CLASSES]
     torch.testing.assert_close(program.log_likelihood(latents)["y"], expected)
     torch.testing.assert_close(program.log_likelihood(latents, x, CLASSES)["y"], expected)
     if isinstance(net, _Keywords):
@@ -429,7 +407,7 @@ def test_each_target_has_its_own_noise(noise):
     latents = _draw(program)
     scale = latents.get("noise", NOISES)
     assert scale.shape == (2,)
-    expected = _normal(PAIRS, _output(model, latents, x), scale).sum(-1)
+    expected = dist.Normal(_output(model, latents, x), scale).log_prob(PAIRS).sum(-1)
     torch.testing.assert_close(program.log_likelihood(latents)["y"], expected)
     if "noise" in latents:
         prior = program.run(latents).latents["noise"]

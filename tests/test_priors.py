@@ -21,14 +21,8 @@ def _net(dtype=torch.float32):
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
 
 
-def _log_student(w, df, scale):
-    constant = math.lgamma((df + 1) / 2) - math.lgamma(df / 2)
-    constant -= 0.5 * math.log(df * math.pi) + math.log(scale)
-    return constant - (df + 1) / 2 * torch.log1p((w / scale) ** 2 / df)
-
-
 def _log_normal(w, scale):
-    return -0.5 * (w / scale) ** 2 - math.log(scale) - 0.5 * math.log(2 * math.pi)
+    return dist.Normal(torch.zeros_like(w), scale).log_prob(w)
 
 
 CLOSED_FORMS = {
@@ -38,7 +32,7 @@ CLOSED_FORMS = {
         lambda w: _log_normal(w, 1.3 / math.sqrt(w.shape[1]) if w.dim() > 1 else 1.3),
     ),
     "laplace": (priors.Laplace(0.4), lambda w: -w.abs() / 0.4 - math.log(0.8)),
-    "student": (priors.StudentT(3.0, 0.5), lambda w: _log_student(w, 3.0, 0.5)),
+    "student": (priors.StudentT(3.0, 0.5), lambda w: dist.StudentT(3.0, 0.0, 0.5).log_prob(w)),
 }
 
 

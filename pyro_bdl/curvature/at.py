@@ -15,9 +15,9 @@ from pyro_bdl.curvature.jacobian.linearization import Linearization, unseen_uses
 from pyro_bdl.curvature.jacobian.recorded_rows import RecordedRows
 from pyro_bdl.distributions.parameters import has_masks, is_known, parameters_of, rebuilt
 from pyro_bdl.program.batches import Batch, as_dicts, has_rows, leading_size, taken
-from pyro_bdl.program.rows import RowMap, with_rows
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
+from pyro_bdl.program.vmap import RowMap, with_rows
 from pyro_bdl.utils.memory import Allocations, bytes_at_once
 from pyro_bdl.utils.module_state import evaluating, modules_of, vmappable
 from pyro_bdl.utils.trees import tree_leaves

@@ -9,9 +9,9 @@ from torch import Tensor
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.batch_norm import uses_its_batch
 from pyro_bdl.program.batches import as_dicts, leading_size, taken
-from pyro_bdl.program.rows import RowMap
 from pyro_bdl.program.supports import nan_outside_support
 from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
+from pyro_bdl.program.vmap import RowMap
 from pyro_bdl.utils.module_state import evaluation_mode, modules_of
 from pyro_bdl.utils.random_state import own_randomness
 

@@ -7,7 +7,7 @@ import torch
 from torch.func import jacrev
 
 from pyro_bdl.program import record
-from pyro_bdl.program.rows import RowMap
+from pyro_bdl.program.vmap import RowMap
 
 D = torch.float64
 

@@ -12,7 +12,7 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.estimators import per_example_dropout
 from pyro_bdl.guides import AutoMCDropout, AutoMeanField, GaussianNoise
 from pyro_bdl.program import record
-from pyro_bdl.program.rows import RowMap
+from pyro_bdl.program.vmap import RowMap
 
 D = torch.float64
 COUNT = 4000

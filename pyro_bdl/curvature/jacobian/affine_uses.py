@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pyro_bdl.curvature.jacobian.patches import patches
 from pyro_bdl.program.linear_ops.recognize import AffineOp, recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
-from pyro_bdl.program.rows import tap, with_rows
+from pyro_bdl.program.vmap import tap, with_rows
 from pyro_bdl.utils.trees import tree_leaves, tree_map
 
 
