@@ -20,7 +20,7 @@ class Arguments(NamedTuple):
 
     tensors: list[Tensor]
     constants: tuple[tuple[type, Any] | None, ...]
-    structure: TreeSpec | None  # None for positional tensors alone
+    structure: TreeSpec
 
     @property
     def key(self) -> Hashable:
@@ -30,8 +30,6 @@ class Arguments(NamedTuple):
 
     def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
         """``(args, kwargs)`` with other tensors."""
-        if self.structure is None:
-            return tuple(tensors), {}
         left = iter(tensors)
         leaves = [next(left) if c is None else c[1] for c in self.constants]
         return tree_unflatten(leaves, self.structure)
@@ -42,26 +40,16 @@ def split(args: tuple, kwargs: dict[str, Any]) -> Arguments:
 
     :raises NotTraceable: for arguments whose changes cannot be noticed, and for sparse tensors.
     """
-    if not kwargs and all(type(value) is Tensor for value in args):  # the usual case
-        return Arguments(_checked(args), (None,) * len(args), None)
     leaves, structure = tree_flatten((args, kwargs))
-    tensors: list[Tensor] = []
-    constants: list[tuple[type, Any] | None] = []
     for leaf in leaves:
-        if type(leaf) in (Tensor, nn.Parameter):
-            tensors.append(leaf)
-            constants.append(None)
-        elif isinstance(leaf, _CONSTANTS):
-            constants.append((type(leaf), leaf))  # 1, 1.0 and True differ
-        else:
+        if type(leaf) not in (Tensor, nn.Parameter) and not isinstance(leaf, _CONSTANTS):
             raise NotTraceable(
                 f"an argument holds {type(leaf).__name__}, which may change from step to step: "
                 "pass tensors, numbers and words"
             )
-    return Arguments(_checked(tensors), tuple(constants), structure)
-
-
-def _checked(tensors: Sequence[Tensor]) -> list[Tensor]:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(tensor.layout is not torch.strided for tensor in tensors):
         raise NotTraceable("an argument is a sparse tensor")
-    return list(tensors)
+    # with their types, since 1, 1.0 and True are equal
+    rest = (None if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
+    return Arguments(tensors, tuple(rest), structure)

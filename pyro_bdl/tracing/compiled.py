@@ -13,7 +13,7 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.tracing.step import Outcome, Step, agree, first_line, trace_step
+from pyro_bdl.tracing.step import Outcome, Step, agree, trace_step
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed, with_gradients
@@ -165,7 +165,8 @@ class CompiledLoss:
         except NotTraceable as error:
             self._refuse(graph, str(error))
         except Exception as error:  # what make_fx cannot run can still be run
-            self._refuse(graph, f"tracing it failed ({first_line(error)})")
+            first_line = (str(error).strip().splitlines() or [""])[0]
+            self._refuse(graph, f"tracing it failed ({type(error).__name__}: {first_line})")
         else:
             stored = dict(pyro.get_param_store().named_parameters())
             names = statements.trace.nodes.keys() & stored.keys()

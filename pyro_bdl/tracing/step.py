@@ -8,10 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from pyro_bdl.errors import BdlWarning
 from pyro_bdl.tracing.graph import lift
 from pyro_bdl.tracing.simplify import call_directly, simplify
-from pyro_bdl.tracing.trace import NotTraceable, mutated, tensor_of, trace, variable_nodes
+from pyro_bdl.tracing.trace import (
+    NotTraceable,
+    changed_tensors,
+    outside_tensors,
+    tensor_of,
+    trace,
+    variable_nodes,
+)
 from pyro_bdl.utils.autocast import rounding, without_autocast, without_cached_casts
 from pyro_bdl.utils.autograd import leaves_behind, with_gradients
 
@@ -87,9 +93,8 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
 
     with without_cached_casts():
         graph = trace(function, arguments)
-    written = list({id(t): t for t in (tensor_of(graph, n) for n in mutated(graph))}.values())
     variable = {tensor_of(graph, n) for n in variable_nodes(graph) if n.op == "get_attr"}
-    attributes = {n: tensor_of(graph, n) for n in graph.graph.find_nodes(op="get_attr")}
+    attributes, written = outside_tensors(graph), changed_tensors(graph)
     inputs = lift(graph.graph, attributes)
     constants = {node: tensor for node, tensor in inputs.items() if tensor not in variable}
     simplify(graph.graph, constants)
@@ -102,7 +107,7 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
     with without_autocast():
         run = BACKENDS[backend](graph, [*arguments, *outside])
     positions = {id(argument): number for number, argument in enumerate(arguments)}
-    return Step(run, outside, written, [positions.get(id(t), t) for t in leaves], num_others)
+    return Step(run, outside, [*written], [positions.get(id(t), t) for t in leaves], num_others)
 
 
 def agree(a: Tensor, b: Tensor, size: Tensor) -> bool:
@@ -131,20 +136,10 @@ def inductor(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Run:
     """
     from torch._inductor import compile as compile_graph
 
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            inputs = [example.detach() for example in examples]
-            compiled = compile_graph(graph, inputs, options={"fallback_random": True})
-    except Exception as error:  # of the compiler, of many classes
-        warnings.warn(
-            f'backend="inductor" could not compile the graph ({first_line(error)}), whose '
-            'operators run one by one as with backend="eager": it needs a C++ compiler on the '
-            "CPU and Triton on a GPU",
-            BdlWarning,
-            stacklevel=2,
-        )
-        return eager(graph, examples)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inputs = [example.detach() for example in examples]
+        compiled = compile_graph(graph, inputs, options={"fallback_random": True})
     return lambda *inputs: compiled(*[value.detach() for value in inputs])
 
 
@@ -152,8 +147,3 @@ BACKENDS: dict[str, Callable[[fx.GraphModule, Sequence[Tensor]], Run]] = {
     "eager": eager,
     "inductor": inductor,
 }
-
-
-def first_line(error: Exception) -> str:
-    """The class and the first line of an error."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

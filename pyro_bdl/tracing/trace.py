@@ -125,12 +125,10 @@ def trace(function: Callable[..., Any], examples: Sequence[Tensor]) -> fx.GraphM
         next run: those of arguments, of parameters, random ones, those changed in place.
     """
     graph, places = record(function, examples)
-    for node in graph.graph.find_nodes(op="get_attr"):
-        if tensor_of(graph, node).grad_fn is not None:
-            raise NotTraceable(
-                "it uses a tensor with a gradient that was computed outside: compute it in "
-                "the program"
-            )
+    if any(tensor.grad_fn is not None for tensor in outside_tensors(graph).values()):
+        raise NotTraceable(
+            "it uses a tensor with a gradient that was computed outside: compute it in the program"
+        )
     for node in graph.graph.nodes:
         if any(base(part).op == "placeholder" for part in changed(node)):
             raise NotTraceable(f"it changes an argument in place ({node.target})", str(node.target))
@@ -182,31 +180,27 @@ def tensor_of(graph: fx.GraphModule, node: fx.Node) -> Tensor:
     return getattr(graph, str(node.target))
 
 
+def outside_tensors(graph: fx.GraphModule) -> dict[fx.Node, Tensor]:
+    """The tensors that are not arguments, by node."""
+    return {node: tensor_of(graph, node) for node in graph.graph.find_nodes(op="get_attr")}
+
+
+def changed_tensors(graph: fx.GraphModule) -> set[Tensor]:
+    """The outside tensors that the graph changes in place."""
+    parts = (base(part) for node in graph.graph.nodes for part in changed(node))
+    return {tensor_of(graph, node) for node in parts if node.op == "get_attr"}
+
+
 def variable_nodes(graph: fx.GraphModule) -> set[fx.Node]:
     """The nodes whose values may differ between runs: arguments, parameters, random numbers and
     outside tensors that are changed in place."""
-    found = set()
-    for node in graph.graph.nodes:
-        if node.op == "placeholder" or is_random(node):
-            found.add(node)
-        elif node.op == "get_attr":
-            tensor = tensor_of(graph, node)
-            if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter):
-                found.add(node)
-    written = {tensor_of(graph, node) for node in mutated(graph)}
-    for node in graph.graph.find_nodes(op="get_attr"):
-        if tensor_of(graph, node) in written:
-            found.add(node)
-    return found
-
-
-def mutated(graph: fx.GraphModule) -> Iterator[fx.Node]:
-    """The nodes of outside tensors that the graph changes in place."""
-    for node in graph.graph.nodes:
-        for part in changed(node):
-            source = base(part)
-            if source.op == "get_attr":
-                yield source
+    written, tensors = changed_tensors(graph), outside_tensors(graph).items()
+    found = {node for node in graph.graph.nodes if node.op == "placeholder" or is_random(node)}
+    return found | {
+        node
+        for node, tensor in tensors
+        if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) or tensor in written
+    }
 
 
 def refuse_reads(
@@ -314,8 +308,7 @@ def _functional(
     decompositions: Mapping[Any, Callable] | None,
 ) -> fx.GraphModule:
     """The graph without in-place operators; ``functionalize`` needs all tensors as inputs."""
-    attributes = {n: tensor_of(graph, n) for n in graph.graph.find_nodes(op="get_attr")}
-    constants = lift(graph.graph, attributes).values()
+    constants = lift(graph.graph, outside_tensors(graph)).values()
     graph.recompile()
 
     def run(*tensors: Tensor) -> Any:

@@ -577,8 +577,8 @@ def test_like_statements_are_computed_together(monkeypatch):
 
         return Program(program)
 
-    class Alone(dist.Normal):  # no family of which parameters are known
-        pass
+    class Alone(dist.Normal):  # which does not say its parameters
+        arg_constraints = {}  # noqa: RUF012
 
     together = model([dist.Normal, dist.Normal, dist.Laplace, dist.Normal, dist.Normal])
     alone = model([Alone, Alone, dist.Laplace, Alone, Alone])
