@@ -52,7 +52,7 @@ def against(name: str, guide: str, options: posteriors.Options) -> Row:
         "nlpd_diff": own.get("nlpd_diff"),
         "nlpd_diff_se": own.get("nlpd_diff_se"),
         "rhat": own.get("rhat"),
-        "seconds": fit.seconds,
+        "seconds": fit.costs.seconds,
         "processor": processor,
     }
 

@@ -5,7 +5,6 @@ program's tensors nor, after ``torch.set_default_device``, the CPU.
 """
 
 import ast
-from copy import deepcopy
 from pathlib import Path
 
 import pyro
@@ -18,7 +17,6 @@ from torch import nn
 import pyro_bdl as bdl
 from pyro_bdl.distributions.copies import moved_like
 from pyro_bdl.guides import AutoMCDropout, AutoMeanField
-from pyro_bdl.mcmc.starts import _unconstrained
 from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
 from pyro_bdl.scales import hyperparameter
 from pyro_bdl.utils.random_state import fixed_normal
@@ -47,11 +45,6 @@ def test_every_tensor_is_made_on_a_device_that_is_named():
         for line in forgotten(path.read_text())
     }
     assert not found, "name a device; what stays on the host has device='cpu': " + ", ".join(found)
-
-
-def test_a_forgotten_device_is_found():
-    source = "import torch\nx = torch.eye(3, dtype=y.dtype)\ny = torch.ones(2, device=x.device)\n"
-    assert list(forgotten(source)) == ["2: torch.eye(3, dtype=y.dtype)"]
 
 
 # "meta" stands for a device below: tensors there have shapes and no values
@@ -141,27 +134,3 @@ def test_latents_of_plain_numbers_stand_where_the_others_do():
         assert {value.device.type for value in found.initial.values()} == {"meta"}
         assert {latent.device.type for latent in found.latents.values()} == {"meta"}
         assert found.log_density(torch.empty(5, device="meta")).device.type == "meta"
-
-
-def test_chains_start_where_the_program_is():
-    """Given values may stand anywhere."""
-
-    def program(x):
-        pyro.sample("w", dist.Normal(torch.zeros_like(x), 1.0).to_event(1))
-
-    with pyro.validation_enabled(False):
-        found = bdl.Program(program, torch.empty(2, device="meta"))
-        start = _unconstrained(found, {"w": torch.ones(2)})
-    assert start.device.type == "meta"
-
-
-def test_the_stand_in_refuses_mixed_devices_and_computes_as_the_cpu_does(device):
-    x = torch.randn(4, 4)
-    there = x.to(device)
-    for mixed in (lambda: there + x, lambda: there @ x[0], lambda: torch.cat([there, x])):
-        with pytest.raises(RuntimeError, match="on the same device"):
-            mixed()
-    copy = deepcopy(there)
-    copy.diagonal().add_(2.0)  # a view, changed in place
-    assert copy.device == there.device and torch.equal(there.cpu(), x)
-    assert torch.equal(copy.cpu(), x + 2.0 * torch.eye(4))

@@ -41,36 +41,12 @@ def by_hand(y=None):
         pyro.sample("y", dist.MixtureSameFamily(dist.Categorical(WEIGHTS), components), obs=y)
 
 
-def mixture_of_inputs(x, y=None):
-    means = _means()
-    with pyro.plate("data", len(x)):
-        z = pyro.sample("z", dist.Categorical(WEIGHTS))
-        pyro.sample("y", dist.Normal(means[z] * x, 0.7), obs=y)
-
-
-def mixture_of_inputs_by_hand(x, y=None):
-    means = _means()
-    with pyro.plate("data", len(x)):
-        components = dist.Normal(means * x[:, None], 0.7)
-        weights = dist.Categorical(WEIGHTS.expand(len(x), 2))
-        pyro.sample("y", dist.MixtureSameFamily(weights, components), obs=y)
-
-
 def switch(y=None):
     """One component for all data."""
     means = _means()
     z = pyro.sample("z", dist.Categorical(WEIGHTS))
     with pyro.plate("data", len(Y) if y is None else len(y)):
         pyro.sample("y", dist.Normal(means[z], 0.7), obs=y)
-
-
-def pair(a, b=None):
-    """Two observations of each datum, which share its component."""
-    means = _means()
-    with pyro.plate("data", len(a)):
-        z = pyro.sample("z", dist.Categorical(WEIGHTS))
-        pyro.sample("a", dist.Normal(means[z], 0.7), obs=a)
-        pyro.sample("b", dist.Normal(-means[z], 0.7), obs=b)
 
 
 def switch_by_hand(y):
@@ -166,14 +142,6 @@ def _at_maximum(model, **options):
     return guide
 
 
-def test_laplace_of_a_local_mixture_is_that_of_the_mixture():
-    found = []
-    for model in (mixture, by_hand):
-        posterior = _at_maximum(model, structure="full").laplace_approximation((Y,))
-        found.append(posterior.variances())
-    torch.testing.assert_close(*found, rtol=0.2, atol=0.0)  # of drawn observations
-
-
 @pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
 def test_laplace_of_a_switch_is_by_the_hessian_and_says_so_once():
     guide = _at_maximum(switch, structure="kron")
@@ -199,17 +167,6 @@ def test_chains_are_those_of_the_sum_by_hand(model, hand):
             )
         found.append({"hmc": hmc.latents["means"], "sgld": walk.latents["means"]})
     torch.testing.assert_close(found[0], found[1])
-
-
-def test_nuts_under_jax_moves_on_the_density_of_the_sum_by_hand():
-    options = dict(num_warmup=2, num_samples=2, seed=0, progress=False)
-    options["init"] = _fixed(switch)[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = bdl.mcmc.sample(switch, Y, kernel="nuts", backend="numpyro", **options)
-    program = Program(switch_by_hand, Y)
-    expected = torch.stack([program.log_density(v) for v in found.latents["means"][0]])
-    torch.testing.assert_close(-found.stats["potential_energy"][0], expected)
 
 
 # Prediction and comparison
@@ -296,15 +253,3 @@ def test_a_minibatch_of_a_sum_outside_of_its_plate_is_named():
     options = dict(num_warmup=1, num_samples=1, seed=0, progress=False)
     with pytest.raises(UnsupportedProgramError, match="'z' stands outside of a subsampled plate"):
         bdl.mcmc.sgmcmc(part, (Y,), batch_size=2, kernel=bdl.mcmc.SGLD(step_size=1e-3), **options)
-
-
-def test_a_table_of_posteriors():
-    torch.manual_seed(0)
-    samples = {
-        name: bdl.Samples({"means": torch.randn(2, 40, 2, dtype=torch.float64)})
-        for name in ("nuts", "other")
-    }
-    found = bdl.compare(mixture_of_inputs, samples, Y, Y, reference="nuts")
-    expected = bdl.compare(mixture_of_inputs_by_hand, samples, Y, Y, reference="nuts")
-    for name in samples:
-        assert math.isclose(found.numbers()[name]["nlpd"], expected.numbers()[name]["nlpd"])

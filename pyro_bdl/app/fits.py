@@ -129,7 +129,7 @@ class Fits:
         if self.shown:
             scores = self.evaluations[fit.name].scores
             cells = [f"{c.title} {c.cell(scores)}" for c in SCORES if c.key in scores]
-            time = f"{fit.seconds:.1f} s" + (" before" if finished else "")
+            time = f"{fit.costs.seconds:.1f} s" + (" before" if finished else "")
             width = max(map(len, self.names))
             print(f"  {fit.name.ljust(width)}  {', '.join([time, *cells])}", flush=True)
 
@@ -151,10 +151,11 @@ class Fits:
         if not path.exists():
             return None
         try:
-            fit = Fit(**json.loads(path.read_text(encoding="utf-8")))
+            content = json.loads(path.read_text(encoding="utf-8"))
+            fit = Fit(**{**content, "costs": Costs(**content["costs"])})
             program = posteriors.get(name).program(self.problem)
             posterior = load_posterior(path.with_suffix(".safetensors"), program)
-        except (ValueError, TypeError, OSError, SafetensorError) as error:
+        except (ValueError, TypeError, KeyError, OSError, SafetensorError) as error:
             logger.warning("%s is fitted again: the finished one is damaged (%s)", name, error)
             return None
         if isinstance(posterior, Samples):

@@ -21,6 +21,7 @@ def provenance(line: str, fits: Fits) -> dict[str, dict[str, Any]]:
     :param line: the command line.
     """
     options = fits.options
+    seconds = sum(fit.costs.seconds or 0.0 for fit in fits.fits.values())
     settings = {k.replace("_", " "): v for k, v in asdict(options.settings()).items()}
     interrupted = {name: {"interrupted": "yes"} for name, f in fits.fits.items() if f.interrupted}
     return {
@@ -29,7 +30,7 @@ def provenance(line: str, fits: Fits) -> dict[str, dict[str, Any]]:
             "posteriors": ", ".join(fits.names),
             "device": options.device,
             **{name: value for name, value in settings.items() if value is not None},
-            "seconds of all fits": round(sum(fit.seconds for fit in fits.fits.values()), 1),
+            "seconds of all fits": round(seconds, 1),
         },
         "Program": fits.words,
         "Data": _data(fits.data),

@@ -6,7 +6,8 @@ weighted sums over the elements e that hold the entry i:
 
     theta_i = finish( sum_{e: i(e)=i} r_e T(y_e) / sum_{e: i(e)=i} r_e c(y_e) )
 
-with r the posterior probabilities of the discrete sites (Dempster, Laird and Rubin 1977).
+with r the posterior probabilities of the discrete sites (Dempster, Laird and Rubin 1977). Both sums
+are vector-Jacobian products: an element holds the entry i where its derivative in theta_i is 1.
 """
 
 import warnings
@@ -22,7 +23,7 @@ from torch.nn import functional
 from tqdm import trange
 
 from pyro_bdl.contrib.discrete import SummedOut
-from pyro_bdl.curvature.hyperparameters import Hyperparameter, ReadParameters
+from pyro_bdl.curvature.hyperparameters import ReadParameters
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.init import init_to_network, start_at
@@ -114,7 +115,7 @@ def em(
     return ExpectationMaximization(
         log_likelihood=torch.tensor(path, dtype=torch.float64, device="cpu"),
         responsibilities=run.responsibilities(),
-        parameters=run.values(),
+        parameters={name: value.detach().clone() for name, value in run.values().items()},
         latents=run.latents(),
         converged=converged,
     )
@@ -124,11 +125,16 @@ def em(
 
 
 class _Mean(NamedTuple):
-    """One argument of a family: the statistic T, its size c, and the map from their ratio."""
+    """One argument of a family: the statistic T, its size c, and the map from their ratio.
+
+    :param is_simplex: whether the argument is divided by its sum, whose Jacobian is I - p 1': the
+        sums of a row then lack one number, which is the same for all of its entries.
+    """
 
     statistic: Callable[[Any, Tensor], Tensor]
     size: Callable[[Any, Tensor], Tensor]
     finish: Callable[[Tensor], Tensor] = torch.clone
+    is_simplex: bool = False
 
 
 class _WeightedSite(NamedTuple):
@@ -142,16 +148,6 @@ class _WeightedSite(NamedTuple):
     weights: Tensor
 
 
-class _Selection(NamedTuple):
-    """An argument whose elements are entries of a parameter.
-
-    :param entries: for each element of the argument the entry's flat index.
-    """
-
-    parameter: str
-    entries: Tensor
-
-
 def _value(distribution: Any, value: Tensor) -> Tensor:
     return value
 
@@ -162,6 +158,10 @@ def _ones(distribution: Any, value: Tensor) -> Tensor:
 
 def _one_hot(distribution: Any, value: Tensor) -> Tensor:
     return functional.one_hot(value.long(), distribution.param_shape[-1])
+
+
+def _total(distribution: Any, value: Tensor) -> Tensor:
+    return value.sum(-1, keepdim=True)
 
 
 def _outer(distribution: Any, value: Tensor) -> Tensor:
@@ -188,9 +188,9 @@ _LOCATIONS = {
     ("MultivariateNormal", "loc"): _PROBABILITY,
     ("Bernoulli", "probs"): _PROBABILITY,
     ("Bernoulli", "logits"): _Mean(_value, _ones, torch.logit),
-    ("Categorical", "probs"): _Mean(_one_hot, _ones),
-    ("OneHotCategorical", "probs"): _PROBABILITY,
-    ("Multinomial", "probs"): _Mean(_value, lambda d, y: y.sum(-1, keepdim=True)),
+    ("Categorical", "probs"): _Mean(_one_hot, _ones, is_simplex=True),
+    ("OneHotCategorical", "probs"): _Mean(_value, _ones, is_simplex=True),
+    ("Multinomial", "probs"): _Mean(_value, _total, is_simplex=True),
     ("Binomial", "probs"): _Mean(_value, lambda d, y: d.total_count),
     ("Geometric", "probs"): _Mean(_ones, lambda d, y: 1.0 + y),
     ("Poisson", "rate"): _PROBABILITY,
@@ -206,108 +206,83 @@ _SPREADS = {
 }
 
 
-def _tables_of(distribution: Any) -> tuple[Any, dict[str, _Mean]]:
-    """Return a distribution without wrappers, and its arguments that have a closed form."""
-    base = base_distribution(distribution)
-    family = type(base).__name__
-    return base, {
-        argument: mean
-        for (name, argument), mean in (_LOCATIONS | _SPREADS).items()
-        if name == family
-    }
+class _Use(NamedTuple):
+    """A parameter as an argument of the distributions of sites.
 
-
-def _selections(
-    sites: Mapping[str, tuple[Any, Any]], markers: tuple[Mapping[str, Tensor], ...]
-) -> dict[tuple[str, str], _Selection]:
-    """Find the arguments that consist of entries of one parameter.
-
-    :param sites: for each site its distribution where the parameters have the first markers for
-        values, and where they have the second ones.
-    :param markers: parameter -> values, all of them different, twice.
-    :returns: (site, argument) -> the parameter and the entries' indices.
+    :param kind: their family, and the argument's name.
     """
-    found = {}
-    for name, distributions in sites.items():
-        bases = [_tables_of(each)[0] for each in distributions]
-        for argument, mean in _tables_of(distributions[0])[1].items():
-            values = [_shrunk(getattr(base, argument)) for base in bases]
-            matrix = mean.statistic is _outer
-            for parameter in markers[0]:
-                entries = [marker[parameter].reshape(-1) for marker in markers]
-                index = _index(values[0], entries[0], matrix)
-                if all(
-                    torch.allclose(value, marker[index], rtol=1e-5, atol=1e-7)
-                    for value, marker in zip(values, entries, strict=True)
-                ):
-                    found[name, argument] = _Selection(parameter, index)
-    return found
+
+    kind: tuple[str, str]
+    mean: _Mean
+    sites: tuple[str, ...]
 
 
-def _shrunk(argument: Tensor) -> Tensor:
-    """The argument with one element for each dimension along which it repeats itself."""
-    for dim in range(argument.dim()):
-        if argument.stride(dim) == 0 and argument.shape[dim] > 1:
-            argument = argument.narrow(dim, 0, 1)
-    return argument
+def _ratio(
+    mean: _Mean, arguments: list[Tensor], tops: list[Tensor], sizes: list[Tensor], theta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """sum_e T_e / sum_e c_e over the elements e of arguments that hold an entry of theta, and the
+    second sum; a ratio of zeros is no number.
 
-
-def _index(value: Tensor, marker: Tensor, matrix: bool) -> Tensor:
-    """For each element of ``value`` the nearest marker; for matrices those of one block."""
-    if matrix:
-        size = value.shape[-1]
-        first = _index(value[..., 0, 0], marker, False)
-        block = torch.arange(size * size, device=value.device).view(size, size)
-        return (first[..., None, None] + block).clamp(max=len(marker) - 1)
-    ordered, order = marker.sort()
-    above = torch.searchsorted(ordered, value.contiguous()).clamp(max=len(ordered) - 1)
-    below = (above - 1).clamp(min=0)
-    nearer = (value - ordered[below]).abs() < (ordered[above] - value).abs()
-    return order[torch.where(nearer, below, above)]
-
-
-def _maximizer(
-    uses: list[tuple[_WeightedSite, str, _Selection]],
-    table: Mapping[tuple[str, str], _Mean],
-    like: Tensor,
-) -> Tensor | None:
-    """Return the value of a parameter that maximizes the expected log density.
-
-    :param uses: the sites that hold it, in which argument, the same for all, and where.
-    :param table: ``_LOCATIONS`` or ``_SPREADS``.
-    :param like: its present value; entries that no weight falls on keep it.
-    :returns: None if the argument is not in the table.
+    :param tops: T of the elements of each argument, of its shape; ``sizes`` are c.
     """
-    finish = None
-    sums = [torch.zeros_like(like).reshape(-1) for _ in range(2)]
-    for factor, argument, selection in uses:
-        base = base_distribution(factor.distribution)
-        event_dims = factor.distribution.event_dim - base.event_dim
-        mean = table.get((type(base).__name__, argument))
-        if mean is None:
-            return None
-        finish = mean.finish
-        shape = getattr(base, argument).shape
-        weights = factor.weights[
-            (...,) + (None,) * (event_dims + len(shape) - len(base.batch_shape))
-        ]
-        for total, part in zip(sums, (mean.statistic, mean.size), strict=True):
-            _add(total, weights * part(base, factor.value), shape, selection.entries)
-    assert finish is not None
-    ratio, tiny = sums[0] / sums[1], torch.finfo(like.dtype).tiny
-    result = finish(ratio.reshape(like.shape))
-    return torch.where((sums[1] > tiny).reshape(like.shape), result, like)
+    if mean.is_simplex:  # the sum of c over a row is the difference of two of its entries
+        sizes = [functional.pad(size[..., :1], (0, size.shape[-1] - 1)) for size in sizes]
+    top, size = (
+        torch.autograd.grad(arguments, theta, values, retain_graph=True) for values in (tops, sizes)
+    )
+    if not mean.is_simplex:
+        return top[0] / size[0], size[0]
+    total = size[0][..., :1] - size[0][..., 1:2]
+    share = (top[0] - top[0].mean(-1, keepdim=True)) / total + 1.0 / theta.shape[-1]
+    return share.clamp(min=0.0), total.expand(theta.shape)  # a count of 0 up to rounding
 
 
-def _add(total: Tensor, values: Tensor, shape: torch.Size, index: Tensor) -> None:
-    """Add each element of ``values`` to the entry of ``total`` that ``index`` gives it.
+def _consists_of(mean: _Mean, argument: Any, theta: Tensor) -> bool:
+    """Return whether each element of an argument is an entry of theta: the mean over the elements
+    that hold an entry is then the entry."""
+    if not reaches(argument, [theta]):
+        return False
+    if mean.is_simplex and not argument.shape[-1] == theta.shape[-1] > 1:
+        return False
+    ratio, _ = _ratio(mean, [argument], [argument.detach()], [torch.ones_like(argument)], theta)
+    return torch.allclose(ratio, theta, rtol=1e-4, atol=1e-6)
 
-    :param shape: the argument's shape; ``values`` repeat along dimensions that they lack.
+
+def _uses(statements: Mapping[str, Site], theta: Tensor) -> _Use | None:
+    """Find where a parameter is an argument; None if it enters several families, or otherwise.
+
+    :param theta: the parameter, at a value without equal or round entries.
     """
-    shape = torch.broadcast_shapes(values.shape, shape)
-    index = index[(None,) * (len(shape) - index.dim())]
-    values = values.expand(shape).sum_to_size(index.shape)
-    total.index_add_(0, index.reshape(-1), values.reshape(-1).to(total))
+    uses: dict[tuple[str, str], _Use] = {}
+    for name, site in statements.items():
+        base = base_distribution(site.distribution)
+        for kind, mean in (_LOCATIONS | _SPREADS).items():
+            family, argument = kind
+            if family == type(base).__name__ and _consists_of(mean, getattr(base, argument), theta):
+                before = uses[kind].sites if kind in uses else ()
+                uses[kind] = _Use(kind, mean, (*before, name))
+    return next(iter(uses.values())) if len(uses) == 1 else None
+
+
+def _maximizer(use: _Use, sites: Mapping[str, _WeightedSite], theta: Tensor) -> Tensor:
+    """The value of a parameter that maximizes the expected log density; entries that no weight
+    falls on keep theirs."""
+    arguments, tops, sizes = [], [], []
+    for name in use.sites:
+        distribution = sites[name].distribution
+        base = base_distribution(distribution)
+        argument, event_dims = getattr(base, use.kind[1]), distribution.event_dim - base.event_dim
+        weights = sites[name].weights
+        weights = weights[(...,) + (None,) * (event_dims + argument.dim() - len(base.batch_shape))]
+        arguments.append(argument)
+        for values, part in ((tops, use.mean.statistic), (sizes, use.mean.size)):
+            with torch.no_grad():
+                value = weights * part(base, sites[name].value)
+                value = value.expand(torch.broadcast_shapes(value.shape, argument.shape))
+                values.append(value.sum_to_size(argument.shape).to(argument))
+    ratio, size = _ratio(use.mean, arguments, tops, sizes, theta)
+    value = use.mean.finish(ratio)
+    return torch.where(size > torch.finfo(size.dtype).tiny, value, theta.detach())
 
 
 # The parameters and expectations of a program
@@ -329,32 +304,42 @@ class _Maximization:
         if start.size:
             vector = start.unconstrain(start.initial).detach().clone()
         self.vector = vector.requires_grad_(vector.numel() > 0)
-        run, found = self.run()
-        self.leaves = {name: parameter.leaf for name, parameter in found.items()}
-        if not found and not vector.numel():
+        with ReadParameters() as read:
+            self.run({})
+        self.parameters = read.learned()
+        if not self.parameters and not vector.numel():
             raise UnsupportedProgramError(
                 "the program has no parameter to maximize over: give it some by pyro.param, "
                 "PyroParam or pyro.module"
             )
-        self._check(run, found)
-        self.uses = self._closed_forms(run, found)
+        generator = torch.Generator("cpu").manual_seed(0)
+        markers = {}
+        for name, parameter in self.parameters.items():
+            leaf = parameter.leaf
+            noise = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype, device="cpu")
+            marker = transform_to(parameter.constraint)(noise.to(leaf.device))
+            markers[name] = marker.requires_grad_()
+        run = self.run(markers)
+        self._check(run, markers)
+        statements = run.observed | _summed_out(run).sites
+        uses = {name: _uses(statements, marker) for name, marker in markers.items()}
+        self.uses = {name: use for name, use in uses.items() if use is not None}
         self.weights: dict[str, Tensor] = {}
         self.verified: set[str] = set()
 
-    @torch.enable_grad()
-    def run(
-        self, values: Mapping[str, Tensor] | None = None
-    ) -> tuple[Run, dict[str, Hyperparameter]]:
-        """Run the program at the present latents; returns the run and the parameters it read.
+    def values(self) -> dict[str, Tensor]:
+        """The parameters, with their graphs."""
+        return {name: parameter.now() for name, parameter in self.parameters.items()}
 
-        :param values: others of some parameters, by name.
-        """
+    @torch.enable_grad()
+    def run(self, values: Mapping[str, Tensor]) -> Run:
+        """Run the program at the present latents and at values of its parameters."""
         latents = self.program.constrain(self.vector)[0] if self.program.size else {}
         quiet = preserved_buffers(self.model, self.args, self.kwargs)
-        with evaluation_mode(self.model), quiet, ReadParameters(values) as read:
-            return self.program.run(latents), read.learned()
+        with evaluation_mode(self.model), quiet, ReadParameters(values):
+            return self.program.run(latents)
 
-    def _check(self, run: Run, parameters: Mapping[str, Hyperparameter]) -> None:
+    def _check(self, run: Run, values: Mapping[str, Tensor]) -> None:
         for name, site in (run.latents | run.observed).items():
             if site.subsampling != 1.0:
                 raise UnsupportedProgramError(
@@ -362,46 +347,32 @@ class _Maximization:
                     "takes all of the data at once"
                 )
         for name, site in run.latents.items():
-            for parameter, read in parameters.items():
-                if reaches(site.distribution.log_prob(site.value.detach()), [read.value]):
+            for parameter, value in values.items():
+                if reaches(site.distribution.log_prob(site.value.detach()), [value]):
                     raise UnsupportedProgramError(
                         f"the parameter '{parameter}' is of the prior of the latent '{name}', "
                         "whose mode has no maximum in it: fix it, or take evidence.maximize or "
                         "evidence.variational_em"
                     )
 
-    def state(self) -> list[Tensor]:
-        """Copies of all that the M-step changes."""
-        return [leaf.detach().clone() for leaf in (self.vector, *self.leaves.values())]
-
-    @torch.no_grad()
-    def restore(self, state: list[Tensor]) -> None:
-        for leaf, value in zip((self.vector, *self.leaves.values()), state, strict=True):
-            leaf.copy_(value)
-
-    @property
-    def rounding(self) -> float:
-        """How far, relatively, a log likelihood may fall by rounding."""
-        dtypes = {leaf.dtype for leaf in (self.vector, *self.leaves.values()) if leaf.numel()}
-        return 100.0 * max(torch.finfo(dtype).eps for dtype in dtypes)
-
     # E-step
 
     def expect(self) -> float:
         """Compute q(z) = p(z | y, theta); returns log p(y, w | theta)."""
-        run, _ = self.run()
+        run = self.run(self.values())
         with torch.no_grad():
             self.weights = _summed_out(run).weights()
             return float(run.log_prior() + run.log_likelihood())
 
     def responsibilities(self) -> dict[str, Tensor]:
-        run, _ = self.run()
-        return {name: value.detach() for name, value in _summed_out(run).responsibilities().items()}
+        discrete = _summed_out(self.run(self.values()))
+        return {name: value.detach() for name, value in discrete.responsibilities().items()}
 
-    def factors(self, run: Run) -> dict[str, _WeightedSite]:
+    def sites(self, values: Mapping[str, Tensor]) -> dict[str, _WeightedSite]:
         """All statements, each with the expected number of times that its density counts."""
-        sites, result = _summed_out(run).sites, {}
-        for name, site in (run.latents | run.observed | run.factors | sites).items():
+        run, result = self.run(values), {}
+        statements = run.latents | run.observed | run.factors | _summed_out(run).sites
+        for name, site in statements.items():
             weights = self.weights.get(name)
             if weights is None:
                 counts = torch.ones_like(site.distribution.log_prob(site.value))
@@ -412,10 +383,10 @@ class _Maximization:
     def expected(self) -> Tensor:
         """Q(theta), a scalar with its graph."""
         total = self.vector.new_zeros(())
-        for factor in self.factors(self.run()[0]).values():
-            density = factor.distribution.log_prob(factor.value)
+        for site in self.sites(self.values()).values():
+            density = site.distribution.log_prob(site.value)
             # a weight of 0 times a density of 0 counts nothing
-            total = total + torch.where(factor.weights > 0, factor.weights * density, 0.0).sum()
+            total = total + torch.where(site.weights > 0, site.weights * density, 0.0).sum()
         return total
 
     # M-step
@@ -426,54 +397,53 @@ class _Maximization:
         :param before: the log likelihood before.
         :returns: the log likelihood; None if it fell, after the parameters were put back.
         """
-        state = self.state()
-        while True:
-            self._take_closed_forms(_LOCATIONS)
+        leaves = [self.vector, *(parameter.leaf for parameter in self.parameters.values())]
+        state = [leaf.detach().clone() for leaf in leaves]
+        self._take_closed_forms(_LOCATIONS)
+        self._climb(steps)
+        before_spreads = len(self.uses)
+        self._take_closed_forms(_SPREADS)
+        if len(self.uses) < before_spreads:  # a form did not hold, and its parameter has not moved
             self._climb(steps)
-            self._take_closed_forms(_SPREADS)
-            value = self.expect()
-            if value >= before - self.rounding * (1.0 + abs(before)):
-                return value
-            self.restore(state)
-            self.expect()
-            if not self.uses:
-                return None
-            self.uses = {}  # the closed forms do not hold in this program
+        value = self.expect()
+        rounding = 100.0 * max(torch.finfo(leaf.dtype).eps for leaf in leaves if leaf.numel())
+        if value >= before - rounding * (1.0 + abs(before)):
+            return value
+        with torch.no_grad():
+            for leaf, saved in zip(leaves, state, strict=True):
+                leaf.copy_(saved)
+        return None
 
     def _take_closed_forms(self, table: Mapping[tuple[str, str], _Mean]) -> None:
         """Put parameters to their maximum of Q, given the others."""
-        arguments = {argument for _, argument in table}
-        if not any(use[1] in arguments for uses in self.uses.values() for use in uses):
+        uses = {name: use for name, use in self.uses.items() if use.kind in table}
+        if not uses:
             return
-        run, parameters = self.run()
-        factors = self.factors(run)
-        for name, uses in list(self.uses.items()):
-            found = [(factors[site], argument, where) for site, argument, where in uses]
-            with torch.no_grad():
-                value = _maximizer(found, table, parameters[name].value.detach())
-            if value is None:
+        values = self.values()
+        sites = self.sites(values)
+        for name, use in uses.items():
+            parameter, value = self.parameters[name], _maximizer(use, sites, values[name])
+            if name in self.verified:
+                parameter.set(value)
                 continue
-            slope = None if name in self.verified else self._slope(name)
-            parameters[name].set(value)
-            if slope is not None and not self._is_maximum(name, slope):
-                del self.uses[name]  # Q is not of the form that has this maximum: climb instead
-            self.verified.add(name)
+            before, slope = parameter.leaf.detach().clone(), self._slope(name)
+            parameter.set(value)
+            rounding = torch.finfo(slope.dtype).eps ** 0.5 * (1.0 + self.expected().detach().abs())
+            if self._slope(name) <= 1e-3 * slope + rounding:
+                self.verified.add(name)
+            else:  # Q is not of the form that has this maximum: climb instead
+                with torch.no_grad():
+                    parameter.leaf.copy_(before)
+                del self.uses[name]
 
     def _slope(self, name: str) -> Tensor:
         """The largest entry of dQ / d(unconstrained parameter), a scalar."""
-        return torch.autograd.grad(self.expected(), self.leaves[name])[0].abs().max()
-
-    def _is_maximum(self, name: str, before: Tensor) -> bool:
-        """Return whether the slope of Q has vanished, up to rounding.
-
-        :param before: the slope before the parameter was set.
-        """
-        rounding = torch.finfo(before.dtype).eps ** 0.5 * (1.0 + self.expected().detach().abs())
-        return bool(self._slope(name) <= 1e-3 * before + rounding)
+        leaf = self.parameters[name].leaf
+        return torch.autograd.grad(self.expected(), leaf)[0].abs().max()
 
     def _climb(self, steps: int) -> None:
         """Take steps of L-BFGS on Q in all that has no closed form."""
-        free = [leaf for name, leaf in self.leaves.items() if name not in self.uses]
+        free = [p.leaf for name, p in self.parameters.items() if name not in self.uses]
         free += [self.vector] if self.vector.requires_grad else []
         if not free:
             return
@@ -483,53 +453,16 @@ class _Maximization:
 
         def loss() -> Tensor:
             value = -self.expected()
-            gradients = torch.autograd.grad(value, free, allow_unused=True)
+            gradients = torch.autograd.grad(value, free, materialize_grads=True, allow_unused=True)
             for leaf, gradient in zip(free, gradients, strict=True):
-                leaf.grad = torch.zeros_like(leaf) if gradient is None else gradient
+                leaf.grad = gradient
             return value.detach()
 
         optimizer.step(loss)  # type: ignore[arg-type]
         for leaf in free:
             leaf.grad = None
 
-    def _closed_forms(
-        self, run: Run, parameters: Mapping[str, Hyperparameter]
-    ) -> dict[str, list[tuple[str, str, _Selection]]]:
-        """For each parameter that only enters distributions as it is, where it does so."""
-        generator = torch.Generator().manual_seed(0)
-        markers = tuple(
-            {name: _marker(p, generator) for name, p in parameters.items()} for _ in range(2)
-        )
-        with torch.no_grad():
-            marked = [self.run(values)[0] for values in markers]
-        first, second = map(self._statements, marked)
-        pairs = {name: (first[name].distribution, second[name].distribution) for name in first}
-        found = _selections(pairs, markers)
-        result: dict[str, list[tuple[str, str, _Selection]]] = {}
-        for (site, argument), selection in found.items():
-            result.setdefault(selection.parameter, []).append((site, argument, selection))
-        for name, parameter in parameters.items():
-            moved = {
-                site
-                for site, statement in self._statements(run).items()
-                if reaches(statement.distribution.log_prob(statement.value), [parameter.value])
-            }
-            held = [site for site, _, _ in result.get(name, [])]
-            families = {
-                (type(_tables_of(first[site].distribution)[0]), argument)
-                for site, argument, _ in result.get(name, [])
-            }
-            if sorted(held) != sorted(moved) or len(families) != 1:
-                result.pop(name, None)
-        return result
-
-    def _statements(self, run: Run) -> dict[str, Site]:
-        return run.observed | _summed_out(run).sites
-
     # The end
-
-    def values(self) -> dict[str, Tensor]:
-        return {name: p.value.detach().clone() for name, p in self.run()[1].items()}
 
     def latents(self) -> dict[str, Tensor]:
         if not self.program.size:
@@ -540,10 +473,3 @@ class _Maximization:
 def _summed_out(run: Run) -> SummedOut:
     assert run.discrete is not None
     return run.discrete
-
-
-def _marker(parameter: Hyperparameter, generator: torch.Generator) -> Tensor:
-    """A random value of a parameter."""
-    leaf = parameter.leaf
-    noise = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype, device="cpu")
-    return transform_to(parameter.constraint)(noise.to(leaf.device))

@@ -25,11 +25,10 @@ from pyro import poutine
 from pyro.infer.elbo import ELBO
 from torch import Tensor, nn
 
-from pyro_bdl.distributed.joint_batch import JointBatch, joint_batch, read_batch
-from pyro_bdl.elbo.finite_loss import CheckedLoss, unchecked
-from pyro_bdl.elbo.tempered import check_data
+from pyro_bdl.distributed.joint_batch import check_joint_batch, read_batch
+from pyro_bdl.elbo.checks import CheckedLoss, check_data, unchecked
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.batches import Batches, leading_size
 from pyro_bdl.utils.autograd import with_gradients
 from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.random_state import seeded
@@ -86,8 +85,7 @@ class DataParallel_ELBO(CheckedLoss, ELBO):
 
         sum_k (B_k / B) L_k = (N / B) sum_n E_q[log p(y_n | w)] - eta KL(q || p(w))
 
-    is the bound of the joint batch. Its KL counts once, also if batches have different sizes. If a
-    program treats its batch as all data, N = B_k, the joint batch counts as all data, N = B. Every
+    is the bound of the joint batch. Its KL counts once, also if batches have different sizes. Every
     rank has the loss and gradients of the joint batch before the optimizer uses them, in Pyro's
     loop and in torch's, so that the ranks' parameters stay equal. All ranks must take the same
     number of steps, with at least one datum in each.
@@ -113,6 +111,7 @@ class DataParallel_ELBO(CheckedLoss, ELBO):
     :raises RuntimeError: if there are several processes and no process group; at a step, on all
         ranks, if parameters differ between ranks, another rank failed or is gone.
     :raises TypeError: for an ELBO without ``differentiable_loss``.
+    :raises ValueError: at the first step, on several ranks, for a program that does not know N.
     :raises UnsupportedProgramError: at the first step, for BatchNorm layers in training mode, which
         would normalize by the rank's batch; for plates that pick rows at random.
     """
@@ -136,9 +135,8 @@ class DataParallel_ELBO(CheckedLoss, ELBO):
         self.elbo, self.ranks = elbo, Ranks(group)
         self.same_draws, self.check_every = same_draws, check_every
         self.step = 0
-        self._batch: JointBatch | None = None
+        self._pair: tuple[Callable, Callable] | None = None
         self._leaves: dict[str, Tensor] = {}
-        self._used: dict[str, bool] = {}
         self._form: tuple[int, torch.dtype] | None = None  # of what a step reduces
         self._seed: int | None = None
         self._draws = 0
@@ -180,9 +178,10 @@ class DataParallel_ELBO(CheckedLoss, ELBO):
 
     # The first step
 
-    def _prepared(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> JointBatch:
-        if self._batch is not None and self._batch.pair == (model, guide):
-            return self._batch
+    def _prepare(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+        """Check the joint batch of a new program and guide, and give all ranks one state."""
+        if self._pair == (model, guide):
+            return
 
         def look() -> Any:
             with poutine.trace(param_only=True) as statements:
@@ -193,12 +192,11 @@ class DataParallel_ELBO(CheckedLoss, ELBO):
             return reading, self._seed, self._draws
 
         readings = self.ranks.gather(self.ranks.together(look))
-        batch = joint_batch(model, guide, [reading for reading, *_ in readings])
+        check_joint_batch([reading for reading, *_ in readings])
         modules = [part for part in (model, guide) if isinstance(part, nn.Module)]
         self.ranks.broadcast(self._leaves | _values_of(modules))
         _, self._seed, self._draws = readings[0]
-        self._used, self._form, self._batch = {}, None, batch
-        return batch
+        self._form, self._pair = None, (model, guide)
 
     def _noise(self) -> AbstractContextManager[None]:
         """Draw from this rank's random state, or from one that all ranks share; the caller's state
@@ -220,24 +218,22 @@ class DataParallel_ELBO(CheckedLoss, ELBO):
 
         :param bound: ``loss`` or ``differentiable_loss`` of the rank's ELBO.
         """
-        batch = self._prepared(model, guide, args, kwargs)
+        self._prepare(model, guide, args, kwargs)
 
-        def here() -> tuple[float, Tensor, dict[str, Tensor], Sequence[Tensor | None]]:
-            weight = batch.weight(args, kwargs)
+        def here() -> tuple[float, Tensor, dict[str, Tensor], Sequence[Tensor]]:
+            weight = float(leading_size((args, kwargs))) if self.ranks.size > 1 else 1.0
             with poutine.trace(param_only=True) as statements, self._noise(), unchecked(self.elbo):
-                value = bound(batch.model, guide, *args, **kwargs)
+                value = bound(model, guide, *args, **kwargs)
             loss = value
             if not isinstance(value, Tensor):
                 loss = torch.tensor(value, dtype=torch.double, device=self._device())
             if not loss.requires_grad:
                 return weight, loss, {}, ()
             leaves = tensor_leaves(model, guide, statements.trace)
-            return (
-                weight,
-                loss,
-                leaves,
-                torch.autograd.grad(loss, [*leaves.values()], allow_unused=True),
+            gradients = torch.autograd.grad(
+                loss, [*leaves.values()], materialize_grads=True, allow_unused=True
             )
+            return weight, loss, leaves, gradients
 
         form = self._form if torch.is_grad_enabled() else (2, torch.float64)
         weight, loss, leaves, gradients = (
@@ -247,13 +243,7 @@ class DataParallel_ELBO(CheckedLoss, ELBO):
             (value,), _ = self._reduced([loss.to(self._device()).reshape(1)], weight, torch.float64)
             return value[0]
         self._leaves = leaves
-        if list(self._used) != list(leaves):  # the first step, or new parameters
-            flags = self.ranks.gather([gradient is not None for gradient in gradients])
-            self._used = dict(zip(leaves, map(any, zip(*flags, strict=True)), strict=True))
-        pairs = zip(leaves.items(), gradients, strict=True)
-        used = [(leaf, gradient) for (name, leaf), gradient in pairs if self._used[name]]
-        values = [loss.detach().reshape(1)]
-        values += [torch.zeros_like(leaf) if g is None else g for leaf, g in used]
+        values = [loss.detach().reshape(1), *gradients]
         step = getattr(guide, "last_step", None)
         has_draw = step is not None and step.draw is not None  # for IVON's control variate
         (value, *joint), self._form = self._reduced(
@@ -261,7 +251,7 @@ class DataParallel_ELBO(CheckedLoss, ELBO):
         )
         if has_draw:
             guide.last_step = step._replace(draw=joint.pop())
-        return with_gradients(value[0], joint, [leaf for leaf, _ in used])
+        return with_gradients(value[0], joint, [*leaves.values()])
 
     def _or_tell(self, function: Callable[[], Any], count: int, dtype: torch.dtype) -> Any:
         """Call a function; if it fails, let the other ranks learn of it, and raise the error.

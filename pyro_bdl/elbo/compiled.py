@@ -10,14 +10,9 @@ from pyro.infer import ELBO
 from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 
-from pyro_bdl.elbo.finite_loss import CheckedLoss
+from pyro_bdl.elbo.checks import check_data
 from pyro_bdl.elbo.step import Step, Terms
-from pyro_bdl.elbo.tempered import (
-    Temperature,
-    TemperedTrace_ELBO,
-    TemperedTraceMeanField_ELBO,
-    check_data,
-)
+from pyro_bdl.elbo.tempered import Temperature, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.estimators.per_datum import active
 from pyro_bdl.tracing.arguments import Arguments, split
 from pyro_bdl.tracing.compiled import CompiledLoss, Evaluation
@@ -29,7 +24,7 @@ from pyro_bdl.utils.module_state import modules_of
 from pyro_bdl.utils.validation import check_temperature
 
 
-class CompiledELBO(CheckedLoss, ELBO):
+class CompiledELBO(TemperedTrace_ELBO):
     """-L(eta) of ``TemperedTraceMeanField_ELBO`` and its gradient, as a graph that is traced once.
 
     A drop-in replacement in ``pyro.infer.SVI`` and in torch's loops. It draws the same random
@@ -92,44 +87,9 @@ class CompiledELBO(CheckedLoss, ELBO):
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         if max_graphs < 1:
             raise ValueError(f"max_graphs must be at least 1, got {max_graphs}")
-        self.bound = bound(temperature, num_particles, **options)
-        super().__init__(num_particles=num_particles)
+        self.closed_forms = bound.closed_forms
+        super().__init__(temperature, num_particles, **options)
         self.graphs = CompiledLoss(type(self).__name__, backend, max_graphs)
-
-    # Values of the last step
-
-    @property
-    def step(self) -> int:
-        """The number of steps taken, which is the position in the temperature's schedule."""
-        return self.bound.step
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self.bound.step = value
-
-    @property
-    def num_particles(self) -> int:
-        """Draws per step."""
-        return self.bound.num_particles
-
-    @num_particles.setter
-    def num_particles(self, value: int) -> None:
-        self.bound.num_particles = value
-
-    @property
-    def temperature(self) -> float:
-        """The temperature of the last step."""
-        return self.bound.temperature
-
-    @property
-    def kl(self) -> Tensor | None:
-        """KL(q || p) of the last step in nats, a detached scalar."""
-        return self.bound.kl
-
-    @property
-    def expected_log_likelihood(self) -> Tensor | None:
-        """E_q[log p(y | w)] of the last step in nats, a detached scalar."""
-        return self.bound.expected_log_likelihood
 
     @property
     def num_traces(self) -> int:
@@ -141,30 +101,16 @@ class CompiledELBO(CheckedLoss, ELBO):
         """The number of steps that ran only a graph."""
         return self.graphs.num_replays
 
-    # The loss
-
-    def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """Return -L(eta) in nats at the current step's temperature, uncompiled, without counting a
-        step."""
-        return self.bound.loss(model, guide, *args, **kwargs)
-
-    def unchecked_loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
-        """The loss of a step, to be differentiated once."""
-        return self.take_step(model, guide, *args, **kwargs).loss
-
-    def check_data(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
-        check_data(model, guide, args, kwargs)
-
     def take_step(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Step:
         """Take a step, by the program or by a graph; see ``TemperedTrace_ELBO.take_step``."""
         if not torch.is_grad_enabled() or is_transformed():
-            return self.bound.take_step(model, guide, *args, **kwargs)
+            return super().take_step(model, guide, *args, **kwargs)
         try:
             arguments = split(args, kwargs)
         except NotTraceable as error:
             self.graphs.warn(f"runs the program uncompiled, since {error}")
-            return self.bound.take_step(model, guide, *args, **kwargs)
-        evaluation = _Evaluation(self.bound, model, guide, arguments)
+            return super().take_step(model, guide, *args, **kwargs)
+        evaluation = _Evaluation(self, model, guide, arguments)
         try:
             outcome = self.graphs(evaluation)
         except RuntimeError:
@@ -178,9 +124,6 @@ class CompiledELBO(CheckedLoss, ELBO):
             for name in self.graphs.graphs[evaluation.owner, evaluation.key].parameters:
                 pyro.param(name)
         return evaluation.finish(outcome)
-
-    def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:
-        return self.bound._get_trace(model, guide, args, kwargs)  # required by Pyro's base class
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without graphs: copies begin without them."""
@@ -208,7 +151,8 @@ class _Evaluation(Evaluation):
 
     def plain(self) -> Tensor:
         args, kwargs = self.arguments.rebuild(self.arguments.tensors)
-        self.step = self.bound.take_step(self.model, self.guide, *args, **kwargs)
+        plain = TemperedTrace_ELBO.take_step
+        self.step = plain(self.bound, self.model, self.guide, *args, **kwargs)
         return self.step.loss
 
     def tensors(self) -> list[Tensor]:

@@ -1,7 +1,6 @@
 """The limit of the ELBO of wide networks, in which the network's output no longer varies."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,35 +60,25 @@ class MeanFieldLimit(TemperedTraceMeanField_ELBO):
                 f"MeanFieldLimit averages the outputs at shared draws, and cannot use {estimator}"
             )
         vectors = guide.sample_vectors(self.num_particles)
-        layout = guide.require_layout()
 
         def run_at(vector: Tensor) -> tuple[Run, Tensor]:
-            latents, log_det = layout.constrain(vector)
+            latents, log_det = guide.require_layout().constrain(vector)
             run = record(model, latents, args, kwargs, draw=sum_out_discrete)
             self.log_likelihood(run, latents)  # which checks the run
             return run, log_det
 
         def particle(draw: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor]:
             run, log_det = run_at(draw["u"])
-            kl = self._flat_kl(guide, draw["u"], log_det, run)
-            q_entropy = torch.zeros_like(kl)
-            if self.is_cold:
-                q_entropy = self._flat_entropy(guide, draw["u"], log_det)
-            return _parameters(run), kl, q_entropy
+            return _parameters(run), *self.divergence(guide, draw["u"], log_det, run)
 
         outputs, kl, q_entropy = self._map(particle, {"u": vectors})
         with torch.no_grad():
             run, _ = run_at(vectors[0].detach())
-        observed = {
-            name: site._replace(
-                distribution=rebuilt(
-                    site.distribution, {k: v.mean(0) for k, v in outputs[name].items()}, masks=True
-                )
-            )
-            for name, site in run.observed.items()
-        }
-        likelihood = replace(run, observed=observed).log_likelihood()
-        likelihood = torch.as_tensor(likelihood, device=kl.device)
+        for name, site in run.observed.items():
+            means = {key: value.mean(0) for key, value in outputs[name].items()}
+            distribution = rebuilt(site.distribution, means, masks=True)
+            run.observed[name] = site._replace(distribution=distribution)
+        likelihood = torch.as_tensor(run.log_likelihood(), device=kl.device)
         return Terms(likelihood, kl.mean(), q_entropy.mean(), vectors.detach().mean(0))
 
 

@@ -21,20 +21,26 @@ from pyro.infer import Trace_ELBO
 from torch import Tensor, nn
 
 from pyro_bdl.distributions.dropout_noise import NoisyWeight
-from pyro_bdl.elbo.finite_loss import CheckedLoss, check_value
+from pyro_bdl.elbo.checks import (
+    CheckedLoss,
+    check_data,
+    check_first,
+    check_value,
+    require_values,
+    sums_of_whole_data,
+    values_of,
+    warn_of_unscaled_batches,
+)
 from pyro_bdl.elbo.step import Step, Terms
-from pyro_bdl.elbo.unscaled_batches import UnscaledBatches
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.estimators import PerDatum, as_estimator
 from pyro_bdl.estimators.per_datum import Products, active
 from pyro_bdl.estimators.rows import RowwiseLikelihood
 from pyro_bdl.estimators.sticking import constant_parameters
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import run_at_draw
 from pyro_bdl.guides.kl import entropy, mean_field_kl, sampled_kl
 from pyro_bdl.program.batches import leading_size
-from pyro_bdl.program.check import check_finite
-from pyro_bdl.program.supports import check_support, nan_outside_support
+from pyro_bdl.program.supports import nan_outside_support
 from pyro_bdl.program.trace import Run, record, sum_out_discrete
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.utils.autocast import without_autocast
@@ -42,10 +48,6 @@ from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import check_temperature, whole_number
 
-_NOTHING_OBSERVED = (
-    "the program has no observed site: pass the targets to the step, so that a sample statement "
-    "gets obs=..."
-)
 Temperature = float | Callable[[int], float]
 
 
@@ -78,6 +80,8 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
     :raises UnsupportedProgramError: at a step, for a program that the estimator does not support.
     """
 
+    closed_forms = False  # of the KL
+
     def __init__(
         self,
         temperature: Temperature = 1.0,
@@ -90,6 +94,11 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         super().__init__(num_particles=whole_number(num_particles, "num_particles"))
         if cold_temperature is not None and (callable(temperature) or temperature != 1.0):
             raise ValueError("give either temperature or cold_temperature, not both")
+        if self.closed_forms and sticking_the_landing:
+            raise ValueError(
+                "sticking_the_landing concerns a KL that is evaluated at draws, and this ELBO has "
+                "closed forms: use TemperedTrace_ELBO"
+            )
         self.is_cold = cold_temperature is not None
         self.schedule = _as_schedule(temperature if cold_temperature is None else cold_temperature)
         self.step = 0
@@ -103,7 +112,10 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         self._trained: tuple[Callable, Callable] | None = None
         self._parts: list[Guide] = []  # the guides of this package in the guide that is trained
         self._rows: dict[tuple[Callable, int], RowwiseLikelihood] = {}
-        self.batches = UnscaledBatches(enabled=callable(temperature) or temperature == 1.0)
+        self._weighted = not callable(temperature) and temperature != 1.0  # the KL, by hand
+        # the first steps' targets, whose batches are compared
+        self._sums: dict[str, Tensor] | None = None
+        self._looks, self._looking = 0, False
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return -L(eta) in nats at the current step's temperature, without counting a step."""
@@ -114,9 +126,6 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
     def unchecked_loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
         return self.take_step(model, guide, *args, **kwargs).loss
 
-    def check_data(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
-        check_data(model, guide, args, kwargs)
-
     def take_step(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Step:
         """Take a step of the schedule, whose loss may be not finite.
 
@@ -125,7 +134,8 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         if self._trained != (model, guide):
             self._check_once(model, guide, args, kwargs)
             self._begin(model, guide)
-        self.batches.expect()
+            self._sums, self._looks = None, 0 if self._weighted else 2
+        self._looking, self._looks = self._looks > 0, max(0, self._looks - 1)
         step = self._evaluate(model, guide, args, kwargs)
         self.finish(step)
         return step
@@ -135,7 +145,6 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         self._trained = model, guide
         parts = guide.modules() if isinstance(guide, nn.Module) else ()
         self._parts = [part for part in parts if isinstance(part, Guide)]
-        self.batches.restart()
         members = guide.num_members if isinstance(guide, Guide) else 1
         if self.num_particles < members:
             warnings.warn(
@@ -181,7 +190,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
 
     def _check_once(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
         if self._checked != (model, guide):
-            _check(model, guide, args, kwargs)
+            check_first(model, guide, args, kwargs)
             self._checked = model, guide
 
     def prepare(
@@ -198,7 +207,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         key = model, leading_size((args, kwargs))
         if key not in self._rows:
             with poutine.block(), torch.no_grad(), preserved_buffers(guide), own_randomness():
-                values = _values(record(guide, {}, args, kwargs))
+                values = values_of(record(guide, {}, args, kwargs))
             self._rows[key] = RowwiseLikelihood(estimator.name, model, values, args, kwargs)
         return estimator
 
@@ -227,13 +236,13 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         if estimator is None:
             with without_autocast():
                 q = record(guide, {}, args, kwargs)
-            p = record(model, _values(q), args, kwargs, draw=sum_out_discrete)
+            p = record(model, values_of(q), args, kwargs, draw=sum_out_discrete)
             likelihood = self.log_likelihood(p, q.latents)
         else:
             with estimator.run({}, {}) as products:
                 with without_autocast(), products:
                     q = record(guide, {}, args, kwargs, draw=products.sample)
-                likelihood, p = self._row_by_row(model, _values(q), args, kwargs, products)
+                likelihood, p = self._row_by_row(model, values_of(q), args, kwargs, products)
         with without_autocast():
             kl = self._site_kl(q, p) + q.log_likelihood()  # the latter holds the guide's factors
             q_entropy = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
@@ -285,11 +294,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
             with estimator.run(distributions, latents) as products:
                 likelihood, p = self._row_by_row(model, latents, args, kwargs, products)
         with without_autocast():
-            kl = self._flat_kl(guide, vector, log_det, p)
-            q_entropy = torch.zeros_like(kl)
-            if self.is_cold:
-                q_entropy = self._flat_entropy(guide, vector, log_det)
-        return likelihood, kl, q_entropy
+            return likelihood, *self.divergence(guide, vector, log_det, p)
 
     def log_likelihood(self, run: Run, latents: Collection[str]) -> Any:
         """log p(y | w) of a run in nats, a scalar; NaN if a target lies outside its support.
@@ -297,9 +302,8 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         :param latents: the sites whose values the run was given.
         :raises ValueError: if the program drew other latents, such as missing targets.
         """
-        _require_values(run, latents)
-        if self.batches.expected:
-            self.batches.see(run.observed)
+        require_values(run, latents)
+        self._look(run)
         return nan_outside_support(run.log_likelihood(), run)
 
     def _row_by_row(
@@ -310,25 +314,39 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
 
         def of_datum(program: Callable[[], Run]) -> Run:
             run = products.of_datum(program)
-            _require_values(run, values)
+            require_values(run, values)
             return run
 
         rows = self._rows[model, leading_size((args, kwargs))]
         likelihood, run = rows(values, args, kwargs, run=of_datum)
-        if self.batches.expected:
-            self.batches.see(run.observed)
+        self._look(run)
         return likelihood, run
 
+    def _look(self, run: Run) -> None:
+        """Compare the batches of the first steps, to find such that count as all data."""
+        if not self._looking:
+            return
+        self._looking, sums = False, sums_of_whole_data(run.observed)
+        if self._sums is not None:
+            warn_of_unscaled_batches(self._sums, sums)
+        self._sums = sums
+
     def _site_kl(self, q: Run, p: Run) -> Tensor:
-        return sampled_kl(q.latents, p.latents)
+        return (mean_field_kl if self.closed_forms else sampled_kl)(q.latents, p.latents)
 
-    def _flat_kl(self, guide: Guide, vector: Tensor, log_det: Tensor, p: Run) -> Tensor:
-        return self._log_density(guide, vector, log_det) - p.log_prior()
-
-    def _flat_entropy(self, guide: Guide, vector: Tensor, log_det: Tensor) -> Tensor:
+    def divergence(
+        self, guide: Guide, vector: Tensor, log_det: Tensor, p: Run
+    ) -> tuple[Tensor, Tensor]:
+        """The KL and (in cold mode) H(q) in nats at a draw u (P,) and a run of the program."""
+        if self.closed_forms:
+            kl = guide.kl(vector, log_det, p)
+        else:
+            kl = self._log_density(guide, vector, log_det) - p.log_prior()
+        if not self.is_cold:
+            return kl, torch.zeros_like(kl)
         if self.sticking_the_landing:
-            return -self._log_density(guide, vector, log_det)
-        return guide.entropy(vector, log_det)
+            return kl, -self._log_density(guide, vector, log_det)
+        return kl, guide.entropy(vector, log_det)
 
     def _log_density(self, guide: Guide, vector: Tensor, log_det: Tensor) -> Tensor:
         if not self.sticking_the_landing:
@@ -346,19 +364,7 @@ class TemperedTraceMeanField_ELBO(TemperedTrace_ELBO):
     :raises ValueError: for ``sticking_the_landing``, since closed forms have no score term.
     """
 
-    def __init__(self, *args: Any, sticking_the_landing: bool = False, **options: Any) -> None:
-        if sticking_the_landing:
-            raise ValueError(
-                "sticking_the_landing concerns a KL that is evaluated at draws, and this ELBO has "
-                "closed forms: use TemperedTrace_ELBO"
-            )
-        super().__init__(*args, **options)
-
-    def _site_kl(self, q: Run, p: Run) -> Tensor:
-        return mean_field_kl(q.latents, p.latents)
-
-    def _flat_kl(self, guide: Guide, vector: Tensor, log_det: Tensor, p: Run) -> Tensor:
-        return guide.kl(vector, log_det, p)
+    closed_forms = True
 
 
 def _log_density_without_score(guide: Callable, q: Run, args: tuple, kwargs: dict) -> Tensor:
@@ -368,7 +374,7 @@ def _log_density_without_score(guide: Callable, q: Run, args: tuple, kwargs: dic
     """
     closed = {n: s for n, s in q.latents.items() if isinstance(s.distribution, NoisyWeight)}
     with constant_parameters(guide):
-        again = record(guide, _values(q), args, kwargs)
+        again = record(guide, values_of(q), args, kwargs)
         rest = {name: site for name, site in again.latents.items() if name not in closed}
         log_q = sampled_kl(rest, {}) + again.log_likelihood()
     return log_q + sampled_kl(closed, {})
@@ -379,88 +385,3 @@ def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
         return temperature
     check_temperature(temperature)
     return lambda step: temperature
-
-
-def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
-    """Check the data of a step whose loss is not finite.
-
-    :raises ValueError: if the data are not finite, targets are missing or outside their support, or
-        the guide belongs to another program.
-    :raises TypeError: for an argument that the program cannot use.
-    """
-    check_finite(model, args, kwargs)
-    with (
-        poutine.block(), torch.no_grad(), preserved_buffers(model, guide),
-    ):  # fmt: skip
-        q, p = _draw(model, guide, args, kwargs)
-        _check_sites(q, p, isinstance(guide, Guide))
-        check_support(p)
-
-
-def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
-    """Check program and guide once; later runs skip Pyro's validation.
-
-    The random state is restored, so that training continued from a saved state draws the same
-    numbers as uninterrupted training.
-    """
-    check_finite(model, args, kwargs)
-    with (
-        poutine.block(), torch.no_grad(), preserved_buffers(model, guide), own_randomness(),
-    ):  # fmt: skip
-        q, p = _draw(model, guide, args, kwargs)
-        _check_sites(q, p, isinstance(guide, Guide))
-        check_support(p)
-        bias = p.bias_of_minibatches()
-        if bias is not None:
-            warnings.warn(bias, BdlWarning, stacklevel=3)
-        hidden = [] if p.discrete is None else list(p.discrete.names)
-        del q, p  # before Pyro's own run, which needs as much memory
-        shown = poutine.block(model, hide=hidden) if hidden else model
-        Trace_ELBO().loss(shown, guide, *args, **kwargs)
-
-
-def _draw(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> tuple[Run, Run]:
-    """A run of the guide, and one of the program at the guide's draw."""
-    q = record(guide, {}, args, kwargs)
-    return q, run_at_draw(model, _values(q), args, kwargs, draw=sum_out_discrete)
-
-
-def _values(q: Run) -> dict[str, Any]:
-    """The values of a guide's draw and the indices of its plates."""
-    return {name: site.value for name, site in q.latents.items()} | q.subsamples
-
-
-def _check_sites(q: Run, p: Run, complete: bool) -> None:
-    for name, site in q.latents.items():
-        if not site.distribution.has_rsample:
-            raise ValueError(
-                f"the guide's distribution at site '{name}' cannot be reparameterized "
-                f"({type(site.distribution).__name__}): use pyro.infer.Trace_ELBO"
-            )
-    if not p.observed and not p.factors:
-        raise ValueError(_NOTHING_OBSERVED)
-    if not p.latents.keys() <= q.latents.keys():
-        raise ValueError(_without_value(p, q.latents))
-    surplus = [name for name in q.latents if name not in p.latents] if complete else []
-    if surplus:
-        raise ValueError(
-            f"the guide has the site '{surplus[0]}', which is not a latent of the program here: "
-            "make a new guide, and give prototype(...) the targets too"
-        )
-
-
-def _require_values(run: Run, latents: Collection[str]) -> None:
-    """Check that a run has observed data and drew no latents besides the given ones."""
-    if run.open or not run.latents.keys() <= set(latents):
-        raise ValueError(_without_value(run, latents))
-    if not run.observed and not run.factors:
-        raise ValueError(_NOTHING_OBSERVED)
-
-
-def _without_value(run: Run, latents: Collection[str]) -> str:
-    names = [name for name, site in run.observed.items() if site.value is None]
-    name = next(name for name in (*names, *run.latents) if name not in latents)
-    return (
-        f"the guide has no value for the latent site '{name}': if it is observed, pass its targets "
-        "to this step too"
-    )

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_bdl.bayesian_linear import SufficientStatistics, log_evidence
 from pyro_bdl.curvature.fisher import cell_weights
 from pyro_bdl.distributions.parameters import base_distribution
-from pyro_bdl.elbo.tempered import check_data
+from pyro_bdl.elbo.checks import check_data
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.evidence.last_layer_features import Features, read_features
 from pyro_bdl.guides.last_layer import AutoLastLayer

@@ -1,4 +1,19 @@
-"""Base class of natural-gradient optimizers of a mean-field guide's location and scale."""
+"""Natural gradients of a bound in a Gaussian guide, from its gradients in location and scale.
+
+For q(u) = prod_i Normal(u_i; m_i, s_i^2) and the loss L = E_q[E(u)] - eta H(q), with E the energy
+-log p(y | w) - eta log p(w) in nats, reparameterized draws give
+
+    dL/dm = E_q[grad E],    dL/ds = s E_q[diag hess E] - eta / s,
+
+At the optimum the precision is S' = E_q[diag hess E] / eta = (dL/ds + eta / s) / (eta s). A
+natural-gradient step of size rho moves the precision S = 1/s^2 by the fraction rho toward S' (Khan
+& Lin 2017; Khan et al. 2018, section 3). The entropy's term in dL/ds cancels S, so that the
+relative change is
+
+    c = (S' - S) / S = s dL/ds / eta,
+
+below -1 where S' is negative.
+"""
 
 import math
 from collections.abc import Callable, Iterable
@@ -9,10 +24,7 @@ import torch
 from pyro.infer.util import zero_grads
 from torch import Tensor
 
-from pyro_bdl.elbo.step import Step
-from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.mean_field import AutoMeanField
-from pyro_bdl.optim.natural_gradient import relative_change
 
 
 class Move(NamedTuple):
@@ -47,9 +59,15 @@ class NaturalGradient(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         clip: float = 10.0,
     ) -> None:
+        for name, value in (("lr", lr), ("clip", clip)):
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        for place, beta in enumerate(betas):
+            if not 0 <= beta < 1:
+                raise ValueError(f"betas[{place}] must lie in [0, 1), got {beta}")
         parameters = self.parameters_of(guide)
         self.guide = guide
-        super().__init__(parameters, _checked_options(lr=lr, betas=betas, clip=clip))
+        super().__init__(parameters, {"lr": lr, "betas": betas, "clip": clip})
 
     def __getstate__(self) -> dict[str, Any]:
         """The state; a ``deepcopy`` of the optimizer trains the copy of the guide."""
@@ -108,13 +126,14 @@ class NaturalGradient(torch.optim.Optimizer):
         peak = max(state["peak"], group["lr"])
         share = math.sqrt(group["lr"] / peak) if peak > 0 else 0.0  # a warm-up may start at zero
         momentum = torch.lerp(state["momentum"], loc.grad, 1 - beta1)
-        taken = taken_step(self.guide)
+        # that of another ELBO, such as Pyro's, is not known; no optimizer reads it again
+        taken, self.guide.last_step = self.guide.last_step, None
         step = Move(
             rate=(1 - beta2) * share,
             gradient=momentum / (1 - beta1**number),
             average=state["momentum"] / (1 - beta1 ** max(1, state["step"])),
-            temperature=taken.temperature,
-            draw=taken.draw,
+            temperature=1.0 if taken is None else taken.temperature,
+            draw=None if taken is None else taken.draw,
         )
         self.move(step, lr=group["lr"], clip=group["clip"])
         state.update(step=number, momentum=momentum, peak=peak)
@@ -128,13 +147,25 @@ class DiagonalNaturalGradient(NaturalGradient):
     """
 
     def parameters_of(self, guide: Any) -> list[Tensor]:
-        _check(guide)
-        return [guide.loc, guide.scale_unconstrained]
+        if not isinstance(guide, AutoMeanField):
+            raise TypeError(
+                f"the optimizer moves an AutoMeanField's vectors, got {type(guide).__name__}"
+            )
+        guide.require_layout()
+        free = getattr(guide, "scale_unconstrained", None)
+        shared = free is None or free.shape != guide.loc.shape
+        if shared or not guide.loc.requires_grad or guide.max_scale is not None:
+            raise ValueError(
+                "the guide needs a separate location and scale for each weight, both trained: "
+                'AutoMeanField(model) with scale="per-weight", without max_scale or '
+                "train_loc=False"
+            )
+        return [guide.loc, free]
 
     def growth(self, change: Tensor, rate: float) -> Tensor:
         """The precision after a step divided by the precision before it, (P,).
 
-        :param change: the result of ``relative_change``, (P,).
+        :param change: the relative change c that reaches S', (P,).
         :param rate: the step size in the precision.
         """
         raise NotImplementedError
@@ -154,36 +185,12 @@ class DiagonalNaturalGradient(NaturalGradient):
         if step.draw is not None:
             noise = (step.draw - loc) / scale
             scale_gradient = self.steadied(scale_gradient, step.average, noise)
-        change = relative_change(scale_gradient, scale, step.temperature)
+        change = scale_gradient * scale / step.temperature
         scale = scale * self.growth(change, step.rate).rsqrt()
         # The number of standard deviations that the location would move at lr = 1.
         deviations = (step.gradient * scale).div_(step.temperature)
         loc.addcmul_(deviations.clamp_(-clip, clip), scale, value=-lr)
         free.copy_(scale + torch.expm1(-scale).neg_().log_())  # the inverse of softplus
-
-
-def taken_step(guide: Guide) -> Step:
-    """The step of an ELBO that an optimizer goes on from, which no optimizer reads again.
-
-    That of another ELBO, such as Pyro's, is not known: it has temperature 1 and unknown draws.
-    """
-    step, guide.last_step = guide.last_step, None
-    unknown = torch.zeros((), device="cpu")
-    return Step(unknown, unknown, unknown, 1.0) if step is None else step
-
-
-def _checked_options(*, lr: float, betas: tuple[float, float], clip: float) -> dict[str, Any]:
-    """The options of a natural-gradient optimizer, as torch's ``defaults``.
-
-    :raises ValueError: for a number out of range.
-    """
-    for name, value in (("lr", lr), ("clip", clip)):
-        if not value > 0 or math.isnan(value):
-            raise ValueError(f"{name} must be positive, got {value}")
-    for place, beta in enumerate(betas):
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas[{place}] must lie in [0, 1), got {beta}")
-    return {"lr": lr, "betas": betas, "clip": clip}
 
 
 class InSVI(pyro.optim.PyroOptim):
@@ -209,23 +216,20 @@ class InSVI(pyro.optim.PyroOptim):
         not enter the next step.
         """
         params = list(params)
-        try:
-            self._step(params, *args, **kwargs)
-        except Exception:
-            zero_grads(params)
-            raise
-
-    def _step(self, params: list[Tensor], *args: Any, **kwargs: Any) -> None:
         own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         rest = [p for p in params if id(p) not in own]
-        if rest and self.others is None:
-            raise ValueError(
-                f"{len(rest)} parameters are not the optimizer's, such as those of the program: "
-                "give InSVI an optimizer for them too (others=pyro.optim.Adam(...))"
-            )
-        self.optimizer.step()
-        if rest and self.others is not None:
-            self.others(rest, *args, **kwargs)
+        try:
+            if rest and self.others is None:
+                raise ValueError(
+                    f"{len(rest)} parameters are not the optimizer's, such as those of the "
+                    "program: give InSVI an optimizer for them too (others=pyro.optim.Adam(...))"
+                )
+            self.optimizer.step()
+            if rest and self.others is not None:
+                self.others(rest, *args, **kwargs)
+        except (RuntimeError, ValueError):
+            zero_grads(params)
+            raise
 
     def get_state(self) -> dict[str, Any]:
         """Return the optimizers' states."""
@@ -237,18 +241,3 @@ class InSVI(pyro.optim.PyroOptim):
         self.optimizer.load_state_dict(state_dict["optimizer"])
         if self.others is not None:
             self.others.set_state(state_dict["others"])
-
-
-def _check(guide: Any) -> None:
-    if not isinstance(guide, AutoMeanField):
-        raise TypeError(
-            f"the optimizer moves an AutoMeanField's vectors, got {type(guide).__name__}"
-        )
-    guide.require_layout()
-    free = getattr(guide, "scale_unconstrained", None)
-    shared = free is None or free.shape != guide.loc.shape
-    if shared or not guide.loc.requires_grad or guide.max_scale is not None:
-        raise ValueError(
-            "the guide needs a separate location and scale for each weight, both trained: "
-            'AutoMeanField(model) with scale="per-weight", without max_scale or train_loc=False'
-        )

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.optim.base import DiagonalNaturalGradient
-from pyro_bdl.optim.natural_gradient import riemannian_growth
 
 
 class IVON(DiagonalNaturalGradient):
@@ -19,8 +18,8 @@ class IVON(DiagonalNaturalGradient):
         m  <- m - lr clip(g / ((1 - b1^t) eta S))
 
     S' is the reparameterized estimate of the expected Hessian, including the prior; the quadratic
-    term keeps S positive. Since l is the largest lr so far, a falling lr averages S over more
-    steps, as it does for m.
+    term keeps S positive (Lin, Schmidt & Khan 2020, equation 5). Since l is the largest lr so far,
+    a falling lr averages S over more steps, as it does for m.
 
     The term g e is a control variate: e is the draw's standard Normal noise, and g in it is the
     momentum before the step divided by 1 - b1^(t - 1), so that E[g e] = 0. It is needed because
@@ -48,4 +47,5 @@ class IVON(DiagonalNaturalGradient):
         return torch.addcmul(scale_gradient, average, noise, value=-1.0)
 
     def growth(self, change: Tensor, rate: float) -> Tensor:
-        return riemannian_growth(change, rate)
+        step = change * rate  # 1 + rho c + (rho c)^2 / 2, which is positive for every c
+        return (0.5 * step).add_(1.0).mul_(step).add_(1.0)

@@ -95,10 +95,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
             total = self.log_likelihood(at.run, point.subset.layout.latents)
             likelihood = torch.as_tensor(total, device=vector.device)
             log_det = point.subset.layout.constrain(vector)[1]
-            kl = self._flat_kl(guide, vector, log_det, at.run)
-            q_entropy = torch.zeros_like(kl)
-            if self.is_cold:
-                q_entropy = self._flat_entropy(guide, vector, log_det)
+            kl, q_entropy = self.divergence(guide, vector, log_det, at.run)
         else:
             with own_randomness():
                 is_new = mode not in self._modes_agree
@@ -115,7 +112,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
     ) -> bool:
         """Return whether a run of single rows in evaluation mode has the terms of a step."""
         log_det = at.subset.layout.constrain(vector)[1]
-        own_kl = self._flat_kl(guide, vector, log_det, at.run)
+        own_kl, _ = self.divergence(guide, vector, log_det, at.run)
         pairs = (
             (torch.as_tensor(at.run.log_likelihood(), device=vector.device), likelihood),
             (own_kl, kl),

@@ -8,29 +8,6 @@ To add one, write a function that fits it::
         return Result(guide_or_samples, settings={"what": "it was made with"})
 """
 
-from pyro_bdl.posteriors import variational, laplace, ensembles, chains  # isort: skip  # noqa: F401
-from pyro_bdl.posteriors.registry import (
-    Entry,
-    Fit,
-    Options,
-    Problem,
-    Result,
-    entries,
-    fit,
-    fit_together,
-    get,
-    register,
-)
-
-__all__ = [
-    "Entry",
-    "Fit",
-    "Options",
-    "Problem",
-    "Result",
-    "entries",
-    "fit",
-    "fit_together",
-    "get",
-    "register",
-]
+# ruff: noqa: F401
+from pyro_bdl.posteriors import variational, laplace, chains  # isort: skip
+from pyro_bdl.posteriors.registry import Fit, Options, Problem, Result, entries, fit, get, register

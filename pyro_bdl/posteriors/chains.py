@@ -1,11 +1,15 @@
 """Markov chains."""
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pyro_bdl import mcmc
 from pyro_bdl.guides import AutoEnsemble, AutoSubnetwork
 from pyro_bdl.posteriors.registry import Problem, Result, register, trained
+from pyro_bdl.samples import Samples
 
 # The largest number of rows that "sghmc" uses at once, and the size of minibatches beyond it.
 _MOST_ROWS, _ROWS = 8192, 1024
@@ -51,13 +55,9 @@ def _sghmc(problem: Problem) -> Result:
         (1.0, 8 * options.warmup, options.draws, _THINNING),
     ):
         step_size = mcmc.suggest_step_size(
-            problem.model,
-            data,
-            at=start,
-            fraction=share * reach,
-            num_points=chains,
+            problem.model, data, at=start, fraction=share * reach, num_points=chains,
             seed=options.seed,
-        )
+        )  # fmt: skip
         kernel = mcmc.SGHMC(
             step_size=step_size,
             adapt_step_size=True,
@@ -80,30 +80,26 @@ def _sghmc(problem: Problem) -> Result:
     return Result(start, made_with, bool(start.info["interrupted"]))
 
 
-def _settings(problem: Problem) -> dict[str, Any]:
+def _nuts(problem: Problem, sample: Callable[..., Samples], kernel: mcmc.NUTS) -> Result:
     options = problem.options
-    return {
+    settings = {
         "num_chains": options.chains,
         "num_warmup": options.warmup,
         "num_samples": options.draws,
     }
+    samples = sample(
+        *problem.data, kernel=kernel, seed=options.seed, progress=problem.progress, **settings
+    )
+    settings["max_tree_depth"] = kernel.max_tree_depth
+    return Result(samples, settings, bool(samples.info.get("interrupted")))
 
 
 @register("nuts", "NUTS", "Markov chains by the No-U-Turn sampler; the reference", default=True)
-def _nuts(problem: Problem) -> Result:
-    settings = _settings(problem)
+def _reference(problem: Problem) -> Result:
     # small steps, since all others are judged by it
     kernel = mcmc.NUTS(max_tree_depth=problem.options.max_tree_depth, target_accept=0.9)
-    samples = mcmc.sample(
-        problem.model, *problem.data, kernel=kernel, seed=problem.options.seed,
-        progress=problem.progress, **settings,
-    )  # fmt: skip
-    made_with = {
-        **settings,
-        "max_tree_depth": kernel.max_tree_depth,
-        "target_accept": kernel.target_accept,
-    }
-    return Result(samples, made_with, bool(samples.info.get("interrupted")))
+    made = _nuts(problem, partial(mcmc.sample, problem.model), kernel)
+    return replace(made, settings={**made.settings, "target_accept": kernel.target_accept})
 
 
 @register(
@@ -112,22 +108,10 @@ def _nuts(problem: Problem) -> Result:
     "NUTS over the tenth of the weights the data determine most, the rest at the MAP",
 )
 def _subnetwork_nuts(problem: Problem) -> Result:
-    guide, settings = AutoSubnetwork(problem.model, size=0.1), _settings(problem)
-    made = trained(problem, guide, steps=2000)
-    if made.interrupted:
+    guide = AutoSubnetwork(problem.model, size=0.1)
+    center = trained(problem, guide, steps=2000)
+    if center.interrupted:
         raise KeyboardInterrupt
     kernel = mcmc.NUTS(max_tree_depth=problem.options.max_tree_depth)
-    samples = guide.sample(
-        problem.x,
-        problem.y,
-        kernel=kernel,
-        seed=problem.options.seed,
-        progress=problem.progress,
-        **settings,
-    )
-    made_with = {
-        **settings,
-        "max_tree_depth": kernel.max_tree_depth,
-        "MAP steps": made.settings["steps"],
-    }
-    return Result(samples, made_with, bool(samples.info.get("interrupted")))
+    made = _nuts(problem, guide.sample, kernel)
+    return replace(made, settings={**made.settings, "MAP steps": center.settings["steps"]})

@@ -1,6 +1,7 @@
 """Laplace approximations, last layers and subnetworks."""
 
 import glob
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -40,69 +41,51 @@ def _tuned(posterior: LaplaceGuide) -> dict[str, str]:
     return result
 
 
-def _learnable(prior: Any, only: str | None) -> Any:
-    changed = learnable(prior)
-    return changed if only is None else ByName({only: changed, "*": prior})
-
-
 def _with_learnable_scale(problem: Problem, only: str | None = None) -> nn.Module:
-    """The program with a PyroParam as the scale of its prior, if possible."""
+    """The program with a PyroParam as the scale of its prior, if possible.
+
+    :param only: the names of the weights with that scale; None for all.
+    """
+
+    def changed(prior: Any) -> Any:
+        return learnable(prior) if only is None else ByName({only: learnable(prior), "*": prior})
+
     try:
-        return with_prior(problem.model, lambda prior: _learnable(prior, only))
+        return with_prior(problem.model, changed)
     except (TypeError, ValueError):  # a program of its own, or a prior without a scale
         return problem.model
 
 
-@register(
+register(
     "laplace",
     "Laplace",
     "Laplace, linearized, with the full Gauss-Newton matrix where it fits, else Kronecker factors",
     default=True,
-)
-def _automatic(problem: Problem) -> Result:
-    return _laplace(problem, structure="auto")
-
-
-@register(
+)(partial(_laplace, structure="auto"))
+register(
     "laplace-evidence",
     "Laplace, prior by evidence",
     "the same, with a factor of the prior's scale that the evidence sets",
     program=_with_learnable_scale,
+)(partial(_laplace, steps=2000, structure="auto"))
+register("laplace-kron", "Laplace, Kronecker", "Kronecker-factored Laplace, linearized")(
+    partial(_laplace, structure="kron")
 )
-def _by_evidence(problem: Problem) -> Result:
-    return _laplace(problem, steps=2000, structure="auto")
-
-
-@register("laplace-kron", "Laplace, Kronecker", "Kronecker-factored Laplace, linearized")
-def _kron(problem: Problem) -> Result:
-    return _laplace(problem, structure="kron")
-
-
-@register(
+register(
     "laplace-full",
     "Laplace, full",
     "Laplace with the full Gauss-Newton matrix, linearized, where it fits in memory",
-)
-def _full(problem: Problem) -> Result:
-    return _laplace(problem, structure="full")
-
-
-@register(
+)(partial(_laplace, structure="full"))
+register(
     "laplace-diag",
     "Laplace, diagonal",
     "Laplace with the diagonal of the Gauss-Newton matrix, linearized",
-)
-def _diag(problem: Problem) -> Result:
-    return _laplace(problem, structure="diag")
-
-
-@register(
+)(partial(_laplace, structure="diag"))
+register(
     "laplace-last-layer",
     "Laplace, last layer",
     "full Laplace over the last layer, the rest at the MAP",
-)
-def _of_last_layer(problem: Problem) -> Result:
-    return _laplace(problem, structure="full", subset="last-layer")
+)(partial(_laplace, structure="full", subset="last-layer"))
 
 
 def _with_scale_of_last_layer(problem: Problem) -> nn.Module:

@@ -2,7 +2,7 @@
 
 import difflib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,32 +92,17 @@ class Fit:
 
     :param name: its name in the registry.
     :param posterior: a guide or ``Samples``.
-    :param seconds: wall-clock time of the fit.
-    :param elbo: the bound at temperature 1 in nats; None if the posterior has no density.
+    :param costs: time and memory of the fit, its bound at temperature 1 where the posterior has a
+        density, and the log evidence of a Laplace approximation.
     :param settings: what it was made with.
     :param interrupted: whether Ctrl-C ended the fit early.
-    :param log_evidence: the log marginal likelihood of a Laplace approximation, in nats.
-    :param peak_memory: peak memory of the fit in bytes beyond the memory in use before, if known.
     """
 
     name: str
     posterior: Any
-    seconds: float
-    elbo: float | None
-    settings: Mapping[str, Any]
+    costs: Costs
+    settings: Mapping[str, Any] = field(default_factory=dict)
     interrupted: bool = False
-    log_evidence: float | None = None
-    peak_memory: int | None = None
-
-    @property
-    def costs(self) -> Costs:
-        """The costs of the fit, for ``compare``."""
-        return Costs(
-            seconds=self.seconds,
-            elbo=self.elbo,
-            log_evidence=self.log_evidence,
-            peak_memory=self.peak_memory,
-        )
 
 
 FitFunction = Callable[[Problem], Result]
@@ -215,29 +200,8 @@ def fit(
                     log_evidence = float(evidence.log_marginal_likelihood(posterior))
         except KeyboardInterrupt:  # what was fitted is kept
             interrupted = True
-    return Fit(
-        name, posterior, seconds, elbo, result.settings, interrupted, log_evidence, peak.bytes
-    )
-
-
-def fit_together(
-    name: str,
-    problems: Sequence[Problem],
-    options: Options | None = None,
-    *,
-    progress: bool = False,
-) -> list[Fit]:
-    """Fit a registered posterior to each of several data sets of one program, such as folds.
-
-    :raises ValueError: for a name that is not registered, or from the posterior's function.
-    :raises KeyboardInterrupt: for Ctrl-C, which keeps nothing.
-    """
-    fits = []
-    for problem in problems:
-        fits.append(fit(name, problem, options, progress=progress))
-        if fits[-1].interrupted:
-            raise KeyboardInterrupt
-    return fits
+    costs = Costs(seconds, elbo, log_evidence, peak.bytes)
+    return Fit(name, posterior, costs, result.settings, interrupted)
 
 
 def trained(
@@ -260,15 +224,19 @@ def trained(
     settings: dict[str, Any] = {"steps": steps}
     if elbo is None:
         bound = {"num_particles": guide.num_members, **bound}
-        loss: Any = TemperedTraceMeanField_ELBO(**bound)
+        elbo = TemperedTraceMeanField_ELBO(**bound)
         settings |= bound
     else:
-        loss = elbo
         settings["elbo"] = type(elbo).__name__
     if optimizer is not None:
         settings["optimizer"] = type(optimizer).__name__
     run = train(
-        problem.model, guide, *problem.data, steps=steps, elbo=loss, optimizer=optimizer,
+        problem.model, guide, *problem.data, steps=steps, elbo=elbo, optimizer=optimizer,
         progress=problem.label,
     )  # fmt: skip
     return Result(guide, {**settings, "batch_size": run.batch_size}, run.interrupted)
+
+
+def by_svi(family: Callable[[nn.Module], Guide], *, steps: int, **bound: Any) -> FitFunction:
+    """The function that trains a guide of a family, see ``trained``."""
+    return lambda problem: trained(problem, family(problem.model), steps=steps, **bound)

@@ -1,59 +1,51 @@
-"""Posteriors by SVI: MAP, mean-field and other Gaussian families, and dropout.
+"""Posteriors by SVI: MAP, mean-field and other Gaussian families, dropout, ensembles and SWAG.
 
 Several draws a step cost little, since vmap takes them at once, and let Adam settle.
 """
 
-from pyro_bdl.guides import AutoLowRank, AutoMAP, AutoMatrixNormal, AutoMCDropout, AutoMeanField
+from functools import partial
+
+from pyro_bdl.guides import (
+    AutoEnsemble,
+    AutoLowRank,
+    AutoMAP,
+    AutoMatrixNormal,
+    AutoMCDropout,
+    AutoMeanField,
+    AutoMultiSWAG,
+    AutoSWAG,
+)
 from pyro_bdl.optim import IVON, KroneckerGaussNewton_ELBO, NoisyKFAC
-from pyro_bdl.posteriors.registry import Problem, Result, register, trained
+from pyro_bdl.posteriors.registry import Problem, Result, by_svi, register, trained
+from pyro_bdl.training.swag import collect_swag
 
+_vi = partial(by_svi, steps=4000, num_particles=4)
 
-@register("map", "MAP", "a point: the maximum of the posterior density", default=True)
-def _map(problem: Problem) -> Result:
-    return trained(problem, AutoMAP(problem.model), steps=2000)
-
-
-@register(
+register("map", "MAP", "a point: the maximum of the posterior density", default=True)(
+    by_svi(AutoMAP, steps=2000)
+)
+register(
     "mean-field",
     "mean-field VI",
     "independent Normals over the weights, maximizing the ELBO",
     default=True,
-)
-def _mean_field(problem: Problem) -> Result:
-    guide = AutoMeanField(problem.model)
-    return trained(problem, guide, steps=4000, num_particles=4, temperature=1.0)
-
-
-@register(
+)(_vi(AutoMeanField, temperature=1.0))
+register(
     "mean-field-tempered",
     "mean-field VI, tempered",
     "mean-field with the KL weighted by a temperature of 0.1",
     default=True,
-)
-def _mean_field_tempered(problem: Problem) -> Result:
-    guide = AutoMeanField(problem.model)
-    return trained(problem, guide, steps=4000, num_particles=4, temperature=0.1)
-
-
-@register(
+)(_vi(AutoMeanField, temperature=0.1))
+register(
     "mean-field-lrt",
     "mean-field VI, local noise",
     "mean-field by local reparameterization, with gradients of less variance",
-)
-def _mean_field_lrt(problem: Problem) -> Result:
-    guide, estimator = AutoMeanField(problem.model), "local_reparameterization"
-    return trained(problem, guide, steps=4000, num_particles=4, estimator=estimator)
-
-
-@register(
+)(_vi(AutoMeanField, estimator="local_reparameterization"))
+register(
     "low-rank",
     "low-rank VI",
     "a Normal with a covariance of rank 10 plus a diagonal, maximizing the ELBO",
-)
-def _low_rank(problem: Problem) -> Result:
-    guide = AutoLowRank(problem.model, rank=10)
-    made = trained(problem, guide, steps=4000, num_particles=4)
-    return Result(guide, {**made.settings, "rank": guide.rank}, made.interrupted)
+)(_vi(partial(AutoLowRank, rank=10)))
 
 
 @register("ivon", "mean-field VI, IVON", "mean-field by natural gradients (IVON) in place of Adam")
@@ -74,26 +66,52 @@ def _noisy_kfac(problem: Problem) -> Result:
 
 
 def _dropout(problem: Problem, *, learn_p: bool) -> Result:
-    guide = AutoMCDropout(problem.model, learn_p=learn_p)
-    made = trained(problem, guide, steps=4000, num_particles=4)
-    rates = {f"p of {site}": f"{rate.item():.3g}" for site, rate in guide.rates().items()}
-    return Result(guide, {**made.settings, **rates}, made.interrupted)
+    made = _vi(partial(AutoMCDropout, learn_p=learn_p))(problem)
+    rates = {f"p of {site}": f"{p.item():.3g}" for site, p in made.posterior.rates().items()}
+    return Result(made.posterior, {**made.settings, **rates}, made.interrupted)
 
 
-@register(
+register(
     "mc-dropout",
     "MC dropout",
     "dropout of a tenth of the hidden units, kept on for prediction",
     default=True,
-)
-def _mc_dropout(problem: Problem) -> Result:
-    return _dropout(problem, learn_p=False)
-
-
-@register(
+)(partial(_dropout, learn_p=False))
+register(
     "concrete-dropout",
     "concrete dropout",
     "dropout of hidden units at rates that maximize the bound, one for each layer",
+)(partial(_dropout, learn_p=True))
+register(
+    "ensemble",
+    "ensemble",
+    "five networks, each a MAP estimate from its own initialization",
+    default=True,
+)(by_svi(partial(AutoEnsemble, size=5), steps=2000))
+
+
+def _swag(problem: Problem, guide: AutoSWAG | AutoMultiSWAG) -> Result:
+    """SGD from the end of training, and the Gaussian of its snapshots."""
+    made = trained(problem, guide, steps=2000)
+    run = collect_swag(
+        problem.model, guide, *problem.data, snapshots=problem.options.snapshots,
+        progress=problem.label,
+    )  # fmt: skip
+    count = int(guide.snapshots.count)
+    if count < 2:
+        raise KeyboardInterrupt
+    rank = min(guide.rank, count)
+    posterior = guide.swag_approximation(rank=rank)
+    settings = {"snapshots": count, "rank": rank, "learning rate": run.learning_rate}
+    return Result(posterior, {**made.settings, **settings}, made.interrupted or run.interrupted)
+
+
+register(
+    "swag",
+    "SWAG",
+    "a Gaussian of rank 20 from 40 snapshots of SGD after MAP training",
+    default=True,
+)(lambda problem: _swag(problem, AutoSWAG(problem.model)))
+register("multi-swag", "MultiSWAG", "a mixture of the SWAG posteriors of five networks")(
+    lambda problem: _swag(problem, AutoMultiSWAG(problem.model, size=5))
 )
-def _concrete_dropout(problem: Problem) -> Result:
-    return _dropout(problem, learn_p=True)

@@ -1,6 +1,5 @@
 """Checkpoints of a training run: everything that the next step depends on, in one file."""
 
-import copy
 import os
 import time
 import warnings
@@ -65,7 +64,12 @@ class Checkpoint:
         self.path = Path(path)
         self.settings = dict(settings or {})
         for name, part in parts.items():
-            _require_state(name, part)
+            stateful = hasattr(part, "load_state_dict") or isinstance(part, PyroOptim)
+            if not stateful and not isinstance(getattr(part, "step", None), int):
+                raise TypeError(
+                    f"{name} is a {type(part).__name__} without a state (state_dict and "
+                    "load_state_dict): leave it out"
+                )
         self._parts = parts
 
     @property
@@ -110,8 +114,7 @@ class Checkpoint:
     def load(self) -> int:
         """Load the state, if there is a file, and return its number of steps; else return 0.
 
-        The previous file is taken, with a warning, if the last one is damaged. If a part refuses
-        its state, all parts stay as they were.
+        The previous file is taken, with a warning, if the last one is damaged.
 
         :raises ValueError: if both files are damaged, or are of a run with other parts or settings.
         :raises RuntimeError: for a state of another program or optimizer.
@@ -120,16 +123,9 @@ class Checkpoint:
         if tree is None:
             return 0
         self._check(tree)
-        _check_store(tree["store"])
-        before = {name: copy.deepcopy(_state(part)) for name, part in self._parts.items()}
-        try:
-            for name, part in self._parts.items():
-                _load(part, tree["parts"][name])
-            _load_store(tree["store"])
-        except Exception:
-            for name, part in self._parts.items():
-                _load(part, before[name])
-            raise
+        for name, part in self._parts.items():
+            _load(part, tree["parts"][name])
+        _load_store(tree["store"])
         set_random_states(tree["random"])
         return tree["step"]
 
@@ -155,21 +151,6 @@ class Checkpoint:
         if not writes_files():  # the tensors are of rank 0's data
             saved |= {k: v for k, v in self.settings.items() if isinstance(v, Tensor)}
         require_same(f"'{self.path}'", saved, self.settings)
-
-
-def _require_state(name: str, part: Any) -> None:
-    """Check that a part has a state.
-
-    :raises TypeError: for an object without one.
-    """
-    stateful = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
-    if not (
-        stateful or isinstance(part, PyroOptim) or isinstance(getattr(part, "step", None), int)
-    ):
-        raise TypeError(
-            f"{name} is a {type(part).__name__} without a state (state_dict and load_state_dict): "
-            "leave it out"
-        )
 
 
 def _state(part: Any) -> Any:
@@ -211,34 +192,26 @@ def _store_state(modules: list[nn.Module]) -> dict[str, Any]:
     }
 
 
-def _check_store(state: Mapping[str, Any]) -> None:
-    """Check that ``_load_store`` can load a state, before anything is changed.
+@torch.no_grad()
+def _load_store(state: Mapping[str, Any]) -> None:
+    """Load the state of ``_store_state``.
 
     :raises RuntimeError: for parameters of another program, or ones that cannot be made here.
     """
     store = pyro.get_param_store()
     for name, entry in state.items():
-        theirs = ours = entry["value"].shape
-        if name in store:
-            ours = store[name].unconstrained().shape
-        elif entry["constraint"] is None:
+        value, constraint = entry["value"], _named_constraints().get(entry["constraint"])
+        if name not in store and constraint is None:
             raise RuntimeError(
                 f"Pyro's parameter '{name}' does not exist yet, and its constraint has "
                 "arguments: run the program once (guide(*args)) before the checkpoint is loaded"
             )
-        if ours != theirs:
-            raise RuntimeError(
-                f"Pyro's parameter '{name}' has shape {tuple(ours)}, in the checkpoint "
-                f"{tuple(theirs)}: it is of another program"
-            )
-
-
-@torch.no_grad()
-def _load_store(state: Mapping[str, Any]) -> None:
-    store = pyro.get_param_store()
-    for name, entry in state.items():
-        value = entry["value"]
         if name not in store:
-            constraint = _named_constraints()[entry["constraint"]]
             store.setdefault(name, transform_to(constraint)(value), constraint)
-        store[name].unconstrained().copy_(value)
+        parameter = store[name].unconstrained()
+        if parameter.shape != value.shape:
+            raise RuntimeError(
+                f"Pyro's parameter '{name}' has shape {tuple(parameter.shape)}, in the checkpoint "
+                f"{tuple(value.shape)}: it is of another program"
+            )
+        parameter.copy_(value)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyro_bdl.elbo.finite_loss import unchecked
-from pyro_bdl.elbo.tempered import check_data
+from pyro_bdl.elbo.checks import check_data, unchecked
 from pyro_bdl.errors import ArgumentError, BdlWarning, FailedStepError
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken

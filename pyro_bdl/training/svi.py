@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.elbo.finite_loss import require_gradients
-from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO, check_data
+from pyro_bdl.elbo.checks import check_data, require_gradients
+from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.check import check_finite

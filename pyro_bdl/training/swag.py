@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.elbo.finite_loss import require_gradients
+from pyro_bdl.elbo.checks import require_gradients
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning, FailedStepError
 from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG

@@ -8,6 +8,7 @@ import torch
 
 from pyro_bdl import Comparison, Samples, posteriors
 from pyro_bdl.app.command import main
+from pyro_bdl.comparison.costs import Costs
 from pyro_bdl.posteriors import registry
 
 
@@ -96,7 +97,7 @@ def with_draws(monkeypatch):
                 for site, value in guide.sample_latents(1).items()
             }
             latents = {n: v.abs() if n == "noise" else v for n, v in latents.items()}
-            return registry.Fit("nuts", Samples(latents), 1.5, None, {})
+            return registry.Fit("nuts", Samples(latents), Costs(1.5))
 
         monkeypatch.setattr(posteriors, "fit", fitted)
 

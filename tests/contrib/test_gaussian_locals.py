@@ -144,15 +144,6 @@ def test_laplace_over_the_global_latents():
     torch.testing.assert_close(laplace.precision.quadratic(eye), expected.diagonal())
 
 
-@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
-def test_the_curvature_of_minibatches_adds_up():
-    one = AutoLaplaceGGN(integrate(noisy_inputs, "z"), structure="full").prototype(X, Y)
-    whole = one.laplace_approximation((X, Y))
-    parts = one.laplace_approximation([(X[:3], Y[:3]), (X[3:], Y[3:])])
-    eye = torch.eye(2).double()
-    torch.testing.assert_close(whole.precision.quadratic(eye), parts.precision.quadratic(eye))
-
-
 def test_sgmcmc_takes_minibatches_once_the_local_latents_are_gone():
     options = {"batch_size": 3, "num_warmup": 5, "num_samples": 5}
     options["kernel"] = mcmc.SGHMC(step_size=1e-3)
@@ -160,12 +151,6 @@ def test_sgmcmc_takes_minibatches_once_the_local_latents_are_gone():
         mcmc.sgmcmc(noisy_inputs, (X, Y), **options)
     samples = mcmc.sgmcmc(integrate(noisy_inputs, "z"), (X, Y), **options)
     assert set(samples.latents) == {"slope", "shift"}
-
-
-def test_laplace_with_subsampled_local_latents_says_what_to_do():
-    guide = AutoLaplaceGGN(noisy_inputs).prototype(X[:3], Y[:3])
-    with pytest.raises(UnsupportedProgramError, match=r"'z'.*handlers\.integrate"):
-        guide.laplace_approximation([(X[:3], Y[:3])])
 
 
 def test_compiled_steps_and_predictions():
@@ -211,39 +196,32 @@ def _local(prior, likelihood, plates=1, factor=False):
 NORMAL = dist.Normal(torch.zeros(()).double(), 1.0)
 
 
+def _dependent(y=Y):
+    with pyro.plate("data", N):
+        z = pyro.sample("z", NORMAL)
+        v = pyro.sample("v", dist.Normal(z, 1.0))
+        pyro.sample("y", dist.Normal(v, 1.0), obs=y)
+
+
+def _line():
+    return noisy_inputs(X, Y)
+
+
 @pytest.mark.parametrize(
-    "model,fragments",
+    ("model", "sites", "words"),
     [
-        (_local(NORMAL, lambda z: dist.Normal(z.sin(), 0.1)), ("'y' is not linear", "'z'")),
-        (_local(NORMAL, lambda z: dist.Normal(z, z.exp())), ("'y' is not linear", "noise")),
-        (_local(NORMAL, lambda z: dist.Laplace(z, 1.0)), ("'y' is Laplace", "AutoMeanField")),
-        (_local(dist.LogNormal(0.0, 1.0), lambda z: dist.Normal(z, 1.0)), ("'z' is LogNormal",)),
-        (_local(NORMAL, lambda z: dist.Normal(z, 1.0), factor=True), ("factor 'f'",)),
-        (_local(NORMAL, lambda z: dist.Normal(z, 1.0), plates=2), ("several plates",)),
+        (_local(NORMAL, lambda z: dist.Normal(z.sin(), 0.1)), ["z"], "'y' is not linear.*'z'"),
+        (_local(NORMAL, lambda z: dist.Normal(z, z.exp())), ["z"], "'y' is not linear.*noise"),
+        (_local(NORMAL, lambda z: dist.Laplace(z, 1.0)), ["z"], "'y' is Laplace.*AutoMeanField"),
+        (_local(dist.LogNormal(0.0, 1.0), lambda z: dist.Normal(z, 1.0)), ["z"], "is LogNormal"),
+        (_local(NORMAL, lambda z: dist.Normal(z, 1.0), factor=True), ["z"], "factor 'f'"),
+        (_local(NORMAL, lambda z: dist.Normal(z, 1.0), plates=2), ["z"], "several plates"),
+        (_dependent, ["z", "v"], "'v' depends on another"),
+        (_line, ["slope"], "'slope' stands in none"),
+        (_line, ["w"], "no latent site 'w'"),
+        (_line, [], "names of the local latents"),
     ],
-    ids=["mean", "noise", "likelihood", "prior", "factor", "plates"],
 )
-def test_what_has_no_closed_form_is_named(model, fragments):
-    with pytest.raises(UnsupportedProgramError) as caught:
-        Program(integrate(model, "z"))
-    assert all(fragment in str(caught.value) for fragment in fragments)
-
-
-def test_wrong_names_are_named():
-    with pytest.raises(ValueError, match="names of the local latents"):
-        integrate(noisy_inputs)
-    with pytest.raises(ValueError, match="no latent site 'w'"):
-        Program(integrate(noisy_inputs, "w"), X, Y)
-    with pytest.raises(UnsupportedProgramError, match="'slope' stands in none"):
-        Program(integrate(noisy_inputs, "slope"), X, Y)
-
-
-def test_local_latents_that_depend_on_each_other_are_refused():
-    def model(y):
-        with pyro.plate("data", N):
-            z = pyro.sample("z", NORMAL)
-            v = pyro.sample("v", dist.Normal(z, 1.0))
-            pyro.sample("y", dist.Normal(v, 1.0), obs=y)
-
-    with pytest.raises(UnsupportedProgramError, match="'v' depends on another"):
-        Program(integrate(model, "z", "v"), Y)
+def test_what_has_no_closed_form_is_named(model, sites, words):
+    with pytest.raises((UnsupportedProgramError, ValueError), match=words):
+        Program(integrate(model, *sites))

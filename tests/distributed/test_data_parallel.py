@@ -13,14 +13,10 @@ from helpers.rank_curvature import maximum
 from helpers.rank_training import Recorded
 from helpers.two_ranks import ON_CUDA, two_processes
 from pyro.infer import Trace_ELBO
-from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl.distributed import DataParallel_ELBO, Shard, broadcast
-from pyro_bdl.distributed.data_parallel import tensor_leaves
-from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoMAP, AutoMeanField
-from pyro_bdl.utils.collectives import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +97,6 @@ def test_draws_of_the_ranks_are_put_together(both):
         assert found["other"].startswith("ValueError: rank 1 has chains of shapes {'w': (4, 2)}")
 
 
-def test_alone_draws_are_what_they_are():
-    draws = {"y": torch.ones(2)}
-    assert bdl.distributed.gather(draws) is draws
-
-
 def test_one_process_has_the_noise_of_a_seed_and_leaves_the_callers_alone(conjugate):
     elbo, guide = Recorded(), AutoMeanField(conjugate.model)
     guide.prototype(conjugate.x, conjugate.y)
@@ -131,8 +122,7 @@ MESSAGES = {
     "batch norm": "UnsupportedProgramError: a BatchNorm1d layer in training mode normalizes",
     "batch norm, evaluation mode": "none",
     "picks": "UnsupportedProgramError: the plate 'data' picks 4 of the 9 rows at random",
-    "local": "UnsupportedProgramError: the latent 'z' is in the plate of the data",
-    "factor": "UnsupportedProgramError: the factor 'fit' may be about the data of a rank",
+    "unknown N": "ValueError: the program counts its batch on rank 0 as all data",
     "all data": "TypeError: a Shard holds one rank's part of the data",
 }
 
@@ -184,19 +174,7 @@ def test_refused_arguments():
         broadcast(AutoMAP(program()))
 
 
-def test_a_program_and_a_guide_with_parameters_of_the_same_names():
-    found = tensor_leaves(nn.Linear(1, 2), nn.Linear(1, 2), pyro.poutine.Trace())
-    assert list(found) == ["model.weight", "model.bias", "guide.weight", "guide.bias"]
-
-
-def test_alone_a_shard_is_all_of_the_data():
+def test_alone_shards_and_draws_are_all_there_are():
     assert len(list(Shard(data(0, 1)))) == 1
-    assert Ranks().gather(3) == [3]
-
-
-def test_an_error_alone_is_itself():
-    def fail():
-        raise UnsupportedProgramError("no")
-
-    with pytest.raises(UnsupportedProgramError, match="no"):
-        Ranks().together(fail)
+    draws = {"y": torch.ones(2)}
+    assert bdl.distributed.gather(draws) is draws

@@ -9,7 +9,6 @@ from torch import nn
 import pyro_bdl as bdl
 from pyro_bdl.elbo import CompiledELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.guides import AutoLowRank, AutoMeanField
-from pyro_bdl.utils.autocast import castings, uncast
 
 pytestmark = pytest.mark.usefixtures("compiled")
 HALF = torch.bfloat16
@@ -117,16 +116,6 @@ def test_parameters_of_the_program_are_cast_anew_in_a_graph():
         gradients.append(layer.weight.grad)
     assert elbo.num_replays == 1
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
-
-
-def test_what_is_cast_back():
-    half = torch.ones(2, dtype=HALF)
-    assert castings() == () and uncast(half) is half
-    with torch.autocast("cpu", HALF):
-        assert castings() == (("cpu", HALF),)
-        assert uncast(half).dtype is torch.float32
-        exact = torch.ones(2, dtype=torch.float64)
-        assert uncast(exact) is exact
 
 
 @pytest.mark.parametrize("bound", [TemperedTraceMeanField_ELBO, CompiledELBO])

@@ -22,9 +22,8 @@ from pyro_bdl.optim import IVON, VOGN, GaussNewton_ELBO, InSVI
 
 
 @case
-def plate_of_the_batch(rank, size):
-    """A program that treats its batch as all data; the single process has all data."""
-    model = program(None, seed=rank)
+def full_batches(rank, size):
+    model = program(seed=rank)
     guide = AutoMAP(model)
     elbo = TemperedTraceMeanField_ELBO()
     elbo = elbo if size == 1 else DataParallel_ELBO(elbo)
@@ -60,14 +59,11 @@ DRAWING = {
 
 def same_draws(name):
     def run(rank, size):
-        found = []
-        for num_data in (N, None):
-            model = program(num_data)
-            guide = AutoMeanField(model)
-            torch.manual_seed(3 + rank)
-            elbo = DataParallel_ELBO(DRAWING[name](), same_draws=True)
-            found += [in_svi(model, guide, elbo, [data(rank, size)] * 5), *parameters(model, guide)]
-        return found
+        model = program()
+        guide = AutoMeanField(model)
+        torch.manual_seed(3 + rank)
+        elbo = DataParallel_ELBO(DRAWING[name](), same_draws=True)
+        return [in_svi(model, guide, elbo, [data(rank, size)] * 5), *parameters(model, guide)]
 
     run.__name__ = f"same_draws_{name}"
     return case(run)
@@ -81,7 +77,7 @@ def by_hand(x, y):
     scale = pyro.param("scale", x.new_tensor(0.7), constraint=dist.constraints.positive)
     w = pyro.sample("w", dist.Normal(x.new_zeros(3), scale).to_event(1))
     noise = pyro.sample("noise", dist.LogNormal(x.new_zeros(()), 1.0))
-    with pyro.plate("data", len(x)):
+    with pyro.plate("data", N, subsample_size=len(x)):
         pyro.sample("y", dist.Normal(x @ w, noise), obs=y)
 
 
@@ -104,14 +100,13 @@ def natural_gradients(rank, size):
     found = []
     observed = GaussNewton_ELBO(curvature="empirical-fisher")  # each rank draws its own targets
     for make, elbo in ((IVON, TemperedTrace_ELBO()), (VOGN, observed)):
-        for num_data in (N, None):
-            torch.manual_seed(3 + rank)
-            model = program(num_data)
-            guide = AutoMeanField(model).prototype(*data(rank, size))
-            optimizer = InSVI(make(guide), others=pyro.optim.Adam({"lr": 0.01}))
-            parallel = DataParallel_ELBO(elbo, same_draws=True)
-            losses = in_svi(model, guide, parallel, [data(rank, size)] * 4, optimizer)
-            found += [losses, *parameters(model, guide)]
+        torch.manual_seed(3 + rank)
+        model = program()
+        guide = AutoMeanField(model).prototype(*data(rank, size))
+        optimizer = InSVI(make(guide), others=pyro.optim.Adam({"lr": 0.01}))
+        parallel = DataParallel_ELBO(elbo, same_draws=True)
+        losses = in_svi(model, guide, parallel, [data(rank, size)] * 4, optimizer)
+        found += [losses, *parameters(model, guide)]
     return found
 
 

@@ -13,7 +13,7 @@ from helpers import rank_cases, rank_curvature, rank_failures, rank_training  # 
 from helpers.rank_cases import CASES
 
 LIMIT = 300.0  # seconds
-ON_CUDA = ["plate_of_the_batch", "same_draws_mean_field", "natural_gradients", "laplace_kron"]
+ON_CUDA = ["full_batches", "same_draws_mean_field", "natural_gradients", "laplace_kron"]
 
 
 def main(rank, folder, device):

@@ -20,15 +20,6 @@ def _problem():
     return model, (x, x.sum(1))
 
 
-@pytest.mark.parametrize("optimizer", [IVON, VOGN])
-def test_a_bounded_scale_is_refused(optimizer):
-    """It is not a softplus of the parameter, which the step assumes."""
-    model, data = _problem()
-    guide = AutoMeanField(model, max_scale=0.5).prototype(*data)
-    with pytest.raises(ValueError, match="without max_scale"):
-        optimizer(guide)
-
-
 @pytest.mark.parametrize(("optimizer", "elbo"), PAIRS)
 def test_a_copy_moves_the_copied_guide(optimizer, elbo):
     model, data = _problem()

@@ -1,7 +1,6 @@
 """IVON and VOGN against exact optima of mean-field, and what they keep and refuse."""
 
 import functools
-import io
 import math
 
 import pyro
@@ -18,7 +17,6 @@ import pyro_bdl as bdl
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField
 from pyro_bdl.optim import IVON, VOGN, GaussNewton_ELBO, InSVI
-from pyro_bdl.optim.natural_gradient import relative_change, riemannian_growth
 
 # The optimizer, its ELBO, and draws for a quiet gradient
 PAIRS = {
@@ -95,51 +93,28 @@ def test_the_control_variate_is_the_noise_of_the_draw(estimator):
     torch.testing.assert_close(guide.scale.detach(), expected.rsqrt())
 
 
-def test_far_from_the_optimum_the_precision_is_still_that_of_the_posterior():
-    def model():
-        w = pyro.sample("w", dist.Normal(torch.zeros(1, dtype=torch.float64), 1e3))
-        pyro.sample("y", dist.Normal(w, 0.1), obs=torch.zeros(1, dtype=torch.float64))
-
-    torch.manual_seed(0)
-    guide = AutoMeanField(model, init_scale=0.1, init_loc_fn=lambda site: torch.full((1,), 100.0))
-    loss = TemperedTraceMeanField_ELBO()(model, guide.prototype())
-    optimizer = IVON(guide, lr=1e-9)
-    for _ in range(1000):
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step()
-    # dL/dm is 1e4: without the control variate S would stand at 0.01 dL/dm^2 / 2 = 5e5. With it
-    # S' = 100 e^2 has a relative sd of 1.4, averaged over some 200 steps.
-    assert 60 < guide.scale.item() ** -2 < 180
-
-
 # Where they arrive
 
 
 @pytest.mark.parametrize(
-    ("name", "temperature"),
+    ("name", "options"),
     [
-        ("ivon, sampled KL", 1.0),
-        ("vogn", 0.1),
-        pytest.param("ivon", 0.1, marks=pytest.mark.slow),
-        pytest.param("ivon", 1.0, marks=pytest.mark.slow),
-        pytest.param("ivon, sampled KL", 0.1, marks=pytest.mark.slow),
-        pytest.param("vogn", 1.0, marks=pytest.mark.slow),
+        ("ivon, sampled KL", {"temperature": 1.0}),
+        ("vogn", {"temperature": 0.1}),
+        ("ivon", {"cold_temperature": 0.1}),
+        pytest.param("vogn", {"cold_temperature": 0.1}, marks=pytest.mark.slow),
     ],
 )
-def test_the_optimum_of_mean_field_is_reached(name, temperature):
-    """The optimum has precision diag(L) (Bishop 2006, section 10.1.2)."""
+def test_the_optimum_of_mean_field_is_reached(name, options):
+    """The optimum has precision diag(L) (Bishop 2006, section 10.1.2), in cold mode over T."""
     optimizer, elbo = PAIRS[name]
     model, x, y = _linear()
     guide = AutoMeanField(model).prototype(x, y)
     torch.manual_seed(1)
-    _run(
-        optimizer(guide, betas=(0.9, 0.99)),
-        elbo(temperature, num_particles=DRAWS[optimizer])(model, guide),
-        guide, x, y, 600,
-    )  # fmt: skip
-    mean, precision = _optimum(x, y, temperature)
-    sd = precision.rsqrt()
+    loss = elbo(num_particles=DRAWS[optimizer], **options)(model, guide)
+    _run(optimizer(guide), loss, guide, x, y, 600)
+    mean, precision = _optimum(x, y, options.get("temperature", 1.0))
+    sd = (options.get("cold_temperature", 1.0) / precision).sqrt()
     assert ((guide.loc - mean).abs() < 0.3 * sd).all()  # VOGN has one draw a step: sd 0.1
     # The last hundred steps' draws average the precision: IVON's estimate has a relative sd of
     # about sqrt(2 / 800 (1 + correlations)), VOGN's none at all.
@@ -160,48 +135,9 @@ def test_vogns_default_is_at_rest_at_the_exact_precision():
         torch.manual_seed(1)
         loss = GaussNewton_ELBO(num_particles=50, **options)(model, guide)(x, y)
         (free,) = torch.autograd.grad(loss, [guide.scale_unconstrained])
-        change = relative_change(free / -torch.expm1(-guide.scale), guide.scale)
+        change = free / -torch.expm1(-guide.scale) * guide.scale
         # A draw of N = 40 targets has a relative sd of about 0.4, and there are 50 of them.
         torch.testing.assert_close(change.detach(), expected, rtol=0, atol=0.15)
-
-
-@pytest.mark.parametrize(
-    "name", ["ivon", *(pytest.param(n, marks=pytest.mark.slow) for n in PAIRS if n != "ivon")]
-)
-def test_the_cold_posterior_is_reached(name):
-    optimizer, elbo = PAIRS[name]
-    model, x, y = _linear()
-    guide = AutoMeanField(model).prototype(x, y)
-    torch.manual_seed(1)
-    _run(
-        optimizer(guide),
-        elbo(cold_temperature=0.1, num_particles=DRAWS[optimizer])(model, guide),
-        guide, x, y, 400,
-    )  # fmt: skip
-    mean, precision = _optimum(x, y)
-    sd = (0.1 / precision).sqrt()
-    assert ((guide.loc - mean).abs() < 0.3 * sd).all()  # VOGN has one draw a step: sd 0.1
-    torch.testing.assert_close(guide.scale.detach(), sd, rtol=0.1, atol=0)
-
-
-def test_the_precision_wanted_is_the_expected_hessian_over_the_temperature():
-    """S' = (dL/ds + eta / s) / (eta s) (Khan et al. 2018, section 3; Shen et al. 2024)."""
-    scale = torch.tensor([0.1, 2.0], dtype=torch.float64, requires_grad=True)
-    hessian, eta = torch.tensor([3.0, 0.5], dtype=torch.float64), 0.7
-    energy = 0.5 * (hessian * scale.square()).sum()  # E_q of a quadratic
-    (gradient,) = torch.autograd.grad(energy - eta * scale.log().sum(), scale)
-    change = relative_change(gradient, scale.detach(), eta)
-    precision = scale.detach().square().reciprocal()
-    torch.testing.assert_close(precision * (1 + change), hessian / eta)
-
-
-def test_a_riemannian_step_is_positive_and_tangent():
-    """1 + c + c^2 / 2 (Lin, Schmidt & Khan 2020, equation 5)."""
-    change = torch.tensor([-31.0, 4.0, 0.0])
-    assert (riemannian_growth(change, 0.1) > 0).all()
-    assert riemannian_growth(change, 0.1)[2] == 1.0
-    small = (riemannian_growth(change, 1e-4) - 1.0) / 1e-4
-    torch.testing.assert_close(small, change, rtol=0.02, atol=1e-2)
 
 
 # The Gauss-Newton gradient
@@ -365,29 +301,6 @@ def test_running_statistics_move_once_a_step():
         assert int(norm.num_batches_tracked) == before + 1
 
 
-class _Watching(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x):
-        self.seen += self.training
-        return x
-
-
-def test_buffers_that_change_no_output_move_once_a_step():
-    x, y = torch.randn(6, 2), torch.randn(6)
-    net = nn.Sequential(nn.Linear(2, 4), _Watching(), nn.Linear(4, 1))
-    model = bdl.models.Regression(bdl.bayesianize(net), noise=0.5, num_data=6)
-    guide = AutoMeanField(model).prototype(x, y)
-    loss = GaussNewton_ELBO()(model, guide)
-    (watching,) = (m for m in model.modules() if isinstance(m, _Watching))
-    for _ in range(3):
-        before = watching.seen.item()
-        loss(x, y).backward()
-        assert watching.seen.item() == before + 1
-
-
 # In the loop, saved and restored
 
 
@@ -450,28 +363,6 @@ def test_a_programs_own_parameters_need_an_optimizer_too():
     assert set(state) == {"optimizer", "others"}
 
 
-def test_saved_and_restored_it_goes_on_as_if_nothing_had_happened(pair):
-    optimizer, elbo = pair
-    model, x, y = _linear()
-    guide = AutoMeanField(model).prototype(x, y)
-    first, loss = optimizer(guide), elbo()(model, guide)
-    _run(first, loss, guide, x, y, 7)
-    file = io.BytesIO()
-    torch.save({"guide": guide.state_dict(), "optimizer": first.state_dict()}, file)
-    torch.manual_seed(3)
-    _run(first, loss, guide, x, y, 5)
-    file.seek(0)
-    saved = torch.load(file)
-    again = AutoMeanField(model).prototype(x, y)
-    again.load_state_dict(saved["guide"])
-    second = optimizer(again)
-    second.load_state_dict(saved["optimizer"])
-    torch.manual_seed(3)
-    _run(second, elbo()(model, again), again, x, y, 5)
-    assert torch.equal(again.loc, guide.loc)
-    assert torch.equal(again.scale, guide.scale)
-
-
 def test_the_precision_is_averaged_over_more_steps_as_the_learning_rate_falls(pair):
     optimizer, elbo = pair
     model, x, y = _linear()
@@ -529,43 +420,52 @@ def test_a_guide_is_left_as_it_was_where_something_fails(pair):
     assert optimizer.state_dict()["state"][0]["step"] == state
 
 
-def test_bad_input():
-    model, x, y = _linear()
-    guide = AutoMeanField(model)
-    with pytest.raises(RuntimeError, match="has no parameters yet"):
-        IVON(guide)
-    guide.prototype(x, y)
-    with pytest.raises(ValueError, match="lr must be positive, got 0"):
-        IVON(guide, lr=0)
-    with pytest.raises(ValueError, match=r"betas\[1\] must lie in \[0, 1\), got 1.0"):
-        VOGN(guide, betas=(0.9, 1.0))
-    with pytest.raises(TypeError, match="moves an AutoMeanField's vectors, got AutoLaplaceGGN"):
-        IVON(AutoLaplaceGGN(model).prototype(x, y))
-    for options in ({"scale": "per-layer"}, {"scale": 0.1}, {"train_loc": False}):
-        with pytest.raises(ValueError, match="a separate location and scale for each weight"):
-            IVON(AutoMeanField(model, **options).prototype(x, y))
-    with pytest.raises(RuntimeError, match=r"call loss.backward\(\) before the step"):
-        IVON(guide).step()
-    with pytest.raises(TypeError, match="GaussNewton_ELBO is for an AutoMeanField"):
-        other = AutoLaplaceGGN(model).prototype(x, y)
-        GaussNewton_ELBO()(model, other)(x, y)
+def _guide(model, x, y, **options):
+    return AutoMeanField(model, **options).prototype(x, y)
 
 
-def test_other_parameters_are_refused():
-    model, x, y = _linear()
-    optimizer = IVON(AutoMeanField(model).prototype(x, y))
-    with pytest.raises(ValueError, match="IVON moves a guide's location and scale and no other"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
-    assert len(optimizer.param_groups) == 1
+_VECTORS = "a separate location and scale for each weight"
+REFUSALS = {
+    "no parameters": (RuntimeError, "no parameters yet", lambda *p: IVON(AutoMeanField(p[0]))),
+    "lr": (ValueError, "lr must be positive, got 0", lambda *p: IVON(_guide(*p), lr=0)),
+    "betas": (
+        ValueError, r"betas\[1\] must lie in \[0, 1\), got 1.0",
+        lambda *p: VOGN(_guide(*p), betas=(0.9, 1.0)),
+    ),
+    "guide": (
+        TypeError, "moves an AutoMeanField's vectors, got AutoLaplaceGGN",
+        lambda *p: IVON(AutoLaplaceGGN(p[0]).prototype(*p[1:])),
+    ),
+    "layers": (ValueError, _VECTORS, lambda *p: IVON(_guide(*p, scale="per-layer"))),
+    "fixed": (ValueError, _VECTORS, lambda *p: IVON(_guide(*p, train_loc=False))),
+    "bounded": (ValueError, "without max_scale", lambda *p: VOGN(_guide(*p, max_scale=0.5))),
+    "step": (
+        RuntimeError, r"call loss.backward\(\) before the step", lambda *p: IVON(_guide(*p)).step()
+    ),
+    "elbo": (
+        TypeError, "GaussNewton_ELBO is for an AutoMeanField",
+        lambda *p: GaussNewton_ELBO()(p[0], AutoLaplaceGGN(p[0]).prototype(*p[1:]))(*p[1:]),
+    ),
+    "group": (
+        ValueError, "IVON moves a guide's location and scale and no other",
+        lambda *p: IVON(_guide(*p)).add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_refused(case):
+    error, words, call = REFUSALS[case]
+    with pytest.raises(error, match=words):
+        call(*_linear())
 
 
 def test_vogn_without_its_elbo_says_so():
     model, x, y = _linear()
     guide = AutoMeanField(model).prototype(x, y)
-    optimizer = VOGN(guide)
     loss = TemperedTraceMeanField_ELBO()(model, guide)
     with pytest.raises(RuntimeError, match="train VOGN with the loss of a GaussNewton_ELBO"):
-        _run(optimizer, loss, guide, x, y, 100)
+        _run(VOGN(guide), loss, guide, x, y, 100)
 
 
 def test_on_another_device(pair, device):

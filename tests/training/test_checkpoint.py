@@ -20,7 +20,6 @@ from torch import nn
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.training import Checkpoint, HeldOut, Minibatches, checkpoint, train
-from pyro_bdl.utils import random_state
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
 
 _X = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64)[:, None]
@@ -116,7 +115,7 @@ def _param_statements(path, die_at):
     return [*_numbers(guide), pyro.param("scale").detach()]
 
 
-_LOOPS = [_torch_loop, _compiled, _ivon, _pyro_loop, _param_statements]
+_LOOPS = [_compiled, _ivon, _pyro_loop, _param_statements]
 
 
 @pytest.mark.parametrize("loop", _LOOPS, ids=lambda loop: loop.__name__.strip("_"))
@@ -133,22 +132,6 @@ def test_a_run_that_dies_goes_on_bit_for_bit(loop, tmp_path):
     found = loop(tmp_path / "cut", None)  # a finished run takes no step
     assert len(found) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("there", [2, 1])
-def test_random_states_of_gpus(there, tmp_path, monkeypatch):
-    """With stand-ins for two GPUs, of which ``there`` are there when the run goes on."""
-    gpus = {f"cuda:{number}": torch.Generator().manual_seed(number) for number in range(2)}
-    states = [generator.get_state() for generator in gpus.values()]
-    monkeypatch.setattr(random_state, "generators", lambda: gpus)
-    Checkpoint(tmp_path / "run").save(1)
-    for generator in gpus.values():
-        torch.randn(3, generator=generator)
-    here = dict([*gpus.items()][:there])
-    monkeypatch.setattr(random_state, "generators", lambda: here)
-    assert Checkpoint(tmp_path / "run").load() == 1
-    for generator, state in zip(here.values(), states, strict=False):
-        assert torch.equal(generator.get_state(), state)
 
 
 def test_random_numbers_of_the_gpu_go_on(tmp_path, device):
@@ -191,31 +174,22 @@ def _dies_after(steps, monkeypatch, call):
             call()
 
 
-def test_train_goes_on_bit_for_bit(tmp_path, monkeypatch):
+@pytest.mark.parametrize("held_out", [None, HeldOut(0.25, patience=2, check_every=2)])
+def test_train_goes_on_bit_for_bit(held_out, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_SECONDS", 0.0)
     torch.manual_seed(1)
-    whole, expected = _train(tmp_path / "whole")
+    whole, expected = _train(tmp_path / "whole", held_out=held_out)
     torch.manual_seed(1)
-    _dies_after(7, monkeypatch, lambda: _train(tmp_path / "cut"))
-    cut, found = _train(tmp_path / "cut")
+    _dies_after(7, monkeypatch, lambda: _train(tmp_path / "cut", held_out=held_out))
+    cut, found = _train(tmp_path / "cut", held_out=held_out)
     assert torch.equal(cut.losses, whole.losses)
+    if held_out is not None:
+        assert torch.equal(cut.held_out, whole.held_out)
+        assert torch.equal(cut.best_steps, whole.best_steps)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_early_stopping_goes_on_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_SECONDS", 0.0)
-    options = {"held_out": HeldOut(0.25, patience=2, check_every=2)}
-    torch.manual_seed(1)
-    whole, expected = _train(tmp_path / "whole", **options)
-    torch.manual_seed(1)
-    _dies_after(7, monkeypatch, lambda: _train(tmp_path / "cut", **options))
-    cut, found = _train(tmp_path / "cut", **options)
-    assert torch.equal(cut.held_out, whole.held_out)
-    assert torch.equal(cut.best_steps, whole.best_steps)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_another_run_is_refused_and_changes_nothing(tmp_path):
+def test_another_run_is_refused(tmp_path):
     _train(tmp_path / "run")
     with pytest.raises(ValueError, match="a run with steps=12, and this one has steps=13"):
         _train(tmp_path / "run", steps=13)
@@ -225,16 +199,8 @@ def test_another_run_is_refused_and_changes_nothing(tmp_path):
     Checkpoint(saved, model=model, guide=guide).save(3)
     wide = _program(5)
     theirs = bdl.guides.AutoMeanField(wide).prototype(_X, _Y)
-    before = _numbers(wide, theirs)
     with pytest.raises(RuntimeError, match=r"size mismatch|another program"):
         Checkpoint(saved, model=wide, guide=theirs).load()
-    assert all(torch.equal(a, b) for a, b in zip(_numbers(wide, theirs), before, strict=True))
-    # a part that comes later refuses: what came before is put back
-    same, theirs = _program(seed=3), bdl.guides.AutoMeanField(wide).prototype(_X, _Y)
-    before = _numbers(same)
-    with pytest.raises(RuntimeError, match="another program"):
-        Checkpoint(saved, model=same, guide=theirs).load()
-    assert all(torch.equal(a, b) for a, b in zip(_numbers(same), before, strict=True))
     with pytest.raises(ValueError, match="holds the parts model, guide, and this run has guide"):
         Checkpoint(saved, guide=theirs).load()
     with pytest.raises(TypeError, match="rate is a float without a state"):
@@ -282,10 +248,8 @@ def test_pyros_parameters_of_another_program_are_refused(tmp_path):
         return Checkpoint(tmp_path / "run")
 
     saved(a=torch.ones(2), b=torch.ones(3)).save(1)
-    other = saved(a=torch.full((2,), 2.0), b=torch.ones(4))
     with pytest.raises(RuntimeError, match=r"'b' has shape \(4,\), in the checkpoint \(3,\)"):
-        other.load()
-    assert (pyro.param("a") == 2.0).all()  # which came before it
+        saved(a=torch.ones(2), b=torch.ones(4)).load()
     with pytest.raises(RuntimeError, match="'b' does not exist yet, and its constraint has arg"):
         saved(a=torch.ones(2)).load()
 

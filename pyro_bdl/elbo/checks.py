@@ -1,0 +1,246 @@
+"""Checks of a bound: of program, guide and data before its first step, and of each loss before its
+gradient reaches an optimizer."""
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.infer import Trace_ELBO
+from pyro.util import warn_if_nan
+from torch import Tensor
+from torch.autograd import Variable
+
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.draws import run_at_draw
+from pyro_bdl.program.check import check_finite
+from pyro_bdl.program.supports import check_support
+from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
+from pyro_bdl.utils.autograd import is_transformed
+from pyro_bdl.utils.module_state import preserved_buffers
+from pyro_bdl.utils.random_state import own_randomness
+
+_NOTHING_OBSERVED = (
+    "the program has no observed site: pass the targets to the step, so that a sample statement "
+    "gets obs=..."
+)
+
+
+# Losses
+
+
+def require_gradients() -> None:
+    """Check that gradients can be taken.
+
+    :raises RuntimeError: in inference mode, which has no gradients.
+    """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "torch.inference_mode() turns off the gradients that a training step needs: train "
+            "outside of it"
+        )
+
+
+class CheckedLoss:
+    """The part of an ELBO that checks its loss before an optimizer can step.
+
+    A subclass defines ``unchecked_loss``, the loss to differentiate.
+    """
+
+    checks_loss = True  # see ``unchecked``
+    retain_graph: bool | None
+
+    def unchecked_loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
+        """Take a step; return its loss, which may be not finite."""
+        raise NotImplementedError
+
+    def check_data(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+        """Raise an error if the data cause a loss that is not finite."""
+        check_data(model, guide, args, kwargs)
+
+    def differentiable_loss(
+        self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Return -L(eta) as a tensor to differentiate; counts as a step of the schedule."""
+        loss = self.unchecked_loss(model, guide, args, kwargs)
+        check = partial(self.check_data, model, guide, args, kwargs)
+        return _guarded(loss, check) if self.checks_loss else loss
+
+    def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """Return -L(eta) in nats and add its gradients to the parameters' gradients."""
+        require_gradients()
+        loss = self.unchecked_loss(model, guide, args, kwargs)
+        value = check_value(loss.item(), partial(self.check_data, model, guide, args, kwargs))
+        if loss.requires_grad:
+            loss.backward(retain_graph=self.retain_graph)
+        return value
+
+
+@contextmanager
+def unchecked(elbo: Any) -> Iterator[None]:
+    """Let an ELBO's ``differentiable_loss`` return any loss, for a caller that checks it."""
+    if not isinstance(elbo, CheckedLoss):
+        yield
+        return
+    elbo.checks_loss, before = False, elbo.checks_loss
+    try:
+        yield
+    finally:
+        elbo.checks_loss = before
+
+
+def _guarded(loss: Tensor, check_data: Callable[[], None]) -> Tensor:
+    """The loss, which is checked before an optimizer can step; see ``check_value``.
+
+    On the CPU it is checked at once. On an accelerator its value is copied without waiting, and
+    checked at the end of ``backward``, which raises the error, when the gradients' kernels are
+    queued. In vmap, a trace, or the capture of a CUDA graph it has no value.
+    """
+    capturing = loss.is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing or is_transformed() or torch.compiler.is_compiling():
+        return loss
+    if loss.device.type == "cpu":
+        check_value(loss.item(), check_data)
+    elif loss.requires_grad:
+        number = loss.detach().to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event() if loss.is_cuda else None
+        if arrived is not None:
+            arrived.record(torch.cuda.current_stream(loss.device))
+
+        def check() -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            check_value(number.item(), check_data)
+
+        loss.register_hook(lambda _: Variable._execution_engine.queue_callback(check))
+    return loss
+
+
+def check_value(loss: float, check_data: Callable[[], None]) -> float:
+    """Return the loss; if it is not finite, call ``check_data``, and warn if that raises nothing.
+
+    :raises ValueError: from ``check_data``.
+    """
+    if not math.isfinite(loss):
+        check_data()
+        warn_if_nan(torch.tensor(loss, device="cpu"), "loss")
+    return loss
+
+
+# Programs, guides and data
+
+
+def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+    """Check the data of a step whose loss is not finite.
+
+    :raises ValueError: if the data are not finite, targets are missing or outside their support, or
+        the guide belongs to another program.
+    :raises TypeError: for an argument that the program cannot use.
+    """
+    check_finite(model, args, kwargs)
+    with poutine.block(), torch.no_grad(), preserved_buffers(model, guide):
+        _checked_run(model, guide, args, kwargs)
+
+
+def check_first(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+    """Check program, guide and data once; later runs skip Pyro's validation.
+
+    The random state is restored, so that training continued from a saved state draws the same
+    numbers as uninterrupted training.
+    """
+    check_finite(model, args, kwargs)
+    with (
+        poutine.block(), torch.no_grad(), preserved_buffers(model, guide), own_randomness(),
+    ):  # fmt: skip
+        p = _checked_run(model, guide, args, kwargs)
+        bias = p.bias_of_minibatches()
+        if bias is not None:
+            warnings.warn(bias, BdlWarning, stacklevel=3)
+        hidden = [] if p.discrete is None else list(p.discrete.names)
+        del p  # before Pyro's own run, which needs as much memory
+        shown = poutine.block(model, hide=hidden) if hidden else model
+        Trace_ELBO().loss(shown, guide, *args, **kwargs)
+
+
+def values_of(q: Run) -> dict[str, Any]:
+    """The values of a guide's draw and the indices of its plates."""
+    return {name: site.value for name, site in q.latents.items()} | q.subsamples
+
+
+def _checked_run(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Run:
+    """A run of the program at a draw of the guide."""
+    q = record(guide, {}, args, kwargs)
+    p = run_at_draw(model, values_of(q), args, kwargs, draw=sum_out_discrete)
+    for name, site in q.latents.items():
+        if not site.distribution.has_rsample:
+            raise ValueError(
+                f"the guide's distribution at site '{name}' cannot be reparameterized "
+                f"({type(site.distribution).__name__}): use pyro.infer.Trace_ELBO"
+            )
+    if not p.observed and not p.factors:
+        raise ValueError(_NOTHING_OBSERVED)
+    if not p.latents.keys() <= q.latents.keys():
+        raise ValueError(_without_value(p, q.latents))
+    surplus = [name for name in q.latents if name not in p.latents]
+    if surplus and isinstance(guide, Guide):
+        raise ValueError(
+            f"the guide has the site '{surplus[0]}', which is not a latent of the program here: "
+            "make a new guide, and give prototype(...) the targets too"
+        )
+    check_support(p)
+    return p
+
+
+def require_values(run: Run, latents: Collection[str]) -> None:
+    """Check that a run has observed data and drew no latents besides the given ones."""
+    if run.open or not run.latents.keys() <= set(latents):
+        raise ValueError(_without_value(run, latents))
+    if not run.observed and not run.factors:
+        raise ValueError(_NOTHING_OBSERVED)
+
+
+def _without_value(run: Run, latents: Collection[str]) -> str:
+    names = [name for name, site in run.observed.items() if site.value is None]
+    name = next(name for name in (*names, *run.latents) if name not in latents)
+    return (
+        f"the guide has no value for the latent site '{name}': if it is observed, pass its targets "
+        "to this step too"
+    )
+
+
+def sums_of_whole_data(observed: Mapping[str, Site]) -> dict[str, Tensor]:
+    """The number of targets, their sum and that of their squares at each observed site whose batch
+    counts as all data (its scale is 1). They do not depend on the order of the rows."""
+    sums = {}
+    for name, site in observed.items():
+        unscaled = isinstance(site.scale, int | float) and site.scale == site.subsampling == 1
+        is_in_vmap = torch._C._functorch.is_functorch_wrapped_tensor
+        if unscaled and isinstance(site.value, Tensor) and not is_in_vmap(site.value):
+            value = site.value.detach().cpu().double()
+            count = torch.tensor(value.numel(), dtype=value.dtype, device="cpu")
+            sums[name] = torch.stack([count, value.sum(), value.square().sum()])
+    return sums
+
+
+def warn_of_unscaled_batches(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
+    """Warn if the batches of two steps differ, and each counts as all data.
+
+    :param first: the result of ``sums_of_whole_data``; so is ``second``.
+    """
+    for name in first.keys() & second.keys():
+        if not torch.allclose(first[name], second[name], rtol=1e-5, atol=1e-5):
+            warnings.warn(
+                f"the first batches hold different targets at site '{name}', and each counts "
+                "as all of the data (its scale is 1), so that the posterior is that of a "
+                "single batch: tell the program the number N of all data, by num_data=N or "
+                'pyro.plate("data", N, subsample=...); if each batch is all there is, ignore '
+                "this",
+                BdlWarning,
+                stacklevel=4,
+            )
+            return
