@@ -1,11 +1,12 @@
 """Bayesian linear regression with a learned prior scale and noise: the evidence in closed form."""
 
 import warnings
+from typing import NamedTuple
 
 import pyro.distributions as dist
 import pytest
 import torch
-from helpers.parameters import learned
+from helpers.parameters import AroundOne, learned
 from scipy.optimize import minimize
 from torch import nn
 
@@ -85,6 +86,49 @@ def make_line():
 @pytest.fixture
 def learn():
     return learned
+
+
+class Scales(NamedTuple):
+    """A prior of (w, b) of three features, its parameters, and the variances (4,) by these."""
+
+    prior: object
+    start: list
+    variances: object
+
+
+def _scales(kind):
+    ones = torch.ones(4)
+    return {
+        "ard": lambda: Scales(
+            priors.ByName(
+                {"weight": priors.Normal(learned([0.4, 0.9, 1.5])), "bias": priors.Normal(0.6)}
+            ),
+            [0.4, 0.9, 1.5],
+            lambda t: torch.cat([t.square(), t.new_tensor([0.36])]),
+        ),
+        "per layer": lambda: Scales(
+            priors.PerLayer(priors.Normal(learned(0.8))), [0.8], lambda t: t.square() * ones
+        ),
+        "by name": lambda: Scales(
+            priors.ByName(
+                {"weight": priors.Normal(learned(0.4)), "bias": priors.Normal(learned(0.6))}
+            ),
+            [0.4, 0.6],
+            lambda t: torch.cat([t[:1].expand(3), t[1:]]).square(),
+        ),
+        "fan-in": lambda: Scales(
+            priors.FanIn(learned(0.8)),
+            [0.8],
+            lambda t: t.square() / t.new_tensor([3.0, 3.0, 3.0, 1.0]),
+        ),
+        "around one": lambda: Scales(AroundOne(learned(0.8)), [0.8], lambda t: t.square() * ones),
+    }[kind]()
+
+
+@pytest.fixture(params=["ard", "per layer", "by name", "fan-in", "around one"])
+def scales(request):
+    """Priors whose scales are parameters of every shape."""
+    return _scales(request.param)
 
 
 @pytest.fixture

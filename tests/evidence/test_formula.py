@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from helpers.parameters import AroundOne
+from helpers.parameters import AroundOne, learned
 from torch import nn
 
 from pyro_bdl import bayesianize, models, priors
@@ -14,73 +14,64 @@ from pyro_bdl.evidence.linearized import LinearizedModel
 from pyro_bdl.guides import AutoLaplaceGGN
 
 
-def guide_of(model, y, **options):
-    x = torch.randn(len(y), 2)
-    guide = AutoLaplaceGGN(model, **options).prototype(x, y)
+def guide_of(prior, kind=models.Regression, **options):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    regression = kind is models.Regression
+    noise = {"noise": learned(0.4)} if regression else {}
+    x, y = torch.randn(12, 2), torch.randn(12, 2) if regression else torch.arange(12) % 2
+    guide = AutoLaplaceGGN(kind(bayesianize(net, prior), **noise), **options).prototype(x, y)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)
         return guide.laplace_approximation((x, y))
 
 
-def net():
-    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+def two_kinds():
+    """One around another mean, one fixed."""
+    rules = {"0.weight": priors.FanIn(learned(0.8)), "0.bias": AroundOne(learned(0.5))}
+    return priors.ByName(rules | {"2.*": priors.Normal(0.7)})
 
 
-@pytest.mark.parametrize("structure", ["kron", "full"])
-def test_its_fixed_point_is_that_of_a_run(structure, learn):
-    torch.manual_seed(0)
-    rules = {"0.*": priors.FanIn(learn(0.8)), "2.*": priors.Normal(learn(0.7))}
-    model = models.Regression(bayesianize(net(), priors.ByName(rules)), noise=learn(0.4))
-    guide = guide_of(model, torch.randn(12, 2), structure=structure)
+PRIORS = {  # with the numbers of sites that share a scale
+    "two kinds": (two_kinds, [1, 1, 2]),
+    "one scale": (lambda: priors.Normal(learned(0.8)), [4]),
+    "a scale for each layer": (lambda: priors.PerLayer(priors.Normal(learned(0.8))), [2, 2]),
+}
+
+
+@pytest.mark.parametrize(
+    ("prior", "options"),
+    [
+        *(("two kinds", {"structure": s, "subset": "0.*"}) for s in ("kron", "full", "diag")),
+        ("two kinds", {"structure": "kron"}),
+        *(("one scale", {"structure": s}) for s in ("kron", "ekfac", "full", "low_rank")),
+        *(("a scale for each layer", {"structure": s}) for s in ("kron", "full", "diag")),
+        ("one scale", {"structure": "kron", "kind": models.Classification}),
+    ],
+)
+def test_it_is_the_evidence_as_a_run_gives_it(prior, options, put):
+    """Its gradient, its fixed point, and how the guide follows, at other hyperparameters than it
+    was read at; it takes eigenvalues alone, where the structure has them."""
+    make, groups = PRIORS[prior]
+    guide = guide_of(make(), **options)
     formula = NormalFormula.of(guide, guide.read())
-    for point in (None, LinearizedModel(guide).optimum()):
-        expected = Formula(guide, guide.read()).fixed_point(point)
-        assert len(expected) == 3
-        torch.testing.assert_close(formula.fixed_point(point), expected)
-
-
-@pytest.mark.parametrize("subset", [None, "0.*"])
-@pytest.mark.parametrize("structure", ["kron", "full", "diag"])
-def test_it_is_the_evidence_and_its_gradient(structure, subset, learn, put):
-    """Priors of two kinds, one around another mean, at other hyperparameters than it was read."""
-    torch.manual_seed(0)
-    rules = {
-        "0.weight": priors.FanIn(learn(0.8)),
-        "0.bias": AroundOne(learn(0.5)),
-        "2.*": priors.Normal(0.7),
-    }
-    model = models.Regression(bayesianize(net(), priors.ByName(rules)), noise=learn(0.4))
-    guide = guide_of(model, torch.randn(12, 2), structure=structure, subset=subset)
-    formula = NormalFormula.of(guide, guide.read())
+    if "subset" not in options:
+        assert [len(group.locs) for group in formula.groups] == groups
     put(guide, prior=0.6, noise=0.9)
-    guide.refresh()
-    for point in (None, LinearizedModel(guide).optimum()):
-        assert len(formula.tuned) == 3
-        leaves = [parameter.leaf for parameter in formula.tuned.values()]
-        expected, found = Formula(guide, guide.read()).value(point), formula.value(point)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-        slopes = [torch.autograd.grad(v, leaves) for v in (found, expected)]
-        torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("structure", ["kron", "ekfac", "full", "diag", "low_rank"])
-@pytest.mark.parametrize("prior", ["one scale", "a scale for each layer"])
-def test_one_number_for_each_group_of_sites(prior, structure, learn, put):
-    """The formula takes eigenvalues alone, where the structure has them."""
-    torch.manual_seed(0)
-    one = priors.Normal(learn(0.8))
-    chosen = priors.PerLayer(one) if prior == "a scale for each layer" else one
-    model = models.Regression(bayesianize(net(), chosen), noise=learn(0.4))
-    guide = guide_of(model, torch.randn(12, 2), structure=structure)
-    formula = NormalFormula.of(guide, guide.read())
-    assert [len(group.locs) for group in formula.groups] == ([4] if chosen is one else [2, 2])
-    put(guide, prior=0.6, noise=0.9)
-    guide.refresh()
+    close, states = torch.testing.assert_close, []
+    for follow in (formula.follow, guide.refresh):
+        follow()
+        states.append((guide.prior_diagonal, guide.prior_slope, guide.noise_factor))
+    close(*states, rtol=1e-12, atol=1e-12)
     leaves = [parameter.leaf for parameter in formula.tuned.values()]
-    expected, found = Formula(guide, guide.read()).value(), formula.value()
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    slopes = [torch.autograd.grad(value, leaves) for value in (found, expected)]
-    torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-9)
+    for point in (None, LinearizedModel(guide).optimum()):
+        expected, found = Formula(guide, guide.read()).value(point), formula.value(point)
+        close(found, expected, rtol=1e-10, atol=1e-10)
+        slopes = [torch.autograd.grad(value, leaves) for value in (found, expected)]
+        close(*slopes, rtol=1e-9, atol=1e-9)
+        expected = Formula(guide, guide.read()).fixed_point(point)
+        assert len(expected) == len(leaves)
+        close(formula.fixed_point(point), expected)
 
 
 def test_the_gradient_of_a_log_determinant():
@@ -103,47 +94,21 @@ def test_sums_of_logarithms(count, size):
     torch.testing.assert_close(sum_of_logs(values), values.log().sum(), rtol=1e-14, atol=1e-13)
 
 
-@pytest.mark.parametrize("subset", [None, "0.*"])
-def test_the_guide_follows_the_formula_as_a_run_of_its_program(subset, learn, put):
-    torch.manual_seed(0)
-    rules = {"0.weight": priors.FanIn(learn(0.8)), "0.bias": AroundOne(0.5)}
-    model = models.Regression(
-        bayesianize(net(), priors.ByName(rules | {"*": priors.Normal(0.7)})), noise=learn(0.4)
-    )
-    guide = guide_of(model, torch.randn(12, 2), structure="kron", subset=subset)
-    formula = NormalFormula.of(guide, guide.read())
-    put(guide, prior=0.6, noise=0.9)
-    states = []
-    for follow in (formula.follow, guide.refresh):
-        follow()
-        states.append((guide.prior_diagonal, guide.prior_slope, guide.noise_factor))
-    torch.testing.assert_close(*states, rtol=1e-12, atol=1e-12)
+class Shifted(priors.Normal):
+    def _value(self, argument, like):
+        return super()._value(argument, like) + 0.1
 
 
-def test_where_the_likelihood_has_no_noise(learn):
-    model = models.Classification(bayesianize(net(), priors.Normal(learn(0.8))))
-    guide = guide_of(model, torch.arange(12) % 2)
-    found = NormalFormula.of(guide, guide.read()).value()
-    expected = Formula(guide, guide.read()).value()
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("kind", ["heavy tails", "one scale for each weight", "shifted"])
-def test_programs_without_a_formula(kind, learn):
-    prior = priors.Normal(learn(torch.rand(3, 1) + 0.5))
-    if kind == "heavy tails":
-        prior = priors.StudentT(4.0, learn(0.8))
-    elif kind == "shifted":
-
-        class Shifted(priors.Normal):
-            def _value(self, argument, like):
-                return super()._value(argument, like) + 0.1
-
-        prior = Shifted(learn(0.5))
-    rules = {"0.weight": prior, "*": priors.Normal(1.0)}
-    model = models.Regression(bayesianize(net(), priors.ByName(rules)), noise=0.4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BdlWarning)
-        guide = guide_of(model, torch.randn(12, 2), structure="full")
-        assert guide.read().parameters
-        assert NormalFormula.of(guide, guide.read()) is None
+@pytest.mark.parametrize(
+    "prior",
+    [
+        lambda: priors.StudentT(4.0, learned(0.8)),
+        lambda: priors.Normal(learned(torch.rand(3, 1) + 0.5)),
+        lambda: Shifted(learned(0.5)),
+    ],
+    ids=["heavy tails", "one scale for each weight", "shifted"],
+)
+def test_programs_without_a_formula(prior):
+    guide = guide_of(priors.ByName({"0.weight": prior(), "*": priors.Normal(1.0)}))
+    assert len(guide.read().parameters) == 2
+    assert NormalFormula.of(guide, guide.read()) is None

@@ -199,16 +199,6 @@ def test_it_trains_features_and_hyperparameters(how):
     assert 0 <= float(best - trained) < 0.05
 
 
-def test_both_ways_of_training_are_the_same():
-    x, y = data()
-    found = []
-    for how in ("SVI", "torch"):
-        pyro.clear_param_store()
-        model = shared(1)
-        found.append(optimize(how, model, AutoLastLayer(model), x, y, steps=5))
-    assert found[0] == pytest.approx(found[1])
-
-
 def test_single_precision():
     x, y = data()
     model = models.Regression(bayesianize(network()), noise=dist.HalfNormal(1.0))
@@ -223,11 +213,6 @@ def test_single_precision():
 # What it refuses
 
 
-def refused(model, x, y, message, error=UnsupportedProgramError, guide=AutoLastLayer):
-    with pytest.raises(error, match=message):
-        LastLayerEvidence().loss(model, guide(model), x, y)
-
-
 def test_data_that_are_not_finite_in_a_later_step():
     x, y = data()
     model = shared(1)
@@ -239,77 +224,65 @@ def test_data_that_are_not_finite_in_a_later_step():
         loss.differentiable_loss(model, guide, bad, y)
 
 
-def test_other_observations():
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2, dtype=D)
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+class Penalized(models.Regression):
+    def likelihood(self, output):
+        pyro.factor("penalty", -output.square().sum())
+        return super().likelihood(output)
+
+
+def regression(net, prior=None, kind=models.Regression, **options):
+    return kind(bayesianize(net, prior), noise=0.3, **options)
+
+
+def convolution():
+    net = nn.Sequential(nn.Unflatten(1, (1, 2)), nn.Conv1d(1, 1, 2), nn.Flatten()).double()
+    return regression(net)
+
+
+REFUSED = {
+    "needs a Normal observation, site 'y' is StudentT: train as MAP": lambda: regression(
+        network(), kind=models.StudentTRegression
+    ),
+    "noise of site 'y' depends on the last layer": lambda: models.HeteroscedasticRegression(
+        bayesianize(network(2))
+    ),
+    "site 'y' was given a minibatch": lambda: regression(network(), num_data=2 * N),
+    "the last layer's output is not the location of site 'y'": lambda: regression(
+        network(tail=nn.Tanh())
+    ),
+    r"prior of site '2.weight' is no Normal \(Laplace\)": lambda: regression(
+        network(), priors.Laplace(1.0)
+    ),
+    r"'layer.weight' enter 2 products \(tied weights\?\)": lambda: regression(Twice()),
+    "'1.weight' enter the operation 'conv1d'": convolution,
+    "'penalty' depends on the last layer": lambda: regression(network(), kind=Penalized),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refusals(words):
+    x, y = data(2 if "layer.weight" in words else 1)
+    model = REFUSED[words]()
+    with pytest.raises((UnsupportedProgramError, ValueError), match=words):
+        LastLayerEvidence().loss(model, AutoLastLayer(model), x, y)
+
+
+def test_missing_targets_and_other_guides():
     x, y = data()
-    model = models.StudentTRegression(bayesianize(network()), noise=0.3)
-    refused(model, x, y, "needs a Normal observation, site 'y' is StudentT: train as MAP")
-    model = models.HeteroscedasticRegression(bayesianize(network(2)))
-    refused(model, x, y, "noise of site 'y' depends on the last layer")
-
-
-def test_a_minibatch():
-    x, y = data()
-    model = models.Regression(bayesianize(network()), noise=0.3, num_data=2 * N)
-    refused(model, x, y, "site 'y' was given a minibatch", ValueError)
-
-
-def test_a_missing_target():
-    x, _ = data()
-    model = models.Regression(bayesianize(network()), noise=0.3)
+    model = regression(network())
     with pytest.raises(ValueError, match="observ"):
         LastLayerEvidence().loss(model, AutoLastLayer(model), x)
-
-
-def test_something_after_the_last_layer():
-    x, y = data()
-    model = models.Regression(bayesianize(network(tail=nn.Tanh())), noise=0.3)
-    refused(model, x, y, "the last layer's output is not the location of site 'y'")
-
-
-def test_another_prior():
-    x, y = data()
-    model = models.Regression(bayesianize(network(), priors.Laplace(1.0)), noise=0.3)
-    refused(model, x, y, r"prior of site '2.weight' is no Normal \(Laplace\)")
-
-
-def test_weights_that_are_used_twice():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-
-        def forward(self, x):
-            return self.layer(torch.tanh(self.layer(x)))
-
-    x, y = data(2)
-    model = models.Regression(bayesianize(Twice().double()), noise=0.3)
-    refused(model, x, y, r"'layer.weight' enter 2 products \(tied weights\?\)")
-
-
-def test_a_convolution():
-    net = nn.Sequential(nn.Conv1d(1, 1, 2), nn.Flatten()).double()
-    x, y = data()
-    model = models.Regression(bayesianize(net), noise=0.3)
-    refused(model, x[:, None], y, "'0.weight' enter the operation 'conv1d'")
-
-
-def test_a_factor_of_the_last_layer():
-    x, y = data()
-    net = bayesianize(network())
-
-    def model(x, y=None):
-        mean = net(x).squeeze(-1)
-        pyro.factor("penalty", -mean.square().sum())
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(mean, 0.3), obs=y)
-
-    refused(model, x, y, "'penalty' depends on the last layer")
-
-
-def test_another_guide():
-    x, y = data()
-    model = models.Regression(bayesianize(network()), noise=0.3)
-    refused(model, x, y, "trains an AutoLastLayer, got AutoLaplaceGGN", TypeError, AutoLaplaceGGN)
+    with pytest.raises(TypeError, match="trains an AutoLastLayer, got AutoLaplaceGGN"):
+        LastLayerEvidence().loss(model, AutoLaplaceGGN(model), x, y)
 
 
 @pytest.mark.parametrize("how", ["SVI", "torch"])

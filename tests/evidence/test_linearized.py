@@ -128,36 +128,6 @@ def test_masks_are_kept():
     torch.testing.assert_close(log_likelihood(guide, offset), expected)
 
 
-def test_a_recurrent_network_is_linear_too():
-    """LSTM layers have no forward derivative in torch: the product with J is by backward ones."""
-    torch.manual_seed(5)
-    x, y = torch.randn(5, 3, 2), torch.randn(5)
-
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm, self.head = nn.LSTM(2, 2, batch_first=True), nn.Linear(2, 1)
-
-        def forward(self, x):
-            return self.head(self.lstm(x)[0][:, -1])
-
-    model = models.Regression(bayesianize(Recurrent()), noise=0.4)
-    guide = AutoLaplaceGGN(model, structure="diag").prototype(x, y)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BdlWarning)
-        guide = guide.laplace_approximation((x, y))
-    offset = 0.1 * torch.randn(len(guide.loc))
-    program, size = Program(model, x, y), 1e-6
-    ends = [
-        program.run(program.constrain(guide.loc + sign * size * offset)[0]).deterministic["f"]
-        for sign in (-1.0, 0.0, 1.0)
-    ]
-    f = ends[1] + (ends[2] - ends[0]) / (2 * size)
-    expected = dist.Normal(f, 0.4).log_prob(y).sum()
-    found = log_likelihood(guide, offset)
-    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
-
-
 # One optimum, whatever the curvature's structure
 
 
@@ -182,20 +152,6 @@ def approximation(source, data, structure):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)
         return source.laplace_approximation(data, structure=structure)
-
-
-def test_every_structure_reaches_the_same_optimum(two_classes):
-    """The structure is a preconditioner alone; the gradient by autograd is zero there."""
-    found = {}
-    for structure in ("full", "kron", "diag"):
-        guide = approximation(*two_classes, structure)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", BdlWarning)
-            found[structure] = optimum(guide, tolerance=1e-7)
-        assert slope(guide, found[structure]).abs().max() < 0.05
-    values = [objective(guide, offset) for offset in found.values()]
-    assert values == pytest.approx([values[0]] * 3, abs=1e-4)
-    assert values[0] > objective(guide, torch.zeros_like(guide.loc)) + 1.0
 
 
 def test_a_gap_that_is_left_is_named(two_classes, monkeypatch):

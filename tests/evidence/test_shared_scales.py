@@ -7,6 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.parameters import learned
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -24,9 +25,9 @@ def between(norm, *, first=None):
     return nn.Sequential(first or nn.Linear(3, 4), norm, nn.Tanh(), nn.Linear(4, 2))
 
 
-def fitted(network, prior):
+def fitted(network, prior, noise=0.3):
     """A Laplace guide at the network's own values."""
-    model = models.Regression(bayesianize(network, prior), noise=0.3)
+    model = models.Regression(bayesianize(network, prior), noise=noise)
     guide = AutoLaplaceGGN(model, structure="full").prototype(X, Y)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)
@@ -76,39 +77,23 @@ def test_a_shared_scale_is_said_once(kind, _double, learn):
     assert not told(maximize, fitted(network, separate)[2], steps=1, linearized=False)
 
 
-def test_the_layers_are_named(_double, learn):
-    network = nn.Sequential(
-        nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 4), nn.RMSNorm(4), nn.Linear(4, 2)
-    )
-    laplace = fitted(network, priors.Normal(learn(0.7)))[2]
-    (text,) = told(maximize, laplace, steps=1, linearized=False)
-    assert text.startswith("the weights of '0', '3' are normalized")
-
-
 def test_no_warning_where_nothing_is_arbitrary(_double, learn):
-    """Without a normalization, with a scale for each layer, and of a layer that is at zero."""
+    """Without a normalization, with a scale for each layer, of a layer that is at zero, and where
+    no scale is learned."""
     for network, prior in (
+        (between(nn.LayerNorm(4)), priors.Normal(0.7)),
         (between(nn.Identity()), priors.Normal(learn(0.7))),
         (between(nn.LayerNorm(4)), priors.PerLayer(priors.Normal(learn(0.7)))),
         (_at_zero(between(nn.Identity())), priors.Normal(learn(0.7))),
     ):
-        assert not told(maximize, fitted(network, prior)[2], steps=1, linearized=False)
+        laplace = fitted(network, prior, learned(0.3))[2]
+        assert not told(maximize, laplace, steps=1, linearized=False)
 
 
 def _at_zero(network):
     for parameter in network[0].parameters():
         nn.init.zeros_(parameter)
     return network
-
-
-def test_a_fixed_scale_is_the_users_prior(_double, learn):
-    """Only the noise is learned: nothing could be separated."""
-    model = models.Regression(bayesianize(between(nn.LayerNorm(4))), noise=learn(0.3))
-    guide = AutoLaplaceGGN(model, structure="full").prototype(X, Y)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BdlWarning)
-        laplace = guide.laplace_approximation((X, Y))
-    assert not told(maximize, laplace, steps=1, linearized=False)
 
 
 def test_a_program_without_modules_is_warned_of(_double):

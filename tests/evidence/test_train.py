@@ -16,15 +16,14 @@ def map_guide(line, **options):
     return AutoLaplaceGGN(line.model, **{"structure": "full", **options}).prototype(*line.data)
 
 
-@pytest.mark.parametrize("linearized", [False, True])
-def test_updates_within_a_loop_reach_the_maximum_of_the_exact_evidence(line, linearized, values):
+def test_updates_within_a_loop_reach_the_maximum_of_the_exact_evidence(line, values):
     """With epochs that move the weights to the mode at the current hyperparameters (Immer et al.
     2021a, algorithm 1)."""
     best, prior, noise = line.best()
     guide = map_guide(line)
     for _ in range(40):
         posterior = guide.laplace_approximation(line.data)
-        found = evidence.maximize(posterior, steps=10, linearized=linearized)
+        found = evidence.maximize(posterior, steps=10, linearized=False)
         with torch.no_grad():
             guide.loc.copy_(line.mode(*posterior.hyperparameters().values()))
     assert found.log_evidence == pytest.approx(best, abs=1e-4)
@@ -33,11 +32,12 @@ def test_updates_within_a_loop_reach_the_maximum_of_the_exact_evidence(line, lin
     assert now["noise"].item() == pytest.approx(noise.item(), rel=0.05)
 
 
-@pytest.mark.parametrize("options", [{"rounds": 5}, {"rounds": 20, "between": 30}])
-def test_training_by_evidence_reaches_the_maximum(line, options):
+def test_training_by_evidence_reaches_the_maximum(line):
     best, prior, noise = line.best()
     guide = AutoLaplaceGGN(line.model, structure="full")
-    posterior, interrupted = train_by_evidence(line.model, guide, *line.data, steps=400, **options)
+    posterior, interrupted = train_by_evidence(
+        line.model, guide, *line.data, steps=400, rounds=20, between=30
+    )
     assert not interrupted
     found = evidence.log_marginal_likelihood(posterior).item()
     assert found == pytest.approx(best, abs=0.02)
