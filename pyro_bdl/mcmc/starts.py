@@ -44,10 +44,9 @@ class Restriction:
 
     def whole(self, vector: Tensor) -> Tensor:
         """The vector (P,) with ``vector`` (p,) at the chosen numbers."""
-        if self.subset is None or self.at is None or self.subset.indices is None:
+        if self.subset is None or self.at is None:
             return vector
-        # vmap refuses in-place changes
-        return self.at.to(vector).index_copy(0, self.subset.indices.to(vector.device), vector)
+        return self.subset.put(self.at.to(vector), vector)
 
     def chosen(self, vector: Tensor) -> Tensor:
         """The chosen numbers (..., p) of vectors (..., P)."""
@@ -72,9 +71,8 @@ class Restriction:
             if name in self.subset.parts:
                 part, entries = vectors[..., self.subset.parts[name]], self.subset.chosen[name]
                 if entries is not None:
-                    flat = fixed[name].reshape(-1).expand(*vectors.shape[:-1], -1).clone()
-                    flat[..., entries.to(flat.device)] = part
-                    part = flat
+                    flat = fixed[name].reshape(-1).expand(*vectors.shape[:-1], -1)
+                    part = flat.index_copy(-1, entries.to(flat.device), part)
                 value = part.reshape(value.shape)
             result[name] = value if latent.transform is None else latent.transform(value)
         return result

@@ -66,9 +66,8 @@ class Subset:
         """Copies (..., P) of the vector (P,) with ``values`` (..., p) at the chosen entries."""
         if self.indices is None:
             return values
-        result = vector.expand(*values.shape[:-1], -1).clone()
-        result[..., self.indices.to(vector.device)] = values
-        return result
+        whole = vector.expand(*values.shape[:-1], -1)
+        return whole.index_copy(-1, self.indices.to(vector.device), values)  # also under vmap
 
 
 def select(layout: Layout, selection: Any = None, *, model: Any = None) -> Subset:

@@ -15,7 +15,6 @@ from pyro_bdl import mcmc
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.mcmc import run as jax_run
 from pyro_bdl.mcmc.chains import Chains, stack_chains
-from pyro_bdl.mcmc.jax import density
 from pyro_bdl.utils.interrupts import deferred_interrupt
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
@@ -132,18 +131,6 @@ def test_ctrl_c_in_the_last_block_is_told(monkeypatch):
     with pytest.warns(BdlWarning, match="interrupted: 20 of 20 draws"):
         samples = mcmc.sample(one_mean, torch.tensor(0.5), num_warmup=20, num_samples=20)
     assert samples.info["interrupted"]
-
-
-def test_ctrl_c_inside_the_garbage_collector_before_the_first_iteration(monkeypatch):
-    bar, to_jax = Collecting(1), density.to_jax
-
-    def interrupted(*args):
-        bar.update(1)
-        return to_jax(*args)
-
-    monkeypatch.setattr(density, "to_jax", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        mcmc.sample(one_mean, torch.tensor(0.5), num_warmup=20, num_samples=20, progress=False)
 
 
 def test_the_first_interrupt_is_remembered_and_the_second_raised():

@@ -205,17 +205,6 @@ def test_starting_points(init):
     assert samples.latents["noise"].shape == (2, 3)
 
 
-def test_chain_really_starts_where_it_is_told():
-    x, y = linear_data()
-    far = {"w": torch.tensor([30.0, 40.0, 50.0], dtype=x.dtype)}
-    samples = bdl.mcmc.sample(
-        linear_model, x, y, init=far, num_warmup=0, num_samples=1, kernel=NUTS(max_tree_depth=1),
-        progress=False,
-    )  # fmt: skip
-    assert (samples.latents["w"][0, 0] - far["w"]).norm() < 60
-    assert samples.latents["w"][0, 0].norm() > 5
-
-
 def test_mode_is_evaluation_inside_and_restored_after():
     class Watching(nn.Module):
         def __init__(self):

@@ -53,24 +53,19 @@ def _traced(function: Callable, examples: Sequence[Tensor]) -> fx.GraphModule:
 # Translation ------------------------------------------------------------------------------------
 
 
-class _Step(NamedTuple):
-    """One operator: its node, its JAX function, and its arguments, which may contain nodes."""
-
-    node: fx.Node
-    function: Any
-    args: Any
-    kwargs: Any
-
-    def __call__(self, values: dict[fx.Node, Any]) -> Any:
-        args, kwargs = _replace((self.args, self.kwargs), values)
-        expected = self.node.meta["val"]
-        try:
-            result = self.function(*args, **kwargs)
-            if isinstance(expected, Tensor):
-                return _like(expected, result)
-            return [_like(*pair) for pair in zip(expected, result, strict=True)]
-        except (NotImplementedError, TypeError, ValueError, IndexError) as error:
-            raise _missing([self.node], f"cannot be translated as it is used: {error}") from error
+def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """The result of one operator in JAX, with torch's dtype."""
+    args, kwargs = _replace((node.args, node.kwargs), values)
+    kwargs = {name: value for name, value in kwargs.items() if name not in LAYOUT}
+    function: Any = node.target if node.target is operator.getitem else lookup(node.target)
+    expected = node.meta["val"]
+    try:
+        result = function(*args, **kwargs)
+        if isinstance(expected, Tensor):
+            return _like(expected, result)
+        return [_like(*pair) for pair in zip(expected, result, strict=True)]
+    except (NotImplementedError, TypeError, ValueError, IndexError) as error:
+        raise _missing([node], f"cannot be translated as it is used: {error}") from error
 
 
 class _Constant(NamedTuple):
@@ -110,7 +105,6 @@ def to_jax(
     known = _known(graph)
     operators = [n for n in graph.graph.nodes if n.op == "call_function" and n not in known]
     _refuse_unknown(operators)
-    steps = [_step(node) for node in operators]
     inputs = list(graph.graph.find_nodes(op="placeholder"))
     output = graph.graph.output_node()
     used = {n for user in (*operators, output) for n in user.all_input_nodes}
@@ -128,8 +122,8 @@ def to_jax(
         for node, i in index.items():
             shape = constants[i].shape
             values[node] = held[i] if held[i].shape == shape else jnp.broadcast_to(held[i], shape)
-        for step in steps:
-            values[step.node] = step(values)
+        for node in operators:
+            values[node] = _call(node, values)
         return _replace(output.args[0], values)
 
     evaluate.detaches = bool(detached)  # type: ignore[attr-defined]
@@ -160,12 +154,6 @@ def _like(expected: Tensor | None, result: Any) -> jax.Array | None:
     if result.shape != expected.shape:
         raise ValueError(f"its shape is {tuple(expected.shape)}, not {result.shape}")
     return result
-
-
-def _step(node: fx.Node) -> _Step:
-    options = {name: value for name, value in node.kwargs.items() if name not in LAYOUT}
-    function = operator.getitem if node.target is operator.getitem else lookup(node.target)
-    return _Step(node, function, node.args, options)
 
 
 def _check(arguments: Sequence[jax.Array], examples: Sequence[Tensor]) -> None:

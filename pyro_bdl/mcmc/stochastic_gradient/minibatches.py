@@ -10,10 +10,9 @@ from torch import Tensor
 
 from pyro_bdl.curvature.fisher import check_scales, num_data
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
-from pyro_bdl.program.batches import Batch, Batches, device_of_rows, has_rows, leading_size
+from pyro_bdl.program.batches import Batch, Batches, device_of_rows, leading_size, taken
 from pyro_bdl.program.program import Program
 from pyro_bdl.utils.random_state import set_torch_states, torch_states
-from pyro_bdl.utils.trees import tree_map
 from pyro_bdl.utils.validation import whole_number
 
 
@@ -36,21 +35,14 @@ class MinibatchSource:
         self.size = leading_size(self.first)
         self.num_rows = self.size if self.is_whole else None  # of all data, if known
         self.stated: int | None = None  # the same according to the program
-        if batch_size is not None:
-            self._split(whole_number(batch_size, "batch_size"))
-
-    def _split(self, batch_size: int) -> None:
+        if batch_size is None:
+            return
         if not self.is_whole:
             raise ValueError(
                 "batch_size is for data given as (x, y); the batches of an iterable have their own"
             )
-        if batch_size >= self.size:
+        if whole_number(batch_size, "batch_size") >= self.size:
             return
-        if not has_rows(self.first, self.size):
-            raise ValueError(
-                "batch_size needs tensors that all have a row for each datum: pass an iterable of "
-                "batches instead"
-            )
         self.size, self.is_whole = batch_size, False
         self.first = self._rows(torch.arange(batch_size, device=device_of_rows(self.whole)))
 
@@ -70,11 +62,7 @@ class MinibatchSource:
             self._compare(rows)
 
     def _rows(self, index: Tensor) -> Batch:
-        def part(value: Any) -> Any:
-            return value[index.to(value.device)] if isinstance(value, Tensor) else value
-
-        args, kwargs = self.whole
-        return tree_map(part, args), tree_map(part, kwargs)
+        return taken(self.whole, index)
 
     def _compare(self, rows: int) -> None:
         """Warn if the first pass holds another number of data than the program states.
@@ -96,24 +84,19 @@ class MinibatchSource:
 
         :raises ValueError: if the program does not know N, or a wrong N.
         :raises UnsupportedProgramError: if there is a latent for each datum, if a discrete site
-            stands outside of the data's plate, or if the program chooses its rows itself.
+            stands outside of the data's plate.
         """
         with torch.no_grad():
             run = program.run(program.initial)
         sites = run.observed
-        rows = max((num_data(site) for site in sites.values()), default=0)
-        stated = max((num_data(site) * site.subsampling for site in sites.values()), default=0)
-        stated = round(stated)
+        rows = max(num_data(site) for site in sites.values())
+        stated = round(max(num_data(site) * site.subsampling for site in sites.values()))
         if self.is_whole:
-            if stated != rows and stated == self.size:
-                raise UnsupportedProgramError(
-                    f"the program picks {rows} of the {stated} rows at random in each run: use one "
-                    "without subsample_size, and take the rows by batch_size="
-                )
             if stated != rows:
                 raise ValueError(
-                    f"the program states {stated} data, but data is one batch of {rows}: pass "
-                    "all of them, (x, y) with batch_size= or an iterable of batches"
+                    f"the program states {stated} data, but uses {rows} of one batch of "
+                    f"{self.size}: pass all of them, (x, y) with batch_size= or an iterable of "
+                    "batches, to a program without subsample_size"
                 )
             return
         bias = run.bias_of_minibatches()

@@ -126,20 +126,6 @@ def test_preconditioner_is_that_of_rmsprop_until_it_settles():
     assert settled.square is state.square
 
 
-def test_a_preconditioner_that_keeps_moving_is_wrong_and_a_settled_one_is_not():
-    """The error that the term Gamma would correct. Source: Li et al. 2016."""
-    kernel = PSGLD(step_size=0.005, averaging=0.5)
-    _, adapted = moved(kernel, kernel.init(exact_draws()), steps=200, draws=1)
-    wrong, _ = moved(kernel, adapted, steps=50)
-    with pytest.raises(AssertionError):
-        assert_moments(wrong, COVARIANCE, errors=8.0)
-    torch.manual_seed(1)
-    kernel = PSGLD(step_size=0.005, averaging=0.99)
-    _, adapted = moved(kernel, kernel.init(exact_draws()), steps=100, draws=1)
-    right, _ = moved(kernel, kernel.settle(adapted), steps=50)
-    assert_moments(right[:, 25:], COVARIANCE)
-
-
 def test_thermostat_samples_the_target_without_noise_of_minibatches():
     """Source: Ding et al. 2014, algorithm 2; Leimkuhler & Shang 2016."""
     kernel = SGNHT(step_size=0.02, temperature=0.8, friction=0.1)

@@ -139,16 +139,6 @@ class Spectral(nn.Module):
         return torch.fft.irfft2(modes * torch.polar(modes.abs(), modes.angle()), (6, 5))
 
 
-class Einsum(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(3, 4)
-
-    def forward(self, x):
-        scores = torch.einsum("bik,bjk->bij", self.first(x), self.second(x))
-        return scores.softmax(-1) @ x + x
-
-
 class Causal(nn.TransformerEncoderLayer):
     def forward(self, x):
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
@@ -157,13 +147,8 @@ class Causal(nn.TransformerEncoderLayer):
 
 MODULES = {
     "Linear-narrow": lambda: (nn.Linear(3, 2), torch.randn(12, 3)),
-    "Linear-3d": lambda: (nn.Linear(3, 2, bias=False), torch.randn(2, 4, 3)),
     "Bilinear": lambda: (nn.Bilinear(3, 2, 2), torch.randn(4, 3), torch.randn(4, 2)),
     "Conv2d": lambda: (nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), torch.randn(2, 4, 7, 6)),
-    "Conv2d-circular": lambda: (
-        nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
-        torch.randn(2, 2, 5, 6),
-    ),
     "Conv3d": lambda: (nn.Conv3d(2, 3, 2, stride=(1, 2, 1)), torch.randn(1, 2, 3, 4, 3)),
     "ConvTranspose2d": lambda: (
         nn.ConvTranspose2d(4, 6, (3, 2), 2, padding=1, output_padding=1, groups=2),
@@ -176,12 +161,10 @@ MODULES = {
     "LayerNorm": lambda: (nn.LayerNorm((2, 3)), torch.randn(4, 2, 3)),
     "RMSNorm": lambda: (nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4)), torch.randn(4, 3)),
     "GroupNorm": conv(nn.GroupNorm(2, 4)),
-    "InstanceNorm2d": conv(nn.InstanceNorm2d(4, affine=True)),
     "BatchNorm1d": lambda: (
         nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False)),
         torch.randn(4, 3),
     ),
-    "BatchNorm2d": conv(nn.BatchNorm2d(4)),
     "MultiheadAttention": self_attention(),
     "TransformerEncoderLayer-causal": lambda: (
         Causal(4, 2, 8, batch_first=True, norm_first=True, activation="gelu"),
@@ -192,26 +175,19 @@ MODULES = {
     "MaxPool1d": conv1d(nn.MaxPool1d(2)),
     "MaxPool2d": conv(nn.MaxPool2d(3, 2, padding=1, ceil_mode=True)),
     "MaxPool2d-dilated": conv(nn.MaxPool2d(2, 1, dilation=2)),
-    "AvgPool1d": conv1d(nn.AvgPool1d(2)),
     "AvgPool2d": conv(nn.AvgPool2d(2, padding=1, ceil_mode=True)),
     "AvgPool2d-exclusive": conv(nn.AvgPool2d(3, 2, padding=1, count_include_pad=False)),
-    "AdaptiveAvgPool1d": conv1d(nn.AdaptiveAvgPool1d(3)),
     "AdaptiveAvgPool2d": conv(nn.AdaptiveAvgPool2d((3, 2)), nn.Flatten()),
-    "AdaptiveAvgPool2d-one": conv(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
     "AdaptiveMaxPool2d": conv(nn.AdaptiveMaxPool2d((3, 2))),
     "LPPool2d": conv(nn.LPPool2d(2, 2)),
-    "Upsample-nearest": conv(nn.Upsample(scale_factor=2)),
     "Upsample-bilinear": conv(nn.Upsample(scale_factor=1.5, mode="bilinear")),
     "Upsample-bicubic": conv(nn.Upsample(scale_factor=1.5, mode="bicubic")),
-    "Upsample-corners": conv(nn.UpsamplingBilinear2d(size=(7, 3))),
     "Pads": conv(nn.ZeroPad2d((1, 0, 2, -1)), nn.ReflectionPad2d(1), nn.ReplicationPad2d(1)),
     "PixelShuffle": conv(nn.PixelShuffle(2), nn.Dropout(0.5)),
     "LocalResponseNorm": conv(nn.LocalResponseNorm(2)),
     "attention-blind": lambda: (Blind(), torch.randn(2, 3, 4)),
     "grid_sample": lambda: (Transformed(), torch.randn(2, 1, 5, 6)),
     "fft": lambda: (Spectral("backward"), torch.randn(2, 6, 5)),
-    "fft-forward": lambda: (Spectral("forward"), torch.randn(2, 6, 5)),
-    "Einsum": lambda: (Einsum(), torch.randn(2, 3, 3)),
 }
 
 ACTIVATIONS = [
@@ -288,21 +264,11 @@ def covariance(scale):
 # The parameters (how many of them) are positive latents too.
 PRIORS = {
     "StudentT": (3, lambda a, b, c: dist.StudentT(a, b, c)),
-    "HalfNormal": (1, lambda a: dist.HalfNormal(a)),
     "HalfCauchy": (1, lambda a: dist.HalfCauchy(a)),
     "Gamma": (2, lambda a, b: dist.Gamma(a, b)),
-    "InverseGamma": (2, lambda a, b: dist.InverseGamma(a, b)),
     "Dirichlet": (3, lambda a, b, c: dist.Dirichlet(torch.stack([a, b, c]))),
-    "LogUniform": (2, lambda a, b: dist.TransformedDistribution(
-        dist.Uniform(-a, b), [dist.transforms.ExpTransform()])),
-    "Weibull": (2, lambda a, b: dist.Weibull(a, b)),
     "Kumaraswamy": (2, lambda a, b: dist.Kumaraswamy(a, b)),
     "VonMises": (2, lambda a, b: dist.VonMises(a, b)),
-    "SoftAsymmetricLaplace": (3, lambda a, b, c: dist.SoftAsymmetricLaplace(a, b, c)),
-    "LogisticNormal": (1, lambda a: dist.LogisticNormal(torch.zeros(2), a.expand(2))),
-    "TruncatedPolyaGamma": (1, lambda a: dist.TruncatedPolyaGamma(a)),
-    "MultivariateNormal-precision": (1, lambda a: dist.MultivariateNormal(
-        torch.zeros(3), precision_matrix=covariance(a))),
     "LowRankMultivariateNormal": (2, lambda a, b: dist.LowRankMultivariateNormal(
         torch.zeros(3), torch.arange(6.0).view(3, 2) * a, b.expand(3))),
     "OMTMultivariateNormal": (1, lambda a: dist.OMTMultivariateNormal(
@@ -310,9 +276,6 @@ PRIORS = {
     "MixtureOfDiagNormals": (2, lambda a, b: dist.MixtureOfDiagNormals(
         torch.arange(6.0).view(2, 3) * a, torch.ones(2, 3) * b, torch.stack([a, b]))),
     "LKJ": (1, lambda a: dist.LKJ(3, a)),
-    "ImproperUniform": (0, lambda: dist.ImproperUniform(constraints.positive, (), ())),
-    "Expanded": (1, lambda a: dist.Normal(0.0, a).expand([3]).mask(False).to_event(1)),
-    "Masked": (1, lambda a: dist.Normal(0.0, a).expand([2]).mask(torch.tensor([True, False]))),
 }  # fmt: skip
 
 
@@ -336,15 +299,11 @@ def test_priors(case, dtype, default):
 
 SUPPORTS = {
     "positive": constraints.positive,
-    "unit_interval": constraints.unit_interval,
-    "greater_than": constraints.greater_than(1.5),
     "simplex": constraints.simplex,
     "ordered": constraints.ordered_vector,
-    "softplus_positive": constraints.softplus_positive,
     "lower_cholesky": constraints.lower_cholesky,
     "corr_matrix": constraints.corr_matrix,
     "positive_definite": constraints.positive_definite,
-    "independent": constraints.independent(constraints.positive, 1),
 }
 SQUARE = {"softplus_lower_cholesky", "lower_cholesky", "positive_definite"}
 
@@ -399,30 +358,17 @@ COUNTS = torch.tensor([0, 1, 4])
 TARGETS = torch.tensor([2, 0])
 OBSERVATIONS = {
     "Normal": lambda z: dist.Normal(z[:3], z[3:].exp()).log_prob(torch.ones(3)),
-    "StudentT": lambda z: dist.StudentT(z[0].exp(), z[:3], z[3:].exp()).log_prob(torch.ones(3)),
-    "Bernoulli": lambda z: dist.Bernoulli(logits=z[:3]).log_prob(torch.eye(3)[0]),
     "Categorical-probs": lambda z: dist.Categorical(z.view(2, 3).softmax(1)).log_prob(TARGETS),
     "OneHotCategorical": lambda z: dist.OneHotCategorical(logits=z.view(2, 3)).log_prob(
         F.one_hot(TARGETS)),
-    "Binomial": lambda z: dist.Binomial(5, logits=z[:3]).log_prob(COUNTS),
     "Multinomial": lambda z: dist.Multinomial(5, logits=z[:3]).log_prob(COUNTS),
-    "Poisson": lambda z: dist.Poisson(z[:3].exp()).log_prob(COUNTS),
-    "ZeroInflatedPoisson-logits": lambda z: dist.ZeroInflatedPoisson(
-        z[:3].exp(), gate_logits=z[3:]).log_prob(COUNTS),
     "ZeroInflatedNegativeBinomial": lambda z: dist.ZeroInflatedNegativeBinomial(
         z[:3].exp(), logits=z[3:], gate=z[0].sigmoid()).log_prob(COUNTS),
     "OrderedLogistic": lambda z: dist.OrderedLogistic(
         z[:2], z[2:].exp().cumsum(0)).log_prob(TARGETS),
     "MultivariateNormal": lambda z: dist.MultivariateNormal(
         z[:3], covariance(z[3].exp())).log_prob(torch.ones(2, 3)),
-    "NanMaskedNormal": lambda z: dist.NanMaskedNormal(z[:2], 1.0).log_prob(
-        torch.tensor([1.0, torch.nan])),
-    "Censored": lambda z: dist.Normal(z[:3], z[3:].exp()).cdf(torch.ones(3)).log(),
     "MixtureSameFamily": mixture,
-    "ProjectedNormal": lambda z: dist.ProjectedNormal(z[:3]).log_prob(F.normalize(z[3:], dim=0)),
-    "GaussianProcess": lambda z: dist.MultivariateNormal(
-        torch.zeros(3), (-torch.cdist(z.view(3, 2), z.view(3, 2)) ** 2).exp() + torch.eye(3)
-    ).log_prob(torch.ones(3)),
     "linear algebra": lambda z: (
         torch.logdet(covariance(z[0].exp())) + torch.det(covariance(z[1]))
         + torch.linalg.solve(covariance(z[2]), z[:3]).sum() + torch.inverse(covariance(z[3])).sum()
