@@ -134,7 +134,10 @@ def test_a_given_metric_and_step_size_are_used(tmp_path):
     assert (samples.stats["num_steps"] > 6).all() and (samples.stats["num_steps"] > 100).any()
     state = load_tree(tmp_path / checkpoint.STATE, kind=checkpoint.KIND)["state"]
     assert (state[".own"] < 256).all()  # the next step begins with the last part's length
-    given |= {"step_size": torch.tensor(0.3), "inverse_mass": (SD**2).tolist()}  # the same
+    given |= {
+        "step_size": torch.tensor(0.3, dtype=torch.float64),
+        "inverse_mass": (SD**2).tolist(),
+    }  # the same
     samples = drawn(gaussian, MCLMC(**given), **few)
     assert (samples.stats["step_size"] == 0.3).all()
     assert (samples.stats["num_steps"] == 6).all()
