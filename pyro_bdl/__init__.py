@@ -31,6 +31,7 @@ from pyro_bdl.comparison.evaluate import Evaluation, evaluate
 from pyro_bdl.comparison.leave_one_out import KFold, k_fold
 from pyro_bdl.comparison.predictive_draws import PredictiveDraws
 from pyro_bdl.comparison.table import Comparison
+from pyro_bdl.freezing import freeze
 from pyro_bdl.guides.saved import load_posterior
 from pyro_bdl.nn import BayesianModule, bayesianize
 from pyro_bdl.predictive.linearized import LinearizedPredictive
@@ -70,6 +71,7 @@ __all__ = [
     "elbo",
     "evaluate",
     "evidence",
+    "freeze",
     "guides",
     "handlers",
     "importance",
