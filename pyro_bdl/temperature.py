@@ -8,15 +8,9 @@ from collections.abc import Callable
 
 from pyro_bdl.utils.validation import check_temperature, whole_number
 
-__all__ = ["constant", "cosine", "cyclical", "linear", "overparameterized"]
+__all__ = ["cosine", "cyclical", "linear", "overparameterized"]
 
 Schedule = Callable[[int], float]
-
-
-def constant(value: float) -> Schedule:
-    """The same temperature at every step."""
-    check_temperature(value)
-    return lambda step: value
 
 
 def _ramp(start: float, stop: float, steps: int, shape: Callable[[float], float]) -> Schedule:

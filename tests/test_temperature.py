@@ -7,7 +7,6 @@ import pytest
 from pyro_bdl import temperature
 
 SCHEDULES = {
-    "constant": (temperature.constant(0.3), [0.3, 0.3]),
     "linear": (temperature.linear(0.2, 1.0, 4), [0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0]),
     "cosine": (
         temperature.cosine(0.1, 1.1, 4),
@@ -35,7 +34,6 @@ def test_overparameterized():
 @pytest.mark.parametrize(
     "make",
     [
-        temperature.constant,
         lambda t: temperature.linear(t, 1.0, 5),
         lambda t: temperature.cosine(1.0, t, 5),
         lambda t: temperature.cyclical(t, 1.0, 5),
