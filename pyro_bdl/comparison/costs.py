@@ -25,14 +25,16 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl import diagnostics
-from pyro_bdl.comparison.metric import metric
+from pyro_bdl.comparison.metric import metric, metrics_of
 from pyro_bdl.diagnostics.rhat import SHARE, limit_of_rhat
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.trees import tree_leaves
 
 _LEAST_DRAWS = 4
-precise = partial(metric, digits=4)
+cost = partial(metric, group="costs", detail=True)
+parameters = partial(metric, group="parameters that the data determine")
+chains = partial(metric, group="Markov chains")
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def seconds(costs: Costs, posterior: Any) -> float | None:
     return own if costs.seconds is None else costs.seconds
 
 
-@precise("ELBO", "costs")
+@metric("ELBO", "costs", digits=4)
 def elbo(costs: Costs, posterior: Any) -> float | None:
     """Evidence lower bound at temperature 1, in nats: a lower bound of the log evidence of the
     program, with the same prior in every row, on the training data as it sees them; larger is
@@ -88,7 +90,7 @@ def elbo(costs: Costs, posterior: Any) -> float | None:
     return costs.elbo
 
 
-@precise("log evid.", "costs")
+@cost("log evid.", "costs", digits=4)
 def log_evidence(costs: Costs, posterior: Any) -> float | None:
     """Log evidence of a Laplace approximation, in nats: no bound, and of another model in every
     row, with the prior scales and noise that it chose, of the linearized network or of a subset of
@@ -97,49 +99,45 @@ def log_evidence(costs: Costs, posterior: Any) -> float | None:
     return costs.log_evidence
 
 
-@metric("s / draw", "drawing")
+@cost("s / draw", "drawing")
 def draw_seconds(seconds: float, draws: int) -> float:
     """Wall-clock time of one predictive draw at all test points."""
     return seconds / draws
 
 
-@metric("numbers", "costs")
+@cost("numbers", "costs")
 def numbers(costs: Costs, posterior: Any) -> int | None:
     """How many numbers the posterior consists of: variational parameters, or all draws."""
     return numbers_held(posterior)
 
 
-@metric("MiB", "costs")
+@cost("MiB", "costs")
 def memory(costs: Costs, posterior: Any) -> float | None:
     """Peak memory of the fit beyond the memory in use before it."""
     return None if costs.peak_memory is None else costs.peak_memory / 2**20
 
 
-COSTS, FURTHER_COSTS = (seconds, elbo), (log_evidence, draw_seconds, numbers, memory)
-
 # ---------------------------------------------------------- parameters that the data determine
 
 
-@metric("gamma", "laplace")
+@parameters("gamma", "laplace")
 def gamma(posterior: LaplaceGuide) -> Tensor:
     """Effective number of parameters: how many the data determine, the others being left to the
     prior (MacKay 1992)."""
     return posterior.effective_parameters()
 
 
-@metric("of", "laplace")
+@parameters("of", "laplace")
 def latents(posterior: LaplaceGuide) -> int:
     """How many parameters there are: the most that gamma can be."""
     return posterior.subset.size
 
 
-@metric("data", "laplace")
+@parameters("data", "laplace", detail=True)
 def fitted(posterior: LaplaceGuide) -> int:
     """How many data gamma is about."""
     return posterior.num_data
 
-
-PARAMETERS, FURTHER_PARAMETERS = (gamma, latents), (fitted,)
 
 # --------------------------------------------------------------------------------------- chains
 
@@ -167,64 +165,58 @@ class Mixing(NamedTuple):
         return cls(rhat, size, limit_of_rhat(chains, draws))
 
 
-@precise("R-hat", "mixing")
+@chains("R-hat", "mixing", digits=4)
 def rhat(mixing: Mixing) -> Tensor:
     """R-hat of the function, not exceeded at 95 % of the test points; above its limit, 1.01 for
     long chains, they disagree."""
     return mixing.rhat.nanquantile(SHARE)
 
 
-@metric("low ESS", "mixing")
+@chains("low ESS", "mixing")
 def ess_low(mixing: Mixing) -> Tensor:
     """Effective sample size of the function, in draws, reached at 95 % of the test points."""
     return mixing.ess.nanquantile(1 - SHARE)
 
 
-@metric("ESS", "mixing")
+@chains("ESS", "mixing")
 def ess_median(mixing: Mixing) -> Tensor:
     """Median effective sample size of the function at the test points, in draws."""
     return mixing.ess.nanquantile(0.5)
 
 
-@metric("ESS / s", "time")
+@chains("ESS / s", "time")
 def ess_per_second(mixing: Mixing, seconds: float) -> Tensor:
     """That ESS divided by the wall-clock time of the fit, warm-up included."""
     return mixing.ess.nanquantile(0.5) / seconds
 
 
-@metric("ESS / 1000 grad.", "gradients")
+@chains("ESS / 1000 grad.", "gradients")
 def ess_per_gradient(mixing: Mixing, gradients: float) -> Tensor | None:
     """That ESS for 1000 gradients of the log density that the draws took, without those of the
     warm-up."""
     return 1000 * mixing.ess.nanquantile(0.5) / gradients if gradients > 0 else None
 
 
-@metric("div.", "diverging")
+@chains("div.", "diverging")
 def divergences(diverging: Tensor) -> int:
     """Draws at which the integrator diverged."""
     return int(diverging.sum())
 
 
-@precise("limit of R-hat", "mixing")
+@chains("limit of R-hat", "mixing", digits=4, detail=True)
 def rhat_limit(mixing: Mixing) -> float:
     """R-hat above which the chains disagree: 1.01, or for short chains what independent draws
     exceed once in a thousand times."""
     return mixing.limit
 
 
-@metric("diverged", "diverging", style="percent")
+@chains("diverged", "diverging", style="percent", detail=True)
 def divergent(diverging: Tensor) -> Tensor:
     """Share of the draws that diverged."""
     return diverging.double().mean()
 
 
-CHAINS = (rhat, ess_low, ess_median, ess_per_second, ess_per_gradient, divergences)
-FURTHER_CHAINS = (rhat_limit, divergent)
-
-
-ALL_COSTS = (
-    *COSTS, *FURTHER_COSTS, *PARAMETERS, *FURTHER_PARAMETERS, *CHAINS, *FURTHER_CHAINS,
-)  # fmt: skip
+COSTS = metrics_of(globals())
 
 # --------------------------------------------------------------------------- numbers and memory
 

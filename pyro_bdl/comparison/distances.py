@@ -23,12 +23,20 @@ from torch import Tensor
 
 from pyro_bdl import importance, metrics
 from pyro_bdl.comparison.evaluate import Evaluation
-from pyro_bdl.comparison.metric import CLASSES, NUMBERS, Metric, evenly, measure, metric, of_task
+from pyro_bdl.comparison.metric import (
+    CLASSES,
+    NUMBERS,
+    Metric,
+    evenly,
+    measure,
+    metric,
+    metrics_of,
+    of_task,
+)
 from pyro_bdl.comparison.regions import REGIONS
 from pyro_bdl.metrics.distances import wasserstein1_by_chance
 from pyro_bdl.metrics.joint import median_distance
 from pyro_bdl.metrics.monte_carlo import monte_carlo_error
-from pyro_bdl.utils.tables import Column
 
 # The largest number of draws of which all pairs are used, and for the fit of a k-hat.
 _MOST_PAIRED, _MOST_TAIL = 500, 1000
@@ -41,7 +49,8 @@ BY_CHANCE = 2.5  # Monte Carlo errors by which the distances of equal posteriors
 
 Numbers = dict[str, float]
 Pair = tuple[Any, Any]
-distance = partial(metric, error=True)
+GROUP = "distance to {reference}"
+distance = partial(metric, group=GROUP, error=True)
 
 # -------------------------------------------------------------------------------------- metrics
 
@@ -91,28 +100,28 @@ def sd_ratio(a: Tensor, b: Tensor) -> Tensor:
     return sd_of_draws(a).mean() / sd_of_draws(b).mean()
 
 
-@distance("W2", "function")
+@distance("W2", "function", detail=True)
 def wasserstein2(a: Tensor, b: Tensor) -> Tensor:
     """Wasserstein-2 distance of the function's distributions, root mean square over the test
     points, in the function's units."""
     return metrics.wasserstein2(a, b)
 
 
-@distance("energy", "few draws")
+@distance("energy", "few draws", detail=True)
 def energy(a: Tensor, b: Tensor) -> Tensor:
     """Energy distance of the joint distributions of the function at all test points, unbiased, in
     the function's units; for equal distributions it can be negative by chance."""
     return metrics.energy_distance(a, b)
 
 
-@distance("MMD²", "scaled")
+@distance("MMD²", "scaled", detail=True)
 def mmd(a: Tensor, b: Tensor) -> Tensor:
     """Squared maximum mean discrepancy of the joint distributions of the function at all test
     points, unbiased; the Gaussian kernel has the width of the reference's median distance."""
     return metrics.mmd(a, b, length_scale=1.0)
 
 
-@distance("KL", "moments", task=NUMBERS)
+@distance("KL", "moments", task=NUMBERS, detail=True)
 def kl(a: Tensor, b: Tensor) -> Tensor:
     """KL divergence from the reference's predictive distribution, in nats per test point, between
     the Normals with their means and variances."""
@@ -120,13 +129,13 @@ def kl(a: Tensor, b: Tensor) -> Tensor:
     return metrics.gaussian_kl(a[..., 0].double().mean(0), p, b[..., 0].double().mean(0), q)
 
 
-@distance("KL", "function", task=CLASSES, key="kl")
+@distance("KL", "function", task=CLASSES, key="kl", detail=True)
 def kl_of_classes(a: Tensor, b: Tensor) -> Tensor:
     """KL divergence from the reference's predictive distribution, in nats per test point."""
     return metrics.categorical_kl(a, b)
 
 
-@metric("k > 0.7", "evaluations", style="percent")
+@metric("k > 0.7", "evaluations", group=GROUP, detail=True, style="percent")
 def khat_high(evaluation: Evaluation, reference: Evaluation) -> Tensor | float:
     """Share of the test points at which k-hat of the function's distribution against the
     reference's is above 0.7: at a common mean the sd is less than about half."""
@@ -153,23 +162,19 @@ def error_of_probabilities(a: Tensor, b: Tensor) -> Tensor:
     return metrics.mean_error(a, b)
 
 
-DISTANCES = (mean_error, agreement, total_variation, sd_error, wasserstein, sd_ratio)
-FURTHER_DISTANCES = (wasserstein2, energy, mmd, kl, kl_of_classes, khat_high)
-ALL_DISTANCES = (*DISTANCES, *FURTHER_DISTANCES, mean_shift, error_of_probabilities)
-RESOLUTION = Column(
-    "resolution",
-    "resolved",
-    help="W1 up to which an equal posterior may be by chance, with 2.5 Monte Carlo errors.",
-)
-REGION_COLUMNS = tuple(
-    Column(
-        f"sd_ratio_{region}",
-        region,
-        error=f"sd_ratio_{region}_se",
-        help=f"sd ratio at the test inputs {where}.",
+@metric("resolved", "", group=GROUP, detail=True)
+def resolution() -> None:
+    """W1 up to which an equal posterior may be by chance, with 2.5 Monte Carlo errors."""
+
+
+ALL_DISTANCES = metrics_of(globals())
+REGIONAL = tuple(
+    Metric(
+        f"sd_ratio_{region}", region, f"sd ratio at the test inputs {where}.", sd_ratio.function,
+        of="", group="sd ratio to {reference}", detail=True, error=True,
     )
     for region, where in REGIONS.items()
-)
+)  # fmt: skip
 
 
 def sd_of_draws(draws: Tensor) -> Tensor:
@@ -189,7 +194,7 @@ def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
     with_error = [m for m in of_task(ALL_DISTANCES, evaluation.task) if m.error]
     for name, pair in inputs.items():
         found |= _errors([m for m in with_error if m.of == name], pair, groups)
-    return found | {"resolution": resolution(evaluation, reference, found["wasserstein_se"])}
+    return found | {"resolution": resolved(evaluation, reference, found["wasserstein_se"])}
 
 
 def _errors(chosen: list[Metric], pair: Pair, groups: int) -> Numbers:
@@ -232,7 +237,7 @@ def _inputs(evaluation: Evaluation, reference: Evaluation) -> dict[str, Pair]:
     return found
 
 
-def resolution(evaluation: Evaluation, reference: Evaluation, error: float) -> float:
+def resolved(evaluation: Evaluation, reference: Evaluation, error: float) -> float:
     """W1 up to which draws of an equal posterior may be by chance; NaN if it is unknown.
 
     :param error: the Monte Carlo error of W1.

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from pyro_bdl import metrics
-from pyro_bdl.comparison.costs import ALL_COSTS, Costs, Mixing
+from pyro_bdl.comparison.costs import COSTS, Costs, Mixing
 from pyro_bdl.comparison.kind import without_targets
 from pyro_bdl.comparison.leave_one_out import (
-    ALL_LEFT_OUT,
+    LEFT_OUT,
     KFold,
     LeftOut,
     leave_one_out,
@@ -45,7 +45,7 @@ _NUMBERS = 2**24  # the largest number of numbers in the draws that are kept
 _LEAST_FOR_RANGE = 40
 _OF_WEIGHTS = 2**20  # sets the seed of a linear model's weights apart from that of the noise
 _FILE = "Evaluation"
-NUMBERS_OF_ONE = (*SCORES, *ALL_COSTS, *ALL_LEFT_OUT)
+NUMBERS_OF_ONE = (*SCORES, *COSTS, *LEFT_OUT)
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def evaluate_in(
         if left_out is not None:
             inputs["loo"] = left_out, ""
         inputs |= costs.inputs(posterior, *inputs.get("mixing", ()))
-        scores = found.scores | measure(NUMBERS_OF_ONE, found.task, inputs)
+        scores = {**found.scores, **measure(NUMBERS_OF_ONE, found.task, inputs)}
     return replace(found, scores=scores, loo=inputs.get("loo", (None,))[0])
 
 

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from pyro_bdl import diagnostics
 from pyro_bdl.comparison.kind import Kind, read_kind
-from pyro_bdl.comparison.metric import metric
+from pyro_bdl.comparison.metric import metric, metrics_of
 from pyro_bdl.comparison.observe import log_densities
 from pyro_bdl.diagnostics.loo import (
     LOO,
@@ -32,7 +33,7 @@ from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
-from pyro_bdl.utils.tables import Column, listed
+from pyro_bdl.utils.tables import listed
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,11 @@ _AGAIN = "k_fold, or --folds of pyro-bdl compare, fits it again without a part o
 
 # -------------------------------------------------------- metrics of ``"loo"``, result and ``by``
 
+GROUP = "leave one out"
+number = partial(metric, of="loo", group=GROUP)
 
-@metric("elpd", "loo", digits=4, error=True)
+
+@number("elpd", digits=4, error=True)
 def elpd_loo(left_out: LeftOut, by: str) -> float | None:
     """Expected log predictive density of the training data, each left out in turn, summed, in nats
     as the program sees them, with its standard error over the data; larger is better. Values that
@@ -80,20 +84,20 @@ def elpd_loo(left_out: LeftOut, by: str) -> float | None:
     return None if _withheld(left_out, by) else left_out.elpd
 
 
-@metric("", "loo")
+@number("")
 def elpd_loo_se(left_out: LeftOut, by: str) -> float | None:
     """The standard error of ``elpd_loo``, without a column."""
     error = left_out.total_se if isinstance(left_out, SubsampledLOO) else left_out.se
     return None if _withheld(left_out, by) else error
 
 
-@metric("high k", "loo")
+@number("high k")
 def high_k(left_out: LeftOut, by: str) -> int | None:
     """Training data whose k-hat is too high for PSIS-LOO to be relied on."""
     return None if isinstance(left_out, KFold) else left_out.num_bad
 
 
-@metric("by", "loo", style="text")
+@number("by", style="text")
 def loo_by(left_out: LeftOut, by: str) -> str:
     """draws: PSIS of draws of Markov chains. p / q: PSIS of draws of a guide, weighted to those of
     the exact posterior, which the value then is about. folds: fitted again without each part of the
@@ -109,22 +113,19 @@ def loo_by(left_out: LeftOut, by: str) -> str:
     return by
 
 
-@metric("p", "loo")
+@number("p", detail=True)
 def p_loo(left_out: LeftOut, by: str) -> float | None:
     """Effective number of parameters by PSIS-LOO."""
     return None if isinstance(left_out, KFold) or _withheld(left_out, by) else left_out.p_loo
 
 
-LEFT_OUT = (elpd_loo, high_k, loo_by)
-FURTHER_LEFT_OUT = (p_loo,)
-ALL_LEFT_OUT = (*LEFT_OUT, elpd_loo_se, *FURTHER_LEFT_OUT)
-DIFFERENCE = Column(
-    "elpd_diff",
-    "difference",
-    error="elpd_diff_se",
-    help="elpd minus the reference's, with the standard error of the difference; not of values by "
-    "p / q, which are about the exact posterior.",
-)
+@number("difference", of="", error=True)
+def elpd_diff() -> None:
+    """elpd minus the reference's, with the standard error of the difference; not of values by
+    p / q, which are about the exact posterior."""
+
+
+LEFT_OUT = metrics_of(globals())
 
 
 def _withheld(left_out: LeftOut, by: str) -> str:

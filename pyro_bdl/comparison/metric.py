@@ -18,17 +18,19 @@ NUMBERS, CLASSES = "regression", "classification"
 class Metric:
     """A number that a comparison computes for each posterior, with its column of the table.
 
-    ``metric`` makes one of a function. Its place in a tuple of :mod:`pyro_bdl.comparison.scores`
-    (one posterior on test data), :mod:`pyro_bdl.comparison.costs` (its fit and chains) or
-    :mod:`pyro_bdl.comparison.distances` (a posterior against the reference) is its place in the
-    table.
+    ``metric`` makes one of a function of :mod:`pyro_bdl.comparison.scores` (one posterior on test
+    data), :mod:`pyro_bdl.comparison.costs` (its fit and chains), ``leave_one_out`` or
+    :mod:`pyro_bdl.comparison.distances` (a posterior against the reference). Its place there is its
+    place in its group of the table.
 
     :param key: name of the number in the rows and in CSV files.
     :param title: heading of its column; empty for a number that only verdicts use.
     :param help: one or two sentences on the number's meaning and units.
     :param function: from the inputs to a number, a scalar tensor or a text; None if it is unknown.
-    :param of: name of the inputs; the module of the tuple lists them. If they are not known, the
-        number is left out.
+    :param of: name of the inputs; its module lists them. If they are not known, the number is left
+        out. Empty for a number that is made elsewhere.
+    :param group: heading of the group of its column.
+    :param detail: whether the column is a further one.
     :param task: ``"regression"`` or ``"classification"``; None for both.
     :param style: style of the column, see ``Column``; ``digits`` are its digits.
     :param error: whether the rows hold its Monte Carlo error, under ``key_se``. Distances only.
@@ -43,6 +45,8 @@ class Metric:
     help: str
     function: Callable[..., Any]
     of: str
+    group: str = ""
+    detail: bool = False
     task: str | None = None
     style: str = "number"
     digits: int = 3
@@ -54,9 +58,7 @@ class Metric:
         help, error = self.help, f"{self.key}_se" if self.error or self.over_points else ""
         if self.over_points:
             help += " With its standard error over the test points."
-        return Column(
-            self.key, self.title, help=help, style=self.style, digits=self.digits, error=error
-        )
+        return Column(self.key, self.title, self.group, help, self.style, self.digits, error)
 
     def difference_column(self) -> Column:
         """The column of the paired difference from the reference."""
@@ -65,7 +67,8 @@ class Metric:
             "of this difference."
         )
         key = f"{self.key}_diff"
-        return Column(key, self.title, help=help, style=self.style, error=f"{key}_se")
+        group = f"{self.group}, difference to {{reference}}"
+        return Column(key, self.title, group, help, self.style, error=f"{key}_se")
 
 
 def metric(
@@ -82,6 +85,11 @@ def metric(
         return Metric(key or function.__name__, title, help, function, of, **options)
 
     return made
+
+
+def metrics_of(module: Mapping[str, Any]) -> tuple[Metric, ...]:
+    """The metrics among a module's names, in the order of its file."""
+    return tuple(value for value in module.values() if isinstance(value, Metric))
 
 
 def of_task(metrics: Iterable[Metric], task: str) -> list[Metric]:

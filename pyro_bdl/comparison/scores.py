@@ -22,7 +22,7 @@ units.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from pyro_bdl.comparison.metric import (
     PointScores,
     measure_points,
     metric,
+    metrics_of,
     of_task,
 )
 from pyro_bdl.comparison.observe import Block
@@ -48,13 +49,17 @@ from pyro_bdl.utils.tables import listed
 FEW_DRAWS = 10
 _MANY_POINTS = 0.1
 
-score = partial(metric, over_points="mean")
+TEST_DATA, CALIBRATION = "test data", "calibration"
+whole = partial(metric, group=TEST_DATA)
+score = partial(metric, group=TEST_DATA, over_points="mean")
+calibration = partial(metric, group=CALIBRATION, detail=True)
+uncertainty = partial(metric, group="uncertainty", detail=True)
 
 
 # ------------------------------------------------------------------------------------ test data
 
 
-@metric("RMSE", "mean", task=NUMBERS, over_points="root")
+@whole("RMSE", "mean", task=NUMBERS, over_points="root")
 def rmse(mean: Tensor, y: Tensor) -> Tensor:
     """Root mean square error of the mean, in units of the target."""
     return squared_error(mean, y)
@@ -86,14 +91,19 @@ def crps(draws: Tensor, y: Tensor) -> Tensor:
     return metrics.crps(draws, y, pointwise=True)
 
 
-def _coverage(key: str, percent: int) -> Metric:
+def _coverage(key: str, percent: int, group: str = CALIBRATION) -> Metric:
     help = (
         f"Share of the targets inside the central {percent} % interval, noise included; less is "
         "overconfident about the targets."
     )
     share = partial(metrics.interval_coverage, level=percent / 100, pointwise=True)
-    options = {"task": NUMBERS, "style": "percent", "over_points": "mean"}
-    return Metric(key, f"in {percent} %", help, share, "draws", **options)  # type: ignore[arg-type]
+    return Metric(
+        key, f"in {percent} %", help, share, "draws", group, group == CALIBRATION, NUMBERS,
+        style="percent", over_points="mean",
+    )  # fmt: skip
+
+
+coverage = _coverage("coverage", 90, TEST_DATA)
 
 
 @score("Brier", "mean", task=CLASSES)
@@ -102,37 +112,41 @@ def brier(mean: Tensor, y: Tensor) -> Tensor:
     return metrics.brier(mean, y, pointwise=True)
 
 
-@metric("ECE", "mean", task=CLASSES, style="percent")
+@whole("ECE", "mean", task=CLASSES, style="percent")
 def ece(mean: Tensor, y: Tensor) -> Tensor:
     """Expected calibration error, in 15 bins: how far confidence is from accuracy."""
     return metrics.expected_calibration_error(mean, y)
 
 
-TEST_DATA = (rmse, accuracy, nlpd, nlpd_normal, crps, _coverage("coverage", 90), brier, ece)
-
 # ---------------------------------------------------------------------------------- calibration
 
 
-@score("NLPD by few", "density", style="percent")
+@calibration("NLPD by few", "density", style="percent", over_points="mean")
 def nlpd_few(density: Tensor, rows: int) -> Tensor:
     """Share of the test points at which NLPD rests on fewer than 10 effective draws."""
     return (effective_draws(density) < FEW_DRAWS).double()
 
 
-@metric("90 % from", "coverage range", task=NUMBERS, style="percent")
+coverage_50 = _coverage("coverage_50", 50)
+
+
+@calibration("90 % from", "coverage range", task=NUMBERS, style="percent")
 def coverage_from(low: float, high: float) -> float:
     """The coverage of the 90 % interval is less than this with probability 2.5 % if the targets
     follow from one of the posterior's functions, and then the interval is correct."""
     return low
 
 
-@metric("90 % to", "coverage range", task=NUMBERS, style="percent")
+@calibration("90 % to", "coverage range", task=NUMBERS, style="percent")
 def coverage_to(low: float, high: float) -> float:
     """Likewise, the coverage is more than this with probability 2.5 %."""
     return high
 
 
-@metric("PIT", "pit", task=NUMBERS)
+coverage_95 = _coverage("coverage_95", 95)
+
+
+@calibration("PIT", "pit", task=NUMBERS)
 def pit(transforms: Tensor) -> Tensor:
     """Kolmogorov-Smirnov distance of the probability integral transforms from uniform; for a
     calibrated posterior and N independent targets it is above 1.36 / sqrt(N) with probability
@@ -140,81 +154,73 @@ def pit(transforms: Tensor) -> Tensor:
     return uniformity(transforms)
 
 
-@metric("adaptive ECE", "mean", task=CLASSES, style="percent")
+@calibration("adaptive ECE", "mean", task=CLASSES, style="percent")
 def ace(mean: Tensor, y: Tensor) -> Tensor:
     """Calibration error in 15 bins that hold equally many test points."""
     return metrics.adaptive_calibration_error(mean, y)
 
 
-@score("confidence", "mean", task=CLASSES, style="percent")
+@calibration("confidence", "mean", task=CLASSES, style="percent", over_points="mean")
 def confidence(mean: Tensor, y: Tensor) -> Tensor:
     """Mean probability of the predicted class; the accuracy if calibrated."""
     return mean_confidence(mean, pointwise=True)
 
 
-@score("mean NLL", "density")
+@calibration("mean NLL", "density", over_points="mean")
 def expected_nll(density: Tensor, rows: int) -> Tensor:
     """Negative log likelihood per datum of a single draw, averaged over the draws, in nats; NLPD is
     that of their mean, and never larger."""
     return _per_row(metrics.expected_negative_log_likelihood(density, pointwise=True), rows)
 
 
-CALIBRATION = (
-    nlpd_few, _coverage("coverage_50", 50), coverage_from, coverage_to,
-    _coverage("coverage_95", 95), pit, ace, confidence, expected_nll,
-)  # fmt: skip
-
 # ---------------------------------------------------------------------------------- uncertainty
 
 
-@metric("aleatoric", "uncertainty", task=NUMBERS, key="aleatoric")
+@uncertainty("aleatoric", "uncertainty", task=NUMBERS, key="aleatoric")
 def noise_sd(parts: Uncertainty) -> Tensor:
     """The sd of the noise, root mean square over the test points, in units of the target."""
     return parts.aleatoric.mean().sqrt()
 
 
-@metric("aleatoric", "uncertainty", task=CLASSES)
+@uncertainty("aleatoric", "uncertainty", task=CLASSES)
 def aleatoric(parts: Uncertainty) -> Tensor:
     """Mean entropy of the classes given the weights, in nats."""
     return parts.aleatoric.mean()
 
 
-@metric("epistemic", "uncertainty", task=NUMBERS, key="epistemic")
+@uncertainty("epistemic", "uncertainty", task=NUMBERS, key="epistemic")
 def function_sd(parts: Uncertainty) -> Tensor:
     """The sd of the mean prediction over the posterior, root mean square over the test points, in
     units of the target. The squares of both terms sum to the variance."""
     return parts.epistemic.mean().sqrt()
 
 
-@metric("epistemic", "uncertainty", task=CLASSES)
+@uncertainty("epistemic", "uncertainty", task=CLASSES)
 def epistemic(parts: Uncertainty) -> Tensor:
     """Mutual information of class and weights, in nats; both terms sum to the entropy."""
     return parts.epistemic.mean()
 
 
-@metric("OOD entropy", "ood", task=CLASSES)
+@uncertainty("OOD entropy", "ood", task=CLASSES)
 def ood_entropy(here: Uncertainty, there: Uncertainty) -> Tensor:
     """Mean entropy of the predictive class distribution at out-of-distribution inputs, in nats."""
     return there.total.mean()
 
 
-@metric("AUROC", "ood")
+@uncertainty("AUROC", "ood")
 def auroc(here: Uncertainty, there: Uncertainty) -> Tensor:
     """Probability that the predictive uncertainty is higher at an out-of-distribution input than at
     a test input; 0.5 means no separation."""
     return metrics.auroc(here.total, there.total)
 
 
-@metric("epist. AUROC", "ood")
+@uncertainty("epist. AUROC", "ood")
 def auroc_epistemic(here: Uncertainty, there: Uncertainty) -> Tensor:
     """The same with the epistemic uncertainty."""
     return metrics.auroc(here.epistemic, there.epistemic)
 
 
-UNCERTAINTY = (
-    noise_sd, aleatoric, function_sd, epistemic, ood_entropy, auroc, auroc_epistemic,
-)  # fmt: skip
-SCORES = (*TEST_DATA, *CALIBRATION, *UNCERTAINTY)
+SCORES = metrics_of(globals())
 
 
 def _per_row(values: Tensor, rows: int) -> Tensor:
@@ -237,8 +243,8 @@ class Score:
 
     def add(self, block: Block) -> None:
         """Score a batch."""
-        mean, y, inputs = block.mean.mean(0), block.y, {}
-        parts = {"mean": mean}
+        mean, y = block.mean.mean(0), block.y
+        parts, inputs = {"mean": mean}, cast(dict[str, tuple], {})
         if y is not None:
             inputs["mean"], parts["y"] = (mean, y), y
         if block.log_density is not None:
@@ -268,8 +274,9 @@ class Score:
 
 def differences(evaluation: Any, reference: Any) -> dict[str, float]:
     """The scores minus the reference's at the same test points, as ``key_diff`` and its error."""
-    found, known = {}, evaluation.points.keys() & reference.points.keys()
-    for key in (score.key for score in TEST_DATA if score.key in known):
+    found: dict[str, float] = {}
+    known = evaluation.points.keys() & reference.points.keys()
+    for key in (m.key for m in SCORES if m.group == TEST_DATA and m.key in known):
         gap, error = evaluation.points[key].difference(reference.points[key])
         found |= {f"{key}_diff": gap, f"{key}_diff_se": error}
     return found

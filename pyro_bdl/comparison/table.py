@@ -1,7 +1,7 @@
 """The table of a comparison: its numbers, columns and words, as a DataFrame and as text."""
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.comparison import costs, judge, leave_one_out
+from pyro_bdl.comparison import judge
+from pyro_bdl.comparison.costs import COSTS
 from pyro_bdl.comparison.distances import (
-    DISTANCES,
-    FURTHER_DISTANCES,
-    REGION_COLUMNS,
-    RESOLUTION,
+    ALL_DISTANCES,
+    REGIONAL,
     distance_of_point,
     distances,
     floor,
@@ -22,12 +21,11 @@ from pyro_bdl.comparison.distances import (
 )
 from pyro_bdl.comparison.evaluate import Evaluation
 from pyro_bdl.comparison.judge import Judgment, Row
-from pyro_bdl.comparison.leave_one_out import elpd_difference
-from pyro_bdl.comparison.metric import Metric, of_task
+from pyro_bdl.comparison.leave_one_out import LEFT_OUT, elpd_difference, withheld_notes
+from pyro_bdl.comparison.metric import of_task
 from pyro_bdl.comparison.scores import (
-    CALIBRATION,
+    SCORES,
     TEST_DATA,
-    UNCERTAINTY,
     differences,
     few_draws,
     few_draws_note,
@@ -42,7 +40,19 @@ if TYPE_CHECKING:
 
 _WIDTH = 100
 _LEAST_WIDTH = 40  # of a verdict, also beside long names
-Groups = Mapping[str, Iterable[Metric | Column]]
+_GROUPS = (
+    "",
+    "costs",
+    "parameters that the data determine",
+    TEST_DATA,
+    "calibration",
+    "uncertainty",
+    f"{TEST_DATA}, difference to {{reference}}",
+    "distance to {reference}",
+    "sd ratio to {reference}",
+    "leave one out",
+    "Markov chains",
+)
 NAME = Column("posterior", "posterior", style="text")
 
 
@@ -224,7 +234,7 @@ def compare_evaluations(
         warnings=tuple(warned),
         notes=(
             *([few_draws_note(few)] if few else []),
-            *leave_one_out.withheld_notes({name: found[name] for name in judgments}),
+            *withheld_notes({name: found[name] for name in judgments}),
         ),
         left_out=left_out or {},
     )
@@ -250,37 +260,16 @@ def columns(task: str, reference: str | None) -> tuple[list[Column], list[Column
     :param task: ``"regression"`` or ``"classification"``.
     :param reference: heading of the reference's columns; None without a reference.
     """
-    difference = () if reference is None else (leave_one_out.DIFFERENCE,)
-    paired = [metric.difference_column() for metric in of_task(TEST_DATA, task)]
-    first: Groups = {
-        "": (judge.COLUMN, *costs.COSTS),
-        "parameters that the data determine": costs.PARAMETERS,
-        "test data": TEST_DATA,
-        f"distance to {reference}": DISTANCES,
-        "leave one out": (*leave_one_out.LEFT_OUT, *difference),
-        "Markov chains": costs.CHAINS,
-    }
-    further: Groups = {
-        "costs": costs.FURTHER_COSTS,
-        "parameters that the data determine": costs.FURTHER_PARAMETERS,
-        "calibration": CALIBRATION,
-        "uncertainty": UNCERTAINTY,
-        f"test data, difference to {reference}": paired,
-        f"distance to {reference}": (*FURTHER_DISTANCES, RESOLUTION),
-        f"sd ratio to {reference}": REGION_COLUMNS,
-        "leave one out": leave_one_out.FURTHER_LEFT_OUT,
-        "Markov chains": costs.FURTHER_CHAINS,
-    }
-    return _grouped(first, task), _grouped(further, task)
-
-
-def _grouped(groups: Groups, task: str) -> list[Column]:
-    return [
-        replace(item if isinstance(item, Column) else item.column(), group=group)
-        for group, items in groups.items()
-        for item in items
-        if isinstance(item, Column) or item.task in (None, task)
-    ]
+    metrics = of_task((*COSTS, *SCORES, *ALL_DISTANCES, *REGIONAL, *LEFT_OUT), task)
+    found = [(False, judge.COLUMN), *((m.detail, m.column()) for m in metrics if m.title)]
+    found += [(True, m.difference_column()) for m in metrics if m.group == TEST_DATA]
+    found.sort(key=lambda pair: _GROUPS.index(pair[1].group))
+    first, further = (
+        [replace(c, group=c.group.format(reference=reference)) for is_detail, c in found
+         if is_detail == detail]
+        for detail in (False, True)
+    )  # fmt: skip
+    return first, further
 
 
 def _frame(

@@ -10,8 +10,8 @@ from helpers import comparisons
 from helpers.comparisons import shift
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison.costs import CHAINS, FURTHER_CHAINS, Mixing
-from pyro_bdl.comparison.distances import distance_of_point, groups_of, resolution
+from pyro_bdl.comparison.costs import COSTS, Mixing
+from pyro_bdl.comparison.distances import distance_of_point, groups_of, resolved
 from pyro_bdl.comparison.evaluate import Evaluation
 from pyro_bdl.comparison.judge import (
     ALIKE,
@@ -82,7 +82,7 @@ def evaluation(function, chains=4, **scores):
 
 def judged(distance, error, a, b):
     row = Row({"wasserstein": distance, "wasserstein_se": error})
-    row["resolution"] = resolution(a, b, error)
+    row["resolution"] = resolved(a, b, error)
     return judge({"a": row, "b": Row()}, {"a": a, "b": b}, "b", point=distance_of_point(b))[
         "a"
     ].group
@@ -111,8 +111,8 @@ def test_groups_by_the_distance_its_error_and_the_effective_draws(distance, erro
 def test_the_distance_by_chance_goes_with_the_effective_draws():
     function = normal(0.0, 1.0, count=4000).flat()["w"][:, None]
     independent, correlated = evaluation(function), evaluation(function, ess_median=40.0)
-    wide = resolution(independent, correlated, 0.0)
-    narrow = resolution(independent, independent, 0.0)
+    wide = resolved(independent, correlated, 0.0)
+    narrow = resolved(independent, independent, 0.0)
     assert wide / narrow == pytest.approx(math.sqrt((1 / 4000 + 1 / 40) / (2 / 4000)))
 
 
@@ -168,7 +168,7 @@ def test_how_often_independent_draws_seem_not_to_have_converged_and_verdicts_are
         for _ in range(20):
             base = correlated(length, rho)
             mixing = {"mixing": (Mixing.of(base, 4),)}
-            scores = measure((*CHAINS, *FURTHER_CHAINS), "regression", mixing)
+            scores = measure(COSTS, "regression", mixing)
             in_doubt += bool(doubts("nuts", Row(scores)))
             rows, found = {"nuts": Row()}, {"nuts": evaluation(base, **scores)}
             for name, (sd, mean) in {"exact": (1, 0), "narrow": (0.7, 0), "off": (1, 0.6)}.items():
@@ -178,7 +178,7 @@ def test_how_often_independent_draws_seem_not_to_have_converged_and_verdicts_are
                 count = groups_of(found[name], found["nuts"])
                 error = monte_carlo_error(d, f, base, groups=count)
                 rows[name] = Row({"wasserstein": float(d(f, base)), "wasserstein_se": float(error)})
-                rows[name]["resolution"] = resolution(found[name], found["nuts"], float(error))
+                rows[name]["resolution"] = resolved(found[name], found["nuts"], float(error))
             judgments = judge(rows, found, "nuts", point=distance_of_point(found["nuts"]))
             for name in ("exact", "narrow", "off"):
                 groups.setdefault((length, rho, name), []).append(judgments[name].group)

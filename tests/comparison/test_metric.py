@@ -11,7 +11,7 @@ from pyro_bdl.comparison import distances, evaluate, scores, table
 from pyro_bdl.comparison.metric import PointScores, measure, metric
 
 
-@metric("bias", "mean")
+@metric("bias", "mean", group="test data")
 def bias(mean, y):
     """Mean
     error."""
@@ -43,9 +43,9 @@ def test_every_column_is_declared_once_and_explained(task):
 def test_a_new_score_is_in_the_table(monkeypatch):
     """A score of the mean and a distance, of posteriors and of predictions alone."""
     monkeypatch.setattr(evaluate, "NUMBERS_OF_ONE", (*evaluate.NUMBERS_OF_ONE, bias))
-    monkeypatch.setattr(table, "TEST_DATA", (*table.TEST_DATA, bias))
+    monkeypatch.setattr(table, "SCORES", (*table.SCORES, bias))
     monkeypatch.setattr(distances, "ALL_DISTANCES", (*distances.ALL_DISTANCES, far))
-    monkeypatch.setattr(table, "DISTANCES", (*table.DISTANCES, far))
+    monkeypatch.setattr(table, "ALL_DISTANCES", (*table.ALL_DISTANCES, far))
     posterior, x = weights(), torch.linspace(-1, 1, 5)[:, None]
     known = PredictiveDraws(posterior.flat()["w"][:, None].expand(-1, 5))
     found = compare(shift, {"a": posterior, "b": known}, x, x[:, 0] + 1, reference="a")
@@ -76,8 +76,7 @@ def test_errors_over_the_points_are_those_of_the_delta_method_and_paired():
 
 
 def test_a_share_of_all_points_has_an_error():
-    coverage = next(m for m in scores.TEST_DATA if m.key == "coverage")
-    every = PointScores.of(coverage, torch.ones(24).double())
+    every = PointScores.of(scores.coverage, torch.ones(24).double())
     p, n = 26 / 28, 28  # two of each kind more
     assert every.number == 1.0 and every.error == pytest.approx((p * (1 - p) / (n - 1)) ** 0.5)
 
