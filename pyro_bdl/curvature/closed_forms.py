@@ -144,18 +144,18 @@ def class_probabilities(gaussian: GaussianOutputs, method: str) -> Tensor:
             raise ValueError('"laplace-bridge" needs one Categorical per datum: use "probit"')
         return laplace_bridge(logits, gaussian.block("logits", "logits"))
     if method == "centered-probit" and not binary:
-        return centered_probit(logits, _covariance_of_each(logits, gaussian))
+        covariances = _of_events(gaussian.block("logits", "logits"), logits.shape[-1])
+        return centered_probit(logits, covariances.reshape(*logits.shape, logits.shape[-1]))
     variance = gaussian.cells("logits")[1].reshape(logits.shape)
     return (probit if binary else multiclass_probit)(logits, variance)
 
 
-def _covariance_of_each(logits: Tensor, gaussian: GaussianOutputs) -> Tensor:
-    """Covariances of the logits (n, ..., C) of each Categorical, (n, ..., C, C)."""
-    classes = logits.shape[-1]
-    many = logits[0].numel() // classes
-    blocks = gaussian.block("logits", "logits").reshape(-1, many, classes, many, classes)
-    own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)
-    return own.reshape(*logits.shape, classes)
+def _of_events(covariances: Tensor, size: int) -> Tensor:
+    """The covariances of the numbers of each event, (n, events, size, size), from those of all
+    cells of each datum, (n, cells, cells)."""
+    count, cells = covariances.shape[:2]
+    blocks = covariances.reshape(count, cells // size, size, cells // size, size)
+    return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)
 
 
 def log_density(site: Site, gaussian: GaussianOutputs) -> Tensor | None:
@@ -185,8 +185,7 @@ def _normal_log_density(gaussian: GaussianOutputs, value: Tensor, event: int) ->
             return None
         cross = gaussian.block("loc", "scale").diagonal(dim1=-2, dim2=-1)
         return uncertain_noise_log_density(y, mean, variance, log_scale, uncertainty, cross)
-    blocks = gaussian.block("loc", "loc").reshape(size, -1, event, mean.shape[1] // event, event)
-    own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+    own = _of_events(gaussian.block("loc", "loc"), event)
     total = own + torch.diag_embed((2.0 * log_scale).exp().reshape(size, -1, event))
     y, mean = y.reshape(size, -1, event), mean.reshape(size, -1, event)
     return joint_normal_log_density(y, mean, total)

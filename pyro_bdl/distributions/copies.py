@@ -1,7 +1,7 @@
 """Copies of distributions: without validation, without masks, on another device, or expanded to the
 shape of their targets."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -19,21 +19,15 @@ def without_validation(distribution: Distribution) -> Distribution:
     ``vmap`` and ``make_fx`` forbid the checks of values, which also cost more time than the
     densities.
     """
-    state = distribution.__dict__
-    if _CHECKED in state:
+    if _CHECKED in vars(distribution):
         return distribution
-    changes: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, Distribution):
-            part = without_validation(value)
-            if part is not value:
-                changes[key] = part
-    if state.get("_validate_args") is not False:
-        changes["_validate_args"] = False
-    if not changes:
-        return distribution
-    result = _changed(distribution, changes)
-    result.__dict__[_CHECKED] = True
+
+    def unchecked(value: Any) -> Any:
+        return without_validation(value) if isinstance(value, Distribution) else value
+
+    result = _copied(distribution, unchecked, _validate_args=False)
+    if result is not distribution:
+        vars(result)[_CHECKED] = True
     return result
 
 
@@ -111,9 +105,7 @@ def moved_like(distribution: Distribution, like: Tensor) -> Distribution:
             return type(value)(moved(v) for v in value)
         return value
 
-    state = distribution.__dict__
-    changes = {key: new for key, value in state.items() if (new := moved(value)) is not value}
-    return _changed(distribution, changes) if changes else distribution
+    return _copied(distribution, moved)
 
 
 def on_device_of(distribution: Distribution, value: Any) -> Distribution:
@@ -162,9 +154,10 @@ def expanded_to_targets(
     if not isinstance(targets, Tensor) or targets.shape == distribution.shape():
         return distribution
     own = _without_dims(distribution, enumerated)
-    full = _broadcast(own, targets.shape)
-    whole = _broadcast(distribution.shape(), targets.shape)
-    if full is None or whole is None:  # left to log_prob: some events may have any length
+    try:
+        full = torch.broadcast_shapes(own, targets.shape)
+        whole = torch.broadcast_shapes(distribution.shape(), targets.shape)
+    except RuntimeError:  # left to log_prob: some events may have any length
         return distribution
     batch = full[: len(full) - distribution.event_dim]
     if full.numel() > max(own.numel(), targets.numel()) or (
@@ -178,19 +171,6 @@ def expanded_to_targets(
         )
     batch = whole[: len(whole) - distribution.event_dim]
     return _expanded(distribution, batch, whole[len(batch) :])
-
-
-def _broadcast(a: torch.Size, b: torch.Size) -> torch.Size | None:
-    """The shape that two shapes broadcast to, None where they do not; many times as fast as
-    ``torch.broadcast_shapes``."""
-    a, b = (a, b) if len(a) >= len(b) else (b, a)
-    extra = len(a) - len(b)
-    sizes = [*a[:extra]]
-    for i, j in zip(a[extra:], b, strict=True):
-        if i != j and 1 not in (i, j):
-            return None
-        sizes.append(j if i == 1 else i)
-    return torch.Size(sizes)
 
 
 def _without_dims(distribution: Any, dims: Collection[int]) -> torch.Size:
@@ -233,10 +213,17 @@ def _expanded(distribution: Any, batch: torch.Size, event: torch.Size) -> Any:
     return distribution if distribution.batch_shape == batch else distribution.expand(batch)
 
 
-def _changed(distribution: Distribution, changes: dict[str, Any]) -> Distribution:
+def _copied(
+    distribution: Distribution, changed: Callable[[Any], Any], **others: Any
+) -> Distribution:
+    """A copy whose attributes are results of a function, others given; the distribution itself
+    where none of them is new."""
+    old = vars(distribution)
+    new = {key: changed(value) for key, value in old.items()} | others
+    if all(key in old and value is old[key] for key, value in new.items()):
+        return distribution
     result = object.__new__(type(distribution))
-    result.__dict__.update(distribution.__dict__)
-    result.__dict__.update(changes)
+    vars(result).update(new)
     return result
 
 
@@ -250,6 +237,4 @@ def _first_tensor(distribution: Distribution) -> Tensor | None:
 
 
 def _holds_categories(distribution: Distribution) -> bool:
-    while hasattr(distribution, "base_dist"):
-        distribution = distribution.base_dist
-    return isinstance(distribution, torch.distributions.Categorical)
+    return isinstance(base_distribution(distribution), torch.distributions.Categorical)

@@ -181,7 +181,7 @@ def _below(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def bijections(distribution: Distribution) -> dict[str, T.Transform]:
     """For each unconstrained parameter the map to an argument of the constructor."""
-    maps = {}
+    maps: dict[str, T.Transform] = {}
     for key, _, constraint in _walk(base_distribution(distribution)):
         start, name = _split(key)
         if name in _LOGITS or constraint.is_discrete:

@@ -2,10 +2,9 @@
 with it now and then."""
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import pyro
 import torch
@@ -21,7 +20,7 @@ from pyro_bdl.utils.memory import keep_freed_blocks
 from pyro_bdl.utils.module_state import as_written, modules_of, without_side_effects
 
 
-class Evaluation(ABC):
+class Evaluation(Protocol):
     """One evaluation of a loss that can run plainly or as a graph.
 
     :ivar owner: the program (and guide) that is evaluated.
@@ -32,19 +31,15 @@ class Evaluation(ABC):
     owner: Hashable
     key: Hashable
 
-    @abstractmethod
     def plain(self) -> Tensor:
         """Run the program; return its loss."""
 
-    @abstractmethod
     def tensors(self) -> Sequence[Tensor]:
         """The arguments of the graph."""
 
-    @abstractmethod
     def traced(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The loss and further results as a function of ``tensors``, to be traced."""
 
-    @abstractmethod
     def modules(self) -> list[nn.Module]:
         """The modules of the program, whose buffers an evaluation may change."""
 
@@ -105,17 +100,13 @@ class CompiledLoss:
         """Return the plain loss, or the outcome of a graph."""
         key = evaluation.owner, evaluation.key
         graph = self.graphs.get(key)
-        if graph is None:
+        if graph is None or graph.step is None or not graph.reads_current_parameters():
             loss = evaluation.plain()
-            if self._has_room(evaluation.owner):
-                self.graphs[key] = graph = Graph()
+            if graph is None and self._has_room(evaluation.owner):
+                graph = self.graphs[key] = Graph()
                 self._trace(graph, evaluation)
-            return loss
-        if graph.step is None:
-            return evaluation.plain()
-        if not graph.reads_current_parameters():
-            loss = evaluation.plain()
-            self._trace(graph, evaluation)
+            elif graph is not None and graph.step is not None:
+                self._trace(graph, evaluation)
             return loss
         graph.evaluations += 1
         if graph.is_due():

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -138,7 +138,7 @@ def inductor(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Run:
 
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        inputs = [example.detach() for example in examples]
+        inputs: list[Any] = [example.detach() for example in examples]
         compiled = compile_graph(graph, inputs, options={"fallback_random": True})
     return lambda *inputs: compiled(*[value.detach() for value in inputs])
 
