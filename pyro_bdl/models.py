@@ -36,7 +36,7 @@ from pyro_bdl.program.batches import as_dicts
 from pyro_bdl.program.gaussian_prior import TaskPrior
 from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
-from pyro_bdl.scales import Hyperprior, Scale, beside, checked, hyperparameter
+from pyro_bdl.scales import Hyperprior, Scale, checked, hyperparameter, on_device
 from pyro_bdl.utils.autocast import uncast
 from pyro_bdl.utils.validation import whole_number
 
@@ -180,7 +180,7 @@ class ObservationModel(TaskPrior, OwnParameters):
             value = value.parameter
         if isinstance(value, PyroParam):
             own = self if self.network is None else self.network
-            setattr(self, name, beside(own, value))
+            setattr(self, name, on_device(own, value))
         elif isinstance(value, Distribution) and value.batch_shape:
             joint: Any = value
             setattr(self, f"_{name}", joint.to_event(len(value.batch_shape)))

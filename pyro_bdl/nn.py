@@ -32,7 +32,7 @@ from pyro_bdl.program.gaussian_prior import (
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork, each
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.vmap import DrawMap
-from pyro_bdl.scales import Hyperprior, Scope, beside, hyperparameter_scope
+from pyro_bdl.scales import Hyperprior, Scope, hyperparameter_scope, on_device
 from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.names import Names, chooser
 
@@ -369,7 +369,7 @@ class _NetworkScope(Scope):
         attributes = self.module._hyperparameters
         if name not in attributes:
             attributes[name] = "hyper_" + "".join(c if c.isalnum() else "_" for c in name)
-            setattr(self.module, attributes[name], beside(self.module, declaration))
+            setattr(self.module, attributes[name], on_device(self.module, declaration))
         if name not in self.values:
             self.values[name] = getattr(self.module, attributes[name])
         return self.values[name]

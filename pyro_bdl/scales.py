@@ -92,9 +92,9 @@ def hyperparameter(value: Scale, name: str, like: Tensor) -> Tensor:
     ``like``."""
     if isinstance(value, Hyperprior):
         scope = _scope.get()
-        found = scope.param(name, value.parameter)
-        scope.weigh(name, value, found)
-        return found.to(like)
+        number = scope.param(name, value.parameter)
+        scope.weigh(name, value, number)
+        return number.to(like)
     if isinstance(value, PyroParam):
         return _scope.get().param(name, value).to(like)
     if isinstance(value, Distribution):
@@ -126,7 +126,7 @@ def checked(value: Scale, argument: str) -> Scale:
     return value
 
 
-def beside(module: nn.Module, declaration: PyroParam) -> PyroParam:
+def on_device(module: nn.Module, declaration: PyroParam) -> PyroParam:
     """The PyroParam with its initial value on a module's device."""
     start = declaration.init_value
     if not isinstance(start, Tensor):

@@ -43,14 +43,14 @@ def layers_called(
 
     :param chosen: selects layers; by default those with running statistics.
     """
-    found: list[Any] = []
+    layers: list[Any] = []
 
     def note(module: nn.Module, args: object) -> None:
-        if chosen(module) and module not in found:
-            found.append(module)
+        if chosen(module) and module not in layers:
+            layers.append(module)
 
     with hooked(modules_of(*programs), note, kind=_BatchNorm):
-        yield found
+        yield layers
 
 
 @contextmanager
@@ -183,21 +183,21 @@ def take_up(calls: list[BatchStatistics]) -> None:
     cumulative averages.
     """
     for layer in dict.fromkeys(call.layer for call in calls):
-        own = [call for call in calls if call.layer is layer]
+        of_layer = [call for call in calls if call.layer is layer]
         count: Any = layer.num_batches_tracked
-        before, steps = int(count), own[0].mean.shape[0] * len(own)
+        before, steps = int(count), of_layer[0].mean.shape[0] * len(of_layer)
         for name, values in (
-            ("running_mean", [call.mean for call in own]),
-            ("running_var", [call.variance for call in own]),
+            ("running_mean", [call.mean for call in of_layer]),
+            ("running_var", [call.variance for call in of_layer]),
         ):
             running: Any = getattr(layer, name)
             rows = torch.stack(values, 1).flatten(0, 1).to(running)
             if layer.momentum is None:
-                kept = before / (before + steps)
+                remaining = before / (before + steps)
                 weights = torch.full_like(rows[:, 0], 1.0 / (before + steps))
             else:
-                kept = (1.0 - layer.momentum) ** steps
+                remaining = (1.0 - layer.momentum) ** steps
                 powers = torch.arange(steps - 1, -1, -1, device=rows.device)
                 weights = layer.momentum * (1.0 - layer.momentum) ** powers.to(running)
-            running.mul_(kept).add_(weights @ rows)
+            running.mul_(remaining).add_(weights @ rows)
         count += steps

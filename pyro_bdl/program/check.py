@@ -247,10 +247,10 @@ class WholeData(Messenger):
         plate = msg["fn"]
         if not isinstance(plate, _Subsample) or msg["value"] is not None:
             return
-        held = plate.size if plate.subsample_size is None else plate.subsample_size
-        if held < plate.size and plate.size in self.rows:
+        chosen = plate.size if plate.subsample_size is None else plate.subsample_size
+        if chosen < plate.size and plate.size in self.rows:
             raise UnsupportedProgramError(
-                f"the plate '{msg['name']}' picks {held} of the {plate.size} rows at random in "
+                f"the plate '{msg['name']}' picks {chosen} of the {plate.size} rows at random in "
                 f"each run: {self.advice}"
             )
 

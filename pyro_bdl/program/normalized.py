@@ -44,20 +44,20 @@ def normalized_groups(
             before.extend(outputs((), 1.0))
         return _same(outputs(names, 2.0), before) and not _same(outputs(names, 0.0), before)
 
-    found: dict[str, tuple[str, ...]] = {}
+    groups: dict[str, tuple[str, ...]] = {}
     for layer, names in layers.items():
         if is_free(names):
-            found[layer] = tuple(names)
+            groups[layer] = tuple(names)
         elif len(names) > 1:
-            found |= {name: (name,) for name in names if is_free((name,))}
+            groups |= {name: (name,) for name in names if is_free((name,))}
     if joint:
-        known = {name for own in found.values() for name in own}
+        known = {name for own in groups.values() for name in own}
         others = {layer: own for layer, own in layers.items() if not known & set(own)}
         for group in _without_slope(outputs, others):
             names = tuple(name for layer in group for name in others[layer])
             if is_free(names):
-                found[" + ".join(layer or ", ".join(others[layer]) for layer in group)] = names
-    return found
+                groups[" + ".join(layer or ", ".join(others[layer]) for layer in group)] = names
+    return groups
 
 
 def _without_slope(
@@ -84,13 +84,13 @@ def _without_slope(
         return []
     rows = torch.stack(list(slopes.values()))
     squares, vectors = torch.linalg.eigh(rows @ rows.mT)
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
     for row in _reduced(vectors[:, squares < _TOLERANCE**2].mT):
         group = [layer for layer, weight in zip(slopes, row, strict=True) if weight > 0.5]
         whole = float((row - row.round()).abs().max()) < 0.1 and set(row.round().tolist()) <= {0, 1}
-        if whole and len(group) > 1 and not any(set(group) & set(other) for other in found):
-            found.append(group)
-    return found
+        if whole and len(group) > 1 and not any(set(group) & set(other) for other in groups):
+            groups.append(group)
+    return groups
 
 
 def _reduced(rows: Tensor) -> Tensor:

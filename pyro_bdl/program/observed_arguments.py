@@ -45,8 +45,8 @@ class Targets:
 
     def site_of(self, value: Any) -> str | None:
         """The observed site of which an argument is the target; None if it is not one."""
-        found = (self._sites[n] for n in self._sites if self._leaves[n] is value)
-        return next(found, None)
+        sites = (self._sites[n] for n in self._sites if self._leaves[n] is value)
+        return next(sites, None)
 
     def replaced(self, by: Callable[[str, Tensor], Any]) -> Arguments:
         """The arguments with every target replaced by ``by(site, target)``."""
@@ -61,13 +61,13 @@ class Targets:
         They are unchanged if the program does not run without targets, for example because it
         counts the rows of y.
         """
-        found = self.replaced(lambda site, target: None)
+        arguments = self.replaced(lambda site, target: None)
         try:
             with torch.no_grad(), evaluation_mode(self.program.model):
-                record(self.program.model, self.program.initial, *found, draw=leave_open)
+                record(self.program.model, self.program.initial, *arguments, draw=leave_open)
         except (AttributeError, TypeError):
             return self.program.args, self.program.kwargs
-        return found
+        return arguments
 
     def with_values(self, values: Mapping[str, Tensor]) -> Arguments:
         """The arguments with the targets replaced by other values of the observed sites."""
@@ -87,12 +87,12 @@ class Targets:
 
 
 def _same(site: Site, value: Any) -> bool:
-    held = site.value
-    if not isinstance(held, Tensor) or not isinstance(value, Tensor):
+    observed = site.value
+    if not isinstance(observed, Tensor) or not isinstance(value, Tensor):
         return False
-    if held.numel() != value.numel() or value.layout is not torch.strided:
+    if observed.numel() != value.numel() or value.layout is not torch.strided:
         return False
-    return torch.equal(held.reshape(-1), value.reshape(-1).to(held))
+    return torch.equal(observed.reshape(-1), value.reshape(-1).to(observed))
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:

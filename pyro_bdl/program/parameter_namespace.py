@@ -52,16 +52,16 @@ class OwnParameters(PyroModule):
         return type(self).__name__
 
     def _take_name(self) -> None:
-        own = _free_name(self._name_of_kind(), self)
-        self._own_name = own
-        self._pyro_name = own
+        name = _free_name(self._name_of_kind(), self)
+        self._own_name = name
+        self._pyro_name = name
         for inner in _pyro_modules(self):
             inner._pyro_context.used = False  # otherwise Pyro refuses to rename a copy
         for key, module in self._modules.items():
             if isinstance(module, PyroModule):
                 module._pyro_name = ""
-                module._pyro_set_supermodule(f"{own}.{key}", self._pyro_context)
-        weakref.finalize(self, _forget, own).atexit = False
+                module._pyro_set_supermodule(f"{name}.{key}", self._pyro_context)
+        weakref.finalize(self, _forget, name).atexit = False
 
     def _rename(self) -> None:
         """Update the name after the module's kind has changed, before it has parameters, also
@@ -86,22 +86,22 @@ class OwnParameters(PyroModule):
         Pyro does this for ``PyroParam`` only. Otherwise an optimizer would change the store's
         tensor, while the module keeps its own.
         """
-        own, store = self._parameters.get(name), pyro.get_param_store()
-        if own is None or not self._pyro_context.active:
+        parameter, store = self._parameters.get(name), pyro.get_param_store()
+        if parameter is None or not self._pyro_context.active:
             return
         key = self._pyro_get_fullname(name)
         stored = store._params.get(key)
-        if stored is None or stored is own:
+        if stored is None or stored is parameter:
             return
-        if stored.shape != own.shape:
+        if stored.shape != parameter.shape:
             raise ValueError(
                 f"the parameter '{key}' has shape {tuple(stored.shape)} in Pyro's store, but "
-                f"{tuple(own.shape)} here: it belongs to another program"
+                f"{tuple(parameter.shape)} here: it belongs to another program"
             )
         with torch.no_grad():
-            own.copy_(stored)
-        store._params[key] = own
-        store._param_to_name[own] = key
+            parameter.copy_(stored)
+        store._params[key] = parameter
+        store._param_to_name[parameter] = key
 
     def _shared_on_copy(self) -> tuple[str, ...]:
         """Attributes that a deep copy shares with its original."""

@@ -208,8 +208,8 @@ class Program:
 
         Exact, and differentiable in the latents; the data of all observed sites count.
         """
-        found = self.run(latents, *args, **kwargs).discrete
-        return {} if found is None else found.responsibilities()
+        discrete = self.run(latents, *args, **kwargs).discrete
+        return {} if discrete is None else discrete.responsibilities()
 
     def check(self) -> None:
         """Check the contract of a program on its arguments, as :func:`check_program` does."""

@@ -208,10 +208,10 @@ def _addition(function: Any, named: dict, is_latent: IsLatent, sign: int = 1) ->
 
     :param sign: of the second operand.
     """
-    found = _operands(named, is_latent)
-    if found is None:
+    operands = _operands(named, is_latent)
+    if operands is None:
         return None
-    latent, other, is_second = found
+    latent, other, is_second = operands
     return AffineOp(
         "addition",
         function,
@@ -224,10 +224,10 @@ def _addition(function: Any, named: dict, is_latent: IsLatent, sign: int = 1) ->
 
 
 def _multiplication(function: Any, named: dict, is_latent: IsLatent) -> AffineOp | None:
-    found = _operands(named, is_latent)
-    if found is None:
+    operands = _operands(named, is_latent)
+    if operands is None:
         return None
-    latent, other, _ = found
+    latent, other, _ = operands
     return AffineOp(
         "scale", function, other, latent, output_dim=-latent.dim(), multiplier=lambda: other
     )
@@ -313,7 +313,7 @@ def as_linear(args: tuple, is_weight: Callable[[Any], bool]) -> Callable[[], Ten
         dots = "".join(map(str, range(inputs.dim() - len(of_inputs) + 3)))
         of_inputs, output = of_inputs.replace("...", dots), output.replace("...", dots)
     summed = "".join(axis for axis in of_weight if axis in of_inputs)
-    kept = "".join(axis for axis in of_weight if axis not in of_inputs)
+    outputs = "".join(axis for axis in of_weight if axis not in of_inputs)
     rest = "".join(axis for axis in of_inputs if axis not in of_weight)
     size = dict(zip(of_weight, weight.shape, strict=False))
     length = dict(zip(of_inputs, inputs.shape, strict=False))
@@ -321,22 +321,22 @@ def as_linear(args: tuple, is_weight: Callable[[Any], bool]) -> Callable[[], Ten
         not summed
         or len(size) < len(of_weight)  # a diagonal
         or len(length) < len(of_inputs)
-        or sorted(output) != sorted(rest + kept)
+        or sorted(output) != sorted(rest + outputs)
         or any(size[axis] != length[axis] for axis in summed)  # broadcast
     ):
         return None
 
     def product() -> Tensor:
-        matrix = _ordered(weight, of_weight, kept + summed)
+        matrix = _ordered(weight, of_weight, outputs + summed)
         data = _ordered(inputs, of_inputs, rest + summed)
         if len(summed) > 1:
-            matrix, data = matrix.flatten(len(kept)), data.flatten(len(rest))
-        if len(kept) != 1:
+            matrix, data = matrix.flatten(len(outputs)), data.flatten(len(rest))
+        if len(outputs) != 1:
             matrix = matrix.reshape(-1, matrix.shape[-1])
         result = F.linear(data, matrix)
-        if len(kept) != 1:
-            result = result.reshape((*result.shape[:-1], *(size[axis] for axis in kept)))
-        return _ordered(result, rest + kept, output)
+        if len(outputs) != 1:
+            result = result.reshape((*result.shape[:-1], *(size[axis] for axis in outputs)))
+        return _ordered(result, rest + outputs, output)
 
     return product
 

@@ -119,16 +119,16 @@ class Tracker(TorchFunctionMode):
     def _tagged(self, values: Iterable[Any]) -> list[Tag]:
         """The tags among arguments; a loop by hand, since torch's pytrees take longer than small
         operators."""
-        found = []
+        tags = []
         for value in values:
             tag = self.tags.get(id(value))
             if tag is not None:
-                found.append(tag)
+                tags.append(tag)
             elif isinstance(value, list | tuple):
-                found += self._tagged(value)
+                tags += self._tagged(value)
             elif isinstance(value, dict):
-                found += self._tagged(value.values())
-        return found
+                tags += self._tagged(value.values())
+        return tags
 
     def _is_view(self, func: Any, args: tuple, tagged: list[Tag]) -> bool:
         if len(tagged) != 1 or not args or id(args[0]) not in self.tags:
