@@ -334,12 +334,10 @@ class At:
 def _agree(mapped: _MappedRows, few: Any, plan: _Plan, count: int) -> bool:
     """Compare single rows with ``count`` rows together, and complete the plan."""
     together = {name: _apart(site)[1] for name, site in few.observed.items()}
-    if not _same_form(mapped.observed, together):
-        return False
-    if any(
-        not _close(value, together[name][key])
-        for name, of_site in mapped.observed.items()
-        for key, value in of_site.items()
+    if mapped.observed.keys() != together.keys() or not all(
+        own.keys() == together[name].keys()
+        and all(_close(value, together[name][key]) for key, value in own.items())
+        for name, own in mapped.observed.items()
     ):
         return False
     for name, site in few.observed.items():
@@ -383,16 +381,6 @@ def _apart(site: Site) -> tuple[Any, dict[str, Tensor]]:
 
 def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-
-def _same_form(rows: Mapping[str, dict], together: Mapping[str, dict]) -> bool:
-    """Return whether the tensors of all sites have the same names and shapes, but for their first
-    axes."""
-    return rows.keys() == together.keys() and all(
-        own.keys() == together[name].keys()
-        and all(value.shape[1:] == together[name][key].shape[1:] for key, value in own.items())
-        for name, own in rows.items()
-    )
 
 
 def _close(some: Tensor, other: Tensor) -> bool:

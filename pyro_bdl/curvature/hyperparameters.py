@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro
 import torch
@@ -184,8 +184,8 @@ def scales(tensor: Tensor, parameter: Hyperparameter) -> bool:
     return slope is not None and is_proportional(tensor, parameter, slope)
 
 
-def prior_scales(reading: ParameterReading, subset: Subset) -> dict[str, Tensor]:
-    """Return the standard deviations of the sites with independent Normal priors, by site.
+def prior_normals(reading: ParameterReading, subset: Subset) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return means and standard deviations of the sites with independent Normal priors, by site.
 
     :returns: flat tensors of the entries in the subset.
     """
@@ -195,32 +195,33 @@ def prior_scales(reading: ParameterReading, subset: Subset) -> dict[str, Tensor]
         normal = independent_normal(site, latent.transform, reading.leaves)
         if normal is None:
             continue
-        scale = normal.scale.expand(site.value.shape).reshape(-1)
+        loc, scale = (v.expand(site.value.shape).reshape(-1) for v in (normal.loc, normal.scale))
         chosen = subset.chosen[name]
-        result[name] = scale if chosen is None else scale[chosen.to(scale.device)]
+        if chosen is not None:
+            loc, scale = loc[chosen.to(loc.device)], scale[chosen.to(loc.device)]
+        result[name] = loc, scale
     return result
 
 
-def prior_locations(reading: ParameterReading, subset: Subset, name: str) -> Tensor:
-    """Return the means of a site's independent Normals, flat, for the entries in the subset."""
-    site = reading.run.latents[name]
-    base: Any = base_distribution(site.distribution)
-    loc = base.loc.detach().expand(site.value.shape).reshape(-1)
-    chosen = subset.chosen[name]
-    return loc if chosen is None else loc[chosen.to(loc.device)]
+class Scaled(NamedTuple):
+    """A hyperparameter that scales independent Normal priors.
 
-
-def owners(reading: ParameterReading, subset: Subset) -> dict[str, list[tuple[str, Tensor]]]:
-    """Return for each hyperparameter the sites whose prior scales are proportional to it.
-
-    :returns: hyperparameter -> [(site, scales), ...].
+    :param sites: names, standard deviations and means of the entries in the subset.
     """
-    result: dict[str, list[tuple[str, Tensor]]] = {}
-    for site, scale in prior_scales(reading, subset).items():
+
+    parameter: Hyperparameter
+    sites: list[tuple[str, Tensor, Tensor]]
+
+
+def scaled_priors(reading: ParameterReading, subset: Subset) -> list[Scaled]:
+    """The hyperparameters of a reading to which the scales of Normal priors are proportional."""
+    result: dict[str, Scaled] = {}
+    for site, (loc, scale) in prior_normals(reading, subset).items():
         for name, parameter in reading.parameters.items():
             if scales(scale, parameter):
-                result.setdefault(name, []).append((site, scale))
-    return result
+                scaled = result.setdefault(name, Scaled(parameter, []))
+                scaled.sites.append((site, scale, loc.detach()))
+    return list(result.values())
 
 
 def group_sum(scale: Tensor, values: Tensor, parameter: Hyperparameter) -> Tensor:

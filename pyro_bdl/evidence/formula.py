@@ -9,7 +9,7 @@ the program; ``NormalFormula`` needs no run, where hyperparameters scale Normal 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +17,15 @@ from torch import Tensor
 from pyro_bdl.curvature.hyperparameters import (
     Hyperparameter,
     ParameterReading,
+    Scaled,
     followed,
     group_sum,
     is_proportional,
     noise_owner,
     noise_site,
-    owners,
-    prior_locations,
-    prior_scales,
+    prior_normals,
     read,
+    scaled_priors,
     slopes,
 )
 from pyro_bdl.curvature.likelihood_sums import FactorStatements
@@ -33,7 +33,6 @@ from pyro_bdl.curvature.prior import PriorPrecision, flat_entries, hyperpriors, 
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint
 from pyro_bdl.guides.gaussian import LaplaceGuide
-from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import record, sum_out_discrete
 from pyro_bdl.utils.autograd import with_gradients
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -133,7 +132,7 @@ class Formula:
         """Adapt the guide to the present values."""
         self.guide.refresh(self._reading())
 
-    def _scales(self) -> "tuple[list[Scaled], Hyperparameter | None]":
+    def _scales(self) -> tuple[list[Scaled], Hyperparameter | None]:
         """The hyperparameters that scale Normal priors, and the one that scales the noise."""
         reading, subset = self._reading(), self.guide.subset
         noise = noise_owner(reading, subset)
@@ -172,27 +171,6 @@ class Formula:
             value = noise.value * ratio.clamp(min=_SMALLEST).sqrt().to(noise.value)
             found[noise.name] = value.detach()
         return found
-
-
-class Scaled(NamedTuple):
-    """A hyperparameter that scales independent Normal priors.
-
-    :param sites: names, standard deviations and means of the entries in the subset.
-    """
-
-    parameter: Hyperparameter
-    sites: list[tuple[str, Tensor, Tensor]]
-
-
-def scaled_priors(reading: ParameterReading, subset: Subset) -> list[Scaled]:
-    """The hyperparameters of a reading to which the scales of Normal priors are proportional."""
-    return [
-        Scaled(
-            reading.parameters[name],
-            [(site, scale, prior_locations(reading, subset, site)) for site, scale in sites],
-        )
-        for name, sites in owners(reading, subset).items()
-    ]
 
 
 def rescaled(
@@ -338,21 +316,20 @@ class NormalFormula(Formula):
     def of(cls, guide: LaplaceGuide, reading: ParameterReading) -> "NormalFormula | None":
         """The formula of the program that a reading is of; None where it has none."""
         tuned, subset = followed(reading), guide.subset
-        scales = prior_scales(reading, subset)
+        normals = prior_normals(reading, subset)
         if (
             reading.run.factors
-            or set(scales) != set(subset.parts)
+            or set(normals) != set(subset.parts)
             or len(tuned) + len(reading.in_likelihood) != len(reading.parameters)
         ):
             return None
         groups: dict[Any, _Group] = {}
-        for name, scale in scales.items():
+        for name, (loc, scale) in normals.items():
             site, moved = reading.run.latents[name], slopes(scale, tuned.values())
-            base: Any = base_distribution(site.distribution)
             owner = tuned[next(iter(moved))] if len(moved) == 1 else None
             ratio = scale.detach()[0]
             if (
-                base.loc.requires_grad
+                loc.requires_grad
                 or isinstance(site.scale, Tensor)
                 or bool((scale.detach() != ratio).any())
             ):
@@ -366,7 +343,7 @@ class NormalFormula(Formula):
                 return None
             group = _Group(ratio, None if owner is None else owner.name, float(site.scale))
             group = groups.setdefault((group.owner, float(ratio), group.power), group)
-            group.locs[name] = prior_locations(reading, subset, name)
+            group.locs[name] = loc
         factor, noise = _noise_factor(guide, reading), None
         if factor is not None:
             owned = noise_owner(reading, subset)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, owners
+from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, scaled_priors
 from pyro_bdl.distributions.parameters import base_distribution, parameters_of
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
@@ -44,46 +44,30 @@ def warn_of_shared_scales(
         return
     guide.told.add(looked_at)
     shared = {
-        name: {site for site, _ in sites}
-        for name, sites in owners(reading, subset).items()
-        if len(sites) > 1
+        scaled.parameter.name: {site for site, _, _ in scaled.sites}
+        for scaled in scaled_priors(reading, subset)
+        if len(scaled.sites) > 1
     }
     sites = [site for site in subset.parts if any(site in known for known in shared.values())]
-    if not sites:
-        return
-    groups = _normalized(guide, sites, batch)
-    found: dict[str, list[str]] = {}
-    for name, known in shared.items():
-        for group, own in groups.items():
-            if known & set(own) and known - set(own):
-                found.setdefault(name, []).append(group)
-    if not found:
+    groups = _normalized(guide, sites, batch) if sites else {}
+    found = {
+        name: [group for group, own in groups.items() if known & set(own) and known - set(own)]
+        for name, known in shared.items()
+    }
+    name = max(found, key=lambda name: len(found[name]), default="")
+    if not found.get(name):
         return
     guide.told.add("shared scales")
-    name = max(found, key=lambda name: len(found[name]))
-    names = [repr(group) for group in found[name]]
-    names = [*names[:_SHOWN], *(["..."] if len(names) > _SHOWN else [])]
-    several = len(names) > 1
-    subject = f"the weights of {', '.join(names)} are" if several else f"{names[0]} is"
-    size = "their size" if several else "the size of its weights"
+    names = ", ".join(repr(group) for group in found[name][:_SHOWN])
+    more = ", ..." if len(found[name]) > _SHOWN else ""
     warnings.warn(
-        f"{subject} normalized, so that {size} has no effect on the outputs, but the prior "
-        f"scale '{name}' is shared with other weights: the evidence and the predictive depend on "
-        "an arbitrary size; give every normalized layer a scale of its own, as in "
-        "bayesianize(net, priors.PerNormalizedGroup(prior, net, x))",
+        f"the weights of {names}{more} are normalized, so that their size has no effect on the "
+        f"outputs, but the prior scale '{name}' is shared with other weights: the evidence and the "
+        "predictive depend on an arbitrary size; give every normalized layer a scale of its own, "
+        "as in bayesianize(net, priors.PerNormalizedGroup(prior, net, x))",
         BdlWarning,
         stacklevel=stacklevel + 1,
     )
-
-
-def _layer(site: str) -> str:
-    return site.rpartition(".")[0]
-
-
-def _owner(guide: Guide, site: str) -> Any:
-    """The module that a weight is of; None for a site that is not of ``bayesianize``."""
-    trace: Any = guide.prototype_trace
-    return None if trace is None else trace.nodes[site]["infer"].get(OWNER_KEY, (None,))[0]
 
 
 @torch.no_grad()
@@ -95,9 +79,11 @@ def _normalized(guide: Guide, sites: list[str], batch: Batch) -> dict[str, tuple
     statistics = any(isinstance(module, _BATCH_NORMS) for module in modules)
     args, kwargs = few_rows(model, layout, vector, batch, number=_ROWS if statistics else 2)
     layers: dict[str, list[str]] = {}
-    for site in sites:
-        if not isinstance(_owner(guide, site), NORMALIZATIONS):
-            layers.setdefault(_layer(site), []).append(site)
+    trace: Any = guide.prototype_trace
+    for site in sites:  # of ``bayesianize``, with the module that a weight is of
+        known = {} if trace is None else trace.nodes[site]["infer"]
+        if not isinstance(known.get(OWNER_KEY, (None,))[0], NORMALIZATIONS):
+            layers.setdefault(site.rpartition(".")[0], []).append(site)
     values = layout.constrain(vector)[0]
     normalizing = modules if leading_size((args, kwargs)) > 1 else []
     with evaluation_mode(model), without_running_statistics(normalizing):

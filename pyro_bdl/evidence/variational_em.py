@@ -13,10 +13,11 @@ from pyro_bdl.curvature.hyperparameters import (
     ReadParameters,
     noise_owner,
     read_at_center,
+    scaled_priors,
 )
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
-from pyro_bdl.evidence.formula import rescaled, scaled_priors
+from pyro_bdl.evidence.formula import rescaled
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset

@@ -16,12 +16,11 @@ from pyro_bdl.curvature.hyperparameters import (
     group_sum,
     noise_owner,
     noise_site,
-    owners,
-    prior_locations,
-    prior_scales,
+    prior_normals,
     read,
     read_at_center,
     restored_on_error,
+    scaled_priors,
     scales,
 )
 from pyro_bdl.guides import AutoLaplaceGGN
@@ -164,27 +163,25 @@ def test_owners_of_every_prior():
     )
     model = regression(prior, net=nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
     reading, subset = reading_of(model)
-    found = owners(reading, subset)
-    assert {k.rpartition(".")[2]: [s for s, _ in v] for k, v in found.items()} == {
+    found = {scaled.parameter.name: scaled.sites for scaled in scaled_priors(reading, subset)}
+    assert {k.rpartition(".")[2]: [s for s, _, _ in v] for k, v in found.items()} == {
         "hyper_prior_0_weight__gain": ["0.weight"],
         "hyper_prior_0_bias__scale": ["0.bias"],
     }
-    widths = prior_scales(reading, subset)
-    torch.testing.assert_close(widths["0.weight"].detach(), torch.full((6,), 0.5 / 2**0.5))
-    torch.testing.assert_close(widths["1.bias"], torch.tensor([2.0]))
-    assert "1.weight" not in widths
-    reading, subset = reading_of(model, torch.tensor([1, 4, 6, 8]))
-    widths = prior_scales(reading, subset)
-    assert widths["0.weight"].shape == (2,)
-    torch.testing.assert_close(widths["0.bias"].detach(), torch.tensor([0.1, 0.3]))
-    assert prior_locations(reading, subset, "0.bias").tolist() == [0.0, 0.0]
+    normals = prior_normals(reading, subset)
+    torch.testing.assert_close(normals["0.weight"][1].detach(), torch.full((6,), 0.5 / 2**0.5))
+    torch.testing.assert_close(normals["1.bias"][1], torch.tensor([2.0]))
+    assert "1.weight" not in normals
+    normals = prior_normals(*reading_of(model, torch.tensor([1, 4, 6, 8])))
+    assert normals["0.weight"][1].shape == (2,) and normals["0.bias"][0].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(normals["0.bias"][1].detach(), torch.tensor([0.1, 0.3]))
 
 
 def test_a_hyperprior_owns_nothing():
     """The scale is a latent: priors that depend on latents have no closed form."""
     reading, subset = reading_of(regression(priors.Normal(dist.HalfNormal(1.0))))
-    assert owners(reading, subset) == {} and reading.parameters == {}
-    assert set(prior_scales(reading, subset)) == set()
+    assert scaled_priors(reading, subset) == [] and reading.parameters == {}
+    assert prior_normals(reading, subset) == {}
 
 
 class Shifted(models.Regression):

@@ -65,7 +65,7 @@ def test_a_shared_scale_is_said_once(kind, _double, learn):
     state = {key: value.clone() for key, value in model.state_dict().items()}
     (text,) = told(maximize, laplace, steps=1, linearized=False)
     assert (
-        text.startswith(f"'{group}' is normalized, so that the size of its weights has")
+        text.startswith(f"the weights of '{group}' are normalized, so that their size has")
         and "hyper_prior_scale'" in text
     )
     assert not told(maximize, guide.laplace_approximation((X, Y)), steps=1, linearized=False)
@@ -113,7 +113,7 @@ def test_a_program_without_modules_is_warned_of(_double):
         warnings.simplefilter("ignore", BdlWarning)
         laplace = guide.laplace_approximation((X, Y))
     (text,) = told(maximize, laplace, steps=1, linearized=False)
-    assert text.startswith("'a' is normalized") and "'scale'" in text
+    assert text.startswith("the weights of 'a' are normalized") and "'scale'" in text
 
 
 def test_training_by_evidence_says_it_once(_double, learn, monkeypatch):
@@ -189,4 +189,4 @@ def test_the_size_of_normalized_weights_does_not_matter(kind, _double, learn):
 def test_a_shared_scale_of_a_stream_is_said(_double, learn):
     torch.manual_seed(5)
     (text,) = told(maximize, fitted(Stream(), priors.Normal(learn(0.7)))[2], steps=1)
-    assert text.startswith("'embed + block' is normalized")
+    assert text.startswith("the weights of 'embed + block' are normalized")
