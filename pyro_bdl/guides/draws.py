@@ -363,7 +363,8 @@ def check_posterior(
         if site.value is None and not site.distribution.batch_shape:
             parameters = parameters_of(base_distribution(site.distribution)).values()
             if parameters and not _depend(parameters, leaves):
-                expected[name] = site.distribution.shape()
+                distribution: Any = site.distribution
+                expected[name] = distribution.shape()
     if not isinstance(posterior, Guide | Samples):  # Pyro's own guides have auxiliary sites too
         given = {name: shape for name, shape in given.items() if name in expected}
     _refuse(expected, given)

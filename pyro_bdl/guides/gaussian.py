@@ -437,6 +437,8 @@ class _StoredPosterior(nn.Module):
 
     factor: Tensor
     diagonal: Tensor
+    indices: Tensor | None
+    dense: Tensor | None
 
     def __init__(self, guide: LaplaceGuide) -> None:
         super().__init__()

@@ -153,9 +153,7 @@ def last_layer(model: Callable, layout: Any, vector: Tensor, args: tuple, kwargs
     uses, vectors = recorder.uses, recorder.vector_products
     numbers = [n for n, use in enumerate(uses) if use.kind == "product" and use.inputs is not None]
     if vectors and vectors[-1].position > (numbers[-1] if numbers else -1):
-        site, start, shape = vectors[-1]
-        added = [u for u in uses[start:] if u.inputs is None and u.output_shape == shape]
-        return list(dict.fromkeys([site, *(use.site for use in added)]))
+        return list(dict.fromkeys([vectors[-1].site, *vectors[-1].biases]))
     if not numbers:
         raise ValueError(
             'subset="last-layer" needs a program in which a latent is a weight matrix, or a vector '

@@ -140,8 +140,9 @@ class AutoMatrixNormal(Guide):
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
         """KL(q || p) in nats, for each site in closed form if there is one, else at the run's
         draw."""
+        distributions: Any = self.site_distributions()
         sites = {}
-        for name, q in self.site_distributions().items():
+        for name, q in distributions.items():
             q = q.to_event(self.require_layout().latents[name].event_dim - q.event_dim)
             sites[name] = Site(q, run.latents[name].value, 1.0, None)
         return mean_field_kl(sites, run.latents)

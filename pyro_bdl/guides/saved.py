@@ -28,6 +28,7 @@ class SavedGuide(nn.Module):
     """The part of ``Guide`` that saves and loads it."""
 
     layout: Layout | None
+    require_layout: Any
     program_model: Callable
     few_rows: Batch
     _loaded: dict[str, Tensor] | None
@@ -122,7 +123,7 @@ class SavedGuide(nn.Module):
         """
         args, kwargs = batch
         options = saved["options"].items()
-        guide = cls(model, **{n: from_description(v, *cls.saved_parts) for n, v in options})
+        guide: Any = cls(model, **{n: from_description(v, *cls.saved_parts) for n, v in options})
         guide.load_state_dict(saved["state"])
         return guide.prototype(*args, **kwargs)
 

@@ -98,8 +98,9 @@ class Radial(Guide):
         self.loc = torch.nn.Parameter(start.clone())
 
     def sample_vectors(self, num_samples):
-        directions = torch.randn(num_samples, len(self.loc), dtype=self.loc.dtype)
-        radii = torch.randn(num_samples, 1, dtype=self.loc.dtype).abs()
+        like = {"dtype": self.loc.dtype, "device": self.loc.device}
+        directions = torch.randn(num_samples, len(self.loc), **like)
+        radii = torch.randn(num_samples, 1, **like).abs()
         return self.loc + 0.3 * radii * torch.nn.functional.normalize(directions, dim=1)
 
     def location(self):

@@ -14,9 +14,8 @@ from torch import nn
 from torch.distributions import MultivariateNormal, constraints
 
 from pyro_bdl import bayesianize, evidence, handlers, models, priors
-from pyro_bdl.curvature import LowRank
 from pyro_bdl.curvature.prior import prior_precision, run_at
-from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.elbo import TemperedTrace_ELBO
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import (
     AutoLaplaceGGN,
@@ -125,42 +124,6 @@ def test_online_laplace_is_exact_for_a_linear_gaussian_model(tasks, how, covaria
     # log p(y1) + log p(y2 | y1) = log p(y1, y2)
     total = log_evidence + evidence.log_marginal_likelihood(second)
     torch.testing.assert_close(total, tasks.log_evidence(tasks.x, tasks.y))
-
-
-def test_variational_continual_learning_is_exact_with_enough_rank(tasks, exact_expectations):
-    model = tasks.model()
-    guide = AutoLowRank(model, rank=4).prototype(*tasks.first)
-    elbo = TemperedTraceMeanField_ELBO(num_particles=exact_expectations(8))
-    fit(model, guide, tasks.first, elbo, tolerance=1e-4)
-    bounds = -elbo.loss(model, guide, *tasks.first)
-    model.update_prior(guide)
-    guide = AutoLowRank(model, rank=4).prototype(*tasks.second)
-    fit(model, guide, tasks.second, elbo, tolerance=1e-4)
-    mean, exact = tasks.posterior(tasks.x, tasks.y)
-    q = guide.get_posterior()
-    torch.testing.assert_close(q.mean.detach(), mean, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(q.covariance_matrix.detach(), exact, rtol=1e-2, atol=1e-4)
-    bounds -= elbo.loss(model, guide, *tasks.second)
-    assert bounds == pytest.approx(float(tasks.log_evidence(tasks.x, tasks.y)), abs=1e-3)
-
-
-@pytest.mark.parametrize("structure", ["kron", "ekfac", "diag", "low_rank"])
-def test_the_mode_after_any_structure(tasks, structure, covariance):
-    """The next mode solves (P1 + X2' X2 / noise^2) u = P1 u1 + X2' y2 / noise^2."""
-    model = tasks.model()
-    first = laplace(
-        model, tasks.first, structure=LowRank(2) if structure == "low_rank" else structure
-    )
-    precision = covariance(first).inverse()
-    model.update_prior(first)
-    second = laplace(model, tasks.second, structure="full")
-    design = torch.cat([tasks.second[0], torch.ones(12, 1, dtype=D)], 1)
-    total = precision + design.T @ design / 0.25
-    right = precision @ first.location() + design.T @ tasks.second[1] / 0.25
-    torch.testing.assert_close(second.location(), torch.linalg.solve(total, right))
-    torch.testing.assert_close(covariance(second), total.inverse())
-    third = laplace(model, tasks.second, structure=structure)
-    assert torch.isfinite(third.variances()).all()
 
 
 @pytest.mark.parametrize("structure", ["kron", "ekfac"])

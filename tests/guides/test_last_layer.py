@@ -173,23 +173,6 @@ def test_a_prior_that_is_not_normal():
     assert slope(model, posterior, x, y).abs().max() < 1e-8
 
 
-def test_single_precision():
-    x, net = inputs(), network()
-    y = targets(x)
-    model = models.Regression(bayesianize(net.float()), noise=NOISE)
-    posterior = AutoLastLayer(model).laplace_approximation((x.float(), y.float()))
-    exact = models.Regression(bayesianize(net.double()), noise=NOISE)
-    expected = AutoLastLayer(exact).laplace_approximation((x, y))
-    assert posterior.loc.dtype == torch.float32
-    torch.testing.assert_close(posterior.loc.double(), expected.loc, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(
-        evidence.log_marginal_likelihood(posterior).double(),
-        evidence.log_marginal_likelihood(expected),
-        rtol=1e-4,
-        atol=1e-3,
-    )
-
-
 # Hyperparameters
 
 

@@ -10,7 +10,6 @@ from pyro.infer import TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoLowRankMultivariateNormal
 from torch.distributions import MultivariateNormal, kl_divergence
 
-from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides import AutoLowRank
 from pyro_bdl.program import record
@@ -150,24 +149,6 @@ def test_the_exact_optimum_of_a_conjugate_model(conjugate, exact_expectations, e
         noise = 0.25 * torch.eye(8, dtype=D) + 4.0 * conjugate.design @ conjugate.design.T
         evidence = MultivariateNormal(torch.zeros(8, dtype=D), noise).log_prob(conjugate.y)
         torch.testing.assert_close(value, -evidence)
-
-
-def test_single_precision_where_the_factor_is_much_larger_than_the_scales():
-    model = models.Regression(
-        bayesianize(torch.nn.Linear(200, 1), priors.Normal(1.0)), noise=dist.HalfNormal(1.0)
-    )
-    x, y = torch.randn(5, 200), torch.randn(5)
-    guide = AutoLowRank(model, rank=20).prototype(x, y)
-    with torch.no_grad():
-        guide.scale = torch.full_like(guide.scale, 1e-3)
-        guide.factor.copy_(1e3 * torch.randn_like(guide.factor))
-    vectors = guide.sample_vectors(50)
-    exact = MultivariateNormal(
-        guide.loc.double(),
-        dense(guide.scale.double(), (guide.scale[:, None] * guide.factor).double()),
-    ).log_prob(vectors.double())
-    found = guide.log_density(vectors, torch.zeros(50))
-    torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=0)
 
 
 @pytest.mark.parametrize("bad", [{"rank": 0}, {"init_scale": 0.0}, {"init_scale": float("nan")}])

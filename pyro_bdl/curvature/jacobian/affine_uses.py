@@ -59,11 +59,13 @@ class VectorProduct(NamedTuple):
     """A product of inputs with a latent vector, whose use is dense.
 
     :param position: the number of uses recorded before.
+    :param biases: the latents that are added to its output.
     """
 
     site: str
     position: int
     output_shape: torch.Size
+    biases: tuple[str, ...] = ()
 
 
 class UnseenUseError(Exception):
@@ -282,6 +284,11 @@ def _embedding(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
 
 def _addition(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
     """Record z = x + b."""
+    tag = mode.tag(op.bias)
+    if tag and op.sign > 0 and output.dim() == 1 and mode.vector_products:
+        last = mode.vector_products[-1]
+        if last.output_shape == output.shape:
+            mode.vector_products[-1] = last._replace(biases=(*last.biases, tag.site))
     return _bias(mode, op, output) if op.sign > 0 and output.dim() > 1 else []
 
 

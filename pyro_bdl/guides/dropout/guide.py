@@ -240,7 +240,7 @@ class AutoMCDropout(Guide):
         weight, number = self.weights[latent.name], list(self.weights).index(latent.name)
         count = latent.size if self.mask == "weights" else weight.num_units
         return NoisyWeight(
-            *parts, self._parameter("p")[number], count, self.noise, self._step(),
+            parts[0], parts[1], self._parameter("p")[number], count, self.noise, self._step(),
             scale_free=latent.name in self._scale_free,
             batch_dims=len(latent.shape) - latent.event_dim,
         )  # fmt: skip
@@ -256,8 +256,12 @@ class AutoMCDropout(Guide):
         return torch.cat(parts, -1)
 
     def _noisy_weights(self) -> dict[str, NoisyWeight]:
-        distributions = self.site_distributions()
-        return {name: distributions[name] for name in self.weights}
+        layout = self.require_layout()
+        loc, factors = (layout.unflatten(vector) for vector in self.site_vectors())
+        return {
+            name: self.site_distribution(layout.latents[name], loc[name], factors[name])
+            for name in self.weights
+        }
 
     @property
     def has_density(self) -> bool:
