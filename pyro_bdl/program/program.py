@@ -9,7 +9,7 @@ The factor N / B of a minibatch comes from the plates around a site: ``Run.add``
 by the scale, and ``log_joint`` is the sum over sites of that.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -96,17 +96,15 @@ class Program:
                 self.plates[name] = (node["fn"].size, len(node["value"]))
                 run.subsamples[name] = node["value"]
                 continue
-            kind = run.add(node)[0]
-            if kind == "latents" and _is_continuous(name, node):
-                latents.append(name)
-            elif kind == "latents":
-                discrete.append(name)
+            if run.add(node)[0] == "latents":
+                (latents if _is_continuous(name, node) else discrete).append(name)
         check_support(run)
         self._subsamples = run.subsamples
         self.observed, self.discrete = tuple(run.observed), tuple(discrete)
         self.deterministic = tuple(run.deterministic)
         self.factors = tuple(name for name, site in run.factors.items() if _is_factor(site))
-        device = _device(trace)
+        values = [site.value for site in (*run.latents.values(), *run.observed.values())]
+        device = _device([*values, *run.deterministic.values(), *run.subsamples.values()])
         self.initial = {name: run.latents[name].value.detach().to(device) for name in latents}
         self.layout = Layout(
             [_read_latent(name, trace.nodes[name], self.initial[name]) for name in latents]
@@ -277,12 +275,12 @@ def check_program(
     with torch.no_grad(), own_randomness(), evaluation_mode(model):
         first = record(model, latents, args, kwargs, draw=leave_open)
         check_support(first)
-        if all(site.value is None for site in first.observed.values()) and not any(
-            map(_is_factor, first.factors.values())
-        ):
+        observed = [site for site in first.observed.values() if site.value is not None]
+        if not observed and not any(map(_is_factor, first.factors.values())):
             raise UnsupportedProgramError(NOTHING_OBSERVED)
         second = record(model, {**first.subsamples, **latents}, args, kwargs, draw=leave_open)
-        check_one_density(*({**run.prior_terms(), **run.terms()} for run in (first, second)))
+        terms = [run.prior_terms() | run.terms() for run in (first, second)]
+    check_one_density(*terms)
 
 
 class _FirstRun(Messenger):
@@ -340,13 +338,12 @@ def _sites_in_plates(trace: Any) -> dict[str, str]:
     }
 
 
-def _device(trace: Any) -> torch.device:
-    """The device of all latents: an accelerator if any site's value is on one.
+def _device(values: Iterable[Tensor]) -> torch.device:
+    """The device of all latents: an accelerator if the value of any site is on one.
 
     Priors of plain numbers, such as Normal(0.0, 1.0), draw on the CPU.
     """
-    values = [node["value"] for node in trace.nodes.values() if node["type"] == "sample"]
-    devices = [value.device for value in values if isinstance(value, Tensor)]
+    devices = (value.device for value in values)
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
