@@ -1,6 +1,5 @@
 """Noisy K-FAC: natural-gradient variational inference with a matrix normal for every weight."""
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -38,12 +37,7 @@ class KroneckerGaussNewton_ELBO(GaussNewton_ELBO):
     family: ClassVar[type[Guide]] = AutoMatrixNormal
     structure: ClassVar[str] = "kron"
 
-    def gradients_and_quadratic(
-        self, guide: Any, likelihood: Tensor, wanted: Sequence[Tensor], at: Linearization
-    ) -> tuple[list[Tensor], Tensor]:
-        found = torch.autograd.grad(likelihood, wanted, retain_graph=True, allow_unused=True)
-        pairs = zip(found, wanted, strict=True)
-        gradients = [torch.zeros_like(value) if g is None else g for g, value in pairs]
+    def quadratic(self, guide: Any, at: Linearization) -> Tensor:
         variances = guide.variances()
         total = variances.new_zeros(())
         for name, site in at.run.observed.items():
@@ -52,7 +46,7 @@ class KroneckerGaussNewton_ELBO(GaussNewton_ELBO):
                 curvature.add(jacobian)
             curvature.end_batch()
             total = total + site.subsampling * _quadratic(guide, curvature, variances)
-        return gradients, 0.5 * total
+        return 0.5 * total
 
 
 def _quadratic(guide: AutoMatrixNormal, curvature: KroneckerCurvature, variances: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """VOGN, variational online Gauss-Newton: an ELBO and an optimizer to be used together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -132,22 +132,19 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         ones in the program's parameters.
         """
         parameters = leaves_behind(likelihood, stop=[vector])
-        wanted = [vector, *parameters] if vector.requires_grad else parameters
-        gradients, quadratic = self.gradients_and_quadratic(guide, likelihood, wanted, at)
-        targets = [guide.location(), *parameters] if vector.requires_grad else parameters
-        change = -quadratic
+        wanted, targets = list(parameters), list(parameters)
+        if vector.requires_grad:
+            wanted, targets = [vector, *parameters], [guide.location(), *parameters]
+        gradients = torch.autograd.grad(
+            likelihood, wanted, retain_graph=True, materialize_grads=True, allow_unused=True
+        )
+        change = -self.quadratic(guide, at)
         for value, gradient in zip(targets, gradients, strict=True):
             change = change + (gradient * value).sum()
         return likelihood.detach() + (change - change.detach())
 
-    def gradients_and_quadratic(
-        self, guide: Any, likelihood: Tensor, wanted: Sequence[Tensor], at: Linearization
-    ) -> tuple[list[Tensor], Tensor]:
-        """The gradients of the log likelihood, and E_q[(u - m)' H (u - m)] / 2 for the curvature H,
-        differentiable in the guide's scales."""
-        gradients = torch.autograd.grad(
-            likelihood, list(wanted), retain_graph=True, materialize_grads=True
-        )
+    def quadratic(self, guide: Any, at: Linearization) -> Tensor:
+        """E_q[(u - m)' H (u - m)] / 2 for the curvature H, differentiable in the guide's scales."""
         squares = torch.zeros_like(at.vector)
         for name, site in at.run.observed.items():
             curvature = DiagonalCurvature(at.subset, at.vector)
@@ -155,7 +152,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
                 curvature.add(jacobian)
             squares += site.subsampling * curvature.diagonal()
         _, scale = guide.loc_and_scale()
-        return list(gradients), 0.5 * torch.dot(squares, scale.square())
+        return 0.5 * torch.dot(squares, scale.square())
 
 
 class VOGN(DiagonalNaturalGradient):

@@ -1,7 +1,5 @@
 """Plates of networks against as many programs of one network, and what is refused."""
 
-import jax
-import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -13,7 +11,6 @@ from pyro_bdl.curvature import LowRank
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP, AutoMeanField
-from pyro_bdl.mcmc.jax.translate import to_jax
 from pyro_bdl.nn import each
 from pyro_bdl.priors import Horseshoe, Normal, Pooled
 
@@ -213,25 +210,6 @@ def test_a_pooled_prior_needs_a_prior_of_its_mean():
         Pooled(mean=dist.Normal(0.0, 1.0))
 
 
-def test_a_prior_may_differ_by_network():
-    scales = torch.tensor([1.0, 2.0, 3.0]).double()
-
-    def prior(name, module, parameter):
-        scale = scales.reshape(-1, *[1] * parameter.dim()).expand(-1, *parameter.shape)
-        return dist.Normal(0.0, scale)
-
-    def declare(name, module, parameter):  # bayesianize looks at one network
-        return Normal(1.0)(name, module, parameter)
-
-    networks = bayesianize(_net(nn.Linear(2, 1)), declare, plate="groups")
-    networks.prior = prior
-    with pyro.poutine.trace() as tracer, pyro.plate("groups", G):
-        networks(X[:, 0])
-    site = tracer.trace.nodes["0.weight"]
-    assert site["fn"].batch_shape == (G,) and site["fn"].event_shape == (1, 2)
-    torch.testing.assert_close(site["fn"].variance[:, 0, 0], scales**2)
-
-
 def test_parameters_without_a_prior_are_shared():
     def prior(name, module, parameter):
         return None if name.startswith("0") else Normal(1.0)(name, module, parameter)
@@ -290,17 +268,6 @@ def test_a_subsampled_plate_trains_the_networks_of_its_indices():
     _losses(model, guide, TemperedTraceMeanField_ELBO(), steps=1)
     moved = guide.layout.unflatten(guide.location() != before)["0.weight"].flatten(1).any(1)
     assert moved.sum() == 2
-
-
-def test_the_density_of_nuts_under_jax_is_that_of_torch():
-    program = Program(_many(_net(), Pooled(dist.HalfNormal(1.0))), X, Y)
-    vector = torch.randn(program.size, dtype=torch.float64)
-    gradient, expected = torch.func.grad_and_value(program.log_density)(vector)
-    with jax.enable_x64(True):
-        translated = jax.jit(jax.value_and_grad(to_jax(program.log_density, vector)))
-        value, slope = translated(vector.numpy())
-    torch.testing.assert_close(float(value), float(expected))
-    torch.testing.assert_close(torch.tensor(np.array(slope)), gradient)
 
 
 def test_networks_without_a_batching_rule_are_taken_one_by_one():

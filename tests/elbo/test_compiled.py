@@ -22,8 +22,7 @@ from helpers.compiled_steps import (
     regression_with,
     same_steps,
 )
-from pyro import poutine
-from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
+from pyro.infer.autoguide import AutoNormal
 from torch import nn
 
 from pyro_bdl import bayesianize, models
@@ -70,17 +69,6 @@ def test_dropout_for_every_datum():
     same_steps({"estimator": "per_example_dropout"}, [(X, Y)] * 5, kind=AutoMCDropout)
 
 
-def test_several_guides_in_a_list():
-
-    def make_guide(model):
-        guide = AutoGuideList(model)
-        guide.append(AutoMeanField(poutine.block(model, hide=["noise"])))
-        guide.append(AutoDelta(poutine.block(model, expose=["noise"])))
-        return guide
-
-    same_steps({}, [(X, Y)] * 5, kind=make_guide)
-
-
 def _torch_loop(elbo, steps=5, loss_of=lambda loss: loss):
     pyro.clear_param_store()
     pyro.set_rng_seed(1)
@@ -109,25 +97,6 @@ def test_torchs_loop(loss_of):
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
     assert elbo.num_replays == num_replays(5)
-
-
-def test_gradients_add_up_and_hooks_are_called():
-    model = regression()
-    guide = AutoMeanField(model).prototype(X, Y)
-    elbo = CompiledELBO()
-    for _ in range(4):
-        elbo.loss_and_grads(model, guide, X, Y)
-    before = guide.loc.grad.clone()
-    torch.manual_seed(5)
-    elbo.loss_and_grads(model, guide, X, Y)
-    once = guide.loc.grad - before
-    seen = []
-    guide.loc.register_hook(lambda gradient: seen.append(gradient.clone()))
-    torch.manual_seed(5)
-    elbo.loss_and_grads(model, guide, X, Y)
-    torch.testing.assert_close(guide.loc.grad, before + 2 * once)
-    assert elbo.num_replays == num_replays(6)
-    torch.testing.assert_close(seen[0], once)
 
 
 def test_arguments_with_gradients():
@@ -286,28 +255,6 @@ def test_what_is_no_graph_runs_uncompiled(change, reason):
     with pytest.warns(BdlWarning, match=reason) as caught:
         same_steps({}, [(X, Y)] * 6, make=make, replays=0)
     assert len([w for w in caught if issubclass(w.category, BdlWarning)]) == 1
-
-
-def test_branches_on_what_stays_the_same_are_fine():
-    """A change is found by the next comparison, in step 8."""
-
-    class Fixed(nn.Linear):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.register_buffer("flag", torch.tensor(1.0))
-
-        def forward(self, x):
-            return super().forward(x) * (1.0 if self.flag > 0 else -1.0)
-
-    def between(number, model, guide):
-        if number == 7:
-            model.network.network.flag.fill_(-1.0)
-
-    with pytest.warns(BdlWarning, match="traces the program again"):
-        elbo, _ = same_steps(
-            {}, [(X, Y)] * 11, make=lambda: regression(Fixed(2, 1)), between=between, replays=5
-        )
-    assert elbo.num_traces == 2
 
 
 def test_a_tensor_computed_outside_is_refused():

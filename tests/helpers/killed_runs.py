@@ -1,4 +1,4 @@
-"""Runs of chains and of training that another process kills, in a module that it can import."""
+"""Runs of chains that another process kills, in a module that it can import."""
 
 import itertools
 import time
@@ -6,11 +6,8 @@ import time
 import pyro
 import pyro.distributions as dist
 import torch
-from torch import nn
 
-import pyro_bdl as bdl
 from pyro_bdl import mcmc
-from pyro_bdl.utils.tensor_file import save_tree
 
 Y = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
 X = torch.linspace(-1, 1, 20, dtype=torch.float64)
@@ -59,26 +56,3 @@ def run_in_small_blocks(kind, folder, result=None):
         samples = drawn(kind, 300, checkpoint=folder, num_chains=1)
     if result is not None:
         samples.save(result)
-
-
-def train_with_checkpoint(kind, path, result=None):
-    """Take 400 steps and write a checkpoint after each of them."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    x = torch.linspace(-1.0, 1.0, 24)[:, None]
-    net = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
-    model = bdl.models.Regression(bdl.bayesianize(net), num_data=24)
-    guide = bdl.guides.AutoMeanField(model).prototype(x, x)
-    elbo = bdl.elbo.CompiledELBO() if kind == "compiled" else bdl.elbo.TemperedTrace_ELBO()
-    objective = elbo(model, guide)
-    if kind == "ivon":
-        optimizer = bdl.optim.IVON(guide, lr=0.1)
-    else:
-        optimizer = torch.optim.Adam(guide.parameters(), lr=0.03)
-    run = bdl.Checkpoint(path, model=model, guide=guide, optimizer=optimizer)
-    for _ in run.steps(400, every=1):
-        optimizer.zero_grad()
-        objective(x, x).backward()
-        optimizer.step()
-    if result is not None:
-        save_tree(result, guide.state_dict() | model.state_dict(), kind="parameters")

@@ -1,18 +1,14 @@
 """A training run that is stopped at any moment goes on as if it had not been."""
 
 import json
-import multiprocessing
 import os
 import pickle
-import random
-import time
 
 import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from helpers.killed_runs import train_with_checkpoint
 from pyro.infer import SVI, Trace_ELBO
 from safetensors import safe_open
 from torch import nn
@@ -329,40 +325,3 @@ def test_trees_come_back_as_they_were(tmp_path):
         load_tree(path, kind="checkpoint")
     with pytest.raises(TypeError, match=r"the state\['f'\]\[1\] is a function"):
         save_tree(path, {"f": [1, lambda: 0]}, kind="tree")
-
-
-# Other processes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "compiled", "ivon"])
-def test_twenty_kills_at_random_moments_change_no_parameter(kind, tmp_path):
-    """Processes are killed (SIGKILL) while they train and write a checkpoint after each step."""
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["torch", "pyro"])
-    generator, path = random.Random(0), tmp_path / "cut"
-
-    def started(*arguments):
-        child = processes.Process(target=train_with_checkpoint, args=(kind, *arguments))
-        child.start()
-        return child
-
-    for kills in range(20):
-        before, child = _written(path), started(path)
-        while child.is_alive() and _written(path) == before:
-            time.sleep(0.002)
-        time.sleep(generator.uniform(0.0, 0.05))
-        assert child.is_alive(), f"the run ended after {kills} kills: make it longer"
-        child.kill()
-        child.join()
-    ends = []
-    for run in (path, tmp_path / "whole"):
-        started(run, run.with_suffix(".end")).join()
-        ends.append(load_tree(run.with_suffix(".end"), kind="parameters"))
-    assert ends[0].keys() == ends[1].keys() and ends[0]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-
-
-def _written(path):
-    """The time of the last complete write."""
-    return path.stat().st_mtime_ns if path.exists() else 0

@@ -3,7 +3,6 @@ far."""
 
 import itertools
 import math
-import sys
 
 import pytest
 import torch
@@ -100,19 +99,6 @@ def test_ctrl_c_keeps_what_was_learned(monkeypatch):
         run = training.train(model, guide, x, y, steps=100)
     assert run.interrupted and len(run.losses) == 29
     assert guide.loc.isfinite().all()
-
-
-def test_the_bar_waits_for_work_that_takes_long(conjugate, capsys, monkeypatch):
-    guide = guides.AutoMeanField(conjugate.model)
-    options = {"steps": 5, "progress": "quick"}
-    training.train(conjugate.model, guide, conjugate.x, conjugate.y, **options)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a second at each look
-    training.train(conjugate.model, guide, conjugate.x, conjugate.y, **options)
-    assert capsys.readouterr().err == ""  # no terminal
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    training.train(conjugate.model, guide, conjugate.x, conjugate.y, **options)
-    assert "quick" in capsys.readouterr().err
 
 
 def _bits(model, x, y):

@@ -24,7 +24,6 @@ from pyro.distributions import Categorical, MixtureSameFamily, Unit
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
-from pyro_bdl.contrib.discrete.densities import log_densities
 from pyro_bdl.contrib.discrete.elimination import (
     ROOM,
     Elimination,
@@ -67,7 +66,7 @@ class SummedOut:
         self._algebra = Elimination(self._variables, enumeration.plates)
         self._statements = [s for s in enumeration.statements if s.symbols]
         self._given = [s for s in self._statements if s.site.value is not None]
-        self._densities = log_densities(self._given)
+        self._densities = {s.name: s.site.distribution.log_prob(s.site.value) for s in self._given}
         self._factors = {s.name: self._factor(s, self._densities[s.name]) for s in self._given}
         self._ends: list[list[Factor]] = []  # the last factors of variables that are connected
         self.one_step_ahead: str | None = None
