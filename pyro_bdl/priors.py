@@ -19,7 +19,7 @@ from pyro.nn import PyroParam
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from pyro_bdl import distributions
+from pyro_bdl.distributions import log_uniform, matrix_normal
 from pyro_bdl.program.batch_norm import without_running_statistics
 from pyro_bdl.program.normalized import NORMALIZATIONS, normalized_groups
 from pyro_bdl.scales import Hyperprior, Scale, checked, hyperparameter, present_scope
@@ -176,7 +176,7 @@ class MatrixNormal(Prior):
                 )
             sides.append(parameter.new_ones(size) if factor is None else factor.to(parameter))
         zero = torch.zeros_like(parameter.detach())
-        return distributions.MatrixNormal(zero, self.scale * sides[0], sides[1])
+        return matrix_normal.MatrixNormal(zero, self.scale * sides[0], sides[1])
 
 
 def _factor(covariance: Tensor | None, argument: str) -> Tensor | None:
@@ -251,7 +251,7 @@ class LogUniform(Prior):
     """
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
-        return _spread(distributions.ImproperLogUniform(parameter.new_zeros(())), parameter)
+        return _spread(log_uniform.ImproperLogUniform(parameter.new_zeros(())), parameter)
 
 
 class Laplace(Prior):

@@ -7,8 +7,6 @@ from pyro_bdl.estimators.flipout import flipout
 from pyro_bdl.estimators.local_reparameterization import local_reparameterization
 from pyro_bdl.estimators.per_datum import PerDatum
 
-__all__ = ["PerDatum", "as_estimator", "flipout", "local_reparameterization", "per_example_dropout"]
-
 _BY_NAME: dict[str, Callable[[], PerDatum]] = {
     "local_reparameterization": local_reparameterization,
     "flipout": flipout,

@@ -1,8 +1,6 @@
 """Collective operations on the processes of a torch.distributed group: sums, broadcasts, checks."""
 
-import datetime
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,14 +21,12 @@ class Ranks:
     All methods are collective: every rank must call them, in the same order.
 
     :param group: a process group; None for all processes.
-    :param patience: seconds that the ranks have to sign when a collective operation failed.
     :raises RuntimeError: if there are several processes and no process group, or if this process is
         not in the group.
     """
 
-    def __init__(self, group: Any = None, *, patience: float = 5.0) -> None:
+    def __init__(self, group: Any = None) -> None:
         self.group, self.number, self.size = group, 0, 1
-        self.patience = patience
         if dist.is_available() and dist.is_initialized():
             self.number, self.size = dist.get_rank(group), dist.get_world_size(group)
             if self.number < 0:
@@ -46,7 +42,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self._or_name_the_missing():
+        with _all_ranks():
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -82,7 +78,7 @@ class Ranks:
         if self.size == 1:
             return
         whole = tensor.detach().contiguous()
-        with self._or_name_the_missing():
+        with _all_ranks():
             dist.all_reduce(whole, group=self.group)
         if whole.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(whole)
@@ -135,43 +131,21 @@ class Ranks:
     def _of_rank_0(self, tensor: Tensor) -> Tensor:
         value = tensor.detach().clone(memory_format=torch.contiguous_format)
         source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-        with self._or_name_the_missing():
+        with _all_ranks():
             dist.broadcast(value, source, group=self.group)
         return value
 
-    @contextmanager
-    def _or_name_the_missing(self) -> Iterator[None]:
-        """If a collective operation fails, name the ranks that do not answer.
 
-        Each rank that sees the failure signs in the store at which the processes met.
-
-        :raises RuntimeError: naming them.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{self._missing()}, and this rank stops: start the job again, which goes on from "
-                "its last checkpoint"
-            ) from error
-
-    def _missing(self) -> str:
-        """A clause that names the ranks that do not answer."""
-        end = time.monotonic() + self.patience
-        missing = []
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"pyro_bdl stops {self.number}", "yes")
-            for rank in set(range(self.size)) - {self.number}:
-                left = max(0.1, end - time.monotonic())
-                try:
-                    store.wait([f"pyro_bdl stops {rank}"], datetime.timedelta(seconds=left))
-                except RuntimeError:
-                    missing.append(rank)
-        except RuntimeError:
-            return "the process at which the ranks met does not answer (rank 0, or torchrun)"
-        names = ", ".join(map(str, missing))
-        return f"rank {names} does not answer" if missing else "a connection between ranks broke"
+@contextmanager
+def _all_ranks() -> Iterator[None]:
+    """Say what to do if a collective operation fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            "another rank does not answer, and this rank stops: the log of the one that died says "
+            "why; start the job again, which goes on from its last checkpoint"
+        ) from error
 
 
 def _difference(value: Tensor, reference: Tensor) -> float:
