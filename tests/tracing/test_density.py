@@ -1,7 +1,5 @@
 """A program's log density as a graph: values, gradients, and when the program itself runs."""
 
-import random
-import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -90,37 +88,6 @@ def test_transforms_other_shapes_and_calls_without_gradients_run_the_program():
         torch.testing.assert_close(density(points[0]), exact[0])
     assert model.runs[0] == before + 1
     torch.testing.assert_close(density(points[0].double()).float(), exact[0])
-
-
-def test_a_program_that_branches_on_its_latents_is_refused_and_still_runs():
-    def model(y):
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        pyro.sample("y", dist.Normal(w if w > 0 else 2.0 * w, 1.0), obs=y)
-
-    program = Program(model, torch.tensor(0.5))
-    density = program.compile()
-    with pytest.warns(BdlWarning, match="uncompiled, since it reads numbers"):
-        density(torch.tensor([0.1], requires_grad=True))
-    for number in (0.5, -0.5, 0.7):
-        point = torch.tensor([number])
-        found = value_and_gradients(density, point)
-        torch.testing.assert_close(found, value_and_gradients(program.log_density, point))
-
-
-@pytest.mark.parametrize("of_torch", [True, False])
-def test_random_numbers_of_torch_are_drawn_in_each_run_others_are_refused(of_torch):
-    def model(y):
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        number = torch.rand(()) if of_torch else random.random()
-        pyro.sample("y", dist.Normal(w * number, 1.0), obs=y)
-
-    density = Program(model, torch.tensor(0.5)).compile()
-    expected = warnings.catch_warnings() if of_torch else pytest.warns(BdlWarning, match="random")
-    with expected:
-        for _ in range(3):
-            density(torch.tensor([0.5]))
-    assert density.graphs.num_replays == of_torch
-    assert len({float(density(torch.tensor([0.5]))) for _ in range(3)}) == 3
 
 
 def test_a_graph_that_does_not_run_leaves_the_program():
