@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pyro_bdl.utils.tables import Column
+from pyro_bdl.comparison.columns import Column
 
 SCORES = tuple(
     Column(key, title, error=f"{key}_se", style=style)

@@ -21,12 +21,12 @@ from pyro_bdl.app.options import Options
 from pyro_bdl.app.page import units, write_page
 from pyro_bdl.app.provenance import provenance
 from pyro_bdl.app.report.write import Table
+from pyro_bdl.comparison.columns import to_text
 from pyro_bdl.comparison.table import Comparison, compare_evaluations
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.utils.files import atomic_write
 from pyro_bdl.utils.progress import logger
 from pyro_bdl.utils.random_state import seeded
-from pyro_bdl.utils.tables import to_text
 
 FAILED, INTERRUPTED = 1, 130
 _REFERENCE, _SHIPPED = "nuts", "reference"

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pyro_bdl.comparison.columns import Column, listed, with_error
 from pyro_bdl.comparison.evaluate import Evaluation
-from pyro_bdl.utils.tables import Column, listed, with_error
 
 
 class Row(dict[str, Any]):

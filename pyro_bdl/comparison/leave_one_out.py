@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl import diagnostics
+from pyro_bdl.comparison.columns import listed
 from pyro_bdl.comparison.kind import Kind, read_kind
 from pyro_bdl.comparison.metric import metric, metrics_of
 from pyro_bdl.comparison.observe import log_densities
@@ -33,7 +34,6 @@ from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
-from pyro_bdl.utils.tables import listed
 
 
 @dataclass(frozen=True)

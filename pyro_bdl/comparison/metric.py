@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.utils.tables import Column
+from pyro_bdl.comparison.columns import Column
 
 Inputs = Mapping[str, tuple[Any, ...]]  # of metrics, by ``of``
 NUMBERS, CLASSES = "regression", "classification"

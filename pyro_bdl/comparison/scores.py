@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl import metrics
+from pyro_bdl.comparison.columns import listed
 from pyro_bdl.comparison.kind import Kind
 from pyro_bdl.comparison.metric import (
     CLASSES,
@@ -43,7 +44,6 @@ from pyro_bdl.comparison.observe import Block
 from pyro_bdl.metrics.calibration import mean_confidence, uniformity
 from pyro_bdl.metrics.scores import effective_draws, squared_error
 from pyro_bdl.metrics.uncertainty import Uncertainty
-from pyro_bdl.utils.tables import listed
 
 # Below this many effective draws the density of a mixture says more about their number.
 FEW_DRAWS = 10

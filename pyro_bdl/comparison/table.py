@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.comparison import judge
+from pyro_bdl.comparison.columns import Column, groups, to_text
 from pyro_bdl.comparison.costs import COSTS
 from pyro_bdl.comparison.distances import (
     ALL_DISTANCES,
@@ -31,7 +32,6 @@ from pyro_bdl.comparison.scores import (
     few_draws_note,
 )
 from pyro_bdl.utils.progress import shown
-from pyro_bdl.utils.tables import Column, groups, to_text
 
 # matplotlib and pandas take long to import, and are imported when they are needed.
 if TYPE_CHECKING:

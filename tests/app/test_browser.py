@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from pyro_bdl.app.report.write import Table, page
-from pyro_bdl.utils.tables import Column
+from pyro_bdl.comparison.columns import Column
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

@@ -11,8 +11,8 @@ from pyro.infer.autoguide import AutoNormal
 
 import pyro_bdl as bdl
 from pyro_bdl import PredictiveDraws, Samples, compare
+from pyro_bdl.comparison.columns import with_error
 from pyro_bdl.errors import BdlWarning, UnusableDrawsError
-from pyro_bdl.utils.tables import with_error
 
 Y, CLASSES = GRID[:, 0], torch.arange(9) % 2
 

@@ -1,6 +1,5 @@
 """A program's log density as a graph: values, gradients, and when the program itself runs."""
 
-
 import pyro
 import pyro.distributions as dist
 import pytest

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from pyro_bdl.app.report.svg import dark_colors, inline, marker
-from pyro_bdl.utils.tables import Column, Row
+from pyro_bdl.comparison.columns import Column, Row
 
 Groups = Sequence[tuple[str, Sequence[str]]]
 _FURTHER = "further columns"

@@ -1,13 +1,9 @@
-"""Tables of results: rows as dicts, columns described once, written as text or CSV."""
+"""Tables of results: rows as dicts, columns described once, written as text."""
 
-import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from pyro_bdl.utils.files import atomic_write
 
 Row = Mapping[str, object]
 
@@ -126,18 +122,6 @@ def groups(columns: Sequence[Column]) -> list[tuple[str, int]]:
         else:
             runs.append((column.group, 1))
     return runs
-
-
-def to_csv(path: str | Path, rows: Sequence[Row], columns: Sequence[Column]) -> Path:
-    """Write a CSV file with all digits, headed by the columns' keys; return its path."""
-    path = Path(path)
-    with atomic_write(path) as part, part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([column.key for column in columns])
-        for row in rows:
-            values = [row.get(column.key) for column in columns]
-            writer.writerow(["" if value is None else value for value in values])
-    return path
 
 
 def _group_line(columns: Sequence[Column], widths: Sequence[int]) -> str:

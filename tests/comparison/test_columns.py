@@ -1,11 +1,10 @@
-"""Tables as text and CSV."""
+"""Tables as text."""
 
-import csv
 import math
 
 import pytest
 
-from pyro_bdl.utils.tables import Column, number, to_csv, to_text
+from pyro_bdl.comparison.columns import Column, number, to_text
 
 COLUMNS = [
     Column("name", "posterior", style="text"),
@@ -65,13 +64,3 @@ def test_text_is_aligned_under_groups():
         "map         55.3  71.2 %      –",
         "mean-field  1234       –  1.004",
     ]
-
-
-def test_csv_keeps_all_digits(tmp_path):
-    path = to_csv(tmp_path / "new" / "table.csv", ROWS, COLUMNS)
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["name", "rmse", "cover", "rhat"]
-    assert float(rows[0]["rmse"]) == 55.333
-    assert rows[1]["cover"] == ""
-    assert math.isnan(float(rows[0]["rhat"]))
