@@ -92,13 +92,13 @@ def compare(
         model, one, test, train=train, ood=ood, units=units, num_samples=num_samples,
         batch_norm_data=batch_norm_data, seed=seed, progress=progress,
     )  # fmt: skip
-    found: dict[str, Evaluation] = {}
+    evaluations: dict[str, Evaluation] = {}
     for name, posterior in posteriors.items():
         try:
             spent = costs.get(name, Costs())
-            found[name] = evaluate_in(setting, posterior, spent, left_out.get(name))
+            evaluations[name] = evaluate_in(setting, posterior, spent, left_out.get(name))
         except UnusableDrawsError as error:
             raise UnusableDrawsError(f"posterior {name!r}: {error}", name) from error
         except (TypeError, ValueError) as error:
             raise type(error)(f"posterior {name!r}: {error}") from error
-    return compare_evaluations(found, reference, progress=progress)
+    return compare_evaluations(evaluations, reference, progress=progress)

@@ -58,17 +58,17 @@ class Costs:
         :param posterior: of ``Samples``, the statistic ``num_steps`` counts the gradients.
         :param mixing: of its chains.
         """
-        found: dict[str, tuple] = {"costs": (self, posterior)}
+        known: dict[str, tuple] = {"costs": (self, posterior)}
         stats = posterior.stats if isinstance(posterior, Samples) else {}
         if isinstance(posterior, LaplaceGuide):
-            found["laplace"] = (posterior,)
+            known["laplace"] = (posterior,)
         if "diverging" in stats:
-            found["diverging"] = (stats["diverging"],)
+            known["diverging"] = (stats["diverging"],)
         if mixing is not None and (spent := seconds.function(self, posterior)):
-            found["time"] = mixing, spent
+            known["time"] = mixing, spent
         if mixing is not None and "num_steps" in stats:
-            found["gradients"] = mixing, float(stats["num_steps"].double().sum())
-        return found
+            known["gradients"] = mixing, float(stats["num_steps"].double().sum())
+        return known
 
 
 # --------------------------------------------------------------------------------------- costs
@@ -287,5 +287,5 @@ def _resident(field: str) -> int | None:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
-    return int(found[0]) * 1024 if found else None
+    sizes = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
+    return int(sizes[0]) * 1024 if sizes else None

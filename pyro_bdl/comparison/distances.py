@@ -190,11 +190,11 @@ def sd_of_draws(draws: Tensor) -> Tensor:
 def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
     """All distances of a posterior from the reference, by key, and their errors as ``key_se``."""
     inputs, groups = _inputs(evaluation, reference), groups_of(evaluation, reference)
-    found = measure(ALL_DISTANCES, evaluation.task, inputs)
+    numbers = measure(ALL_DISTANCES, evaluation.task, inputs)
     with_error = [m for m in of_task(ALL_DISTANCES, evaluation.task) if m.error]
     for name, pair in inputs.items():
-        found |= _errors([m for m in with_error if m.of == name], pair, groups)
-    return found | {"resolution": resolved(evaluation, reference, found["wasserstein_se"])}
+        numbers |= _errors([m for m in with_error if m.of == name], pair, groups)
+    return numbers | {"resolution": resolved(evaluation, reference, numbers["wasserstein_se"])}
 
 
 def _errors(chosen: list[Metric], pair: Pair, groups: int) -> Numbers:
@@ -219,22 +219,22 @@ def at_some_points(draws: Tensor) -> Tensor:
 def _inputs(evaluation: Evaluation, reference: Evaluation) -> dict[str, Pair]:
     pair = evaluation, reference
     few = [evenly(side.function, side.chains, _MOST_PAIRED) for side in pair]
-    found: dict[str, Pair] = {
+    inputs: dict[str, Pair] = {
         "evaluations": pair,
         "function": (evaluation.function, reference.function),
         "few draws": (few[0], few[1]),
     }
     scale = median_distance(few[1])
     if scale > 0:
-        found["scaled"] = few[0].double() / scale, few[1].double() / scale
+        inputs["scaled"] = few[0].double() / scale, few[1].double() / scale
     moments = [
         torch.stack([side.expected, side.noise], -1)
         for side in pair
         if side.expected is not None and side.noise is not None
     ]
     if len(moments) == 2:
-        found["moments"] = moments[0], moments[1]
-    return found
+        inputs["moments"] = moments[0], moments[1]
+    return inputs
 
 
 def resolved(evaluation: Evaluation, reference: Evaluation, error: float) -> float:
@@ -268,11 +268,11 @@ def sd_ratios(ours: Evaluation, theirs: Evaluation) -> Numbers:
 
     :returns: the ratios; regions with fewer than 5 test inputs are left out.
     """
-    found: Numbers = {}
+    ratios: Numbers = {}
     for region, mask in theirs.regions.items():
         if int(mask.sum()) >= _LEAST_POINTS:
             pair = ours.function[:, mask], theirs.function[:, mask]
             ratio = sd_ratio.function(*pair)
             error = _errors([sd_ratio], pair, groups_of(ours, theirs))["sd_ratio_se"]
-            found |= {f"sd_ratio_{region}": float(ratio), f"sd_ratio_{region}_se": error}
-    return found
+            ratios |= {f"sd_ratio_{region}": float(ratio), f"sd_ratio_{region}_se": error}
+    return ratios

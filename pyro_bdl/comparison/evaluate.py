@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl import metrics
 from pyro_bdl.comparison.costs import COSTS, Costs, Mixing
 from pyro_bdl.comparison.kind import without_targets
 from pyro_bdl.comparison.leave_one_out import (
@@ -31,7 +30,6 @@ from pyro_bdl.errors import BdlWarning, UnusableDrawsError
 from pyro_bdl.guides.draws import as_posterior, samples_of_program, to_samples
 from pyro_bdl.metrics.calibration import coverage_range
 from pyro_bdl.metrics.monte_carlo import halves
-from pyro_bdl.metrics.uncertainty import Uncertainty
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.batches import taken
@@ -93,14 +91,6 @@ class Evaluation:
     def effective(self) -> float:
         """The number of effective draws: the median ESS of chains; NaN if it is unknown."""
         return float(self.scores.get("ess_median", len(self.function)))
-
-    def uncertainty(self) -> Uncertainty | None:
-        """Aleatoric and epistemic entropy or variance at the kept points."""
-        if self.task == "classification":
-            return metrics.entropy_parts(self.function)
-        if self.expected is None or self.noise is None:
-            return None
-        return metrics.variance_parts(self.expected, self.noise)
 
     def halves(self) -> tuple["Evaluation", "Evaluation"]:
         """Two halves: half of the chains and the other half, or both ends of a single chain."""
@@ -187,18 +177,18 @@ def evaluate_in(
     """``evaluate`` in a setting that is read; it starts from the seed, whatever came before."""
     with seeded(setting.seed), torch.no_grad():
         if isinstance(posterior, PredictiveDraws):
-            found, inputs = _of_known(setting, posterior)
+            evaluation, inputs = _of_known(setting, posterior)
         else:
             drawn = _Draws(setting, posterior)
-            found, inputs = drawn.evaluation()
+            evaluation, inputs = drawn.evaluation()
             posterior = drawn.posterior
             if left_out is None and setting.train is not None:
                 inputs |= drawn.left_out(setting.train)
         if left_out is not None:
             inputs["loo"] = left_out, ""
         inputs |= costs.inputs(posterior, *inputs.get("mixing", ()))
-        scores = {**found.scores, **measure(NUMBERS_OF_ONE, found.task, inputs)}
-    return replace(found, scores=scores, loo=inputs.get("loo", (None,))[0])
+        scores = {**evaluation.scores, **measure(NUMBERS_OF_ONE, evaluation.task, inputs)}
+    return replace(evaluation, scores=scores, loo=inputs.get("loo", (None,))[0])
 
 
 class _Draws:
@@ -236,18 +226,20 @@ class _Draws:
     def evaluation(self) -> tuple[Evaluation, dict[str, tuple]]:
         """The evaluation without its numbers but the points', and the inputs of metrics."""
         data, chains = self.setting, self.samples.num_chains
-        found, inputs, density = _scored(data, self._blocks(), chains)
+        evaluation, inputs, density = _scored(data, self._blocks(), chains)
         inputs["drawing"] = self.seconds, self.count
         if data.ood is not None:
             block = observe(self.predictive, data.kind, data.ood, None).in_units(*data.units)
-            there = replace(found, function=block.function, expected=block.mean, noise=block.noise)
-            parts = found.uncertainty(), there.uncertainty()
-            inputs |= {} if None in parts else {"ood": parts}
+            there = block.uncertainty(data.kind.task)
+            if there is not None and "uncertainty" in inputs:
+                inputs["ood"] = *inputs["uncertainty"], there
         if isinstance(self.posterior, Samples):
             # noisy draws of the target always seem to mix
-            function = density if data.kind.fixed_mean and density is not None else found.function
+            function = (
+                density if data.kind.fixed_mean and density is not None else evaluation.function
+            )
             inputs["mixing"] = (Mixing.of(function, chains),)
-        return found, inputs
+        return evaluation, inputs
 
     def _blocks(self) -> Iterator[Block]:
         data = self.setting
@@ -279,10 +271,10 @@ def _of_known(data: Setting, known: PredictiveDraws) -> tuple[Evaluation, dict[s
             f"{len(data.y)} test inputs"
         )
     block = known_block(data.kind, known, data.y)
-    found, inputs, _ = _scored(data, [block], known.chains)
+    evaluation, inputs, _ = _scored(data, [block], known.chains)
     if known.chains > 1:
-        inputs["mixing"] = (Mixing.of(found.function, known.chains),)
-    return found, inputs
+        inputs["mixing"] = (Mixing.of(evaluation.function, known.chains),)
+    return evaluation, inputs
 
 
 def _scored(
@@ -291,7 +283,7 @@ def _scored(
     """The scores of all rows with the draws at some of them, the inputs of the other metrics, and
     the last batch's density."""
     kind, rows, (scale, shift) = data.kind, len(data.y), data.units
-    score, kept, density, start = Score(kind), [], None, 0
+    score, chosen_blocks, density, start = Score(kind), [], None, 0
     places = spaced(rows)
     for block in blocks:
         block = block.in_units(scale, shift)
@@ -299,12 +291,13 @@ def _scored(
         density = block.log_density
         inside = places[(places >= start) & (places < start + block.rows)] - start
         if len(inside):
-            kept.append(block.at(inside.to(block.mean.device), chains, _NUMBERS // len(places)))
+            inside = inside.to(block.mean.device)
+            chosen_blocks.append(block.at(inside, chains, _NUMBERS // len(places)))
         start += block.rows
-    block, chosen = Block.joined(kept), places.to(data.y.device)
+    block, chosen = Block.joined(chosen_blocks), places.to(data.y.device)
     x = taken(data.test[:-1], chosen) if kind.by_rows and len(data.test) > 1 else ()
     y, points, whole = data.y[chosen], score.points(), score.whole()
-    found = Evaluation(
+    evaluation = Evaluation(
         task=kind.task,
         rows=rows,
         places=places,
@@ -325,10 +318,10 @@ def _scored(
     inputs: dict[str, tuple[Any, ...]] = {}
     if "y" in whole:
         inputs["mean"] = whole["mean"], whole["y"]
-    if found.pit is not None:
-        inputs["pit"] = (found.pit,)
-    if (uncertainty := found.uncertainty()) is not None:
+    if evaluation.pit is not None:
+        inputs["pit"] = (evaluation.pit,)
+    if (uncertainty := block.uncertainty(kind.task)) is not None:
         inputs["uncertainty"] = (uncertainty,)
     if block.draws is not None and len(block.draws) >= _LEAST_FOR_RANGE:
         inputs["coverage range"] = tuple(coverage_range(block.draws).tolist())
-    return found, inputs, density
+    return evaluation, inputs, density

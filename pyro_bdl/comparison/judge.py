@@ -134,15 +134,15 @@ def judge(
     points = next(iter(evaluations.values())).rows
     key = score if base is None else DISTANCE
     names = sorted(rows, key=lambda name: (name != reference, _or_inf(rows[name][key])))
-    found = {}
+    judgments = {}
     for name in names:
         if base is None:
             group = _group_by_score(evaluations[name], evaluations[names[0]], score)
         else:
             group = REFERENCE if name == reference else _group(rows[name], point)
         other = None if name == reference else base
-        found[name] = Judgment(group, reasons(rows[name], other, points, score))
-    return found
+        judgments[name] = Judgment(group, reasons(rows[name], other, points, score))
+    return judgments
 
 
 def _or_inf(value: float) -> float:
@@ -208,13 +208,13 @@ def reasons(row: Row, reference: Row | None, points: int, score: str = SCORE) ->
     :param points: number of test points.
     :param score: key of the NLPD that predictions are compared by.
     """
-    found = [_coverage(row, points), _convergence(row)]
+    clauses = [_coverage(row, points), _convergence(row)]
     if reference is not None:
         near = [_predictions(row, score), _spread(row), _center(row), _left_out(row, reference)]
-        found = [*near, *found]
-    if not any(found):
-        found = [_calibrated(row, points)]
-    return tuple(reason for reason in (*found, _parameters(row)) if reason is not None)
+        clauses = [*near, *clauses]
+    if not any(clauses):
+        clauses = [_calibrated(row, points)]
+    return tuple(reason for reason in (*clauses, _parameters(row)) if reason is not None)
 
 
 def _is_clear(deviation: float, error: float, band: float) -> bool:
@@ -265,13 +265,13 @@ def _worst_region(row: Row) -> str:
     """The region away from the data where the sd is off most, clearly so, and more than near
     them; empty for none."""
     near = _log_ratio(row, "_near")[0] if row["sd_ratio_near"] > 0 else 0.0
-    found = {}
+    worse = {}
     for region in ("_between", "_beyond"):
         off, error = _log_ratio(row, region)
         more = math.copysign(1, off) * (off - near) > SD_APART
         if more and abs(off) > SD and _is_clear(off, error, SD):
-            found[region] = abs(off)
-    return max(found, key=lambda region: found[region], default="")
+            worse[region] = abs(off)
+    return max(worse, key=lambda region: worse[region], default="")
 
 
 def _center(row: Row) -> Reason | None:

@@ -82,19 +82,19 @@ class Kind:
 
     def probabilities(self, means: Mapping[str, Tensor]) -> Tensor:
         """Class probabilities ``(S, N, C)``; several labels of a row count as several points."""
-        found = {name: class_probabilities(kind, means[name]) for name, kind in self.sites.items()}
-        first = next(iter(found.values()))
+        by_site = {n: class_probabilities(kind, means[n]) for n, kind in self.sites.items()}
+        first = next(iter(by_site.values()))
         if self.is_last:
             return first
         rows = means[next(iter(self.sites))].shape[1:2] if self.by_rows else ()
-        joined = self._joined(found, len(first), *rows)
+        joined = self._joined(by_site, len(first), *rows)
         return joined.reshape(len(joined), -1, first.shape[-1])
 
     def densities(self, values: Mapping[str, Tensor]) -> Tensor:
         """Log densities of each site ``(S, *batch)`` as those of the data, ``(S, K)``."""
         if not self.plates:
-            found = self._joined(values, len(next(iter(values.values()))))
-            return found.sum(1, keepdim=True) if self.is_joint else found
+            joined = self._joined(values, len(next(iter(values.values()))))
+            return joined.sum(1, keepdim=True) if self.is_joint else joined
         terms = []
         for name in self.sites:
             dims = [at[name] for at in self.plates.values()]
@@ -270,13 +270,13 @@ def _same_mean(program: Program, site: str) -> bool:
 def _common_plates(sites: Mapping[str, Site]) -> dict[str, dict[str, int]]:
     """The plates of all sites, each with its dimension at every site."""
     shapes = {name: site.distribution.batch_shape for name, site in sites.items()}
-    found: dict[str, dict[str, int]] = {}
+    common: dict[str, dict[str, int]] = {}
     for plate, _ in next(iter(sites.values())).plates:
         dims = {n: dict(site.plates).get(plate, -1 - len(shapes[n])) for n, site in sites.items()}
         inside = all(-dim <= len(shapes[name]) for name, dim in dims.items())
         if inside and len({shapes[name][dim] for name, dim in dims.items()}) == 1:
-            found[plate] = dims
-    return found
+            common[plate] = dims
+    return common
 
 
 def _are_rows(

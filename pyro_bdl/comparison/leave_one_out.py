@@ -181,13 +181,13 @@ def leave_one_out(
         warnings.simplefilter("ignore", BdlWarning)  # the table holds the number of high k-hats
         if log_q is not None:
             by = CORRECTED
-            found = diagnostics.loo_approximate_posterior(draws, (log_p + total)[None], log_q[None])
+            loo = diagnostics.loo_approximate_posterior(draws, (log_p + total)[None], log_q[None])
         else:
             efficiency = None if by == EXACT else 1.0
-            found = diagnostics.loo(draws, r_eff=efficiency)
+            loo = diagnostics.loo(draws, r_eff=efficiency)
     if len(rows) == len(approximation):
-        return found, by
-    return subsampled_loo(found, approximation, rows), by
+        return loo, by
+    return subsampled_loo(loo, approximation, rows), by
 
 
 def _left_out_rows(count: int, most: int) -> Tensor:
@@ -204,22 +204,22 @@ def _likelihoods(
     """The numbers ``(m,)`` of the data that are left out, log p(y_n | draw) of these ``(S, m)``,
     its sum over all data ``(S,)``, and the log of its mean over the draws at all data ``(N,)``; the
     whole ``(S, N)`` is never held."""
-    kept, means, start = [], [], 0
+    densities, means, start = [], [], 0
     total: Any = 0.0
     rows: Any = None
     for part in shown(parts, "leave-one-out", progress):
-        found = log_densities(predictive, kind, part)
-        end = start + found.shape[1]
+        density = log_densities(predictive, kind, part)
+        end = start + density.shape[1]
         if rows is None:  # a row may hold several data, or all rows may be one
             in_all = sum(leading_size(other) for other in parts)
-            rows = _left_out_rows(found.shape[1] * in_all // leading_size(part), most)
+            rows = _left_out_rows(density.shape[1] * in_all // leading_size(part), most)
         inside = (rows >= start) & (rows < end)
-        kept.append(found[:, (rows[inside] - start).to(found.device)])
-        found = found.double()
-        total = total + found.sum(1)
-        means.append(log_mean_exp(found.T))
+        densities.append(density[:, (rows[inside] - start).to(density.device)])
+        density = density.double()
+        total = total + density.sum(1)
+        means.append(log_mean_exp(density.T))
         start = end
-    return rows, torch.cat(kept, 1), total, torch.cat(means)
+    return rows, torch.cat(densities, 1), total, torch.cat(means)
 
 
 def withheld_notes(scores: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -375,8 +375,8 @@ def k_fold(
         )
         with seeded(seed):
             model, posterior = fit(*train)
-            found = _log_density(model, posterior, held, num_samples)
-        pointwise[(fold == k).to(device)] = found.to(pointwise)
+            density = _log_density(model, posterior, held, num_samples)
+        pointwise[(fold == k).to(device)] = density.to(pointwise)
     return KFold(float(pointwise.sum()), standard_error(pointwise), pointwise, fold)
 
 
@@ -392,8 +392,8 @@ def _log_density(model: Callable, posterior: Any, args: tuple, num_samples: int)
     count = None if isinstance(posterior, Samples) else num_samples
     linear = kind.linear and is_linear(posterior)
     make: Any = LinearizedPredictive if linear else Predictive
-    predictive, found = make(model, posterior, count), []
+    predictive, parts = make(model, posterior, count), []
     for part, _ in kind.batches(args, num_samples):
         density = log_densities(predictive, kind, part).double()
-        found.append(log_mean_exp(density.reshape(len(density), leading_size(part), -1).sum(-1).T))
-    return torch.cat(found)
+        parts.append(log_mean_exp(density.reshape(len(density), leading_size(part), -1).sum(-1).T))
+    return torch.cat(parts)

@@ -103,10 +103,10 @@ def measure(metrics: Iterable[Metric], task: str, inputs: Inputs) -> dict[str, A
     Those that are means over the test points come from ``measure_points``.
     """
     known = (m for m in of_task(metrics, task) if m.of in inputs and not m.over_points)
-    found = {m.key: m.function(*inputs[m.of]) for m in known}
+    values = {m.key: m.function(*inputs[m.of]) for m in known}
     return {
         key: value if isinstance(value, str | int) else float(value)
-        for key, value in found.items()
+        for key, value in values.items()
         if value is not None
     }
 

@@ -12,6 +12,7 @@ from pyro_bdl.comparison.kind import Kind, check_fit, class_probabilities
 from pyro_bdl.comparison.metric import evenly
 from pyro_bdl.comparison.predictive_draws import PredictiveDraws
 from pyro_bdl.errors import UnusableDrawsError
+from pyro_bdl.metrics.uncertainty import Uncertainty, entropy_parts, variance_parts
 from pyro_bdl.program.batches import leading_size
 
 
@@ -67,6 +68,12 @@ class Block:
         names = ("mean", "function", "noise", "draws")
         rows = sum(block.rows for block in blocks)
         return Block(rows, y=None, **{name: together(name) for name in names})
+
+    def uncertainty(self, task: str) -> Uncertainty | None:
+        """Aleatoric and epistemic entropy or variance; None if the noise is unknown."""
+        if task == "classification":
+            return entropy_parts(self.function)
+        return None if self.noise is None else variance_parts(self.mean, self.noise)
 
     def in_units(self, scale: float, shift: float) -> "Block":
         """The predictions of ``y * scale + shift``; the density is smaller by log(scale) for each
@@ -148,9 +155,9 @@ def log_densities(predictive: Any, kind: Kind, args: tuple) -> Tensor:
 
     :raises UnusableDrawsError: if a value is NaN.
     """
-    found = kind.densities(predictive.log_likelihood(*args))
-    check_draws("log likelihoods", found.isnan())
-    return found
+    densities = kind.densities(predictive.log_likelihood(*args))
+    check_draws("log likelihoods", densities.isnan())
+    return densities
 
 
 def check_draws(name: str, bad: Tensor) -> None:

@@ -274,12 +274,12 @@ class Score:
 
 def differences(evaluation: Any, reference: Any) -> dict[str, float]:
     """The scores minus the reference's at the same test points, as ``key_diff`` and its error."""
-    found: dict[str, float] = {}
+    gaps: dict[str, float] = {}
     known = evaluation.points.keys() & reference.points.keys()
     for key in (m.key for m in SCORES if m.group == TEST_DATA and m.key in known):
         gap, error = evaluation.points[key].difference(reference.points[key])
-        found |= {f"{key}_diff": gap, f"{key}_diff_se": error}
-    return found
+        gaps |= {f"{key}_diff": gap, f"{key}_diff_se": error}
+    return gaps
 
 
 def few_draws(scores: Mapping[str, Mapping[str, Any]]) -> list[str]:

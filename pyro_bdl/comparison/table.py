@@ -118,7 +118,7 @@ class Comparison:
     @property
     def verdicts(self) -> dict[str, str]:
         """Posterior to a sentence computed from its numbers."""
-        verdicts = {name: found.verdict for name, found in self.judgments.items()}
+        verdicts = {name: judgment.verdict for name, judgment in self.judgments.items()}
         return {**verdicts, **self.left_out}
 
     def to_text(self, width: int | None = _WIDTH, *, details: bool = False) -> str:
@@ -200,33 +200,33 @@ def compare_evaluations(
     :raises ValueError: for evaluations on other data, or functions of other shapes.
     """
     first = evaluations[reference] if reference is not None else next(iter(evaluations.values()))
-    found = {name: Row(evaluation.scores) for name, evaluation in evaluations.items()}
+    rows = {name: Row(evaluation.scores) for name, evaluation in evaluations.items()}
     for name, evaluation in shown(evaluations.items(), "distances", progress):
         _check_same(name, evaluation, first)
         if reference is not None and name != reference:
-            found[name] |= distances(evaluation, first) | sd_ratios(evaluation, first)
-            found[name] |= differences(evaluation, first)
-            found[name] |= elpd_difference(evaluation, first)
-    few = few_draws(found)
+            rows[name] |= distances(evaluation, first) | sd_ratios(evaluation, first)
+            rows[name] |= differences(evaluation, first)
+            rows[name] |= elpd_difference(evaluation, first)
+    few = few_draws(rows)
     score = "nlpd_normal" if few else judge.SCORE
     point, warned = float("nan"), []
     if reference is not None:
         point = distance_of_point(first)
-        warned = judge.doubts(reference, found[reference])
-    judgments = judge.judge(found, evaluations, reference, point=point, score=score)
+        warned = judge.doubts(reference, rows[reference])
+    judgments = judge.judge(rows, evaluations, reference, point=point, score=score)
     answer = judge.answer(
-        found, judgments, reference, point=point, doubtful=bool(warned), score=score
+        rows, judgments, reference, point=point, doubtful=bool(warned), score=score
     )
-    rows: dict[str, dict[str, Any]] = {
-        name: found[name] | {"group": judgment.group, "verdict": judgment.verdict}
+    shown_rows: dict[str, dict[str, Any]] = {
+        name: rows[name] | {"group": judgment.group, "verdict": judgment.verdict}
         for name, judgment in judgments.items()
     }
-    rows |= {name: {"verdict": reason} for name, reason in (left_out or {}).items()}
+    shown_rows |= {name: {"verdict": reason} for name, reason in (left_out or {}).items()}
     if reference is not None:
-        rows[f"{reference}, half to half"] = floor(first)
+        shown_rows[f"{reference}, half to half"] = floor(first)
     heading = f"{reference} (doubtful)" if warned else reference
     return Comparison(
-        table=_frame(rows, first.task, heading, few=bool(few), point=point),
+        table=_frame(shown_rows, first.task, heading, few=bool(few), point=point),
         reference=reference,
         evaluations=evaluations,
         judgments=judgments,
@@ -234,7 +234,7 @@ def compare_evaluations(
         warnings=tuple(warned),
         notes=(
             *([few_draws_note(few)] if few else []),
-            *withheld_notes({name: found[name] for name in judgments}),
+            *withheld_notes({name: rows[name] for name in judgments}),
         ),
         left_out=left_out or {},
     )
@@ -261,11 +261,11 @@ def columns(task: str, reference: str | None) -> tuple[list[Column], list[Column
     :param reference: heading of the reference's columns; None without a reference.
     """
     metrics = of_task((*COSTS, *SCORES, *ALL_DISTANCES, *REGIONAL, *LEFT_OUT), task)
-    found = [(False, judge.COLUMN), *((m.detail, m.column()) for m in metrics if m.title)]
-    found += [(True, m.difference_column()) for m in metrics if m.group == TEST_DATA]
-    found.sort(key=lambda pair: _GROUPS.index(pair[1].group))
+    pairs = [(False, judge.COLUMN), *((m.detail, m.column()) for m in metrics if m.title)]
+    pairs += [(True, m.difference_column()) for m in metrics if m.group == TEST_DATA]
+    pairs.sort(key=lambda pair: _GROUPS.index(pair[1].group))
     first, further = (
-        [replace(c, group=c.group.format(reference=reference)) for is_detail, c in found
+        [replace(c, group=c.group.format(reference=reference)) for is_detail, c in pairs
          if is_detail == detail]
         for detail in (False, True)
     )  # fmt: skip

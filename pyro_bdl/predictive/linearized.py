@@ -111,8 +111,8 @@ class LinearizedPredictive(DrawPredictions):
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draws of the observed and the deterministic sites, each (S, ...)."""
-        found = self._at_draws(drawn, args, kwargs, deterministic=True)
-        return found.values | found.deterministic
+        at_draws = self._at_draws(drawn, args, kwargs, deterministic=True)
+        return at_draws.values | at_draws.deterministic
 
     # Closed forms
 
@@ -142,8 +142,8 @@ class LinearizedPredictive(DrawPredictions):
 
         :param sites: as in ``moments``; the first dimension of a deterministic site is N.
         """
-        found = self._closed_forms(mean_and_covariance, args, kwargs, sites=sites)
-        return self._combined(found)
+        members = self._closed_forms(mean_and_covariance, args, kwargs, sites=sites)
+        return self._combined(members)
 
     def joint_covariance(
         self, *args: Any, sites: Collection[str] | None = None, **kwargs: Any
@@ -153,8 +153,10 @@ class LinearizedPredictive(DrawPredictions):
 
         :param sites: as in ``moments``; a deterministic site is flattened.
         """
-        found = self._closed_forms(joint_mean_and_covariance, args, kwargs, sites=sites, whole=True)
-        return self._combined(found)
+        members = self._closed_forms(
+            joint_mean_and_covariance, args, kwargs, sites=sites, whole=True
+        )
+        return self._combined(members)
 
     def predictive_covariance(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveCovariance]:
         """Mean (N, D) and covariance (N, D, D) of the D numbers of y of each datum, noise included,
@@ -175,11 +177,11 @@ class LinearizedPredictive(DrawPredictions):
     def _predictive_covariance(
         self, args: tuple, kwargs: dict, *, joint: bool
     ) -> dict[str, PredictiveCovariance]:
-        found = [
+        members = [
             component.predictive_covariance(self.num_samples, args, kwargs, joint=joint)
             for component in self.components
         ]
-        return self._combined(found)
+        return self._combined(members)
 
     def prior_covariance(self, x: Any, x2: Any = None) -> dict[str, Tensor]:
         """For each observed site J(x) Lambda^-1 J(x2)', (N K, N2 K), data before parameters.
@@ -224,12 +226,12 @@ class LinearizedPredictive(DrawPredictions):
 
         if method == "monte-carlo":
             drawn = self._at_draws(_class_means, args, kwargs).values
-            found = [{name: value.mean(0) for name, value in drawn.items() if len(value)}]
+            members = [{name: value.mean(0) for name, value in drawn.items() if len(value)}]
         else:
-            found = self._closed_forms(closed, args, kwargs)
-        if not found[0]:
+            members = self._closed_forms(closed, args, kwargs)
+        if not members[0]:
             raise ValueError("no observed site is Categorical or Bernoulli")
-        return {name: self._averaged([values[name] for values in found]) for name in found[0]}
+        return {name: self._averaged([values[name] for values in members]) for name in members[0]}
 
     def log_density(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """log p(y_n | x_n, data) in nats for each observed site, (N, ...). The arguments include
@@ -240,12 +242,12 @@ class LinearizedPredictive(DrawPredictions):
         over ``num_samples`` draws, also for several numbers per datum, unless these are Normal with
         known noise.
         """
-        found = [self._log_density(component, args, kwargs) for component in self.components]
-        if len(found) == 1:
-            return found[0]
+        members = [self._log_density(component, args, kwargs) for component in self.components]
+        if len(members) == 1:
+            return members[0]
         result = {}
-        for name in found[0]:
-            terms = torch.stack([each[name] for each in found], -1)
+        for name in members[0]:
+            terms = torch.stack([densities[name] for densities in members], -1)
             result[name] = torch.logsumexp(terms + self.weights.to(terms).log(), -1)
         return result
 
@@ -276,7 +278,8 @@ class LinearizedPredictive(DrawPredictions):
         kwargs: dict,
         **options: Any,
     ) -> list[dict[str, Any]]:
-        return [c.closed_forms(function, args, kwargs, **options) for c in self.components]
+        values = [c.closed_forms(function, args, kwargs, **options) for c in self.components]
+        return [{n: v for n, v in by_site.items() if v is not None} for by_site in values]
 
     def _at_draws(
         self, read: Callable[[Any], Any], args: tuple, kwargs: dict, **options: Any
@@ -296,13 +299,13 @@ class LinearizedPredictive(DrawPredictions):
         shares = self.posterior.shares(self.num_samples)
         return [shares[k] for k in self._kept]
 
-    def _mixed(self, found: list[Any]) -> Any:
+    def _mixed(self, members: list[Any]) -> Any:
         """The components' draws in random order."""
         if not isinstance(self.posterior, MixtureGuide):
-            return found[0]
+            return members[0]
         with nullcontext() if self.seed is None else seeded(self.seed):
             order = torch.randperm(self.num_samples, device=self.weights.device)
-        return tree_map(lambda *parts: torch.cat(parts)[order], *found)
+        return tree_map(lambda *parts: torch.cat(parts)[order], *members)
 
     def _averaged(self, values: Any) -> Tensor:
         """sum_k weight_k values_k over the components."""
@@ -312,11 +315,11 @@ class LinearizedPredictive(DrawPredictions):
         stacked = torch.stack(values)
         return torch.tensordot(self.weights.to(stacked), stacked, dims=1)
 
-    def _combined(self, found: list[dict[str, Any]]) -> dict[str, Any]:
+    def _combined(self, members: list[dict[str, Any]]) -> dict[str, Any]:
         """Moments of the mixture by site, by the law of total variance."""
-        if len(found) == 1:
-            return found[0]
-        return {name: self._of_mixture([values[name] for values in found]) for name in found[0]}
+        if len(members) == 1:
+            return members[0]
+        return {name: self._of_mixture([values[name] for values in members]) for name in members[0]}
 
     def _of_mixture(self, parts: list[Any]) -> Any:
         first = parts[0]

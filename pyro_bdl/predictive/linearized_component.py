@@ -173,19 +173,18 @@ class LinearizedComponent:
         whole: bool = False,
     ) -> dict[str, Any]:
         """Apply a function to the Gaussian outputs of each observed site, or of those that are
-        named; None leaves a site out.
+        named.
 
-        :param function: returns tensors (n, ...), nested or not.
+        :param function: returns tensors (n, ...), nested or not; None without a closed form.
         :param whole: linearize all data at once.
         """
-        found, rows, precision = [], [], self.guide.precision
+        parts, rows, precision = [], [], self.guide.precision
         with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
             for part in self.parts(args, kwargs, whole=whole):
                 sited = part.chosen(sites).items()
-                values = {name: function(outputs.gaussian(precision)) for name, outputs in sited}
-                found.append({name: v for name, v in values.items() if v is not None})
+                parts.append({n: function(outputs.gaussian(precision)) for n, outputs in sited})
                 rows.append(part.rows)
-            return _joined(found, rows, 0)
+            return _joined(parts, rows, 0)
 
     def closed_forms_or_draws(
         self,
@@ -199,19 +198,13 @@ class LinearizedComponent:
         whole: bool = False,
     ) -> tuple[dict[str, Any], AtDraws]:
         """``closed_forms``, and of the sites without one what is read at draws."""
-        others: dict[str, None] = {}
-
-        def noted(gaussian: GaussianOutputs) -> Any:
-            value = function(gaussian)
-            if value is None:
-                others[gaussian.outputs.name] = None
-            return value
-
-        result = self.closed_forms(noted, args, kwargs, whole=whole)
+        values = self.closed_forms(function, args, kwargs, whole=whole)
+        known = {name: value for name, value in values.items() if value is not None}
+        others = [name for name in values if name not in known]
         if not others:
-            return result, AtDraws({}, {}, {})
-        drawn = self.at_draws(read, num_samples, args, kwargs, densities=densities, sites=[*others])
-        return result, drawn
+            return known, AtDraws({}, {}, {})
+        options: dict[str, Any] = {"densities": densities, "sites": others}
+        return known, self.at_draws(read, num_samples, args, kwargs, **options)
 
     def predictive_covariance(
         self, num_samples: int, args: tuple, kwargs: dict, *, joint: bool
@@ -250,13 +243,13 @@ class LinearizedComponent:
                     for name, outputs in right.outputs.items()
                     if outputs.moving
                 }
-                found: dict[str, list[Tensor]] = {}
+                products: dict[str, list[Tensor]] = {}
                 for left in self.parts(*first, as_rows=True):
                     for name, own in vectors.items():
                         outputs = left.outputs[name]
                         product = _double_rows(outputs) @ own.mT
-                        found.setdefault(name, []).append(product.to(outputs.mean))
-                for name, rows in found.items():
+                        products.setdefault(name, []).append(product.to(outputs.mean))
+                for name, rows in products.items():
                     columns.setdefault(name, []).append(torch.cat(rows))
             return {name: torch.cat(parts, 1) for name, parts in columns.items()}
 
@@ -280,11 +273,11 @@ class LinearizedComponent:
             for start in range(0, num_samples, at_once):
                 with nullcontext() if self.seed is None else seeded(self.seed + start):
                     offsets = guide.precision.draw(min(at_once, num_samples - start))
-                found, rows = [], []
+                batches, rows = [], []
                 for part in self.parts(args, kwargs):
-                    found.append(part.at_draws(offsets, read, **options))
+                    batches.append(part.at_draws(offsets, read, **options))
                     rows.append(part.rows)
-                chunks.append(_joined(found, rows, 1))
+                chunks.append(_joined(batches, rows, 1))
             return tree_map(lambda *parts: torch.cat(parts), *chunks)
 
     def parts(
@@ -297,12 +290,12 @@ class LinearizedComponent:
         """
         self._check(self.model if whole else on_whole_data(self.model), args, kwargs)
         differentiable, at = _are_differentiable(args, kwargs), self._at()
-        found: Iterable[Linearization] = (
+        linearizations: Iterable[Linearization] = (
             [at.linearize(args, kwargs)]
             if whole
             else at.linearizations([(args, kwargs)], every_output=True, as_rows=as_rows)
         )
-        for linearization in found:
+        for linearization in linearizations:
             outputs = observed_outputs(linearization, differentiable=differentiable)
             yield LinearizedPart(linearization, outputs, differentiable)
 
@@ -363,11 +356,11 @@ def joint_mean_and_covariance(gaussian: GaussianOutputs) -> tuple[Tensor, Tensor
 
 def _joint_block(gaussian: GaussianOutputs) -> Tensor:
     """Cov[loc] over all data, (N, D, N, D)."""
-    mean, found = gaussian.cells("loc")[0], joint_mean_and_covariance(gaussian)
-    if found is None or "loc" not in gaussian.outputs.moving:
+    mean, joint = gaussian.cells("loc")[0], joint_mean_and_covariance(gaussian)
+    if joint is None or "loc" not in gaussian.outputs.moving:
         return mean.new_zeros(*mean.shape, *mean.shape)
     part, shape = gaussian.columns("loc"), gaussian.mean.shape
-    return found[1].reshape(*shape, *shape)[:, part, :, part]
+    return joint[1].reshape(*shape, *shape)[:, part, :, part]
 
 
 def _constant(outputs: LinearOutputs) -> Tensor:
@@ -393,7 +386,7 @@ def drawn(distribution: Any) -> Tensor:
     return distribution.rsample() if wanted else distribution.sample()
 
 
-def _joined(found: list[Any], rows: list[int], dim: int) -> Any:
+def _joined(results: list[Any], rows: list[int], dim: int) -> Any:
     """Concatenate the batches' results; results that are not per datum are kept once."""
 
     def join(*parts: Any) -> Any:
@@ -404,4 +397,4 @@ def _joined(found: list[Any], rows: list[int], dim: int) -> Any:
             return parts[0]
         return torch.cat(parts, dim)
 
-    return tree_map(join, found[0], *found[1:])
+    return tree_map(join, results[0], *results[1:])

@@ -95,10 +95,10 @@ class DrawPredictions:
 
         :raises ValueError: if no target is given.
         """
-        found = self._at_draws(lambda distribution: (), args, kwargs, densities=True).densities
-        if not found:
+        densities = self._at_draws(lambda distribution: (), args, kwargs, densities=True).densities
+        if not densities:
             raise ValueError("no site is observed: pass the targets as well")
-        return found
+        return densities
 
     def observe(
         self, *args: Any, **kwargs: Any
@@ -110,12 +110,12 @@ class DrawPredictions:
 
         :param args: the program's arguments, with targets for their log densities.
         """
-        found = self._at_draws(_predictions, args, kwargs, densities=True, deterministic=True)
+        at_draws = self._at_draws(_predictions, args, kwargs, densities=True, deterministic=True)
         sites = {
-            name: SitePredictions(values[0], values[1], values[2], found.densities.get(name))
-            for name, values in found.values.items()
+            name: SitePredictions(values[0], values[1], values[2], at_draws.densities.get(name))
+            for name, values in at_draws.values.items()
         }
-        return sites, found.deterministic
+        return sites, at_draws.deterministic
 
 
 def _moments(distribution: Any) -> PredictiveMoments:

@@ -1,5 +1,6 @@
 """Posterior predictive draws, vectorized over the draws of the posterior."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -105,10 +106,10 @@ class Predictive(DrawPredictions):
         p(z | w_s), and y given them. In a hidden Markov chain y_t is drawn from
         p(y_t | y_1, ..., y_{t-1}, w_s).
         """
-        found = self._at_draws(
+        at_draws = self._at_draws(
             lambda distribution: distribution.sample(), args, kwargs, deterministic=True, draw=True
         )
-        result = found.deterministic | found.values
+        result = at_draws.deterministic | at_draws.values
         if not result:
             raise UnsupportedProgramError(
                 "the program samples nothing without its targets, and has no deterministic site: "
@@ -127,8 +128,8 @@ class Predictive(DrawPredictions):
         ``LinearizedPredictive.moments`` differs: it returns the moments of the distribution's
         parameters. ``draw_moments(x)["y"].over_draws()`` gives the moments of y for both classes.
         """
-        found = self.draw_moments(*args, **kwargs)
-        return {name: moments.over_draws() for name, moments in found.items()}
+        of_draws = self.draw_moments(*args, **kwargs)
+        return {name: moments.over_draws() for name, moments in of_draws.items()}
 
     def covariance(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveCovariance]:
         """Mean (N, D) and covariance (N, D, D) of the D numbers of y of each datum, for each
@@ -145,8 +146,8 @@ class Predictive(DrawPredictions):
     def _covariance(
         self, args: tuple, kwargs: dict, *, joint: bool
     ) -> dict[str, PredictiveCovariance]:
-        found = self._at_draws(observation_covariance, args, kwargs).values
-        return {name: total_covariance(*values, joint=joint) for name, values in found.items()}
+        moments = self._at_draws(observation_covariance, args, kwargs).values
+        return {name: total_covariance(*values, joint=joint) for name, values in moments.items()}
 
     def _at_draws(
         self,
@@ -175,26 +176,20 @@ class Predictive(DrawPredictions):
         def at_draw(draws: Draws, of_site: Callable[[str, Any], Any]) -> AtDraws:
             run = run_at(draws)
             values = {name: of_site(name, site.distribution) for name, site in run.observed.items()}
-            found = densities_of(run.observed) if densities else {}
-            return AtDraws(values, found, run.deterministic if deterministic else {})
-
-        def inside(draws: Draws) -> AtDraws:
-            return at_draw(draws, lambda name, distribution: read(distribution))
-
-        def parameters(draws: Draws) -> AtDraws:
-            return at_draw(draws, tensors)
+            log_densities = densities_of(run.observed) if densities else {}
+            return AtDraws(values, log_densities, run.deterministic if deterministic else {})
 
         def tensors(name: str, distribution: Any) -> Any:
             templates[name] = distribution
             return parameters_of(distribution)
 
-        def finish(found: AtDraws) -> AtDraws:
-            values = {n: read(rebuilt(templates[n], parts)) for n, parts in found.values.items()}
-            return found._replace(values=values)
+        def finish(at_draws: AtDraws) -> AtDraws:
+            values = {n: read(rebuilt(templates[n], parts)) for n, parts in at_draws.values.items()}
+            return at_draws._replace(values=values)
 
         def ancestral(draws: Draws) -> AtDraws:
-            found = _ancestral(run_at, draws, sample_any_open if partial else sample_open, partial)
-            return AtDraws(found, {}, {})
+            values = _ancestral(run_at, draws, sample_any_open if partial else sample_open, partial)
+            return AtDraws(values, {}, {})
 
         def choose(draws: Draws) -> tuple[Callable, Callable | None]:
             run = run_at(draws, draw=sample_any_open) if partial else run_at(draws)
@@ -206,8 +201,9 @@ class Predictive(DrawPredictions):
                 )
             known = all(is_known(site.distribution) for site in run.observed.values())
             if known and run.discrete is None and not (draw and run.followed):
-                return parameters, finish
-            return (ancestral if draw else inside), None
+                return functools.partial(at_draw, of_site=tensors), finish
+            read_site = functools.partial(at_draw, of_site=lambda name, known: read(known))
+            return (ancestral if draw else read_site), None
 
         return self._map(choose, args, kwargs, partial=partial)
 
@@ -270,10 +266,9 @@ class Predictive(DrawPredictions):
                 draws, choose = draws | statistics, _with_statistics(layers, choose)
             needed, (function, finish) = measured(choose, draws)
             chunk_size = max(1, self.memory // needed)
-            each, options = DrawMap(), {"chunk_size": chunk_size, "finish": finish}
-            all_parts = chain([draws], (part for _, part in parts))
-            found = ((number_of_draws(part), each(function, part, **options)) for part in all_parts)
-            return joined(found, total)
+            evaluate = functools.partial(DrawMap(), function, chunk_size=chunk_size, finish=finish)
+            all_draws = chain([draws], (part for _, part in parts))
+            return joined(((number_of_draws(part), evaluate(part)) for part in all_draws), total)
 
 
 def _ancestral(
@@ -287,10 +282,14 @@ def _ancestral(
         sample(msg)
         drawn.add(msg["name"])
 
-    given = None if partial else run_at(draws)
-    discrete = {} if given is None or given.discrete is None else given.discrete.sample()
+    run_with_data = None if partial else run_at(draws)
+    discrete = (
+        {}
+        if run_with_data is None or run_with_data.discrete is None
+        else run_with_data.discrete.sample()
+    )
     run = run_at(draws | discrete, draw=sample_and_note)
-    marginals = run.observed if given is None else given.observed
+    marginals = run.observed if run_with_data is None else run_with_data.observed
     observed = {
         name: site.value if name in drawn else marginals[name].distribution.sample()
         for name, site in run.observed.items()

@@ -6,7 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from helpers.comparisons import GRID, labels, line, normal, row_of, shift, weights
+from helpers.comparisons import GRID, Shifted, labels, line, normal, row_of, shift, weights
 from pyro.infer.autoguide import AutoNormal
 
 import pyro_bdl as bdl
@@ -169,12 +169,14 @@ def network_with(observation):
 
 def test_laplace_of_a_likelihood_that_has_no_linear_model_goes_through_the_network():
     x, y = torch.randn(30, 2), torch.rand(30) + 0.5
-    model = network_with(lambda f: dist.Chi2(f.exp()))
+    model = network_with(lambda f: Shifted(f, 1.0))
     guide = bdl.guides.AutoLaplaceGGN(model, structure="full").prototype(x, y)
     posterior = guide.laplace_approximation((x, y))
-    with pytest.warns(BdlWarning, match="does not know Chi2 .* the draws of the posterior"):
+    with pytest.warns(BdlWarning, match="does not know Shifted .* the draws of the posterior"):
         assert row_of(model, posterior, x, y, num_samples=20)["rmse"] > 0
-    with pytest.warns(BdlWarning, match="does not know Chi2 .* the draws of the guide go through"):
+    with pytest.warns(
+        BdlWarning, match="does not know Shifted .* the draws of the guide go through"
+    ):
         data = bdl.to_arviz(model, posterior, x, y, num_samples=20)
     assert data.posterior_predictive["y"].shape == (1, 20, 30)
 

@@ -6,6 +6,18 @@ import torch
 
 import pyro_bdl as bdl
 
+
+class Shifted(dist.Normal):
+    """A Normal whose constructor takes more than parameters, as the linear model does not know."""
+
+    def __init__(self, loc, scale, shift=0.0, validate_args=None):
+        self.shift = shift
+        super().__init__(loc, scale, validate_args=validate_args)
+
+    def expand(self, batch_shape, _instance=None):
+        return Shifted(self.loc.expand(batch_shape), self.scale.expand(batch_shape), self.shift)
+
+
 GRID = torch.linspace(-1, 1, 9)[:, None]
 
 
