@@ -396,3 +396,26 @@ def test_another_device_says_the_same(kind, device):
         assert all(value.device == args[0].device for value in drawn.values())
     second = [tuple(v.cpu() for v in found[1][0]), found[1][1].cpu()]
     torch.testing.assert_close(second, found[0])
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag", "low_rank"])
+def test_predictions_are_differentiable_in_the_inputs(structure):
+    """Moments as functions of the inputs have the derivatives that finite differences find, and
+    the values that they have without."""
+    model, x, y = case("normal")
+    laplace = approximate(model, (x, y), structure=structure)
+    predictive, inputs = LinearizedPredictive(model, laplace, num_samples=2), torch.randn(2, 3)
+
+    def moments(inputs):
+        of_y = predictive.moments(inputs)["y"]
+        joint = predictive.joint_covariance(inputs)["y"][1]
+        return of_y.mean["loc"], of_y.variance["loc"], joint
+
+    plain = moments(inputs)
+    assert not any(value.requires_grad for value in plain)
+    inputs.requires_grad_()
+    torch.testing.assert_close([value.detach() for value in moments(inputs)], list(plain))
+    assert torch.autograd.gradcheck(moments, (inputs,))
+    assert predictive(inputs)["f"].requires_grad
+    with torch.no_grad():
+        assert not predictive(inputs)["f"].requires_grad
