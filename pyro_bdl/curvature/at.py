@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,10 +12,11 @@ from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.jacobian.affine_uses import UnseenUseError, UseRecorder
 from pyro_bdl.curvature.jacobian.linearization import Linearization, unseen_uses
 from pyro_bdl.curvature.jacobian.recorded_rows import RecordedRows
-from pyro_bdl.distributions.parameters import has_masks, is_known, parameters_of, rebuilt
+from pyro_bdl.curvature.mapped_rows import MappedRows, Plan, apart, tensors_of
+from pyro_bdl.distributions.parameters import parameters_of
 from pyro_bdl.program.batches import Batch, as_dicts, has_rows, leading_size, taken
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.program.trace import Run, Site, leave_open, record
+from pyro_bdl.program.trace import Run, leave_open, record
 from pyro_bdl.program.vmap import RowMap, with_rows
 from pyro_bdl.utils.memory import Allocations, bytes_at_once
 from pyro_bdl.utils.module_state import evaluating, modules_of, vmappable
@@ -25,47 +25,8 @@ from pyro_bdl.utils.trees import tree_leaves
 _BUDGET = 24 * 2**20  # bytes for the activations and gradients of a piece, at least
 _PER_WEIGHT = 8  # or this multiple of the weights' bytes, which every piece reads and adds to
 _FEW = 16  # rows that run together, to be compared with the same rows alone
-_SAME = {torch.float64: 1e-6, torch.float32: 1e-3}  # of the largest output
 # what programs raise that cannot run on fewer rows than they were written for
 NOT_ON_SOME = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
-
-
-@dataclass
-class _Plan:
-    """Facts about all rows of some shapes, from a few that ran together.
-
-    :param plates: of the data, with the index that a row alone has in them.
-    :param memory: bytes that the outputs of a row's operations take.
-    :param numbers: the parameters of a row's observed distributions.
-    :param batches: the number of batches so far.
-    :param scaled: observed sites whose plate states a number of data.
-    :param deterministic: whether a deterministic site has the rows in front; those that rows alone
-        do not have are left out.
-    """
-
-    plates: dict[str, Tensor]
-    memory: float
-    numbers: float
-    batches: int = 1
-    scaled: set[str] = field(default_factory=set)
-    deterministic: dict[str, bool] = field(default_factory=dict)
-
-
-@dataclass
-class _MappedRows:
-    """The tensors of a run over single rows, each with the rows in front, and its statements.
-
-    :param run: of one row.
-    :param templates: the observed distributions; None where one is not known.
-    :param observed: tensors of the observed sites, (n, ...).
-    :param deterministic: the deterministic sites, (n, *shape in one row).
-    """
-
-    run: Run
-    rows: RecordedRows
-    templates: dict[str, Any]
-    observed: dict[str, dict[str, Tensor]]
-    deterministic: dict[str, Tensor]
 
 
 class At:
@@ -81,7 +42,7 @@ class At:
         self.model, self.subset = model, subset
         self._modules = modules_of(model)
         self._map = RowMap()
-        self._plans: dict[Any, _Plan | None] = {}
+        self._plans: dict[Any, Plan | None] = {}
         self._dense: set[str] = set()  # sites with uses that no recorder sees
         self._seen: set[Any] = set()  # forms of data for which all other uses are recorded
         self._move(vector.detach(), training=False)
@@ -123,7 +84,7 @@ class At:
         :param as_rows: as rows over all latents, in float64.
         """
 
-        def size(plan: _Plan) -> int:
+        def size(plan: Plan) -> int:
             """The number of rows in a piece."""
             per_row, item = 2.0 * plan.memory, self.vector.element_size()
             if every_output:
@@ -156,7 +117,7 @@ class At:
         with torch.enable_grad(), self._mode(), vmappable():
             return self._recorded((args, dict(kwargs)), None, {})[1]
 
-    def _pieces(self, batch: Batch, size: Callable[[_Plan], int]) -> Iterator[Linearization]:
+    def _pieces(self, batch: Batch, size: Callable[[Plan], int]) -> Iterator[Linearization]:
         batch = tuple(map(as_dicts, batch[0])), as_dicts(batch[1])
         plan, few = self._plan(batch)
         if plan is None:
@@ -168,7 +129,7 @@ class At:
             part = taken(batch, slice(start, start + at_once)) if at_once < count else batch
             mapped = self._mapped(part, plan, catch=start == 0)
             compared = start == 0 and few is not None
-            if mapped is None or (compared and not _agree(mapped, few, plan, min(count, _FEW))):
+            if mapped is None or (compared and not mapped.agree(few, plan, min(count, _FEW))):
                 self._plans[_form(batch)] = None
                 yield self.whole(*batch)
                 return
@@ -192,7 +153,7 @@ class At:
 
     # ------------------------------------------------------------------------------- single rows
 
-    def _mapped(self, batch: Batch, plan: _Plan, *, catch: bool) -> _MappedRows | None:
+    def _mapped(self, batch: Batch, plan: Plan, *, catch: bool) -> MappedRows | None:
         """Run the program on every row alone; None if it cannot run on one.
 
         It runs again while sites are used in ways that no recorder sees.
@@ -210,19 +171,19 @@ class At:
                     raise
                 return None
 
-    def _map_rows(self, batch: Batch, plan: _Plan) -> _MappedRows:
+    def _map_rows(self, batch: Batch, plan: Plan) -> MappedRows:
         count, recorders = leading_size(batch), []
         inside: list[tuple[Run, dict[str, Any], bool]] = []
 
         def of_row(args: tuple, kwargs: dict[str, Any], lane: Tensor) -> Any:
             run, recorder = self._recorded((args, kwargs), lane, plan.plates)
-            apart = {name: _apart(site) for name, site in run.observed.items()}
-            templates = {name: template for name, (template, _) in apart.items()}
+            parts = {name: apart(site) for name, site in run.observed.items()}
+            templates = {name: template for name, (template, _) in parts.items()}
             inside[:] = [(run, templates, with_rows(lane, lane).dim() > 0)]
             recorders.append(recorder)
             return {
-                "observed": {name: tensors for name, (_, tensors) in apart.items()},
-                "deterministic": _tensors(run.deterministic),
+                "observed": {name: tensors for name, (_, tensors) in parts.items()},
+                "deterministic": tensors_of(run.deterministic),
             }
 
         with self._mode():
@@ -248,7 +209,7 @@ class At:
             if wrong:
                 raise UnseenUseError(wrong)
             self._seen.add(form)
-        return _MappedRows(run, rows, templates, observed, deterministic)
+        return MappedRows(run, rows, templates, observed, deterministic)
 
     def _first_rows(self, batch: Batch, plates: Iterable[str] = ()) -> Run:
         """Run the program on a few rows together."""
@@ -261,7 +222,7 @@ class At:
             part = taken(batch, slice(few))
             return record(self.model, {**values, **indices}, *part, draw=leave_open)
 
-    def _plan(self, batch: Batch) -> tuple[_Plan | None, Run | None]:
+    def _plan(self, batch: Batch) -> tuple[Plan | None, Run | None]:
         """The plan of rows of this form, None where there are no rows; and a run over a few rows
         of this batch, where they are to be compared."""
         form, count = _form(batch), leading_size(batch)
@@ -289,9 +250,11 @@ class At:
             for name, dim in site.plates:
                 if dim == -len(site.distribution.batch_shape) and name in few.subsamples:
                     plates[name] = torch.zeros_like(few.subsamples[name][:1])
-        tensors = [v for site in few.observed.values() for v in _parameters(site).values()]
+        tensors = [
+            v for site in few.observed.values() for v in parameters_of(site.distribution).values()
+        ]
         numbers, some = sum(tensor.numel() for tensor in tensors), min(count, _FEW)
-        self._plans[form] = plan = _Plan(plates, allocations.bytes / some, numbers / some)
+        self._plans[form] = plan = Plan(plates, allocations.bytes / some, numbers / some)
         return plan, few
 
     def _fixed_plates(self, batch: Batch) -> list[str]:
@@ -303,93 +266,16 @@ class At:
         return [name for name, indices in run.subsamples.items() if len(indices) == count]
 
     @torch.enable_grad()
-    def _of_rows(self, batch: Batch, mapped: _MappedRows, plan: _Plan) -> Linearization:
-        """The linearization of single rows. Their run is put together from their tensors; what
-        cannot be, as factors, is that of a run over all rows."""
-        count, parameters = leading_size(batch), {}
-        whole = mapped.run.factors or mapped.run.discrete or None in mapped.templates.values()
-        run = copy.copy(self.whole(*batch).run if whole else mapped.run)
-        run.observed = dict(run.observed)
-        for name, site in mapped.run.observed.items():
-            own, template = dict(mapped.observed[name]), mapped.templates[name]
-            more = {
-                key: own.pop(f"site.{key}", getattr(site, key))
-                for key in ("value", "mask", "scale")
-            }
-            if template is None:
-                parameters[name] = own
-                continue
-            if name in plan.scaled:
-                more["scale"] = more["scale"] / count
-                more["subsampling"] = site.subsampling / count
-            run.observed[name] = site._replace(distribution=rebuilt(template, own), **more)
-        run.deterministic = {}
-        for name, in_front in plan.deterministic.items():
-            value = mapped.deterministic[name]
-            run.deterministic[name] = value.flatten(0, 1) if in_front else value[0]
+    def _of_rows(self, batch: Batch, mapped: MappedRows, plan: Plan) -> Linearization:
+        """The linearization of single rows; what their tensors do not make, as factors, is that of
+        a run over all rows."""
+        whole = self.whole(*batch).run if mapped.needs_whole else mapped.run
+        run, parameters = mapped.joined(whole, plan)
         where = (self.model, self.subset, self.vector, batch, self.leaves)
         return Linearization(*where, run, mapped.rows, parameters)
-
-
-def _agree(mapped: _MappedRows, few: Any, plan: _Plan, count: int) -> bool:
-    """Compare single rows with ``count`` rows together, and complete the plan."""
-    together = {name: _apart(site)[1] for name, site in few.observed.items()}
-    if mapped.observed.keys() != together.keys() or not all(
-        own.keys() == together[name].keys()
-        and all(_close(value, together[name][key]) for key, value in own.items())
-        for name, own in mapped.observed.items()
-    ):
-        return False
-    for name, site in few.observed.items():
-        if site.subsampling != mapped.run.observed[name].subsampling:
-            plan.scaled.add(name)
-    for name, value in _tensors(few.deterministic).items():
-        row = mapped.deterministic.get(name)
-        if row is None:
-            continue
-        in_front = row.dim() > 1 and row.shape[1] == 1 and value.dim() > 0
-        if in_front and len(value) == count and _close(row.flatten(0, 1), value):
-            plan.deterministic[name] = True
-        elif _close(row, value.expand(len(row), *value.shape)):
-            plan.deterministic[name] = False
-    return True
 
 
 def _form(batch: Batch) -> Any:
     """The shapes of a row, which programs may branch on."""
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     return tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
-
-
-def _parameters(site: Site) -> dict[str, Tensor]:
-    return parameters_of(site.distribution)
-
-
-def _apart(site: Site) -> tuple[Any, dict[str, Tensor]]:
-    """An observed distribution, None if it is not known or has masks inside, and the tensors of the
-    site."""
-    known = is_known(site.distribution) and not has_masks(site.distribution)
-    tensors = _parameters(site)
-    if site.value is not None:
-        tensors["site.value"] = site.value
-    for name in ("mask", "scale"):
-        value = getattr(site, name)
-        if isinstance(value, Tensor):
-            tensors[f"site.{name}"] = value.expand(site.distribution.batch_shape)
-    return site.distribution if known else None, tensors
-
-
-def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-
-def _close(some: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors agree along their first axes, as far as both go."""
-    count = min(len(some), len(other))
-    if some.shape[1:] != other.shape[1:]:
-        return False
-    some, other = some[:count].detach(), other[:count].detach()
-    if not other.is_floating_point():
-        return torch.equal(some, other)
-    slack = _SAME.get(other.dtype, 0.05) * float(other.abs().nan_to_num(0.0, 0.0).max())
-    return torch.allclose(some, other, rtol=0.0, atol=slack, equal_nan=True)

@@ -356,9 +356,8 @@ def _parents(run: Run, leaves: Mapping[str, Tensor], names: set[str]) -> set[str
 @torch.enable_grad()
 def _log_density(run: Run, leaves: Mapping[str, Tensor], layout: Any) -> Tensor:
     """log p(T(u)) + log |det dT/du| in nats, a scalar."""
-    total = next(iter(leaves.values())).new_zeros(())
+    total = next(iter(leaves.values())).new_zeros(()) + run.log_prior()
     for name, site in run.latents.items():
-        total = total + site.log_prob().sum()
         transform = layout.latents[name].transform
         if transform is not None:
             total = total + transform.log_abs_det_jacobian(leaves[name], site.value).sum()

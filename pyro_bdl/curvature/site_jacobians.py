@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 
-import torch
-
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fisher import cell_weights, num_data, site_parameters
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
@@ -12,6 +10,7 @@ from pyro_bdl.distributions.families import Cotangent
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.trace import Site
+from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.memory import bytes_at_once
 
 _COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which copies them
@@ -43,6 +42,11 @@ def site_jacobians(
     if known is not None:
         yield known
         return
+
+    def jacobian(keys: tuple[str, ...], columns: list[Cotangent]) -> Jacobian:
+        pullback = _pullback(linearization, name, keys)
+        return pullback.jacobian([[column[key] for key in keys] for column in columns])
+
     groups: dict[tuple[str, ...], list[Cotangent]] = {}
     most = _columns_at_once(linearization, num_data(site), config)
     for column in config.columns(site):
@@ -51,9 +55,9 @@ def site_jacobians(
             continue
         groups.setdefault(touched, []).append(column)
         if len(groups[touched]) >= most:
-            yield _jacobian(linearization, name, touched, groups.pop(touched))
+            yield jacobian(touched, groups.pop(touched))
     for touched, columns in groups.items():
-        yield _jacobian(linearization, name, touched, columns)
+        yield jacobian(touched, columns)
 
 
 def _check_readable(linearization: Linearization, name: str, site: Site) -> None:
@@ -61,12 +65,8 @@ def _check_readable(linearization: Linearization, name: str, site: Site) -> None
 
     :raises ValueError: if the latents enter the distribution in an unknown way.
     """
-    total = site.log_prob().sum()
     leaves = [linearization.leaves[part] for part in linearization.subset.parts]
-    if not total.requires_grad:
-        return
-    found = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
-    if any(gradient is not None for gradient in found):
+    if reaches(site.log_prob().sum(), leaves):
         kind = type(base_distribution(site.distribution)).__name__
         raise ValueError(
             f"the Fisher information of site '{name}' is not known: its {kind} is not made of "
@@ -89,13 +89,6 @@ def _softmax_jacobian(
     ):
         return None
     return _pullback(linearization, name, ("logits",)).softmax(cell_weights(site).square())
-
-
-def _jacobian(
-    linearization: Linearization, name: str, keys: tuple[str, ...], columns: list[Cotangent]
-) -> Jacobian:
-    pullback = _pullback(linearization, name, keys)
-    return pullback.jacobian([[column[key] for key in keys] for column in columns])
 
 
 def _pullback(linearization: Linearization, name: str, keys: tuple[str, ...]) -> Pullback:

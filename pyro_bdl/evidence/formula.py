@@ -28,14 +28,11 @@ from pyro_bdl.curvature.hyperparameters import (
     scaled_priors,
     slopes,
 )
-from pyro_bdl.curvature.likelihood_sums import FactorStatements
 from pyro_bdl.curvature.prior import PriorPrecision, flat_entries, hyperpriors, prior_precision
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint
 from pyro_bdl.guides.gaussian import LaplaceGuide
-from pyro_bdl.program.trace import record, sum_out_discrete
 from pyro_bdl.utils.autograd import with_gradients
-from pyro_bdl.utils.module_state import evaluation_mode
 
 _SMALLEST = 1e-8  # of gamma and of squared weights
 _LOG_2PI = math.log(2 * math.pi)
@@ -46,10 +43,9 @@ def log_marginal_likelihood(guide: LaplaceGuide, *, linearized: bool = False) ->
 
     It is log p(y, u*) + p/2 log 2 pi - 1/2 log det(precision) (MacKay 1992, equation 2.3; Immer et
     al. 2021a, equation 6), differentiable in every ``PyroParam`` of the priors and of a Normal's
-    noise, through the fit and the determinant. For other parameters of the likelihood the curvature
-    counts as constant, and with ``linearized`` the likelihood too. Densities of hyperparameters
-    under their hyperpriors are included. If only a subset of the latents has a covariance, it is
-    the evidence given the other latents.
+    noise, through the fit and the determinant; other parameters of the likelihood count as
+    constants. Densities of hyperparameters under their hyperpriors are included. If only a subset
+    of the latents has a covariance, it is the evidence given the other latents.
 
     :param guide: a guide of ``laplace_approximation``.
     :param linearized: evaluate at the optimum of the linearized model instead of at u* (Antoran et
@@ -114,10 +110,7 @@ class Formula:
         guide, reading = self.guide, self._reading()
         prior = prior_precision(reading.run, reading.leaves, guide.subset, create_graph=True)
         factor, apart = _noise_factor(guide, reading), hyperpriors(reading.run, reading.leaves)
-        if factor is None and point is None and reading.in_likelihood:
-            likelihood = _pass_over_data(guide, apart)
-        else:
-            likelihood = _log_likelihood(guide, factor, point)
+        likelihood = _log_likelihood(guide, factor, point)
         log_prior = _log_prior(guide, reading, point)
         for site in apart.values():
             log_prior = log_prior + site.log_prob().sum().double()
@@ -217,25 +210,6 @@ def _log_likelihood(
     if factor is None:
         return at.log_likelihood
     return at.log_likelihood - 0.5 * (factor - 1.0) * at.squares + 0.5 * guide.cells * factor.log()
-
-
-def _pass_over_data(guide: LaplaceGuide, apart: Mapping[str, Any]) -> Tensor:
-    """log p(y | u*) by a run of the program on all data.
-
-    :param apart: the hyperpriors by name, which are not part of it.
-    """
-    model = guide.program_model
-    latents = guide.require_layout().constrain(guide.loc)[0]
-    total = guide.loc.new_zeros((), dtype=torch.float64)
-    factors = FactorStatements()
-    with evaluation_mode(model):
-        for batches, count in guide.passes:
-            for args, kwargs in batches:
-                run = record(model, latents, args, kwargs, draw=sum_out_discrete)
-                factors.read(run, apart)
-                for site in (*run.observed.values(), *factors.new):
-                    total = total + count * site.batch_log_prob().double()
-    return total
 
 
 def _log_prior(

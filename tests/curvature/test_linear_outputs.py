@@ -12,12 +12,29 @@ from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program.subset import select
 
 
-@pytest.mark.parametrize("chosen", [None, ["0.weight"], torch.tensor([1, 4, 13])])
-def test_a_moved_output_is_the_jacobian_times_the_offset(chosen):
-    """f(u* + d) = f(u*) + J d (Immer et al. 2021, "GLM predictive")."""
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(2, 2, batch_first=True), nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.head(self.lstm(x[:, None])[0][:, -1])
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "chosen"),
+    [(mlp, None), (mlp, ["0.weight"]), (mlp, torch.tensor([1, 4, 13])), (Recurrent, None)],
+)
+def test_a_moved_output_is_the_jacobian_times_the_offset(make, chosen):
+    """f(u* + d) = f(u*) + J d (Immer et al. 2021, "GLM predictive"). LSTM layers have no forward
+    derivative in torch: the product with J is by backward ones."""
     torch.manual_seed(0)
     x, y = torch.randn(5, 2, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
-    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    net = make().double()
     model = models.Regression(bayesianize(net), noise=dist.HalfNormal(1.0))
     guide = AutoLaplaceGGN(model).prototype(x, y)
     subset = select(guide.require_layout(), chosen, model=model)

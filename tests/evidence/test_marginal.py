@@ -264,27 +264,6 @@ def test_constrained_latents_bring_their_volume():
     torch.testing.assert_close(log_marginal_likelihood(guide), expected, **EXACTLY)
 
 
-def test_a_likelihood_with_other_parameters_is_read_from_the_data(learn):
-    """A StudentT's scale is no factor of the curvature: the likelihood follows it alone."""
-    torch.manual_seed(1)
-    x, y = torch.randn(8, 3), torch.randn(8)
-    model = models.StudentTRegression(bayesianize(nn.Linear(3, 1)), noise=learn(0.7))
-    guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BdlWarning)
-        guide = guide.laplace_approximation([(x[:5], y[:5]), (x[5:], y[5:])])
-    latents = guide.require_layout().constrain(guide.loc)[0]
-    f = nn.functional.linear(x, latents["weight"], latents["bias"])[:, 0].detach()
-    scale = torch.tensor(0.7).requires_grad_()
-    likelihood = dist.StudentT(4.0, f, scale).log_prob(y).sum()
-    found = log_marginal_likelihood(guide)
-    prior = dist.Normal(0.0, 1.0).log_prob(guide.loc).sum()
-    constant = 2 * math.log(2 * math.pi) - 0.5 * guide.precision.logdet()
-    torch.testing.assert_close(found, likelihood + prior + constant, **EXACTLY)
-    (slope,) = torch.autograd.grad(likelihood, scale)
-    torch.testing.assert_close(gradients(found, guide)["noise"], slope * 0.7, **EXACTLY)
-
-
 def test_members_of_a_mixture_have_the_evidence_of_their_own(line):
     """Exact from every member's point, and after one member has set the hyperparameters."""
     ensemble = AutoEnsemble(line.model, size=2).prototype(line.x, line.y)

@@ -179,21 +179,6 @@ def test_covariances_of_functions(case):
     torch.testing.assert_close(joint, flat @ covariance @ flat.T, rtol=1e-9, atol=1e-10)
 
 
-def test_covariances_of_functions_whose_blocks_are_others(case):
-    """The same Jacobian as rows over whole sites, as other programs may give it."""
-    rows = case.jacobian.rows()
-    blocks = [
-        DenseBlock(BlockPosition((name, -1), part), rows[..., part])
-        for name, part in case.sites.items()
-    ]
-    other = replace(case.jacobian, blocks=blocks)
-    close = torch.testing.assert_close
-    close(case.precision.covariance(other), case.precision.covariance(case.jacobian))
-    close(case.precision.joint_covariance(other), case.precision.joint_covariance(case.jacobian))
-    own = case.precision.output_variances(other)
-    close(own, case.precision.output_variances(case.jacobian).expand_as(own))
-
-
 def test_precision_is_curvature_plus_prior(case):
     torch.testing.assert_close(
         case.matrix.diagonal(), case.curvature.diagonal() + 0.7, rtol=1e-9, atol=1e-9
@@ -230,7 +215,8 @@ def test_the_covariance_of_draws(oracle, structure, name):
     assert (draws.mean(0).abs() <= 5 * (variances / len(draws)).sqrt()).all()
 
 
-def test_functions_of_draws_are_the_functions_of_their_vectors(case):
+def test_functions_of_draws_and_rows_in_other_blocks(case):
+    """Draws as their vectors; the same Jacobian as rows over whole sites."""
     draws = case.precision.draw(3)
     assert len(draws) == 3
     vectors = draws.vectors()
@@ -241,7 +227,12 @@ def test_functions_of_draws_are_the_functions_of_their_vectors(case):
         for name, part in case.sites.items()
     ]
     other = replace(case.jacobian, blocks=blocks)
-    torch.testing.assert_close(draws.apply(other), case.jacobian.apply(vectors))
+    close = torch.testing.assert_close
+    close(draws.apply(other), case.jacobian.apply(vectors))
+    close(case.precision.covariance(other), case.precision.covariance(case.jacobian))
+    close(case.precision.joint_covariance(other), case.precision.joint_covariance(case.jacobian))
+    own = case.precision.output_variances(other)
+    close(own, case.precision.output_variances(case.jacobian).expand_as(own))
 
 
 @pytest.mark.parametrize("name", ["mlp", "tied", "wide", "wide table"])
