@@ -107,7 +107,7 @@ def _guarded(loss: Tensor, check_data: Callable[[], None]) -> Tensor:
     if loss.device.type == "cpu":
         check_value(loss.item(), check_data)
     elif loss.requires_grad:
-        number = loss.detach().to("cpu", non_blocking=True)
+        number = loss.detach().to("cpu", non_blocking=loss.is_cuda)
         arrived = torch.cuda.Event() if loss.is_cuda else None
         if arrived is not None:
             arrived.record(torch.cuda.current_stream(loss.device))

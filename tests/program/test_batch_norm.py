@@ -229,14 +229,14 @@ def test_an_ensemble_trains_at_once_as_one_by_one():
 
 def test_on_another_device(device):
     model, net, x, y = problem()
-    model, net, x, y = model.to(device), net.to(device), x.to(device), y.to(device)
+    inputs, model, x, y = x, model.to(device), x.to(device), y.to(device)
     guide = AutoMeanField(model, init_scale=0.3).prototype(x, y)
     draws = {name: value.detach() for name, value in guide.sample_latents(4).items()}
     samples = bdl.Samples({name: value[None] for name, value in draws.items()})
     found = bdl.Predictive(model, samples, batch_norm_data=(x, y))(x)["f"]
     for i in range(4):
-        draw = {name: value[i] for name, value in draws.items()}
-        torch.testing.assert_close(found[i], torchs(net, draw, [x], x))
+        draw = {name: value[i].cpu() for name, value in draws.items()}
+        torch.testing.assert_close(found[i].cpu(), torchs(net, draw, [inputs], inputs))
     elbo = bdl.elbo.TemperedTrace_ELBO(num_particles=4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
