@@ -1,5 +1,6 @@
 """``ensemble_sample``: a deep ensemble, and a chain from each of its members."""
 
+from dataclasses import replace
 from typing import Any
 
 from pyro_bdl.guides.ensemble import AutoEnsemble
@@ -85,4 +86,4 @@ def ensemble_sample(
     else:
         samples = sample(model, x, y, kernel=kernel, **options)
     info = {**samples.info, "ensemble": {"members": guide.size, **record}}
-    return Samples(samples.latents, samples.stats, info, samples.resume)
+    return replace(samples, info=info)

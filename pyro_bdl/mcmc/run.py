@@ -8,6 +8,7 @@ import contextlib
 import copy
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
@@ -19,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_bdl.errors import BdlWarning
 from pyro_bdl.mcmc.chains import Chains, Plan, progress_bar, stack_chains
 from pyro_bdl.mcmc.checkpoint import Journal
-from pyro_bdl.mcmc.jax.density import check_device, check_process, jax_density
+from pyro_bdl.mcmc.jax.density import jax_density
 from pyro_bdl.mcmc.kernels import Kernel
 from pyro_bdl.mcmc.starts import Restriction
 from pyro_bdl.utils.interrupts import deferred_interrupt
@@ -66,11 +68,9 @@ class Transition(NamedTuple):
 def run(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chains:
     """Run chains from the starting vectors (chains, P).
 
-    :raises RuntimeError: in a process that was forked after JAX was used, or without a device.
     :raises ValueError: for a checkpoint of another run.
     """
-    check_process()
-    check_device(start.device)
+    warn_of_another_device(start.device)
     method = plan.chain_method or ("parallel" if jax.default_backend() == "cpu" else "vectorized")
     double = start.dtype == torch.float64
     with deferred_interrupt() as stop, jax.enable_x64(double):
@@ -115,6 +115,16 @@ def run(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chain
         return joined
 
     return drawn(chains, plan.num_samples)
+
+
+def warn_of_another_device(device: torch.device) -> None:
+    if jax.default_backend() == "cpu" and device.type != "cpu":
+        warnings.warn(
+            f"the program is on '{device}', but JAX is installed for the CPU only: the chains run "
+            "on the CPU; install JAX for the accelerator, or use backend='pyro'",
+            BdlWarning,
+            stacklevel=4,
+        )
 
 
 def _raise_if(stop: threading.Event) -> None:

@@ -41,28 +41,6 @@ def test_autoregressive_chains(phi):
     assert rhat(x).max() < 1.01
 
 
-def test_quantiles_of_independent_draws():
-    """sd of a quantile: sqrt(p (1 - p) / S) / density (Vehtari et al. 2021, section 4.4)."""
-    x = autoregressive(0.0)
-    size, level = CHAINS * DRAWS, 0.9
-    density = math.exp(-0.5 * 1.2815515655446004**2) / math.sqrt(2 * math.pi)
-    kinds = {"quantile": level, "median": None, "local": (0.2, 0.4), "tail": None}
-    for kind, prob in kinds.items():
-        value = ess(x, kind=kind, prob=prob)
-        assert (value.mean() - size).abs() < (0.1 if kind == "tail" else 0.03) * size
-    check_mean(
-        mcse(x, kind="quantile", prob=level), math.sqrt(level * (1 - level) / size) / density
-    )
-    check_mean(mcse(x, kind="median"), math.sqrt(math.pi / 2 / size))
-
-
-def test_mcse_is_the_spread_of_the_estimate():
-    """The mean of each of 40 runs is off by its MCSE: the squared ratio is 1 +- sqrt(2 / 40)."""
-    x = autoregressive(0.8)[:, :2000]
-    ratio = x.mean((0, 1)) / mcse(x)
-    assert abs(ratio.square().mean() - 1) < 5 * math.sqrt(2 / QUANTITIES)
-
-
 def test_bfmi():
     """Var(E_t - E_t-1) / Var(E) = 2 (1 - phi). Source: Betancourt 2016, equation 9."""
     found = bfmi(autoregressive(0.9))

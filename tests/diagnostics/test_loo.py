@@ -76,14 +76,6 @@ def test_approximate_posterior_is_corrected():
     assert abs(uncorrected.elpd - exact.sum()) > 10 * abs(found.elpd - exact.sum())
 
 
-def test_equal_densities_need_no_correction():
-    model = Conjugate()
-    mu = model.posterior.sample((2, 500))
-    ll, log_q = model.log_likelihood(mu), model.posterior.log_prob(mu)
-    with_equal = loo_approximate_posterior(ll, log_q + 3.0, log_q)
-    torch.testing.assert_close(with_equal.pointwise, loo(ll).pointwise, rtol=1e-10, atol=0)
-
-
 def test_warnings_count_the_observations_and_one_has_no_standard_error():
     heavy = -torch.distributions.Exponential(0.3).sample((4, 250, 7)).double()
     with pytest.warns(BdlWarning, match=r"k-hat of 7 of 7 observations lies above 0.67"):

@@ -2,8 +2,8 @@
 
 import math
 import random
-import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pyro
@@ -38,6 +38,9 @@ def linear_data(dtype=torch.float64):
     return x, y + 0.5 * torch.randn(20, generator=generator, dtype=dtype)
 
 
+X, Y = linear_data()
+
+
 def assert_moments(samples, mean, covariance):
     """Each mean within 5 Monte Carlo standard errors, each sd within 15 %, each correlation within
     4 errors of independent draws, which are at most 1 / sqrt(their number)."""
@@ -54,20 +57,7 @@ def assert_moments(samples, mean, covariance):
 @pytest.fixture(scope="module")
 def quick():
     """One quick run of each backend on the linear model, of seed 5."""
-    x, y = linear_data()
-    return {b: bdl.mcmc.sample(linear_model, x, y, backend=b, seed=5, **QUICK) for b in BACKENDS}
-
-
-@pytest.fixture(scope="module")
-def by_chain_method():
-    """The same three chains, run in each way."""
-    x, y = linear_data()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "interrupted", BdlWarning)
-        return {
-            method: bdl.mcmc.sample(linear_model, x, y, num_chains=3, chain_method=method, **QUICK)
-            for method in ("vectorized", "parallel")
-        }
+    return {b: bdl.mcmc.sample(linear_model, X, Y, backend=b, seed=5, **QUICK) for b in BACKENDS}
 
 
 def _as_it_is(model):
@@ -89,13 +79,12 @@ TEMPERED, COLD = partial(temper, temperature=0.1), partial(cold, temperature=0.2
 )
 def test_conjugate_posterior(backend, kernel, handler, exact_posterior):
     """A cold posterior has the mean and a quarter of the covariance."""
-    x, y = linear_data()
     samples = bdl.mcmc.sample(
-        handler(linear_model), x, y, kernel=kernel, backend=backend, num_warmup=100,
+        handler(linear_model), X, Y, kernel=kernel, backend=backend, num_warmup=100,
         num_samples=400 if backend == "numpyro" else 250,
         num_chains=2 if backend == "numpyro" else 1, seed=3, progress=False,
     )  # fmt: skip
-    mean, covariance = exact_posterior(x, y, 0.1 if handler is TEMPERED else 1.0)
+    mean, covariance = exact_posterior(X, Y, 0.1 if handler is TEMPERED else 1.0)
     assert_moments(samples, mean, covariance * (0.25 if handler is COLD else 1.0))
 
 
@@ -128,11 +117,10 @@ def mlp(inputs, outputs):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_same_seed_same_draws_and_another_seed_others(backend, quick):
     """The caller's random states are left alone."""
-    x, y = linear_data()
     state, python = torch.random.get_rng_state(), random.getstate()
     numpys = np.random.get_state()[1].copy()
     same, other = (
-        bdl.mcmc.sample(linear_model, x, y, backend=backend, seed=s, **QUICK) for s in (5, 6)
+        bdl.mcmc.sample(linear_model, X, Y, backend=backend, seed=s, **QUICK) for s in (5, 6)
     )
     assert torch.equal(quick[backend].latents["w"], same.latents["w"])
     assert not torch.equal(quick[backend].latents["w"], other.latents["w"])
@@ -140,23 +128,27 @@ def test_same_seed_same_draws_and_another_seed_others(backend, quick):
     assert (numpys == np.random.get_state()[1]).all()
 
 
-def test_chain_methods_give_different_chains_and_the_same_draws(by_chain_method):
-    for samples in by_chain_method.values():
+@pytest.mark.filterwarnings("error:interrupted")
+def test_chain_methods_give_different_chains_and_the_same_draws():
+    runs = [
+        bdl.mcmc.sample(linear_model, X, Y, num_chains=3, chain_method=method, **QUICK)
+        for method in ("vectorized", "parallel")
+    ]
+    for samples in runs:
         assert not samples.info["interrupted"]  # by nobody
         assert samples.latents["w"].shape == (3, 20, 3)
         assert samples.latents["w"].dtype == torch.float64
         assert all(value.shape == (3, 20) for value in samples.stats.values())
         assert not torch.equal(samples.latents["w"][0], samples.latents["w"][1])
-    parallel, vectorized = (by_chain_method[name].latents for name in ("parallel", "vectorized"))
-    torch.testing.assert_close(parallel["w"][:, :3], vectorized["w"][:, :3])
+    vectorized, parallel = (samples.latents["w"] for samples in runs)
+    torch.testing.assert_close(parallel[:, :3], vectorized[:, :3])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_statistics_mean_what_they_say(backend, quick):
-    x, y = linear_data()
     samples = quick[backend]
     stats = samples.stats
-    program = bdl.Program(linear_model, x, y)
+    program = bdl.Program(linear_model, X, Y)
     for i in (0, 19):
         density = program.log_joint({"w": samples.latents["w"][0, i]})
         assert math.isclose(-float(density), float(stats["potential_energy"][0, i]), rel_tol=1e-6)
@@ -227,27 +219,18 @@ def test_mode_is_evaluation_inside_and_restored_after():
         assert all(module.training for module in model.modules())
 
 
-class InterruptingBar:
-    """Raises KeyboardInterrupt at the n-th iteration."""
+def test_interrupt_keeps_the_draws_made_pyro(monkeypatch):
+    updates = iter(range(40))
 
-    def __init__(self, n):
-        self.left = n
-
-    def update(self, size):
-        before, self.left = self.left, self.left - size
-        if before > 0 >= self.left:
+    def update(size):
+        if next(updates, None) is None:
             raise KeyboardInterrupt
 
-    def close(self):
-        pass
-
-
-def test_interrupt_keeps_the_draws_made_pyro(monkeypatch):
-    x, y = linear_data()
-    monkeypatch.setattr(pyro_backend, "progress_bar", lambda *_: InterruptingBar(41))
+    bar = SimpleNamespace(update=update, close=lambda: None)
+    monkeypatch.setattr(pyro_backend, "progress_bar", lambda *_: bar)
     with pytest.warns(BdlWarning, match="interrupted"):
         samples = bdl.mcmc.sample(
-            linear_model, x, y, backend="pyro", num_warmup=30, num_samples=50, progress=False
+            linear_model, X, Y, backend="pyro", num_warmup=30, num_samples=50, progress=False
         )
     assert samples.num_draws == 10
 
@@ -274,7 +257,6 @@ def discrete(x, y=None):
     pyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
 
 
-X, Y = linear_data()
 BROKEN = X.clone().index_put((torch.tensor(4), torch.tensor(1)), torch.tensor(math.nan).double())
 
 

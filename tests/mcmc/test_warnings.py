@@ -1,8 +1,6 @@
 """Warnings and errors of MCMC for programs, chains and processes that give no posterior."""
 
 import itertools
-import multiprocessing
-import os
 import random
 import threading
 import warnings
@@ -16,7 +14,7 @@ import torch
 from pyro_bdl import mcmc
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.mcmc.chains import Chains, warn_of_divergences, warn_of_stuck_chains
-from pyro_bdl.mcmc.jax import density
+from pyro_bdl.mcmc.run import warn_of_another_device
 from pyro_bdl.mcmc.starts import Restriction, starting_vectors
 from pyro_bdl.program import Program, record
 
@@ -97,41 +95,9 @@ def test_uniform_starts():
     torch.testing.assert_close(starts.var(0), torch.full((4,), 4.0 / 3.0), atol=0.2, rtol=0.0)
 
 
-def _ask(queue):
-    try:
-        mcmc.sample(_program(), torch.ones(3), **FEW)
-    except RuntimeError as error:
-        queue.put(str(error))
-    else:
-        queue.put("")
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-@pytest.mark.filterwarnings("ignore:.*fork.*")
-def test_a_fork_after_jax_is_refused():
-    assert density.jax_density  # imported before the fork, as by a call of sample
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    process = context.Process(target=_ask, args=(queue,))
-    process.start()
-    assert "forked" in queue.get(timeout=60)
-    process.join(10)
-
-
 def test_an_accelerator_that_jax_lacks_is_said():
     with pytest.warns(BdlWarning, match=r"on 'cuda:0', but JAX is installed for the CPU only"):
-        density.check_device(torch.device("cuda:0"))
-
-
-def test_jax_without_a_device_is_said(monkeypatch):
-    def fail():
-        raise RuntimeError("Unable to initialize backend 'cuda'\nand so on")
-
-    monkeypatch.setattr(density.jax, "default_backend", fail)
-    with pytest.raises(
-        RuntimeError, match=r"JAX has no device .*'cuda'\): install .*JAX_PLATFORMS"
-    ):
-        mcmc.sample(_program(), torch.ones(3), **FEW)
+        warn_of_another_device(torch.device("cuda:0"))
 
 
 def test_two_threads_in_programs_are_refused():

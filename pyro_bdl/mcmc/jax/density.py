@@ -1,7 +1,5 @@
 """A program's log density in JAX, for the kernels that run there."""
 
-import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,45 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bdl.errors import BdlWarning, MissingOperatorError, UnsupportedProgramError
+from pyro_bdl.errors import MissingOperatorError, UnsupportedProgramError
 from pyro_bdl.mcmc.jax.translate import to_jax
-
-_PROCESS = os.getpid()  # the process that has JAX's threads
-
-
-def check_process() -> None:
-    """Check that this process may use JAX.
-
-    :raises RuntimeError: in a process that was forked after JAX was used.
-    """
-    if os.getpid() != _PROCESS:
-        raise RuntimeError(
-            "this process was forked from one in which JAX was used and lacks JAX's threads, so "
-            "that JAX would wait forever: start processes with "
-            "multiprocessing.get_context('spawn'), or use backend='pyro'"
-        )
-
-
-def check_device(device: torch.device) -> None:
-    """Warn if JAX runs elsewhere than the program.
-
-    :raises RuntimeError: if JAX has no device.
-    """
-    try:
-        platform = jax.default_backend()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"JAX has no device to run on ({str(error).splitlines()[0]}): install JAX for the "
-            "platform, unset JAX_PLATFORMS, or use backend='pyro'"
-        ) from error
-    if platform == "cpu" and device.type != "cpu":
-        warnings.warn(
-            f"the program is on '{device}', but JAX is installed for the CPU only: the chains run "
-            "on the CPU; install JAX for the accelerator, or use backend='pyro'",
-            BdlWarning,
-            stacklevel=5,
-        )
-
 
 Density = Callable[..., Tensor]
 Terms = Callable[[Tensor], dict[str, Tensor]]

@@ -10,7 +10,6 @@ from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.tracing.step import agree
 from pyro_bdl.tracing.trace import NotTraceable, trace
-from pyro_bdl.utils.module_state import vmappable
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.trees import tree_flatten, tree_unflatten
 
@@ -71,21 +70,10 @@ class Scores:
         def scores(vectors: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
             rest = iter(tensors)
             whole = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            args, kwargs = tree_unflatten(whole, structure)
-
-            def density(vector: Tensor) -> Tensor:
-                return self.log_density(vector, *args, **kwargs)
-
-            both = torch.func.grad_and_value(density)
-            if len(vectors) == 1:
-                gradient, value = both(vectors[0])
-                return value[None], gradient[None]
-            gradients, values = torch.func.vmap(both, randomness="different")(vectors)
-            return values, gradients
+            return self._run(vectors, tree_unflatten(whole, structure))
 
         try:
-            with vmappable():
-                graph = trace(scores, [vectors, *_tensors(leaves)])
+            graph = trace(scores, [vectors, *_tensors(leaves)])
         except (NotTraceable, RuntimeError):  # a program that cannot be traced can still be run
             return None
         with torch.no_grad():
