@@ -29,7 +29,7 @@ from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.costs import Costs
 from pyro_bdl.comparison.evaluate import Evaluation, evaluate
 from pyro_bdl.comparison.leave_one_out import KFold, k_fold
-from pyro_bdl.comparison.predictive_draws import PredictiveDraws
+from pyro_bdl.comparison.observe import PredictiveDraws
 from pyro_bdl.comparison.table import Comparison
 from pyro_bdl.freezing import freeze
 from pyro_bdl.guides.saved import load_posterior

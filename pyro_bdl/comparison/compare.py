@@ -6,7 +6,7 @@ from typing import Any
 from pyro_bdl.comparison.costs import Costs
 from pyro_bdl.comparison.evaluate import Evaluation, evaluate_in
 from pyro_bdl.comparison.leave_one_out import KFold
-from pyro_bdl.comparison.predictive_draws import PredictiveDraws
+from pyro_bdl.comparison.observe import PredictiveDraws
 from pyro_bdl.comparison.setting import Setting
 from pyro_bdl.comparison.table import Comparison, compare_evaluations
 from pyro_bdl.errors import UnusableDrawsError

@@ -21,8 +21,7 @@ from pyro_bdl.comparison.leave_one_out import (
     state_of,
 )
 from pyro_bdl.comparison.metric import PointScores, measure
-from pyro_bdl.comparison.observe import Block, check_draws, known_block, observe
-from pyro_bdl.comparison.predictive_draws import PredictiveDraws
+from pyro_bdl.comparison.observe import Block, PredictiveDraws, check_draws, known_block, observe
 from pyro_bdl.comparison.regions import regions
 from pyro_bdl.comparison.scores import SCORES, Score
 from pyro_bdl.comparison.setting import Setting, spaced
@@ -177,7 +176,10 @@ def evaluate_in(
     """``evaluate`` in a setting that is read; it starts from the seed, whatever came before."""
     with seeded(setting.seed), torch.no_grad():
         if isinstance(posterior, PredictiveDraws):
-            evaluation, inputs = _of_known(setting, posterior)
+            block, chains = known_block(setting.kind, posterior, setting.y), posterior.chains
+            evaluation, inputs, _ = _scored(setting, [block], chains)
+            if chains > 1:
+                inputs["mixing"] = (Mixing.of(evaluation.function, chains),)
         else:
             drawn = _Draws(setting, posterior)
             evaluation, inputs = drawn.evaluation()
@@ -262,19 +264,6 @@ class _Draws:
             progress=data.progress,
         )  # fmt: skip
         return {} if loo is None else {"loo": (loo, by)}
-
-
-def _of_known(data: Setting, known: PredictiveDraws) -> tuple[Evaluation, dict[str, tuple]]:
-    if known.function.shape[1] != len(data.y):
-        raise ValueError(
-            f"it holds predictions at {known.function.shape[1]} points, but there are "
-            f"{len(data.y)} test inputs"
-        )
-    block = known_block(data.kind, known, data.y)
-    evaluation, inputs, _ = _scored(data, [block], known.chains)
-    if known.chains > 1:
-        inputs["mixing"] = (Mixing.of(evaluation.function, known.chains),)
-    return evaluation, inputs
 
 
 def _scored(

@@ -122,11 +122,8 @@ class Kind:
         """The numbers that the program observes."""
         if self.is_last:
             return args[-1]
-        size = self.most_rows if self.by_rows else None
-        parts = [args]
-        if size is not None:
-            parts = [taken(args, slice(i, i + size)) for i in range(0, leading_size(args), size)]
         with torch.no_grad(), evaluation_mode(model, posterior):
+            parts = (part for part, _ in self.batches(args, draws=1))
             return torch.cat([self._observed(model, part, posterior) for part in parts])
 
     def _observed(self, model: Callable, args: tuple, posterior: Any) -> Tensor:

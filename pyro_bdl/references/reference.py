@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from pyro_bdl.comparison.predictive_draws import PredictiveDraws
+from pyro_bdl.comparison.observe import PredictiveDraws
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.data.programs import program
 
