@@ -6,7 +6,6 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.infer import ELBO
 from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 
@@ -59,7 +58,7 @@ class CompiledELBO(TemperedTrace_ELBO):
         ``sticking_the_landing``.
     :raises ValueError: for an unknown backend, ``max_graphs`` below 1, or options that the bound
         refuses.
-    :raises TypeError: for another class of bound, or an ELBO in the place of its arguments.
+    :raises TypeError: for another class of bound.
     """
 
     def __init__(
@@ -72,12 +71,6 @@ class CompiledELBO(TemperedTrace_ELBO):
         max_graphs: int = 8,
         **options: Any,
     ) -> None:
-        if isinstance(temperature, ELBO):
-            name = type(temperature).__name__
-            raise TypeError(
-                f"CompiledELBO takes the arguments of an ELBO, not an ELBO, got {name}(...): call "
-                "CompiledELBO(temperature, num_particles, bound=TemperedTrace_ELBO)"
-            )
         if bound not in (TemperedTrace_ELBO, TemperedTraceMeanField_ELBO):
             raise TypeError(
                 "bound must be TemperedTraceMeanField_ELBO or TemperedTrace_ELBO, got "
