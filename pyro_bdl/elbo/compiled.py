@@ -13,8 +13,7 @@ from pyro_bdl.elbo.checks import check_data
 from pyro_bdl.elbo.step import Step, Terms
 from pyro_bdl.elbo.tempered import Temperature, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.estimators.per_datum import active
-from pyro_bdl.tracing.arguments import Arguments, split
-from pyro_bdl.tracing.compiled import CompiledLoss, Evaluation
+from pyro_bdl.tracing.compiled import Arguments, CompiledLoss, Evaluation, split
 from pyro_bdl.tracing.step import BACKENDS, Outcome
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autocast import castings
