@@ -157,14 +157,6 @@ def test_the_kl_of_many_weights_near_the_prior_does_not_cancel(one_prior):
     assert found.item() == pytest.approx(0.5 * (r - 1 - r.log()).sum().item(), rel=0.01)
 
 
-def test_marginals_are_the_distributions_of_the_transformed_normal():
-    program, loc, scale, _values, _run, q = _everything()
-    latents, log_det = program.constrain(loc + scale * 0.3)
-    total = sum(Site(s.distribution, latents[n], 1.0, None).log_prob().sum() for n, s in q.items())
-    expected = dist.Normal(loc, scale).log_prob(loc + scale * 0.3).sum() - log_det
-    torch.testing.assert_close(total, expected)
-
-
 def test_entropy():
     w = torch.rand(3, dtype=D)
     q = {
