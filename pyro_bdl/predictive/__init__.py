@@ -6,14 +6,3 @@ a Gaussian, or a mixture of Gaussians, ``linearized_component.py`` one member of
 are in ``curvature/linear_outputs.py``, closed forms for Gaussian outputs in
 ``curvature/closed_forms.py``.
 """
-
-from pyro_bdl.predictive.linearized import LinearizedPredictive
-from pyro_bdl.predictive.observations import PredictiveCovariance, PredictiveMoments
-from pyro_bdl.predictive.sampled import Predictive
-
-__all__ = [
-    "LinearizedPredictive",
-    "Predictive",
-    "PredictiveCovariance",
-    "PredictiveMoments",
-]
