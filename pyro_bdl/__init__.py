@@ -43,10 +43,10 @@ from pyro_bdl.utils.memory import working_memory
 from pyro_bdl.version import __version__
 
 if TYPE_CHECKING:
-    from pyro_bdl import data, plots, references
+    from pyro_bdl import data, plots, references, sklearn
 
-# Modules that import matplotlib, pandas or data sets: they are imported at their first use.
-_LATER = ("data", "plots", "references")
+# Modules that import matplotlib, pandas, scikit-learn or data sets: imported at their first use.
+_LATER = ("data", "plots", "references", "sklearn")
 
 __all__ = [
     "BayesianModule",
@@ -87,6 +87,7 @@ __all__ = [
     "priors",
     "references",
     "selectors",
+    "sklearn",
     "temperature",
     "to_arviz",
     "training",

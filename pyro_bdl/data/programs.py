@@ -17,7 +17,7 @@ Noise = Literal["normal", "heteroscedastic", "robust"]
 _ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _PRIOR = {"prior of the noise": "HalfNormal(1), in sds of the target"}
 # The observation model, by the task or, of a regression, by its noise: outputs, and it in words.
-_MODELS: dict[str, tuple[type[models.ObservationModel], dict[str, str]]] = {
+MODELS: dict[str, tuple[type[models.ObservationModel], dict[str, str]]] = {
     "classification": (models.Classification, {"likelihood": "y ~ Categorical(softmax(f(x)))"}),
     "count": (models.PoissonRegression, {"likelihood": "y ~ Poisson(exp(f(x)))"}),
     "normal": (models.Regression, {"likelihood": "y ~ Normal(f(x), noise^2)", **_PRIOR}),
@@ -28,6 +28,17 @@ _MODELS: dict[str, tuple[type[models.ObservationModel], dict[str, str]]] = {
     "robust": (models.StudentTRegression, {"likelihood": "y ~ StudentT(4, f(x), noise)", **_PRIOR}),
 }
 _COPIES = 10  # of the weights during a fit: parameters, gradients, moments of Adam, draws
+
+
+def perceptron(sizes: Sequence[int], activation: str) -> nn.Sequential:
+    """Linear layers between the sizes, with an activation between them.
+
+    :param activation: "tanh", "relu" or "silu".
+    """
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(sizes):
+        layers += [nn.Linear(before, after), _ACTIVATIONS[activation]()]
+    return nn.Sequential(*layers[:-1])
 
 
 def program(
@@ -50,11 +61,12 @@ def program(
     """
     if noise != "normal" and data.task != "regression":
         raise ValueError(f"--noise is of use for a regression only, and this is a {data.task}")
-    model, words = _MODELS[noise if data.task == "regression" else data.task]
+    model, words = MODELS[noise if data.task == "regression" else data.task]
     outputs = 2 if noise == "heteroscedastic" else max(1, len(data.class_names))
     rows, features = data.x_train.shape
-    sizes = list(itertools.pairwise([features, *hidden, outputs]))
-    weights = sum((before + 1) * after for before, after in sizes)
+    sizes = [features, *hidden, outputs]
+    layers = list(itertools.pairwise(sizes))
+    weights = sum((before + 1) * after for before, after in layers)
     needed = data.x_train.element_size() * (_COPIES * weights + rows * sum(hidden))
     free = available_memory(data.x_train.device)
     if free is not None and needed > free:
@@ -62,16 +74,12 @@ def program(
             f"--hidden {','.join(map(str, hidden))}: a network of {weights:,} weights needs about "
             f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; choose fewer units"
         )
-    layers: list[nn.Module] = []
-    for before, after in sizes:
-        layers += [nn.Linear(before, after), _ACTIVATIONS[activation]()]
-    network = nn.Sequential(*layers[:-1])
     between = f", {_ACTIVATIONS[activation].__name__}, "
     parts = {
         **words,
-        "network": between.join(f"Linear({before}, {after})" for before, after in sizes),
+        "network": between.join(f"Linear({before}, {after})" for before, after in layers),
         "weights": str(weights),
         "prior of the weights": f"FanIn({gain:g}): Normal(0, {gain:g}^2 / inputs of the layer); of "
         f"biases Normal(0, {gain:g}^2)",
     }
-    return model(bayesianize(network, FanIn(gain)), num_data=rows), parts
+    return model(bayesianize(perceptron(sizes, activation), FanIn(gain)), num_data=rows), parts

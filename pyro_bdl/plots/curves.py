@@ -119,9 +119,8 @@ def cost_against_quality(
             f"two halves of {reference or 'the reference'}",
             (0.01, floor),
             xycoords=("axes fraction", "data"),
-            xytext=(0, -9),  # below the reference's mark
+            xytext=(0, 4),
             textcoords="offset points",
-            va="top",
             color=SOFT,
             fontsize=SMALL,
         )

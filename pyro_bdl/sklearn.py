@@ -1,0 +1,224 @@
+"""Estimators for scikit-learn: Bayesian networks in pipelines, searches and cross-validation."""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.preprocessing import LabelEncoder, StandardScaler
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor, nn
+
+from pyro_bdl import posteriors, priors
+from pyro_bdl.data.programs import MODELS, perceptron
+from pyro_bdl.guides.draws import DEFAULT_DRAWS, to_samples
+from pyro_bdl.guides.saved import load_posterior
+from pyro_bdl.nn import bayesianize
+from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
+from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.utils.random_state import seeded
+
+__all__ = ["BayesianClassifier", "BayesianRegressor"]
+
+Network = Callable[[int, int], nn.Module]
+
+
+class _BayesianNetwork(BaseEstimator):
+    """What both estimators do: fit a posterior by name, and predict at its draws."""
+
+    posterior: str
+    hidden: Sequence[int]
+    activation: str
+    network: Network | None
+    prior: Any
+    steps: int | None
+    options: Mapping[str, Any] | None
+    random_state: Any
+
+    def _fit(self, x: np.ndarray, y: Tensor, outputs: int, likelihood: str) -> None:
+        self.scaler_ = StandardScaler().fit(x)
+        inputs = self._inputs(x)
+        generator = check_random_state(self.random_state)
+        self.seed_ = int(generator.randint(np.iinfo(np.int32).max))
+        with seeded(self.seed_):  # of the network's first weights
+            if self.network is None:
+                net: nn.Module = perceptron([x.shape[1], *self.hidden, outputs], self.activation)
+            else:
+                net = self.network(x.shape[1], outputs)
+            prior = priors.FanIn(1.0) if self.prior is None else self.prior
+            model, _ = MODELS[likelihood]
+            self.model_ = model(bayesianize(net.double(), prior), num_data=len(y)).double()
+        more = {} if self.options is None else dict(self.options)
+        options = posteriors.Options(seed=self.seed_, steps=self.steps, **more)
+        fit = posteriors.fit(self.posterior, posteriors.Problem(self.model_, inputs, y, options))
+        if fit.interrupted:
+            raise KeyboardInterrupt
+        self.posterior_, costs = fit.posterior, fit.costs
+        self.evidence_ = costs.elbo if costs.log_evidence is None else costs.log_evidence
+        self._set_predictive()
+
+    def _set_predictive(self) -> None:
+        """Fix the draws, so that a prediction does not depend on the others."""
+        with seeded(self.seed_):
+            if is_linear(self.posterior_):
+                self._predictive: Any = LinearizedPredictive(
+                    self.model_, self.posterior_, seed=self.seed_
+                )
+            else:
+                samples = to_samples(self.posterior_, DEFAULT_DRAWS)
+                self._predictive = Predictive(self.model_, samples)
+
+    def _inputs(self, x: np.ndarray) -> Tensor:
+        return torch.from_numpy(self.scaler_.transform(x))
+
+    def _checked(self, x: Any) -> Tensor:
+        check_is_fitted(self)
+        return self._inputs(validate_data(self, x, reset=False, dtype=np.float64))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for pickle and copies, with the posterior as the bytes of its file."""
+        state = dict(super().__getstate__())
+        if state.pop("_predictive", None) is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                path = state["posterior_"].save(Path(folder) / "posterior.safetensors")
+                state["posterior_"] = Path(path).read_bytes()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if isinstance(state.get("posterior_"), bytes):
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "posterior.safetensors"
+                path.write_bytes(state["posterior_"])
+                self.posterior_ = load_posterior(path, self.model_)
+            self._set_predictive()
+
+
+class BayesianRegressor(RegressorMixin, _BayesianNetwork):
+    """A regression by a network with a posterior over its weights.
+
+    Features and target are standardized inside; predictions are in the target's units. Computed in
+    float64, with fixed draws, so that the same row always gets the same prediction.
+
+    :param posterior: any name that ``pyro-bdl compare`` knows, as "laplace", "nuts", "ensemble".
+    :param hidden: units of each hidden layer; ``activation`` is "tanh", "relu" or "silu".
+    :param network: a function from the numbers of inputs and outputs to a torch module, in place of
+        ``hidden`` and ``activation``.
+    :param prior: of the weights; by default ``priors.FanIn(1.0)``.
+    :param noise: "normal", "heteroscedastic" (an sd for each input, from a second output of the
+        network) or "robust" (Student-t).
+    :param steps: of training; by default those of the posterior.
+    :param options: of chains: ``chains``, ``warmup``, ``draws``, ``max_tree_depth``.
+    :param random_state: of the first weights, training and draws.
+
+    Fitted: ``model_``, the Pyro program; ``posterior_``, a guide or ``Samples``; ``evidence_``, the
+    log evidence of a Laplace approximation or the bound, in nats, of the standardized target.
+    """
+
+    def __init__(
+        self,
+        posterior: str = "laplace",
+        *,
+        hidden: Sequence[int] = (50,),
+        activation: str = "tanh",
+        network: Network | None = None,
+        prior: Any = None,
+        noise: str = "normal",
+        steps: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        random_state: Any = None,
+    ) -> None:
+        self.posterior, self.hidden, self.activation = posterior, hidden, activation
+        self.network, self.prior, self.noise = network, prior, noise
+        self.steps, self.options, self.random_state = steps, options, random_state
+
+    def fit(self, X: Any, y: Any) -> "BayesianRegressor":
+        """Fit the posterior to features (N, D) and targets (N,)."""
+        x, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
+        y = np.asarray(y, dtype=np.float64)
+        self.mean_, self.sd_ = float(y.mean()), float(y.std()) or 1.0
+        if self.noise not in ("normal", "heteroscedastic", "robust"):
+            raise ValueError(
+                f'noise must be "normal", "heteroscedastic" or "robust", got {self.noise!r}'
+            )
+        outputs = 2 if self.noise == "heteroscedastic" else 1
+        self._fit(x, torch.from_numpy((y - self.mean_) / self.sd_), outputs, self.noise)
+        return self
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """The mean (N,), and with ``return_std`` the sd with noise too."""
+        x = self._checked(X)
+        linear = isinstance(self._predictive, LinearizedPredictive)  # in closed form for a Normal
+        moments = (
+            self._predictive.predictive_covariance(x) if linear else self._predictive.covariance(x)
+        )["y"]
+        mean = moments.mean[:, 0].numpy() * self.sd_ + self.mean_
+        return (mean, moments.covariance[:, 0, 0].sqrt().numpy() * self.sd_) if return_std else mean
+
+    def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
+        """Draws of the target with noise, (N, n_samples)."""
+        x, generator = self._checked(X), check_random_state(random_state)
+        with seeded(int(generator.randint(np.iinfo(np.int32).max))):
+            if is_linear(self.posterior_):
+                predictive: Any = LinearizedPredictive(self.model_, self.posterior_, n_samples)
+            else:
+                draws = to_samples(self.posterior_, n_samples)
+                predictive = Predictive(self.model_, draws, n_samples)
+            values = predictive(x)["y"]
+        return values.T.numpy() * self.sd_ + self.mean_
+
+    def predict_quantiles(
+        self, X: Any, quantiles: Sequence[float] = (0.05, 0.5, 0.95), n_samples: int = 1000
+    ) -> np.ndarray:
+        """Quantiles of the target with noise, (N, Q), of draws."""
+        return np.quantile(self.sample_y(X, n_samples), quantiles, axis=1).T
+
+
+class BayesianClassifier(ClassifierMixin, _BayesianNetwork):
+    """A classifier by a network with a posterior over its weights.
+
+    Arguments and fitted attributes are those of ``BayesianRegressor``, without ``noise``;
+    ``classes_`` are the labels in the order of the columns of ``predict_proba``.
+    """
+
+    def __init__(
+        self,
+        posterior: str = "laplace",
+        *,
+        hidden: Sequence[int] = (50,),
+        activation: str = "tanh",
+        network: Network | None = None,
+        prior: Any = None,
+        steps: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        random_state: Any = None,
+    ) -> None:
+        self.posterior, self.hidden, self.activation = posterior, hidden, activation
+        self.network, self.prior = network, prior
+        self.steps, self.options, self.random_state = steps, options, random_state
+
+    def fit(self, X: Any, y: Any) -> "BayesianClassifier":
+        """Fit the posterior to features (N, D) and labels (N,)."""
+        x, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
+        check_classification_targets(y)
+        encoder = LabelEncoder().fit(y)
+        self.classes_ = encoder.classes_
+        labels = torch.from_numpy(encoder.transform(y))
+        self._fit(x, labels, len(self.classes_), "classification")
+        return self
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Probabilities of the classes, (N, C)."""
+        x = self._checked(X)
+        p = self._predictive.mean(x)["y"].mean(0).numpy()
+        return p / p.sum(1, keepdims=True)
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The most probable labels, (N,)."""
+        best = self.predict_proba(X).argmax(1)
+        return self.classes_[best]

@@ -1,0 +1,123 @@
+"""The estimators: scikit-learn's own checks, and numbers of the package behind them."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_iris
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import PolynomialFeatures
+from sklearn.utils.estimator_checks import parametrize_with_checks
+from torch import nn
+
+import pyro_bdl as bdl
+from pyro_bdl.sklearn import BayesianClassifier, BayesianRegressor
+
+SMALL = {"hidden": (6,), "random_state": 0}
+
+
+@parametrize_with_checks(
+    [
+        BayesianRegressor("map", steps=120, hidden=(8,)),
+        BayesianClassifier("map", steps=60, hidden=(8,)),
+    ]
+)
+def test_checks_of_scikit_learn(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.slow
+@parametrize_with_checks(
+    [BayesianRegressor(steps=300, hidden=(8,)), BayesianClassifier(steps=40, hidden=(8,))]
+)
+def test_checks_of_scikit_learn_with_laplace(estimator, check):
+    check(estimator)
+
+
+def data(seed=0, rows=60):
+    generator = np.random.default_rng(seed)
+    x = generator.normal(size=(rows, 3))
+    return x, 50.0 + 10.0 * (x @ [1.0, -2.0, 0.5]) + 3.0 * generator.normal(size=rows)
+
+
+def test_a_linear_network_is_bayesian_linear_regression():
+    """At the noise's mode the Laplace approximation is the exact posterior, in the data's units;
+    the uncertain noise adds to the variance by less than a tenth."""
+    x, y = data()
+    linear = BayesianRegressor(
+        "laplace-full", network=lambda inputs, outputs: nn.Linear(inputs, outputs),
+        prior=bdl.priors.Normal(1.0), steps=1000, random_state=0,
+    ).fit(x, y)  # fmt: skip
+    noise = linear.posterior_.median()["noise"].item()
+    design = np.hstack([(x - x.mean(0)) / x.std(0), np.ones((len(x), 1))])
+    covariance = np.linalg.inv(design.T @ design / noise**2 + np.eye(4))
+    weights = covariance @ design.T @ ((y - y.mean()) / y.std()) / noise**2
+    variance = np.einsum("ni,ij,nj->n", design, covariance, design) + noise**2
+    mean, sd = linear.predict(x, return_std=True)
+    np.testing.assert_allclose(mean, design @ weights * y.std() + y.mean(), atol=1e-2)
+    ratio = sd**2 / (variance * y.var())
+    assert ((ratio > 0.999) & (ratio < 1.1)).all()
+
+
+@pytest.mark.parametrize("noise", ["normal", "heteroscedastic", "robust"])
+def test_draws_agree_with_moments(noise):
+    x, y = data()
+    network = BayesianRegressor("mean-field", noise=noise, steps=300, **SMALL).fit(x, y)
+    mean, sd = network.predict(x[:5], return_std=True)
+    draws = network.sample_y(x[:5], 4000)
+    assert draws.shape == (5, 4000)
+    # moments are over 100 draws of the weights: a standard error of a tenth of an sd
+    assert (np.abs(draws.mean(1) - mean) < 0.4 * sd).all()
+    low, high = network.predict_quantiles(x[:5], (0.1, 0.9), 4000).T
+    inside = ((draws > low[:, None]) & (draws < high[:, None])).mean()
+    assert abs(inside - 0.8) < 0.03
+
+
+CHAINS = {"chains": 1, "warmup": 10, "draws": 10, "max_tree_depth": 3}
+
+
+@pytest.mark.parametrize("posterior", ["laplace", "ensemble", "nuts"])
+def test_pickles_and_copies_predict_alike(posterior):
+    x, y = data(rows=30)
+    network = BayesianRegressor(posterior, steps=30, options=CHAINS, **SMALL).fit(x, y)
+    again = pickle.loads(pickle.dumps(network))
+    np.testing.assert_allclose(again.predict(x), network.predict(x), rtol=1e-10)
+    np.testing.assert_allclose(clone(network).fit(x, y).predict(x), network.predict(x), rtol=1e-6)
+
+
+def test_pipelines_searches_and_frames():
+    frame, labels = load_iris(return_X_y=True, as_frame=True)
+    names = np.array(["a", "b", "c"])[labels]
+    search = GridSearchCV(
+        make_pipeline(PolynomialFeatures(1), BayesianClassifier("map", steps=100, **SMALL)),
+        {"bayesianclassifier__hidden": [(3,), (6,)]}, cv=2,
+    ).fit(frame, names)  # fmt: skip
+    assert search.best_score_ > 0.9
+    alone = BayesianClassifier("map", steps=100, **SMALL).fit(frame, names)
+    assert list(alone.feature_names_in_) == list(frame.columns)
+    assert alone.predict_proba(frame).shape == (150, 3)
+    assert set(alone.predict(frame)) == {"a", "b", "c"}
+
+
+def test_the_posterior_is_that_of_the_package():
+    x, y = data()
+    network = BayesianRegressor("laplace", steps=100, **SMALL).fit(x, y)
+    assert isinstance(network.posterior_, bdl.guides.LaplaceGuide)
+    z = torch.from_numpy((x - x.mean(0)) / x.std(0))
+    moments = bdl.LinearizedPredictive(network.model_, network.posterior_).moments(z)["y"]
+    expected = moments.mean["loc"].numpy() * y.std() + y.mean()
+    np.testing.assert_allclose(network.predict(x), expected, rtol=1e-8)
+    assert network.evidence_ == pytest.approx(
+        bdl.evidence.log_marginal_likelihood(network.posterior_).item()
+    )
+
+
+def test_refusals():
+    x, y = data(rows=10)
+    with pytest.raises(ValueError, match="noise"):
+        BayesianRegressor(noise="loud").fit(x, y)
+    with pytest.raises(ValueError, match="did you mean 'laplace'"):
+        BayesianRegressor("laplac").fit(x, y)
