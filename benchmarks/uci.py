@@ -120,7 +120,13 @@ def fitted(
     in_a_pass = 1.0 if count <= _FULL_BATCH else count / _BATCH
     steps = max(options.steps, round(options.passes * in_a_pass))
     settings = posteriors.Options(seed=seed, steps=steps)
-    return [posteriors.fit(name, problem, settings).posterior for problem in problems]
+    found = []
+    for problem in problems:
+        fit = posteriors.fit(name, problem, settings)
+        if fit.interrupted:
+            raise KeyboardInterrupt
+        found.append(fit.posterior)
+    return found
 
 
 def log_likelihood(model: Any, posterior: Any, x: Tensor, y: Tensor) -> float:

@@ -38,7 +38,7 @@ def init_to_network(site: Any = None) -> Any:
         return value.detach().clone()
     fn = site["fn"]
     improper = is_improper(fn)
-    if len(fn.event_shape) < 2 or not _is_real(fn.support):
+    if len(fn.event_shape) < 2 or transform_of(fn.support) is not None:
         return feasible_value(fn) if improper else init_to_median(site, num_samples=15)
     start = feasible_value(fn) if improper else init_to_mean(site)
     fan_in = torch.Size(fn.event_shape[1:]).numel()
@@ -111,7 +111,3 @@ def _prior_sd(fn: Any, start: Tensor) -> Tensor:
         return fn.stddev.nan_to_num(nan=float("inf")).expand_as(start)
     except NotImplementedError:
         return torch.full_like(start, float("inf"))
-
-
-def _is_real(support: Any) -> bool:
-    return transform_of(support) is None

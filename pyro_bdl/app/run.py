@@ -15,7 +15,6 @@ import torch
 
 from pyro_bdl import references
 from pyro_bdl.app import cross_validation
-from pyro_bdl.app.figures import CAPTIONS
 from pyro_bdl.app.fits import Fits
 from pyro_bdl.app.options import Options
 from pyro_bdl.app.page import units, write_page
@@ -23,14 +22,13 @@ from pyro_bdl.app.provenance import provenance
 from pyro_bdl.app.report.write import Table
 from pyro_bdl.comparison.columns import to_text
 from pyro_bdl.comparison.table import Comparison, compare_evaluations
-from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.utils.files import atomic_write
 from pyro_bdl.utils.progress import logger
 from pyro_bdl.utils.random_state import seeded
 
 FAILED, INTERRUPTED = 1, 130
 _REFERENCE, _SHIPPED = "nuts", "reference"
-_FILES = ("table.csv", "report.html", "report.json", *(f"{name}.png" for name in CAPTIONS))
+_FILES = ("table.csv", "report.html", "report.json")
 _WIDTH = 100  # of output that is not a terminal
 # Below this many numbers a step is not faster on several threads. On busy cores it is many times
 # slower, since the threads wait for each other.
@@ -54,10 +52,12 @@ def run(options: Options, line: str) -> int:
         fits = Fits(options, data, shown=not options.quiet)
     except (ValueError, OSError) as error:
         raise BadInput(str(error)) from error
-    about = _about(fits)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
     if not options.quiet:
-        print("\n".join(textwrap.fill(text, width) for text in [about, *data.notes]), flush=True)
+        print(
+            "\n".join(textwrap.fill(text, width) for text in [_about(fits), *data.notes]),
+            flush=True,
+        )
     with seeded(options.seed), limited_threads(len(data.x_train) * max(options.hidden or (50,))):
         fits.fit_all()
         evaluations = dict(fits.evaluations)
@@ -69,10 +69,8 @@ def run(options: Options, line: str) -> int:
             draws = references.load(options.reference).draws()
             evaluations[base] = fits.evaluated(draws.to(options.device))
         comparison = compare_evaluations(evaluations, base, left_out=fits.left_out)
-        made = provenance(line, fits)
         splits = _splits(options)
-        files = _files(comparison, fits, about, made, splits)
-        written = _write(options.out, files)
+        written = _write(comparison, fits, line, splits)
     if options.quiet:
         print(textwrap.fill(comparison.summary, width, break_on_hyphens=False))
     else:
@@ -80,7 +78,7 @@ def run(options: Options, line: str) -> int:
         print(f"\n{comparison.to_text(width, details=options.details)}\n")
         print(textwrap.fill(f"{units(data)} {legend}", width))
     print(f"Written to {options.out}: {', '.join(written)}")
-    return 0 if len(written) == len(files) and not fits.failed else FAILED
+    return 0 if len(written) == len(_FILES) and not fits.failed else FAILED
 
 
 def _about(fits: Fits) -> str:
@@ -126,62 +124,40 @@ def _splits(options: Options) -> Table | None:
     return Table(title, rows, columns, note=cross_validation.NOTE)
 
 
-def _files(
-    comparison: Comparison,
-    fits: Fits,
-    about: str,
-    settings: dict[str, dict[str, Any]],
-    splits: Table | None,
-) -> dict[str, Callable[[Path], Any]]:
-    """What writes each file, by its name."""
-    data = fits.data
+def _write(comparison: Comparison, fits: Fits, line: str, splits: Table | None) -> list[str]:
+    """Write table, report and all numbers; return the names of the written files.
+
+    A file that the disk does not take is said and loses no other one.
+    """
+    data, about, settings = fits.data, _about(fits), provenance(line, fits)
     posteriors = {name: fit.posterior for name, fit in fits.fits.items()}
-    figures = comparison.figures(data=data, posteriors=posteriors)
-    page = partial(
-        write_page, comparison, figures=figures, data=data, about=about, settings=settings,
-        further=[] if splits is None else [splits],
-    )  # fmt: skip
-    numbers = _numbers(comparison, data) | {
+    table = comparison.table.astype(object)
+    numbers = {
         "about": about,
+        "reference": comparison.reference,
+        "summary": comparison.summary,
+        "warnings": comparison.warnings,
+        "posteriors": table.where(table.notna(), None).to_dict("index"),
+        "units": units(data),
+        "points": [{**data.point(i), "place": i} for i in comparison.first.places.tolist()],
         "settings": settings,
         "cross_validation": None if splits is None else splits.rows,
     }
     text = json.dumps(numbers, indent=1, default=str)
-    return {
-        "table.csv": comparison.table.to_csv,
-        **{f"{name}.png": partial(figure.savefig, dpi=200) for name, figure in figures.items()},
-        "report.html": page,
-        "report.json": lambda path: path.write_text(text, encoding="utf-8"),
-    }
-
-
-def _numbers(comparison: Comparison, data: Dataset) -> dict[str, Any]:
-    """All numbers and words of a comparison in JSON types."""
-    table = comparison.table.astype(object)
-    return {
-        "reference": comparison.reference,
-        "summary": comparison.summary,
-        "warnings": list(comparison.warnings),
-        "posteriors": table.where(table.notna(), None).to_dict("index"),
-        "points": [{**data.point(i), "place": i} for i in comparison.first.places.tolist()],
-        "units": units(data),
-    }
-
-
-def _write(folder: Path, files: Mapping[str, Callable[[Path], Any]]) -> list[str]:
-    """Write the files, and remove those of an earlier run; return the names of the written ones.
-
-    A file that the disk does not take is said and loses no other one.
-    """
+    page = partial(
+        write_page, comparison, data=data, about=about, settings=settings,
+        figures=comparison.figures(data=data, posteriors=posteriors),
+        further=[] if splits is None else [splits],
+    )  # fmt: skip
+    writers: tuple[Callable[[Path], Any], ...]
+    writers = (comparison.table.to_csv, page, lambda path: path.write_text(text, encoding="utf-8"))
     written = []
-    for name, write in files.items():
+    for name, write in zip(_FILES, writers, strict=True):
+        path = fits.options.out / name
         try:
-            with atomic_write(folder / name) as part:
+            with atomic_write(path) as part:
                 write(part)
             written.append(name)
         except OSError as error:
-            logger.warning("%s could not be written: %s", folder / name, error)
-    for name in set(_FILES) - set(written):
-        if (folder / name).is_file():
-            (folder / name).unlink()
+            logger.warning("%s could not be written: %s", path, error)
     return written

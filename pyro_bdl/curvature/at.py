@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.curvature.jacobian.affine_uses import UnseenUseError, UseRecorder
+from pyro_bdl.curvature.jacobian.affine_uses import DependentDataError, UnseenUseError, UseRecorder
 from pyro_bdl.curvature.jacobian.linearization import Linearization, unseen_uses
 from pyro_bdl.curvature.jacobian.recorded_rows import RecordedRows
 from pyro_bdl.curvature.mapped_rows import MappedRows, Plan, apart, tensors_of
@@ -166,6 +166,8 @@ class At:
                     return self._map_rows(batch, plan)
             except UnseenUseError as error:
                 self._dense |= error.sites
+            except DependentDataError:
+                raise
             except NOT_ON_SOME:
                 if not catch:
                     raise

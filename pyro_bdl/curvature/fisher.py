@@ -260,7 +260,7 @@ def _estimated_roots(base: Any, parameters: dict[str, Tensor], num_draws: int) -
     for values, weights in _weighted_values(base, parameters, num_draws):
         scores = _scores(base, parameters, values, draws=values.shape[:1]).values()
         rows = torch.cat([v.reshape(len(values), *base.batch_shape, -1) for v in scores], -1)
-        weights = torch.as_tensor(weights).to(rows)[..., None]
+        weights = torch.as_tensor(weights, device=rows.device).to(rows)[..., None]
         if size > num_draws:  # the scores themselves are fewer columns than a root of F
             yield from (_cotangent(base, row, parameters) for row in rows * weights.sqrt())
         else:

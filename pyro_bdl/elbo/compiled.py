@@ -6,7 +6,6 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.infer import ELBO
 from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 
@@ -14,8 +13,7 @@ from pyro_bdl.elbo.checks import check_data
 from pyro_bdl.elbo.step import Step, Terms
 from pyro_bdl.elbo.tempered import Temperature, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.estimators.per_datum import active
-from pyro_bdl.tracing.arguments import Arguments, split
-from pyro_bdl.tracing.compiled import CompiledLoss, Evaluation
+from pyro_bdl.tracing.compiled import Arguments, CompiledLoss, Evaluation, split
 from pyro_bdl.tracing.step import BACKENDS, Outcome
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autocast import castings
@@ -59,7 +57,7 @@ class CompiledELBO(TemperedTrace_ELBO):
         ``sticking_the_landing``.
     :raises ValueError: for an unknown backend, ``max_graphs`` below 1, or options that the bound
         refuses.
-    :raises TypeError: for another class of bound, or an ELBO in the place of its arguments.
+    :raises TypeError: for another class of bound.
     """
 
     def __init__(
@@ -72,12 +70,6 @@ class CompiledELBO(TemperedTrace_ELBO):
         max_graphs: int = 8,
         **options: Any,
     ) -> None:
-        if isinstance(temperature, ELBO):
-            name = type(temperature).__name__
-            raise TypeError(
-                f"CompiledELBO takes the arguments of an ELBO, not an ELBO, got {name}(...): call "
-                "CompiledELBO(temperature, num_particles, bound=TemperedTrace_ELBO)"
-            )
         if bound not in (TemperedTrace_ELBO, TemperedTraceMeanField_ELBO):
             raise TypeError(
                 "bound must be TemperedTraceMeanField_ELBO or TemperedTrace_ELBO, got "

@@ -131,10 +131,9 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
 
         :returns: the loss to differentiate, its terms, and what optimizers need of them.
         """
+        self._check_once(model, guide, args, kwargs)
         if self._trained != (model, guide):
-            self._check_once(model, guide, args, kwargs)
             self._begin(model, guide)
-            self._sums, self._looks = None, 0 if self._weighted else 2
         self._looking, self._looks = self._looks > 0, max(0, self._looks - 1)
         step = self._evaluate(model, guide, args, kwargs)
         self.finish(step)
@@ -145,6 +144,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         self._trained = model, guide
         parts = guide.modules() if isinstance(guide, nn.Module) else ()
         self._parts = [part for part in parts if isinstance(part, Guide)]
+        self._sums, self._looks = None, 0 if self._weighted else 2
         members = guide.num_members if isinstance(guide, Guide) else 1
         if self.num_particles < members:
             warnings.warn(

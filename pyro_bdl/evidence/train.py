@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from pyro_bdl.curvature.config import check_memory
 from pyro_bdl.curvature.hyperparameters import followed, read_at_center
+from pyro_bdl.elbo import CompiledELBO
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.evidence.maximize import maximize
 from pyro_bdl.evidence.shared_scales import warn_of_shared_scales
@@ -71,7 +72,7 @@ def train_by_evidence(
         taken = later if number else steps
         optimizer = torch.optim.Adam(trained, lr=learning_rate)
         run = train(
-            model, guide, x, y,
+            model, guide, x, y, elbo=CompiledELBO(),
             steps=taken, optimizer=optimizer, batch_size=batch_size, progress=progress,
         )  # fmt: skip
         if run.interrupted or number == rounds - 1:

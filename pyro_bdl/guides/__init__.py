@@ -14,8 +14,8 @@ from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.guides.pathfinder import AutoPathfinder
 from pyro_bdl.guides.point import AutoMAP
-from pyro_bdl.guides.subnetwork import AutoSubnetwork, SubsetNormal
-from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG, SWAGGuide
+from pyro_bdl.guides.subnetwork import AutoSubnetwork
+from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
 
 __all__ = [
     "AutoAmortized",
@@ -36,6 +36,4 @@ __all__ = [
     "Guide",
     "LaplaceGuide",
     "MixtureGuide",
-    "SWAGGuide",
-    "SubsetNormal",
 ]

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro
-import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import without_arguments
 from pyro_bdl.guides.mean_field import AutoMeanField
-from pyro_bdl.program.layout import Latent
+from pyro_bdl.guides.statements import sample_site
+from pyro_bdl.program.layout import marginal
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
 
@@ -116,7 +116,7 @@ class AutoAmortized(OwnParameters, AutoGuide):
                 loc, scale = (_rows(value, plates[plate], indices) for value in moments[name])
                 lead = (1,) * (-plates[plate].dim - 1)
                 loc, scale = (v.reshape(len(v), *lead, *v.shape[1:]) for v in (loc, scale))
-                result[name] = pyro.sample(name, _transformed(latent, loc, scale))
+                result[name] = sample_site(latent, marginal(latent, loc, scale))
         return result
 
     def _plates_for(
@@ -171,10 +171,3 @@ def _rows(values: Tensor, plate: Any, indices: Tensor) -> Tensor:
     if plate.subsample_size < plate.size == len(values):
         return values[indices.to(values.device)]
     return values
-
-
-def _transformed(latent: Latent, loc: Tensor, scale: Tensor) -> Any:
-    base = dist.Normal(loc, scale).to_event(latent.unconstrained_event_dim)
-    return (
-        base if latent.transform is None else dist.TransformedDistribution(base, latent.transform)
-    )

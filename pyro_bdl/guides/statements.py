@@ -41,7 +41,7 @@ def sample_all(guide: Any, args: tuple, kwargs: dict) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     for latent, (part,) in _sites(guide, args, kwargs, draws):
         q = _joint_point(latent, part, log_q, subsampled=latent.name in guide.subsampled)
-        result[latent.name], log_q = _sample_site(latent, q), None
+        result[latent.name], log_q = sample_site(latent, q), None
     return result
 
 
@@ -51,7 +51,7 @@ def sample_sites(guide: Any, args: tuple, kwargs: dict, *vectors: Tensor) -> dic
     :param vectors: those of which ``guide.site_distribution`` takes slices.
     """
     return {
-        latent.name: _sample_site(latent, guide.site_distribution(latent, *parts))
+        latent.name: sample_site(latent, guide.site_distribution(latent, *parts))
         for latent, parts in _sites(guide, args, kwargs, *vectors)
     }
 
@@ -87,7 +87,7 @@ def _sites(
             yield latent, values
 
 
-def _sample_site(latent: Latent, distribution: Any) -> Tensor:
+def sample_site(latent: Latent, distribution: Any) -> Tensor:
     """Make a guide's sample statement at a latent's site."""
     return pyro.sample(
         latent.name, distribution.to_event(latent.event_dim - distribution.event_dim)

@@ -119,8 +119,9 @@ def cost_against_quality(
             f"two halves of {reference or 'the reference'}",
             (0.01, floor),
             xycoords=("axes fraction", "data"),
-            xytext=(0, 4),
+            xytext=(0, -9),  # below the reference's mark
             textcoords="offset points",
+            va="top",
             color=SOFT,
             fontsize=SMALL,
         )

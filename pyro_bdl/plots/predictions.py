@@ -173,7 +173,7 @@ def function_space(
     check_points(draws, draws[reference].shape[1])
     looks = styles(draws, reference)
     figure, axes = panels(
-        [f"{word} of the {quantity}" for word in ("mean", "sd")], 4.0,
+        [f"{word} of {quantity}" for word in ("mean", "sd")], 4.0,
         columns=1, ylabel="each posterior",
     )  # fmt: skip
     moments = {name: _moments(values) for name, values in draws.items()}

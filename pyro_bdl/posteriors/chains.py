@@ -14,7 +14,7 @@ from pyro_bdl.samples import Samples
 # The largest number of rows that "sghmc" uses at once, and the size of minibatches beyond it.
 _MOST_ROWS, _ROWS = 8192, 1024
 # Steps between draws, largest friction per step, curvature times step size.
-_THINNING, _FRICTION, _REACH = 40, 0.02, 0.5
+_THINNING, _FRICTION, _REACH = 20, 0.02, 0.5
 
 
 @register(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_bdl import evidence
 from pyro_bdl.comparison.costs import Costs, peak_memory, wait_for
-from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
+from pyro_bdl.elbo import CompiledELBO
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.training.svi import estimate_elbo, train
@@ -137,7 +137,7 @@ def register(
     :param title: a few words for tables and reports.
     :param description: one sentence for help texts.
     :param default: whether ``pyro-bdl compare`` fits it by default. The default posteriors are one
-        of each kind, and take about two minutes together on the default data.
+        of each kind, and take about a minute together on the default data.
     :param program: makes the program of the posterior from the problem, if it is another one than
         the problem's, for example with a learned prior. The function gets a problem with it.
     :raises ValueError: if the name is taken.
@@ -217,14 +217,14 @@ def trained(
 
     :param steps: where the problem's options have no number of steps.
     :param elbo: as of ``training.train``; so is ``optimizer``.
-    :param bound: options of ``TemperedTraceMeanField_ELBO``, where there is no ``elbo``.
+    :param bound: options of ``CompiledELBO``, where there is no ``elbo``.
     """
     steps = problem.options.steps or steps
     guide.prototype(*problem.data)
     settings: dict[str, Any] = {"steps": steps}
     if elbo is None:
         bound = {"num_particles": guide.num_members, **bound}
-        elbo = TemperedTraceMeanField_ELBO(**bound)
+        elbo = CompiledELBO(**bound)
         settings |= bound
     else:
         settings["elbo"] = type(elbo).__name__

@@ -5,6 +5,7 @@ Several draws a step cost little, since vmap takes them at once, and let Adam se
 
 from functools import partial
 
+from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides import (
     AutoEnsemble,
     AutoLowRank,
@@ -66,7 +67,9 @@ def _noisy_kfac(problem: Problem) -> Result:
 
 
 def _dropout(problem: Problem, *, learn_p: bool) -> Result:
-    made = _vi(partial(AutoMCDropout, learn_p=learn_p))(problem)
+    # The temperature of learned rates falls with the steps, which a graph would not see.
+    elbo = TemperedTraceMeanField_ELBO(num_particles=4) if learn_p else None
+    made = _vi(partial(AutoMCDropout, learn_p=learn_p), elbo=elbo)(problem)
     rates = {f"p of {site}": f"{p.item():.3g}" for site, p in made.posterior.rates().items()}
     return Result(made.posterior, {**made.settings, **rates}, made.interrupted)
 

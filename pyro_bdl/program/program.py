@@ -40,7 +40,7 @@ from pyro_bdl.program.trace import (
     sum_out_discrete,
     why_not_summed_out,
 )
-from pyro_bdl.utils.module_state import evaluation_mode, modules_of, preserved_buffers
+from pyro_bdl.utils.module_state import evaluation_mode, modules_of, saved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 
 NOTHING_OBSERVED = (
@@ -305,9 +305,9 @@ def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """The Pyro trace of one run that does not change buffers (BatchNorm statistics)."""
     tracer, modules = poutine.trace(model), modules_of(model, args, dict(kwargs))
     check_modules(modules)
+    restore = saved_buffers(module for module in modules if module.training)
     try:
-        quiet = preserved_buffers(modules)
-        with poutine.block(), _FirstRun(), torch.no_grad(), quiet:
+        with poutine.block(), _FirstRun(), torch.no_grad():
             return tracer.get_trace(*args, **kwargs)
     except Exception as error:
         explain(error, model, args, kwargs)
@@ -318,6 +318,8 @@ def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
                 "inside it"
             )
         raise
+    finally:
+        restore()
 
 
 def _is_factor(site: Site) -> bool:

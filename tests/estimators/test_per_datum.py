@@ -87,11 +87,11 @@ def test_the_loss_and_its_gradient_have_the_same_expectation(
 
 @estimators
 def test_particles_have_noise_of_their_own(pooled, estimator, steps):
-    """The mean over 100 of them varies a hundredth as much, here within a factor of 2.5."""
+    """The mean over 20 of them varies a twentieth as much, here within a factor of 2.5."""
     one = steps(TemperedTraceMeanField_ELBO(estimator=estimator), *pooled, 150)[:, 0]
-    many = TemperedTraceMeanField_ELBO(num_particles=100, estimator=estimator)
-    ratio = steps(many, *pooled, 60)[:, 0].var() / one.var()
-    assert 0.004 < ratio < 0.025
+    many = TemperedTraceMeanField_ELBO(num_particles=20, estimator=estimator)
+    ratio = steps(many, *pooled, 120)[:, 0].var() / one.var()
+    assert 0.02 < ratio < 0.125
 
 
 @estimators

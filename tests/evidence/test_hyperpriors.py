@@ -147,21 +147,3 @@ def test_a_prior_on_scales_from_the_total_variation():
         found.append(next(iter(result.hyperparameters.values())).item())
         assert found[-1] == pytest.approx(math.exp(top.x), rel=0.03)
     assert found[1] < 0.8 * found[0]
-
-
-def test_relevance_of_inputs(line):
-    """One scale for each input; that of an input without influence falls to zero."""
-    torch.manual_seed(0)
-    x = torch.randn(60, 3)
-    y = 2.0 * x[:, 0] + 0.5 * x[:, 2] + 0.1 * torch.randn(60)
-    model = models.Regression(bayesianize(nn.Linear(3, 1), priors.ARD(0.7)), noise=0.1)
-    guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BdlWarning)
-        guide = guide.laplace_approximation((x, y))
-    torch.testing.assert_close(guide.prior.diagonal, torch.full((4,), 0.49).reciprocal())
-    (scales,) = maximize(guide, steps=300).hyperparameters.values()
-    assert scales.shape == (1, 3)
-    assert scales[0, 0].item() == pytest.approx(2.0, rel=0.05)
-    assert scales[0, 2].item() == pytest.approx(0.5, rel=0.1)
-    assert scales[0, 1] < 0.05

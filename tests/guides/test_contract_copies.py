@@ -9,7 +9,6 @@ import pyro.distributions as dist
 import pytest
 import torch
 from helpers.guide_programs import (
-    ELBOS,
     X,
     Y,
     losses_of,
@@ -19,11 +18,6 @@ from helpers.guide_programs import (
 )
 
 from pyro_bdl.elbo import TemperedTrace_ELBO
-
-
-@pytest.fixture(params=ELBOS, ids=lambda elbo: elbo.__name__)
-def elbo(request):
-    return request.param
 
 
 @pytest.mark.parametrize("prototyped", [True, False], ids=["made", "fresh"])

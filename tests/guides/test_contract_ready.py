@@ -5,15 +5,6 @@ import pickle
 
 import pytest
 import torch
-from helpers.guide_programs import (
-    ELBOS,
-)
-
-
-@pytest.fixture(params=ELBOS, ids=lambda elbo: elbo.__name__)
-def elbo(request):
-    return request.param
-
 
 # Ready guides, those made from others included
 

@@ -120,13 +120,6 @@ def trained(minimize):
     return train
 
 
-@pytest.fixture
-def fitted(trained, structure):
-    model, x, y = classifier()
-    guide = trained(model, x, y, structure=ten_pairs(structure))
-    return model, x, y, guide, guide.laplace_approximation((x, y))
-
-
 @pytest.mark.parametrize("kind", [AutoLaplaceGGN, AutoLastLayer, AutoSubnetwork])
 def test_latents_in_subsampled_plates_are_refused(kind):
     def model(y):

@@ -171,7 +171,7 @@ def test_a_selector_and_the_options_of_a_path_come_back(tmp_path):
     by_layer = AutoSubnetwork(model := _network(), select=bdl.selectors.Sites(model.network))
     with pytest.raises(TypeError, match=r"\['select'\]\['selection'\].*without code"):
         by_layer.prototype(_X, _X).save(tmp_path / "by layer")
-    path = AutoPathfinder(_network(), history=2, num_paths=2).prototype(_X, _X)
+    path = AutoPathfinder(_network(), history=2, num_paths=2, most_steps=9).prototype(_X, _X)
     found = bdl.load_posterior(path.save(tmp_path / "path"), _network())
     assert found.history == 2 and torch.equal(found.elbos, path.elbos)
 

@@ -53,7 +53,10 @@ class Table:
         self.headings = [(*names, len(list(run))) for names, run in runs] if grouped else []
         names = [name for name in dict.fromkeys(button for _, button in self.columns) if name]
         self.buttons = [(n, "false" if n in (*hidden, _FURTHER) else "true") for n in names]
-        self.key = {column.title: column.help for column, _ in self.columns if column.help}
+        self.key: dict[str, str] = {}
+        for column in (column for column, _ in self.columns if column.help):
+            repeated = column.title in self.key  # such as differences of scores
+            self.key[f"{column.title}, {column.group}" if repeated else column.title] = column.help
         left = {str(row.get(columns[0].key)): row for row in rows}
         places = itertools.count()
         self.bodies = []

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pyro_bdl.curvature.jacobian.patches import patches
+from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.linear_ops.recognize import AffineOp, recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
 from pyro_bdl.program.vmap import tap, with_rows
@@ -68,6 +69,10 @@ class VectorProduct(NamedTuple):
     biases: tuple[str, ...] = ()
 
 
+class DependentDataError(UnsupportedProgramError):
+    """A program's data depend on each other: no way to run it has the rows apart."""
+
+
 class UnseenUseError(Exception):
     """Latents are used in a way that a recorder cannot follow.
 
@@ -103,7 +108,7 @@ class UseRecorder(Tracker):
             return func(*args, **kwargs)
         op = recognize(func, args, kwargs, self.is_latent)
         if op is not None and op.settings.get("training"):
-            raise ValueError(
+            raise DependentDataError(
                 "a BatchNorm layer without running statistics computes with the batch's own, which "
                 "makes data depend on each other: make it with track_running_stats=True and train "
                 "again, or use GroupNorm or LayerNorm"

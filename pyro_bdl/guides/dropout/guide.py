@@ -30,7 +30,6 @@ from pyro_bdl.guides.dropout.weights import (
     matching_rates,
     rates_by_pattern,
     reading_run,
-    total_num_data,
 )
 from pyro_bdl.guides.kl import expected_log_prior
 from pyro_bdl.guides.statements import point
@@ -88,7 +87,7 @@ class AutoMCDropout(Guide):
     :raises TypeError: for a rate that is not a number, sites that are not names, a noise of another
         class.
     :raises ValueError: for a rate outside (0, 1), an unknown mask; at the first run for a site that
-        is not a weight, and for ``learn_p`` with a single datum.
+        is not a weight.
     """
 
     saved_parts = (Noise, Annealed)
@@ -154,11 +153,6 @@ class AutoMCDropout(Guide):
             LayerReader if self._patterns is None else WeightReader,
             model, layout, start, *self.few_rows, partial=self.subsampled,
         )  # fmt: skip
-        if self.learn_p and total_num_data(run) == 1:
-            raise ValueError(
-                "learn_p needs several data: with one datum the entropy of the masks outweighs the "
-                "likelihood; call the program with more data, or give it num_data"
-            )
         if self._patterns is None:
             rates = rates_of_layers(reader, layout, model)
             modules = dict.fromkeys(layer.module for layer in reader.layers)

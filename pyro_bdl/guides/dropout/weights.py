@@ -178,18 +178,6 @@ def _can_be_weight(latent: Latent) -> bool:
     return latent.transform is None and (not latent.plates or latent.event_dim > 1)
 
 
-def total_num_data(run: Run) -> int | None:
-    """The total number of data of the observed sites of a run; None if there is none.
-
-    For a site without a plate the first event dimension counts the data.
-    """
-    counts = []
-    for site in run.observed.values():
-        shape = site.distribution.batch_shape or site.distribution.event_shape[:1]
-        counts.append(round(shape.numel() * site.subsampling))
-    return sum(counts) if counts else None
-
-
 def rates_by_pattern(p: Any, sites: Any) -> dict[str, float]:
     """Names and patterns of sites with their rates, from ``p`` and ``sites`` of ``AutoMCDropout``.
 

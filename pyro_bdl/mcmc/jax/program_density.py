@@ -13,11 +13,9 @@ from pyro_bdl.mcmc.jax.density import jax_density
 from pyro_bdl.mcmc.jax.ops.registry import as_dtype
 from pyro_bdl.mcmc.jax.translate import to_jax
 from pyro_bdl.program.program import Program
-from pyro_bdl.samples import Samples
+from pyro_bdl.samples import Samples, as_tensor
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.trees import tree_flatten, tree_unflatten
-
-_DATA = "an array"  # stands for an argument that is data
 
 
 class JaxDensity:
@@ -81,9 +79,14 @@ class JaxDensity:
         if not args and not kwargs:
             return self._own(vector)
         leaves, structure = tree_flatten((args, kwargs))
-        arrays = [jnp.asarray(_array(leaf)) for leaf in leaves if _is_array(leaf)]
-        rest = [_DATA if _is_array(leaf) else leaf for leaf in leaves]
-        return self._function(arrays, rest, structure)(vector, *arrays)
+        places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        arrays = [jnp.asarray(_array(leaves[i])) for i in places]
+        constants = {i: leaf for i, leaf in enumerate(leaves) if i not in places}
+        shapes = tuple((array.shape, str(array.dtype)) for array in arrays)
+        key = structure, tuple(places), shapes, repr(constants)
+        if key not in self._with_data:
+            self._with_data[key] = self._translated(structure, constants, places, arrays)
+        return self._with_data[key](vector, *arrays)
 
     def value_and_grad(self, vector: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """The log density and its gradient (P,)."""
@@ -99,7 +102,7 @@ class JaxDensity:
         :param vectors: unconstrained draws (chains, draws, P), or (draws, P) of one chain.
         :param stats: name -> (chains, draws).
         """
-        tensor = torch.from_numpy(np.array(np.asarray(vectors))).to(self._example)
+        tensor = as_tensor(vectors).to(self._example)
         if tensor.dim() not in (2, 3) or tensor.shape[-1] != self.size:
             raise ValueError(
                 f"vectors must have shape (chains, draws, {self.size}), got {tuple(tensor.shape)}"
@@ -107,32 +110,24 @@ class JaxDensity:
         tensor = tensor[None] if tensor.dim() == 2 else tensor
         with torch.no_grad():
             latents = self.program.constrain(tensor)[0]
-        found = {
-            name: torch.from_numpy(np.array(np.asarray(value))).reshape(tensor.shape[:2])
+        values = {
+            name: as_tensor(value).reshape(tensor.shape[:2])
             for name, value in (stats or {}).items()
         }
-        return Samples(latents, found, {"backend": "jax"})
+        return Samples(latents, values, {"backend": "jax"})
 
     def _tracing(self) -> Any:
         return evaluation_mode(self.program.model, self.program.args, self.program.kwargs)
 
-    def _function(self, arrays: list[jax.Array], rest: list[Any], structure: Any) -> Any:
+    def _translated(
+        self, structure: Any, constants: dict[int, Any], places: list[int], arrays: list[jax.Array]
+    ) -> Any:
         """The translated function for arguments of these shapes."""
-        shapes = tuple((tuple(v.shape), str(v.dtype)) for v in arrays)
-        key = structure, shapes, tuple(map(repr, rest))
-        if key not in self._with_data:
-            self._with_data[key] = self._translated(arrays, rest, structure)
-        return self._with_data[key]
-
-    def _translated(self, arrays: list[jax.Array], rest: list[Any], structure: Any) -> Any:
         program = self.program
-        places = [i for i, value in enumerate(rest) if value is _DATA]
 
         def log_density(vector: Tensor, *data: Tensor) -> Tensor:
-            whole = list(rest)
-            for place, tensor in zip(places, data, strict=True):
-                whole[place] = tensor
-            args, kwargs = tree_unflatten(whole, structure)
+            leaves = constants | dict(zip(places, data, strict=True))
+            args, kwargs = tree_unflatten([leaves[i] for i in range(len(leaves))], structure)
             return program.log_density(vector, *args, **kwargs)
 
         own = [v for v in tree_flatten((program.args, program.kwargs))[0] if isinstance(v, Tensor)]

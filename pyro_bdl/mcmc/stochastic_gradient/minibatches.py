@@ -89,8 +89,9 @@ class MinibatchSource:
         with torch.no_grad():
             run = program.run(program.initial)
         sites = run.observed
-        rows = max(num_data(site) for site in sites.values())
-        stated = round(max(num_data(site) * site.subsampling for site in sites.values()))
+        rows = max((num_data(site) for site in sites.values()), default=0)
+        stated = max((num_data(site) * site.subsampling for site in sites.values()), default=0)
+        stated = round(stated)
         if self.is_whole:
             if stated != rows:
                 raise ValueError(

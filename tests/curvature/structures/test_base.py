@@ -22,7 +22,6 @@ from pyro_bdl.curvature.structures import STRUCTURES, structure_of
 from pyro_bdl.curvature.structures.base import log_prob
 from pyro_bdl.curvature.structures.diagonal import DiagonalPrecision
 from pyro_bdl.curvature.structures.full import FullPrecision
-from pyro_bdl.curvature.structures.kron.precision import WeightPrecision
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
@@ -266,22 +265,6 @@ def test_the_dtype_is_kept(oracle, structure, dtype):
     ):
         assert value.dtype == dtype
     torch.testing.assert_close(precision.variances().double(), expected, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("structure", ["kron", "ekfac"])
-@pytest.mark.parametrize("name", ["wide", "wide table", "wide conv"])
-def test_few_vectors_make_few_directions(oracle, structure, name):
-    """As many as inputs of data and positions, or columns; other directions have the prior
-    precision."""
-    parts = [part for _, part in made(oracle, name, structure).precision.blocks]
-    products = [part for part in parts if isinstance(part, WeightPrecision)]
-    found = [part.basis.directions for part in products if part.rest is not None]
-    expected = {
-        "wide": [(1, 4, 2), (1, 4, 1), (1, 2, 2)],
-        "wide table": [(1, 4, 4), (1, 2, 2)],
-        "wide conv": [(2, 6, 4), (1, 2, 2)],
-    }
-    assert found == [torch.Size(shape) for shape in expected[name]]
 
 
 # Factorization

@@ -96,7 +96,7 @@ def test_every_bound_has_the_same_expectation(options, learn_p, model, data):
     with torch.no_grad():
         for elbo in ELBOS:
             bound = elbo()
-            losses = torch.tensor([bound.loss(model, guide, *data) for _ in range(60)])
+            losses = torch.tensor([bound.loss(model, guide, *data) for _ in range(30)])
             found.append((losses.mean(), losses.var() / len(losses)))
     for mean, variance in found[1:]:
         assert abs(mean - found[0][0]) < 4.5 * (variance + found[0][1]).sqrt()
@@ -287,23 +287,6 @@ def test_a_site_that_is_no_weight(sites, message, model, data):
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
             guide.prototype(*data)
-
-
-def test_a_learned_rate_needs_several_data(net, model, data):
-    one = data[0][:1], data[1][:1]
-    guide = AutoMCDropout(model, learn_p=True)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="learn_p needs several data"):
-            guide.prototype(*one)
-    AutoMCDropout(model).prototype(*one)
-    many = models.Regression(bayesianize(net), noise=0.5, num_data=7)
-    AutoMCDropout(many, learn_p=True).prototype(*one)
-
-    def without_a_plate(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2, 1, dtype=D), 1.0).to_event(2))
-        pyro.sample("y", dist.Normal(x @ w, 1.0).to_event(2), obs=y[:, None])
-
-    AutoMCDropout(without_a_plate, sites="all", learn_p=True).prototype(*data)
 
 
 @pytest.mark.parametrize("sites", [None, "hidden"])
