@@ -19,15 +19,14 @@ def without_validation(distribution: Distribution) -> Distribution:
     ``vmap`` and ``make_fx`` forbid the checks of values, which also cost more time than the
     densities.
     """
-    if _CHECKED in vars(distribution):
+    old = vars(distribution)
+    if _CHECKED in old:
         return distribution
-
-    def unchecked(value: Any) -> Any:
-        return without_validation(value) if isinstance(value, Distribution) else value
-
-    result = _copied(distribution, unchecked, _validate_args=False)
-    if result is not distribution:
-        vars(result)[_CHECKED] = True
+    inner = {k: without_validation(v) for k, v in old.items() if isinstance(v, Distribution)}
+    if not distribution._validate_args and all(old[key] is value for key, value in inner.items()):
+        return distribution
+    result = object.__new__(type(distribution))
+    vars(result).update(old, _validate_args=False, **inner, **{_CHECKED: True})
     return result
 
 
@@ -213,14 +212,12 @@ def _expanded(distribution: Any, batch: torch.Size, event: torch.Size) -> Any:
     return distribution if distribution.batch_shape == batch else distribution.expand(batch)
 
 
-def _copied(
-    distribution: Distribution, changed: Callable[[Any], Any], **others: Any
-) -> Distribution:
-    """A copy whose attributes are results of a function, others given; the distribution itself
-    where none of them is new."""
+def _copied(distribution: Distribution, changed: Callable[[Any], Any]) -> Distribution:
+    """A copy whose attributes are results of a function; the distribution itself where none of
+    them is new."""
     old = vars(distribution)
-    new = {key: changed(value) for key, value in old.items()} | others
-    if all(key in old and value is old[key] for key, value in new.items()):
+    new = {key: changed(value) for key, value in old.items()}
+    if all(value is old[key] for key, value in new.items()):
         return distribution
     result = object.__new__(type(distribution))
     vars(result).update(new)

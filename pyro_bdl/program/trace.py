@@ -11,6 +11,7 @@ import torch
 from pyro.distributions import Unit
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.distributions import Distribution
@@ -302,6 +303,9 @@ def record(
     :raises RuntimeError: if another thread runs a program at this time.
     """
     recorder = _Recorder(values, draw)
+    for handler in _PYRO_STACK:
+        if isinstance(handler, _Recorder) and handler.thread not in (None, recorder.thread):
+            raise RuntimeError(f"two threads run Pyro programs at the same time: {_THREADS}")
     with pyro.validation_enabled(False), recorder:
         try:
             recorder.run.result = function(*args, **(kwargs or {}))
