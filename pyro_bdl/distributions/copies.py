@@ -23,7 +23,9 @@ def without_validation(distribution: Distribution) -> Distribution:
     if _CHECKED in old:
         return distribution
     inner = {k: without_validation(v) for k, v in old.items() if isinstance(v, Distribution)}
-    if not distribution._validate_args and all(old[key] is value for key, value in inner.items()):
+    # its own attribute: without it the process's setting counts, which is another one later
+    unchecked = old.get("_validate_args") is False
+    if unchecked and all(old[key] is value for key, value in inner.items()):
         return distribution
     result = object.__new__(type(distribution))
     vars(result).update(old, _validate_args=False, **inner, **{_CHECKED: True})
