@@ -82,8 +82,7 @@ def test_numbers_are_those_of_the_predictive(name, monkeypatch):
         close(frozen(x[:rows]), tuple(v[:rows] for v in expected)[: len(pair(frozen(x)))])
 
 
-@pytest.mark.parametrize("linearized", [False, True])
-@pytest.mark.parametrize("name", ["perceptron", "convolutions"])
+@pytest.mark.parametrize(("name", "linearized"), [("perceptron", True), ("convolutions", False)])
 def test_export_and_compile_with_any_number_of_rows(name, linearized):
     model, x, y = problem(name)
     posterior = drawn(model, x, y)
