@@ -22,7 +22,8 @@ class Family:
     - where the sites are independent: ``site_vectors()`` and ``site_distribution(latent, ...)``,
       from which Pyro's sample statements are made; else each site is a point of a joint draw.
 
-    Where they have closed forms also ``kl``, ``entropy`` and ``as_prior``; and
+    Where they have closed forms also ``kl``, ``entropy``, ``as_prior`` and ``vector_quantiles``
+    (else medians and quantiles are those of draws, and differ from call to call); and
     ``normal_marginals = True`` if every number of u has a Normal marginal with that location and
     variance, or is fixed.
     """
