@@ -12,7 +12,7 @@ PYTEST = ("pytest", "-n", "auto", "--dist", "worksteal")
 
 
 def floor():
-    """The lower bounds in ``setup.cfg`` as requirements: torch>=2.13 becomes torch==2.13.*."""
+    """The lower bounds in ``setup.cfg`` as requirements: torch>=2.9 becomes torch==2.9.*."""
     config = configparser.ConfigParser()
     config.read("setup.cfg")
     required = config["options"]["install_requires"].split()

@@ -1,5 +1,6 @@
 """One flat vector of unconstrained numbers for a dict of constrained sites."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,7 +124,7 @@ class Layout:
         self.latents = {latent.name: latent for latent in latents}
         self._sizes = [latent.size for latent in latents]
         self.size = sum(self._sizes)
-        ends = torch.tensor([0, *self._sizes], device="cpu").cumsum(0).tolist()
+        ends = [0, *itertools.accumulate(self._sizes)]
         self.slices = {
             latent.name: slice(start, stop)
             for latent, start, stop in zip(latents, ends, ends[1:], strict=False)
