@@ -70,7 +70,8 @@ def fit_curvature(
                 _add_hessian(curvature, linearization, sums)
             else:
                 for jacobian in fisher_jacobians(linearization, config):
-                    curvature.add(jacobian)
+                    with torch.no_grad():  # the sums hold no graph of a batch
+                        curvature.add(jacobian)
             curvature.end_batch()
 
     for number in range(curvature.passes):

@@ -68,6 +68,12 @@ def test_ready_guides_hold_no_arguments(guide):
     assert getattr(pickle.loads(pickle.dumps(guide)), "_passes", None) is None
 
 
+def test_ready_guides_hold_no_graph(guide):
+    """A graph would keep the activations of the data in memory."""
+    state = guide.state_dict(keep_vars=True)
+    assert [name for name, value in state.items() if value.grad_fn is not None] == []
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "state"])
 def test_ready_guides_are_copied(guide, how):
     clone = copy.deepcopy(guide) if how != "pickle" else pickle.loads(pickle.dumps(guide))
