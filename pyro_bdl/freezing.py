@@ -171,7 +171,8 @@ def _linearized(
             seen.append(observed(layout.constrain(vector)[0], data))
             return unconstrained_parameters(seen[-1])
 
-        values, slopes = torch.func.jvp(parameters, (center,), (draw["offset"],))
+        # PyTorch declares a third result, which only has_aux=True gives
+        values, slopes = torch.func.jvp(parameters, (center,), (draw["offset"],))  # type: ignore[misc]
         moved = {name: value + slopes[name] for name, value in values.items()}
         return observation_moments(with_unconstrained(seen[-1], moved))
 

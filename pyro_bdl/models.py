@@ -120,7 +120,8 @@ class ObservationModel(TaskPrior, OwnParameters):
                 raise ValueError(
                     f"the outputs of the network have different numbers of rows: {rows}"
                 )
-        targets, likelihoods, size = {}, {}, batch
+        likelihoods: dict[str, Any] = {}  # Distribution, which Pyro extends
+        targets, size = {}, batch
         for site, (head, _, y) in heads.items():
             if y is not None:
                 targets[site] = head._checked_targets(outputs[site], y)

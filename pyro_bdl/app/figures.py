@@ -57,7 +57,7 @@ def figures(
     scalars = _scalars(comparison, posteriors or {}, data)
     if reference is not None:
         at = {
-            title: {name: values[:, *index] for name, values in draws.items()}
+            title: {name: values[:, *index] for name, values in draws.items()}  # type: ignore[index]
             for title, index in points(comparison, data).items()
         }
         if len(draws) > 1:
@@ -127,7 +127,7 @@ def _bands(
     x = comparison.inputs[0] if len(comparison.inputs) == 1 else None
     if not isinstance(x, Tensor) or x[0].numel() != 1 or next(iter(draws.values())).dim() != 2:
         return None
-    train = {}
+    train: dict[str, Any] = {}
     if data is not None and data.task != "count":  # whose function is the log of a rate
         train = {"x_train": data.x_train, "y_train": data.in_units(data.y_train)}
     return plots.predictive_bands(

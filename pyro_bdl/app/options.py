@@ -183,7 +183,9 @@ class Options:
             chosen = {"activation": self.activation, "noise": self.noise, "gain": self.prior_gain}
             if self.data is None:
                 chosen["gain"] = self.prior_gain or EXAMPLES[self._example].gain
-            known = {name: value for name, value in chosen.items() if value is not None}
+            known: dict[str, Any] = {
+                name: value for name, value in chosen.items() if value is not None
+            }
             model, words = program(data, self.hidden or (50,), **known)
         return model.to(self.device), words
 

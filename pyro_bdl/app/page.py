@@ -134,8 +134,10 @@ def _answer(comparison: "Comparison") -> dict[str, Any]:
 
 def _inputs(comparison: "Comparison", data: Dataset | None) -> dict[str, str]:
     """The inputs of the test points in the figures, by their names."""
+    if data is None:
+        return {}
     shown = {}
-    for title, (row, *_) in points(comparison, data).items() if data is not None else ():
+    for title, (row, *_) in points(comparison, data).items():
         inputs = data.point(int(comparison.first.places[row]))["inputs"]
         shown[title] = ", ".join(f"{name} {value:.4g}" for name, value in inputs.items())
     return shown

@@ -267,7 +267,9 @@ def _uses(statements: Mapping[str, Site], theta: Tensor) -> _Use | None:
 def _maximizer(use: _Use, sites: Mapping[str, _WeightedSite], theta: Tensor) -> Tensor:
     """The value of a parameter that maximizes the expected log density; entries that no weight
     falls on keep theirs."""
-    arguments, tops, sizes = [], [], []
+    arguments: list[Tensor] = []
+    tops: list[Tensor] = []
+    sizes: list[Tensor] = []
     for name in use.sites:
         distribution = sites[name].distribution
         base = base_distribution(distribution)

@@ -128,8 +128,10 @@ class At:
         for start in range(0, count, at_once):
             part = taken(batch, slice(start, start + at_once)) if at_once < count else batch
             mapped = self._mapped(part, plan, catch=start == 0)
-            compared = start == 0 and few is not None
-            if mapped is None or (compared and not mapped.agree(few, plan, min(count, _FEW))):
+            first = few if start == 0 else None  # to be compared
+            if mapped is None or (
+                first is not None and not mapped.agree(first, plan, min(count, _FEW))
+            ):
                 self._plans[_form(batch)] = None
                 yield self.whole(*batch)
                 return

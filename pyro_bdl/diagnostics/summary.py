@@ -220,7 +220,7 @@ def _check_sites(latents: Mapping[str, Tensor]) -> tuple[int, int]:
         raise ValueError("there is no site to summarize")
     for site, value in latents.items():
         check_draws(value, f"site {site!r}")
-    shapes = {site: tuple(value.shape[:2]) for site, value in latents.items()}
+    shapes = {site: (value.shape[0], value.shape[1]) for site, value in latents.items()}
     if len(set(shapes.values())) > 1:
         raise ValueError(f"all sites must have the same (chains, draws), got {shapes}")
     return next(iter(shapes.values()))

@@ -244,7 +244,7 @@ class DataParallel_ELBO(CheckedLoss, ELBO):
             return value[0]
         self._leaves = leaves
         values = [loss.detach().reshape(1), *gradients]
-        step = getattr(guide, "last_step", None)
+        step: Any = getattr(guide, "last_step", None)
         has_draw = step is not None and step.draw is not None  # for IVON's control variate
         (value, *joint), self._form = self._reduced(
             [*values, step.draw] if has_draw else values, weight, torch.float32

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from pyro import poutine
@@ -77,7 +77,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
             distribution_of_targets(msg)
         return prototype_hide_fn(msg)
 
-    def prototype(self, *args: Any, **kwargs: Any) -> "Guide":
+    def prototype(self, *args: Any, **kwargs: Any) -> Self:
         """Run the program once to create the parameters, unless they exist; return the guide.
 
         :param args: the program's arguments, targets included.

@@ -33,6 +33,9 @@ class Restriction:
         if all are free (then p = P).
     """
 
+    subset: Subset | None
+    at: Tensor | None
+
     def __init__(self, program: Program, subset: tuple[Subset, Tensor] | None) -> None:
         self.program = program
         self.subset, self.at = (None, None) if subset is None else subset

@@ -152,7 +152,7 @@ class DiagonalNaturalGradient(NaturalGradient):
                 f"the optimizer moves an AutoMeanField's vectors, got {type(guide).__name__}"
             )
         guide.require_layout()
-        free = getattr(guide, "scale_unconstrained", None)
+        free: Any = getattr(guide, "scale_unconstrained", None)
         shared = free is None or free.shape != guide.loc.shape
         if shared or not guide.loc.requires_grad or guide.max_scale is not None:
             raise ValueError(

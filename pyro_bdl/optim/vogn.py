@@ -10,6 +10,7 @@ from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.jacobian.linearization import Linearization, rounding_of
 from pyro_bdl.curvature.site_jacobians import site_jacobians
+from pyro_bdl.curvature.structures import structure_of
 from pyro_bdl.curvature.structures.diagonal import DiagonalCurvature
 from pyro_bdl.elbo.step import Terms
 from pyro_bdl.elbo.tempered import Temperature, TemperedTraceMeanField_ELBO
@@ -58,7 +59,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         curvature: str = "ggn-mc",
     ) -> None:
         super().__init__(temperature, num_particles, cold_temperature=cold_temperature)
-        self.config = CurvatureConfig(self.structure, curvature)
+        self.config = CurvatureConfig(structure_of(self.structure), curvature)
         self._point: At | None = None
         self._modes_agree: dict[bool | None, bool] = {}
 

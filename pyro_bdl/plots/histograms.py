@@ -1,6 +1,6 @@
 """Histograms that are flat where all is well: ranks of chains, ranks of simulations, PITs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -132,7 +132,7 @@ def _histograms(
     xlabel: str,
     ylabel: str,
     looks: Mapping[str, Mapping[str, Any]] | None = None,
-    entries: list[Artist] | tuple[()] = (),
+    entries: Sequence[Artist] = (),
 ) -> Figure:
     """A panel for each name: bars of a single series, lines of several, and the band of the law.
 

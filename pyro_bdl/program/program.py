@@ -88,7 +88,9 @@ class Program:
     def _read(self, model: Callable, trace: Any, args: tuple, kwargs: dict) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.plates: dict[str, tuple[int, int]] = {}
-        run, latents, discrete = Run(), [], []
+        latents: list[str] = []
+        discrete: list[str] = []
+        run = Run()
         for name, node in trace.nodes.items():
             if node["type"] != "sample":
                 continue

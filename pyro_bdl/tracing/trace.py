@@ -246,12 +246,12 @@ def _shape_varies(node: fx.Node, live: set[fx.Node]) -> bool:
 @contextmanager
 def _without_onednn() -> Iterator[None]:
     """Turn oneDNN off; ``torch.backends.mkldnn.flags`` warns about GPUs that are not there."""
-    enabled = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False
+    backend: Any = torch.backends.mkldnn
+    enabled, backend.enabled = backend.enabled, False
     try:
         yield
     finally:
-        torch.backends.mkldnn.enabled = enabled
+        backend.enabled = enabled
 
 
 @contextmanager

@@ -180,7 +180,7 @@ def _named_constraints() -> dict[str, Any]:
 
 def _store_state(modules: list[nn.Module]) -> dict[str, Any]:
     """Unconstrained values and names of constraints of ``pyro.param`` statements."""
-    store = pyro.get_param_store()
+    store: Any = pyro.get_param_store()
     of_modules = {id(p) for module in modules for p in module.parameters()}
     names = {id(constraint): name for name, constraint in _named_constraints().items()}
     used = store.get_state()["constraints"]
@@ -198,7 +198,7 @@ def _load_store(state: Mapping[str, Any]) -> None:
 
     :raises RuntimeError: for parameters of another program, or ones that cannot be made here.
     """
-    store = pyro.get_param_store()
+    store: Any = pyro.get_param_store()
     for name, entry in state.items():
         value, constraint = entry["value"], _named_constraints().get(entry["constraint"])
         if name not in store and constraint is None:

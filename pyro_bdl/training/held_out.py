@@ -80,7 +80,7 @@ class EarlyStopping:
         self.program = Program(model, *back)
         self.is_ensemble = isinstance(guide, AutoEnsemble)
         modules = modules_of(model, guide)
-        tensors = list(guide.parameters())
+        tensors: list[Tensor] = list(guide.parameters())
         trained = len(tensors)
         for module in modules:
             tensors += [*module.parameters(recurse=False), *module.buffers(recurse=False)]

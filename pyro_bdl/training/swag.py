@@ -81,7 +81,8 @@ def collect_swag(
     every = max(1, count // size) if every is None else every
     steps = snapshots * every
     guide.prototype(*args)
-    objective: Any = TemperedTraceMeanField_ELBO(num_particles=guide.num_members)(model, guide)
+    elbo: Any = TemperedTraceMeanField_ELBO(num_particles=guide.num_members)
+    objective = elbo(model, guide)
     per_member = guide.num_members / count  # a sum over the members, which share no parameters
     parameters = list(guide.parameters())
     before = [parameter.detach().clone() for parameter in parameters]

@@ -40,7 +40,7 @@ def structure_of(value: Any) -> Structure:
     """
     if isinstance(value, Structure):
         return value
-    kinds = {**STRUCTURES, "auto": Auto}
+    kinds: dict[str, type[Structure]] = {**STRUCTURES, "auto": Auto}
     options = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = options.pop("name")
     if name not in kinds:

@@ -302,6 +302,7 @@ class SamplesPrecision(Precision):
         variances = self.variances().to(prior.diagonal)
         slope, inside = variances * diagonal, variances * prior.diagonal  # of C Lambda
         if prior.indices is not None and prior.dense is not None:
+            assert dense is not None
             block = self.samples[:, prior.indices].to(prior.dense)
             block = block.mT @ block / len(block)
             slope, inside = (x.index_fill(0, prior.indices, 0.0) for x in (slope, inside))

@@ -17,7 +17,7 @@ expand and reduce; George et al. 2018 for EKFAC.
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ class KroneckerCurvature(Curvature):
 
     takes_softmax = True
     takes_single_rows = True
-    makes = "factors"
+    makes: ClassVar[Literal["rows", "entries", "factors"]] = "factors"
     like: Tensor
 
     def __init__(self, subset: Subset, like: Tensor, *, reduce: bool = False) -> None:
@@ -239,12 +239,13 @@ class KroneckerCurvature(Curvature):
             part.scale(factor)
 
     def finish(self, before: Self | None) -> Self:
-        for key, name in before._names.items() if before is not None else ():
-            theirs = before.parts[name]
-            if key in self._names:
-                self.parts[self._names[key]].add_earlier(theirs)
-            else:
-                self._with_part(key, theirs)
+        if before is not None:
+            for key, name in before._names.items():
+                theirs = before.parts[name]
+                if key in self._names:
+                    self.parts[self._names[key]].add_earlier(theirs)
+                else:
+                    self._with_part(key, theirs)
         decompose(self._factors)
         return self
 
@@ -317,8 +318,9 @@ class EKFACCurvature(KroneckerCurvature):
         self, subset: Subset, like: Tensor, *, reduce: bool = False, before: Self | None = None
     ) -> None:
         super().__init__(subset, like, reduce=reduce)
-        named = {} if before is None else before._names
-        self._earlier = {key: before.parts[name] for key, name in named.items()}
+        self._earlier: dict[tuple[str, int], Any] = {}
+        if before is not None:
+            self._earlier = {key: before.parts[name] for key, name in before._names.items()}
 
     def start_pass(self, number: int) -> None:
         self._pass = number

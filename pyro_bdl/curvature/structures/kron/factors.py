@@ -71,7 +71,9 @@ class Factor(nn.Module):
     @property
     def like(self) -> Tensor:
         """A tensor with the dtype and device."""
-        return next((v for v in (self.values, *self.rows) if v is not None), self.matrix)
+        found = next((v for v in (self.values, *self.rows) if v is not None), self.matrix)
+        assert found is not None
+        return found
 
     # Accumulation
 
@@ -177,7 +179,7 @@ class WeightFactors(nn.Module):
     def __init__(
         self,
         position: BlockPosition,
-        shape: tuple[int, int, int],
+        shape: torch.Size,
         like: Tensor,
         *,
         lookup: bool = False,
@@ -224,6 +226,7 @@ class WeightFactors(nn.Module):
         for mine, theirs in zip(self.factors, earlier.factors if earlier else (), strict=False):
             mine.take(theirs.values, theirs.vectors)
             mine.complete()
+        assert self.outputs.vectors is not None
         self.corrected = self.outputs.vectors.new_zeros(self.basis().directions)
 
     def add_earlier(self, earlier: "WeightFactors") -> None:
