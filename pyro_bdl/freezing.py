@@ -22,6 +22,7 @@ from pyro_bdl.program.check import on_whole_data
 from pyro_bdl.program.trace import Site, leave_open, record
 from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.tracing.any_rows import trace_rows
+from pyro_bdl.tracing.graph import is_random
 from pyro_bdl.tracing.trace import NotTraceable, tensor_of
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.validation import whole_number
@@ -77,6 +78,7 @@ def freeze(
     is exact.
 
     :param args: the program's arguments without targets, tensors with rows in front; one row does.
+        The result stays on their device.
     :param draws: K; sds have a relative error of 1 / sqrt(2 K).
     :param site: the observed site; by default the only one.
     :raises UnsupportedProgramError: for a program whose operators depend on values or on the number
@@ -115,6 +117,11 @@ def freeze(
             graph = trace_rows(function, list(weights.values()), args)
         except NotTraceable as error:
             raise UnsupportedProgramError(f"the program cannot be frozen, since {error}") from error
+        if any(map(is_random, graph.graph.nodes)):
+            raise UnsupportedProgramError(
+                "the program cannot be frozen, since it draws random numbers when it predicts: its "
+                "moments have no closed form, or a layer is random in evaluation mode"
+            )
         constants = _constants_as_arguments(graph)
     plain = fx.GraphModule(nn.Module(), graph.graph)
     return Frozen(plain, constants | weights, classes=classes).eval()

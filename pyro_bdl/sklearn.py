@@ -21,6 +21,7 @@ from pyro_bdl.guides.saved import load_posterior
 from pyro_bdl.nn import bayesianize
 from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.samples import Samples
 from pyro_bdl.utils.random_state import seeded
 
 __all__ = ["BayesianClassifier", "BayesianRegressor"]
@@ -29,7 +30,7 @@ Network = Callable[[int, int], nn.Module]
 
 
 class _BayesianNetwork(BaseEstimator):
-    """What both estimators do: fit a posterior by name, and predict at its draws."""
+    """The fit of a posterior by name and the predictions at its draws, for both estimators."""
 
     posterior: str
     hidden: Sequence[int]
@@ -64,14 +65,14 @@ class _BayesianNetwork(BaseEstimator):
 
     def _set_predictive(self) -> None:
         """Fix the draws, so that a prediction does not depend on the others."""
-        with seeded(self.seed_):
-            if is_linear(self.posterior_):
-                self._predictive: Any = LinearizedPredictive(
-                    self.model_, self.posterior_, seed=self.seed_
-                )
-            else:
-                samples = to_samples(self.posterior_, DEFAULT_DRAWS)
-                self._predictive = Predictive(self.model_, samples)
+        self._predictive = self._predictive_at(DEFAULT_DRAWS, self.seed_)
+
+    def _predictive_at(self, count: int, seed: int) -> Any:
+        """The predictions at draws of a guide, or at all draws of chains."""
+        if is_linear(self.posterior_):
+            return LinearizedPredictive(self.model_, self.posterior_, count, seed=seed)
+        with seeded(seed):
+            return Predictive(self.model_, to_samples(self.posterior_, count))
 
     def _inputs(self, x: np.ndarray) -> Tensor:
         return torch.from_numpy(self.scaler_.transform(x))
@@ -163,12 +164,16 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
         """Draws of the target with noise, (N, n_samples)."""
         x, generator = self._checked(X), check_random_state(random_state)
-        with seeded(int(generator.randint(np.iinfo(np.int32).max))):
-            if is_linear(self.posterior_):
-                predictive: Any = LinearizedPredictive(self.model_, self.posterior_, n_samples)
-            else:
-                draws = to_samples(self.posterior_, n_samples)
-                predictive = Predictive(self.model_, draws, n_samples)
+        seed = int(generator.randint(np.iinfo(np.int32).max))
+        with seeded(seed):
+            predictive = self._predictive_at(n_samples, seed)
+            if isinstance(self.posterior_, Samples):  # as many of its draws, with replacement
+                latents = self.posterior_.flat()
+                chosen = torch.randint(self.posterior_.num_draws, (n_samples,))
+                drawn = {name: value[chosen.to(value.device)] for name, value in latents.items()}
+                predictive = Predictive(
+                    self.model_, Samples({k: v[None] for k, v in drawn.items()})
+                )
             values = predictive(x)["y"]
         return values.T.numpy() * self.sd_ + self.mean_
 

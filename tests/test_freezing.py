@@ -154,9 +154,20 @@ def of_three_rows(x, y=None):
         return pyro.sample("y", dist.Normal(weight * x if len(x) == 3 else x, 1.0), obs=y)
 
 
+def without_moments(x, y=None):
+    weight = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.LogisticNormal(weight * x[:, None], torch.ones(2)), obs=y)
+
+
 @pytest.mark.parametrize(
     "model, words",
-    [(with_two_sites, "site="), (branching, "control flow"), (of_three_rows, "number of rows")],
+    [
+        (without_moments, "random numbers"),
+        (with_two_sites, "site="),
+        (branching, "control flow"),
+        (of_three_rows, "number of rows"),
+    ],
 )
 def test_refusals(model, words):
     samples = bdl.Samples({"w": torch.ones(1, 3)})

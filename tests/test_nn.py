@@ -278,7 +278,7 @@ def test_a_parametrized_module_keeps_its_parametrization():
     torch.testing.assert_close(record(bnn, _own_values(bnn), (x,)).result, net(x))
 
 
-# What is refused
+# Refusals
 
 
 def test_bad_arguments():

@@ -423,7 +423,7 @@ def test_matrix_normal_is_the_dense_normal():
     assert drawn.nodes["weight"]["value"].shape == (2, 3)
 
 
-# What is refused
+# Refusals
 
 
 def _of_weight(prior):

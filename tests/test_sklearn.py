@@ -85,6 +85,8 @@ def test_pickles_and_copies_predict_alike(posterior):
     network = BayesianRegressor(posterior, steps=30, options=CHAINS, **SMALL).fit(x, y)
     again = pickle.loads(pickle.dumps(network))
     np.testing.assert_allclose(again.predict(x), network.predict(x), rtol=1e-10)
+    np.testing.assert_allclose(again.sample_y(x, 25), network.sample_y(x, 25), rtol=1e-10)
+    assert network.sample_y(x, 25).shape == (30, 25)  # more than a chain's 10 draws
     np.testing.assert_allclose(clone(network).fit(x, y).predict(x), network.predict(x), rtol=1e-6)
 
 

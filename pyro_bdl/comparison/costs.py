@@ -186,13 +186,13 @@ def ess_median(mixing: Mixing) -> Tensor:
 
 @chains("ESS / s", "time")
 def ess_per_second(mixing: Mixing, seconds: float) -> Tensor:
-    """That ESS divided by the wall-clock time of the fit, warm-up included."""
+    """Median ESS divided by the wall-clock time of the fit, warm-up included."""
     return mixing.ess.nanquantile(0.5) / seconds
 
 
 @chains("ESS / 1000 grad.", "gradients")
 def ess_per_gradient(mixing: Mixing, gradients: float) -> Tensor | None:
-    """That ESS for 1000 gradients of the log density that the draws took, without those of the
+    """Median ESS for 1000 gradients of the log density that the draws took, without those of the
     warm-up."""
     return 1000 * mixing.ess.nanquantile(0.5) / gradients if gradients > 0 else None
 

@@ -19,7 +19,7 @@ Roots = Iterable[Cotangent]
 
 
 class Family(NamedTuple):
-    """What is known of a class of distributions.
+    """Properties of a class of distributions.
 
     :param information: columns of S with S S' = F, the Fisher information of each cell, from a
         distribution and its tensors that depend on the latents, the others being known; None where

@@ -1,4 +1,4 @@
-"""What a family of guides defines over the flat vector."""
+"""The interface of a family of guides: a distribution over the flat vector."""
 
 from typing import Any
 

@@ -37,7 +37,7 @@ class Arguments(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """What a graph depends on besides the tensors' values."""
+        """The key of a graph: all that it depends on besides the tensors' values."""
         kinds = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in self.tensors]
         return tuple(kinds), self.constants, str(self.structure)
 

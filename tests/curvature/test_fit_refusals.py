@@ -18,7 +18,7 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_separators_quotes_and_byte_order_mark(write, separator):
 
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
 def test_decimal_commas(write, separator):
-    """In a column, in the target, beside whole numbers, and in quotes."""
+    """Decimal commas in a column, in the target, beside whole numbers, and in quotes."""
     first, target = [*NUMBERS[:-1], 7], [1e-3 * i + 0.25 for i in range(20)]
     whole, text = [i % 7 for i in range(20)], ['"u, v"' if i % 2 else "w" for i in range(20)]
     a, y = ([f'"{entry}"' for entry in commas(column)] for column in (first, target))

@@ -307,7 +307,7 @@ def test_each_training_step_counts_and_a_look_does_not(kind):
     assert elbo.step == 7
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])

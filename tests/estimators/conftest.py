@@ -79,7 +79,7 @@ class Layer:
 
 
 def row_by_row(estimator, row_map, program, q, draws, x):
-    """What a program returns for each row of x, (N, ...), at draws of a guide q."""
+    """The result of a program for each row of x, (N, ...), at draws of a guide q."""
     with estimator.run(q, draws) as products:
 
         def of_row(args, kwargs, lane):
@@ -89,7 +89,7 @@ def row_by_row(estimator, row_map, program, q, draws, x):
 
 
 def losses_and_gradients(elbo, model, guide, data, count):
-    """Those of so many steps, (count, 1 + parameters)."""
+    """Losses and gradients of ``count`` steps, (count, 1 + parameters)."""
     objective, results = elbo(model, guide), []
     parameters = list(guide.parameters())
     for _ in range(count):

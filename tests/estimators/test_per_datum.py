@@ -215,7 +215,7 @@ def test_latents_outside_of_products_have_one_draw(estimator):
     assert all(difference.abs() < 1e-12 for difference in seen)
 
 
-# What is refused
+# Refusals
 
 GRAPH = torch.softmax(seeded(6, 6), -1)
 TWICE, APART = "latent 'w' is used twice in one run", r"depend on each other.* site 'y'"

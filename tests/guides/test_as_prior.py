@@ -442,7 +442,7 @@ def test_the_state_holds_the_whole_density(structure):
     torch.testing.assert_close(Program(one, x, y).log_prior(values), expected)
 
 
-# What is refused
+# Refusals
 
 
 def test_posteriors_that_are_no_gaussians(tasks):

@@ -429,7 +429,7 @@ def test_only_what_was_drawn_is_moved(kind):
     assert moved.sum() == 3
 
 
-# What is refused
+# Refusals
 
 
 def test_an_unreadable_program_is_refused_every_time(kind):

@@ -236,7 +236,7 @@ def test_laplace_around_every_member(ensemble, structure):
     torch.testing.assert_close(mass, torch.full_like(mass, 0.25))
 
 
-# What is refused
+# Refusals
 
 
 def test_no_density_where_a_member_is_a_point(ensemble):

@@ -289,7 +289,7 @@ def test_members_move_as_they_would_alone():
     assert (guide.locs - starts).abs().max() > 0.001
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_the_linear_optimum_is_reached():
 
 
 def test_draws_are_the_samples_up_to_their_sign(tmp_path):
-    """Of copies and of a saved posterior too, which has its samples alone."""
+    """Copies keep it, and so does a saved posterior, which has its samples alone."""
     model, guide, _ = approximate("normal", Samples(num_samples=4))
     samples, draws = guide.precision.samples, guide.precision.sample(4)
     close((draws.mT @ draws), samples.mT @ samples)

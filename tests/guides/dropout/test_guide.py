@@ -237,7 +237,7 @@ def test_where_the_improper_prior_is_refused(net, scale_free, data):
 # Prediction
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,8 @@ def test_expand_and_reduce(oracle):
 
 
 def test_groups_have_factors_of_their_own(oracle):
-    """Of one datum at one position each group's block is exact, and groups are independent. Source:
-    Grosse & Martens 2016."""
+    """The block of each group is exact for one datum at one position, and groups are independent.
+    Source: Grosse & Martens 2016."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv1d(4, 6, 2, groups=2, bias=False), nn.Flatten(), nn.Linear(6, 2))
     model, data = oracle.regression(net, torch.randn(1, 4, 2), 2)
