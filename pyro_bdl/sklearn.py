@@ -169,7 +169,7 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
             predictive = self._predictive_at(n_samples, seed)
             if isinstance(self.posterior_, Samples):  # as many of its draws, with replacement
                 latents = self.posterior_.flat()
-                chosen = torch.randint(self.posterior_.num_draws, (n_samples,))
+                chosen = torch.randint(self.posterior_.num_draws, (n_samples,), device="cpu")
                 drawn = {name: value[chosen.to(value.device)] for name, value in latents.items()}
                 predictive = Predictive(
                     self.model_, Samples({k: v[None] for k, v in drawn.items()})
