@@ -1,18 +1,27 @@
-"""Pages of the site that are files elsewhere in the repository, and formulas as MathML.
+"""Pages of the site that are made: of files elsewhere, one a class, with outputs and MathML.
 
 The notebooks, the examples, the benchmarks, CONTRIBUTING and CHANGELOG are read where they are: the
-site has no copies of them. The gallery is the first figure of each notebook.
+site has no copies of them. The gallery is the first figure of each notebook. A page of the
+reference about a module lists its classes, each of which has its own page, and holds its functions.
+Outputs come from ``docs/outputs`` (``blocks.py`` writes them).
 """
 
 import ast
 import base64
 import html
+import inspect
 import json
 import re
+import string
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
+from blocks import OUTPUTS, with_outputs
+from fontTools.subset import Options, Subsetter
+from fontTools.ttLib import TTFont
 from latex2mathml.converter import convert
-from mkdocs.structure.files import File
+from mkdocs.structure.files import File, InclusionLevel
 
 ROOT = Path(__file__).parent.parent
 COPIES = {
@@ -21,6 +30,9 @@ COPIES = {
     "CHANGELOG.md": "changes.md",
 }
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', flags=re.DOTALL)
+_MODULE = re.compile(r"^::: (pyro_bdl(?:\.[a-z_]+)?)$", flags=re.MULTILINE)
+_BARE_LETTER = re.compile(r"\\(mathcal|mathbb) +(\w)")
+_MATH = re.compile(r"<math .*?</math>", flags=re.DOTALL)
 _TERMINAL_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -43,7 +55,61 @@ def on_files(files, config):
             files.append(File.generated(config, f"tutorials/{name}", content=content))
     files.append(File.generated(config, "gallery.md", content="\n\n".join(gallery)))
     files.append(File.generated(config, "examples.md", content=examples_page()))
+    for path in sorted(OUTPUTS.glob("*.svg")):
+        content = path.read_text(encoding="utf-8")
+        files.append(File.generated(config, f"outputs/{path.name}", content=content))
+    for name, content in class_pages():
+        page = File.generated(config, name, content=content)
+        page.inclusion = InclusionLevel.NOT_IN_NAV
+        files.append(page)
     return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Show outputs below their blocks, and a module of the reference as a list of its classes."""
+    name = page.file.src_uri
+    if name.startswith("reference/"):
+        return _MODULE.sub(lambda match: module_listing(match[1], name), markdown)
+    return with_outputs(markdown, name)
+
+
+def public(module):
+    """Return the public classes and functions of a module by name."""
+    found = import_module(module)
+    objects = {name: getattr(found, name) for name in found.__all__}
+    return {
+        name: value for name, value in objects.items() if inspect.getdoc(value) and callable(value)
+    }
+
+
+def class_pages():
+    """Yield the page of each class of each module that a page of the reference is about."""
+    for path in sorted((ROOT / "docs" / "pages" / "reference").glob("*.md")):
+        for module in _MODULE.findall(path.read_text(encoding="utf-8")):
+            for name, value in public(module).items():
+                if inspect.isclass(value):
+                    options = "    options:\n      heading_level: 1\n"
+                    back = f"\n[All of `{module}`](../{path.name})\n"
+                    content = f"::: {module}.{name}\n{options}{back}"
+                    yield f"reference/{path.stem}/{name}.md", content
+
+
+def module_listing(module, page):
+    """Return a table of a module's classes with links, then its functions in full."""
+    found, folder = public(module), Path(page).stem
+    classes = sorted(name for name, value in found.items() if inspect.isclass(value))
+    rows = [f"| [`{name}`]({folder}/{name}.md) | {_summary(found[name])} |" for name in classes]
+    lines = ["| class | |", "|---|---|", *rows, ""] if rows else []
+    for name, value in found.items():
+        if inspect.isroutine(value):
+            lines.append(f"::: {module}.{name}\n")
+    return "\n".join(lines)
+
+
+def _summary(value):
+    """The first paragraph of a docstring as Markdown."""
+    words = " ".join(inspect.getdoc(value).partition("\n\n")[0].split())
+    return words.replace("``", "`").replace("|", "\\|")
 
 
 def examples_page():
@@ -100,4 +166,22 @@ def on_page_content(content, page, config, files):
 
 def _mathml(found):
     display = "block" if found[1] == "div" else "inline"
-    return convert(html.unescape(found[2]).strip(), display=display)
+    formula = _BARE_LETTER.sub(r"\\\1{\2}", html.unescape(found[2]).strip())
+    return convert(formula, display=display)
+
+
+def on_post_build(config):
+    """Write the font of the formulas, STIX Two Math, with the signs they need.
+
+    Its license is the SIL Open Font License. Without a font of this kind braces and brackets do not stretch.
+    """
+    site = Path(config["site_dir"])
+    formulas = "".join(
+        "".join(_MATH.findall(page.read_text("utf-8"))) for page in site.rglob("*.html")
+    )
+    font = TTFont(Path(find_spec("ziamath").origin).parent / "fonts" / "STIXTwoMath-Regular.ttf")
+    subsetter = Subsetter(Options(layout_features=["ssty"]))
+    subsetter.populate(text=html.unescape(formulas) + string.printable + "⏞⏟√‖|")
+    subsetter.subset(font)
+    font.flavor = "woff"
+    font.save(site / "assets" / "math.woff")
