@@ -173,7 +173,8 @@ def _mathml(found):
 def on_post_build(config):
     """Write the font of the formulas, STIX Two Math, with the signs they need.
 
-    Its license is the SIL Open Font License. Without a font of this kind braces and brackets do not stretch.
+    Without a font of this kind braces and brackets do not stretch. Its license is the SIL Open
+    Font License.
     """
     site = Path(config["site_dir"])
     formulas = "".join(
