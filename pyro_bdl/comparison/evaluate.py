@@ -304,9 +304,7 @@ def _scored(
         | {f"{key}_se": score.error for key, score in points.items()},
         points=points,
     )
-    inputs: dict[str, tuple[Any, ...]] = {}
-    if "y" in whole:
-        inputs["mean"] = whole["mean"], whole["y"]
+    inputs = score.inputs()
     if evaluation.pit is not None:
         inputs["pit"] = (evaluation.pit,)
     if (uncertainty := block.uncertainty(kind.task)) is not None:

@@ -9,6 +9,9 @@ A metric names its inputs by ``of``:
 ``"density"``           log p(y_n | draw) ``(S, N)`` and the number of rows
 ``"moments"``           mean and variance of the predictions of a Normal observation, ``(N, ...)``
                         each, and the targets
+``"predictions"``       mean and variance (None for classes) of the predictions, ``(N, ...)`` each,
+                        and the targets
+``"halves"``            the same of classes and Normal observations, at 20 points or more
 ``"pit"``               the probability integral transforms ``(N, ...)``
 ``"coverage range"``    both ends of the range of the coverage at 90 %
 ``"uncertainty"``       the parts of the uncertainty, an ``Uncertainty``
@@ -16,7 +19,8 @@ A metric names its inputs by ``of``:
 ======================  =========================================================================
 
 ``"draws"`` and ``"density"`` are known of one batch of test data at a time, since they need much
-memory: their metrics are means over the test points (``over_points``). Numbers are in the target's
+memory: their metrics are means over the test points (``over_points``); those of ``"halves"`` are
+such means too, of all points at once. Numbers are in the target's
 units.
 """
 
@@ -43,11 +47,13 @@ from pyro_bdl.comparison.metric import (
 from pyro_bdl.comparison.observe import Block
 from pyro_bdl.metrics.calibration import mean_confidence, uniformity
 from pyro_bdl.metrics.scores import effective_draws, squared_error
+from pyro_bdl.metrics.temperature import best_temperature, calibrated_nlpd
 from pyro_bdl.metrics.uncertainty import Uncertainty
 
 # Below this many effective draws the density of a mixture says more about their number.
 FEW_DRAWS = 10
 _MANY_POINTS = 0.1
+_LEAST_FOR_HALVES = 20  # test points
 
 TEST_DATA, CALIBRATION = "test data", "calibration"
 whole = partial(metric, group=TEST_DATA)
@@ -83,6 +89,15 @@ def nlpd_normal(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
     in nats. It does not depend on the number of draws, as the density of their mixture does where
     the noise is much smaller than the function's sd."""
     return metrics.gaussian_nlpd(mean, variance, y)
+
+
+@score("NLPD, calibrated", "halves")
+def nlpd_calibrated(mean: Tensor, variance: Tensor | None, y: Tensor) -> Tensor:
+    """NLPD after temperature scaling, in nats: of class probabilities to the power 1 / T, and of
+    the Normal with the predictive mean and T times the predictive variance. T has the best
+    likelihood on a random half of the test points and is used for the other half, and the other way
+    round. It compares posteriors each at its best temperature (Ashukha et al. 2020)."""
+    return calibrated_nlpd(mean, variance, y)
 
 
 @score("CRPS", "draws", task=NUMBERS)
@@ -166,6 +181,19 @@ def confidence(mean: Tensor, y: Tensor) -> Tensor:
     return mean_confidence(mean, pointwise=True)
 
 
+@calibration("temperature", "predictions", error=True)
+def temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> float:
+    """T of the best likelihood on the test data: class probabilities to the power 1 / T, or T times
+    the predictive variance; above 1 the posterior is overconfident. With its standard error."""
+    return best_temperature(mean, variance, y)[0]
+
+
+@calibration("", "predictions")
+def temperature_se(mean: Tensor, variance: Tensor | None, y: Tensor) -> float:
+    """The standard error of T."""
+    return best_temperature(mean, variance, y)[1]
+
+
 @calibration("mean NLL", "density", over_points="mean")
 def expected_nll(density: Tensor, rows: int) -> Tensor:
     """Negative log likelihood per datum of a single draw, averaged over the draws, in nats; NLPD is
@@ -214,10 +242,32 @@ def auroc(here: Uncertainty, there: Uncertainty) -> Tensor:
     return metrics.auroc(here.total, there.total)
 
 
+@uncertainty("AUPR", "ood")
+def aupr(here: Uncertainty, there: Uncertainty) -> Tensor:
+    """Area under the precision-recall curve of the predictive uncertainty, with out-of-distribution
+    inputs as the positives; their share among all inputs means no separation."""
+    return metrics.aupr(here.total, there.total)
+
+
+@uncertainty("FPR at 95 %", "ood", style="percent")
+def fpr95(here: Uncertainty, there: Uncertainty) -> Tensor:
+    """Share of the test inputs with a predictive uncertainty that at least 95 % of the
+    out-of-distribution inputs reach; smaller is better."""
+    return metrics.fpr95(here.total, there.total)
+
+
 @uncertainty("epist. AUROC", "ood")
 def auroc_epistemic(here: Uncertainty, there: Uncertainty) -> Tensor:
     """The same with the epistemic uncertainty."""
     return metrics.auroc(here.epistemic, there.epistemic)
+
+
+@uncertainty("AURC", "mean", task=CLASSES)
+def aurc(mean: Tensor, y: Tensor) -> Tensor:
+    """Area under the risk-coverage curve: the share of errors among the surest points, by the
+    probability of the predicted class, averaged over how many are taken; smaller is better."""
+    confidence, predicted = mean.max(-1)
+    return metrics.aurc(-confidence, predicted != y)
 
 
 SCORES = metrics_of(globals())
@@ -252,23 +302,41 @@ class Score:
         if block.draws is not None and y is not None:
             inputs["draws"] = block.draws, y
             parts["transforms"] = metrics.pit(block.draws, y)
-        if self.kind.is_normal and block.noise is not None:
+        if block.noise is not None:
             variance = metrics.variance_parts(block.mean, block.noise).total
-            inputs["moments"] = mean, variance.reshape(mean.shape), y
-        elif self.kind.is_normal and block.draws is not None:
-            inputs["moments"] = mean, block.draws.double().var(0), y
+            parts["variance"] = variance.reshape(mean.shape)
+        elif block.draws is not None:
+            parts["variance"] = block.draws.double().var(0)
+        if self.kind.is_normal and "variance" in parts:
+            inputs["moments"] = mean, parts["variance"], y
         parts |= measure_points(SCORES, self.kind.task, inputs)
         for name, values in parts.items():
             self._parts.setdefault(name, []).append(values)
 
     def whole(self) -> dict[str, Tensor]:
-        """The ``"mean"`` predictions at all test points and, if they are known, the targets ``"y"``
-        and their ``"transforms"``; also the values of metrics by key."""
+        """The ``"mean"`` predictions at all test points and, if they are known, their
+        ``"variance"``, the targets ``"y"`` and their ``"transforms"``; also the values of metrics
+        by key."""
         return {name: torch.cat(parts) for name, parts in self._parts.items()}
+
+    def inputs(self) -> dict[str, tuple]:
+        """The inputs of metrics that need all test points at once."""
+        whole, classes = self.whole(), self.kind.task == CLASSES
+        if "y" not in whole:
+            return {}
+        inputs: dict[str, tuple] = {"mean": (whole["mean"], whole["y"])}
+        if classes or "variance" in whole:
+            inputs["predictions"] = whole["mean"], whole.get("variance"), whole["y"]
+            if (classes or self.kind.is_normal) and len(whole["y"]) >= _LEAST_FOR_HALVES:
+                inputs["halves"] = inputs["predictions"]
+        return inputs
 
     def points(self) -> dict[str, PointScores]:
         """The scores that are means over the test points."""
-        known, whole = of_task(SCORES, self.kind.task), self.whole()
+        known, halves = of_task(SCORES, self.kind.task), self.inputs().get("halves")
+        whole = self.whole()
+        if halves is not None:
+            whole |= measure_points(SCORES, self.kind.task, {"halves": halves})
         return {m.key: PointScores.of(m, whole[m.key]) for m in known if m.key in whole}
 
 

@@ -24,12 +24,21 @@ from pyro_bdl.metrics.scores import (
     negative_log_predictive_density,
     rmse,
 )
-from pyro_bdl.metrics.uncertainty import auroc, entropy_parts, variance_parts
+from pyro_bdl.metrics.uncertainty import (
+    aupr,
+    aurc,
+    auroc,
+    entropy_parts,
+    fpr95,
+    variance_parts,
+)
 
 __all__ = [
     "accuracy",
     "adaptive_calibration_error",
     "agreement",
+    "aupr",
+    "aurc",
     "auroc",
     "brier",
     "categorical_kl",
@@ -38,6 +47,7 @@ __all__ = [
     "entropy_parts",
     "expected_calibration_error",
     "expected_negative_log_likelihood",
+    "fpr95",
     "gaussian_kl",
     "gaussian_nlpd",
     "interval_coverage",

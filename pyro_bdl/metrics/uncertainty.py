@@ -1,12 +1,15 @@
 """Aleatoric and epistemic uncertainty, and how well uncertainty separates new inputs from known
 ones."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pyro_bdl.diagnostics.rank import average_ranks, ordered
+from pyro_bdl.metrics.blocks import same_shape
 
 
 class Uncertainty(NamedTuple):
@@ -78,15 +81,97 @@ def auroc(score: Tensor, other: Tensor) -> Tensor:
 
     Source: Hanley & McNeil (1982), The meaning and use of the area under a ROC curve.
     """
-    known, new = score.detach().double().flatten(), other.detach().double().flatten()
-    if not len(known) or not len(new):
-        raise ValueError("auroc needs at least one score of each kind")
-    both = torch.cat([known, new])
+    both, known = _both("auroc", score, other)
     if both.isnan().any():
         return both.new_tensor(torch.nan)
-    ranks = average_ranks(ordered(both[None]))[0, len(known) :]
-    least = len(new) * (len(new) + 1) / 2
-    return (ranks.sum() - least) / (len(known) * len(new))
+    new = len(both) - known
+    ranks = average_ranks(ordered(both[None]))[0, known:]
+    return (ranks.sum() - new * (new + 1) / 2) / (known * new)
+
+
+def aupr(score: Tensor, other: Tensor) -> Tensor:
+    """Area under the precision-recall curve (average precision) of a score that should be higher
+    for ``other``, which are the positives.
+
+    ::
+
+        sum_k (R_k - R_{k-1}) P_k,      over the thresholds from the highest
+
+    A score that does not separate them has the share of ``other`` among all. NaN if a score is NaN.
+
+    :param score: ``(N, ...)``, scores at known inputs.
+    :param other: ``(M, ...)``, scores at the other inputs.
+    :raises ValueError: if one of them is empty.
+
+    Source: Davis & Goadrich (2006), The relationship between precision-recall and ROC curves; by
+    scikit-learn, on the host.
+    """
+    from sklearn.metrics import average_precision_score
+
+    return _by_labels("aupr", average_precision_score, score, other)
+
+
+def fpr95(score: Tensor, other: Tensor) -> Tensor:
+    """Share of the known inputs at or above the highest threshold that at least 95 % of ``other``
+    reach: the false positive rate at a true positive rate of 95 %, smaller is better.
+
+    Arguments and NaN are those of ``aupr``; ``other`` are the positives, as in ``auroc``.
+
+    Source: Liang, Li & Srikant (2018), Enhancing the reliability of out-of-distribution image
+    detection, section 4.3, where the known inputs are the positives; by scikit-learn, on the host.
+    """
+    from sklearn.metrics import roc_curve
+
+    def rate(labels: np.ndarray, scores: np.ndarray) -> float:
+        false, true, _ = roc_curve(labels, scores, drop_intermediate=False)
+        return false[np.argmax(true >= 0.95)]
+
+    return _by_labels("fpr95", rate, score, other)
+
+
+def aurc(score: Tensor, error: Tensor) -> Tensor:
+    """Area under the risk-coverage curve: the mean error of the k surest points, averaged over k.
+
+    ::
+
+        1/N sum_k 1/k sum_{i <= k} e_(i),      errors in the order of rising scores
+
+    Points of equal scores count with their mean error, as they do on average over all orders. A
+    score that says nothing has the mean error. NaN if a score is NaN.
+
+    :param score: ``(N, ...)``, the uncertainty at each point.
+    :param error: ``(N, ...)``, the error at each point, such as 0 or 1.
+    :raises ValueError: if the shapes differ, or there is no point.
+
+    Source: Geifman, Uziel & El-Yaniv (2019), Bias-reduced uncertainty estimation for deep neural
+    classifiers, section 2.
+    """
+    same_shape("score", score, "error", error)
+    if not score.numel():
+        raise ValueError("aurc needs at least one point")
+    if score.isnan().any():
+        return score.new_tensor(torch.nan, dtype=torch.float64)
+    _, group, sizes = score.detach().flatten().unique(return_inverse=True, return_counts=True)
+    sums = torch.zeros(len(sizes), dtype=torch.float64, device=score.device)
+    sums.index_add_(0, group, error.detach().double().flatten())
+    risks = (sums / sizes).repeat_interleave(sizes).cumsum(0)
+    return (risks / torch.arange(1, len(risks) + 1, device=score.device)).mean()
+
+
+def _both(name: str, score: Tensor, other: Tensor) -> tuple[Tensor, int]:
+    """All scores in float64, and how many of them, the first, are at known inputs."""
+    if not score.numel() or not other.numel():
+        raise ValueError(f"{name} needs at least one score of each kind")
+    return torch.cat([part.detach().double().flatten() for part in (score, other)]), score.numel()
+
+
+def _by_labels(name: str, function: Callable, score: Tensor, other: Tensor) -> Tensor:
+    """A function of labels, 1 for the other inputs, and scores, of numpy."""
+    both, known = _both(name, score, other)
+    if both.isnan().any():
+        return both.new_tensor(torch.nan)
+    labels = np.arange(len(both)) >= known
+    return both.new_tensor(function(labels, both.cpu().numpy()))
 
 
 def _entropy(p: Tensor) -> Tensor:

@@ -111,6 +111,8 @@ def test_the_three_ways_to_write_two_classes_agree():
     for kind, y in ways:
         row = compare(labels(kind), draws, GRID, y, reference="b").numbers()["a"]
         row.pop("draw_seconds")
+        assert row.pop("temperature") == pytest.approx(0.277, abs=1e-3)  # of 9 points: rounding
+        row.pop("temperature_se")
         numbers.append([value for value in row.values() if isinstance(value, float)])
     assert len(numbers[0]) >= 10
     assert numbers[1] == pytest.approx(numbers[0], rel=1e-4)
@@ -223,6 +225,9 @@ def test_inputs_from_elsewhere_are_told_apart():
     coin = labels(lambda logits: dist.Categorical(logits=logits))
     row = compare(coin, {"wide": wide}, GRID, CLASSES, **options).numbers()["wide"]
     assert row["auroc_epistemic"] > 0.9 and 0 <= row["auroc"] <= 1
+    assert rows["wide"]["aupr"] == pytest.approx(1) and rows["wide"]["fpr95"] == 0
+    assert rows["flat"]["aupr"] == pytest.approx(30 / 39, abs=0.02) and rows["flat"]["fpr95"] > 0.9
+    assert 0 <= row["aurc"] <= 1
 
 
 # ------------------------------------------------------------------------------------ refusals

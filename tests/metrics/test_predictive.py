@@ -86,3 +86,28 @@ def test_auroc_equals_scikit_learn_with_ties():
     assert metrics.auroc(known, new) == pytest.approx(expected, rel=1e-12)
     assert metrics.auroc(known, known) == 0.5 and metrics.auroc(known, new + 99) == 1
     assert metrics.auroc(known, torch.tensor([1.0, torch.nan])).isnan()
+
+
+def test_precision_and_false_positives_by_hand():
+    """Precision is 1 at recall 1/2 and 2/3 at 1; 19 of 20 other inputs reach 1.5, as half of the
+    known ones do."""
+    known, new = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([[1.5], [3.0]])
+    assert metrics.aupr(known, new) == pytest.approx(1 / 2 + 2 / 3 / 2)
+    assert metrics.aupr(known, known[:1].expand(1)) == pytest.approx(1 / 4)
+    assert metrics.aupr(torch.ones(3), torch.ones(1)) == 1 / 4
+    new = torch.tensor([0.5, 1.5, *[5.0] * 18])
+    assert metrics.fpr95(torch.arange(4.0), new) == 0.5
+    assert metrics.fpr95(known, new + 9) == 0 and metrics.fpr95(torch.ones(3), torch.ones(1)) == 1
+    for metric in (metrics.aupr, metrics.fpr95):
+        assert metric(known, torch.tensor([1.0, torch.nan])).isnan()
+
+
+def test_the_area_under_risk_and_coverage_by_hand():
+    """Risks 0, 1/2 and 2/3 in the order of the scores; of equal scores the mean error."""
+    score, error = torch.tensor([2.0, 0.0, 1.0]), torch.tensor([True, False, True])
+    assert metrics.aurc(score, error) == pytest.approx((0 + 1 / 2 + 2 / 3) / 3)
+    assert metrics.aurc(-score, error) == pytest.approx((1 + 1 + 2 / 3) / 3)
+    assert metrics.aurc(torch.ones(3), error) == pytest.approx(2 / 3)
+    tied = metrics.aurc(torch.tensor([0.0, 0.0, 1.0]), error)  # half of either order
+    assert tied == pytest.approx((1 / 2 + 1 / 2 + 2 / 3) / 3)
+    assert metrics.aurc(score.log() * 0, error).isnan()

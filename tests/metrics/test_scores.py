@@ -117,6 +117,7 @@ DRAWS, TARGETS = torch.zeros(60, 7, 2), torch.zeros(7, 2)
         ),
         (lambda: metrics.adaptive_calibration_error(HALF[:0], ZEROS[:0]), "at least one label"),
         (lambda: metrics.auroc(ZEROS, ZEROS[:0]), "at least one score of each kind"),
+        (lambda: metrics.aurc(ZEROS[:0], ZEROS[:0]), "at least one point"),
     ],
 )
 def test_refusals_of_all_metrics(call, words):

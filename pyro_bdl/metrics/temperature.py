@@ -1,0 +1,83 @@
+"""Temperature scaling: p(y)^(1 / T), normalized, at the T of the best likelihood.
+
+Of classes it is q_c = p_c^(1 / T) / sum_k p_k^(1 / T), of a Normal the Normal with T times the
+variance.
+"""
+
+import numpy as np
+import torch
+from scipy.optimize import brentq
+from torch import Tensor
+
+from pyro_bdl.metrics.blocks import checked_labels
+from pyro_bdl.metrics.scores import gaussian_nlpd, squared_error
+
+_COLDEST, _HOTTEST = 0.01, 100.0  # of classes, whose likelihood may have no maximum
+
+
+def tempered(probabilities: Tensor, temperature: float) -> Tensor:
+    """Class probabilities ``(..., C)`` to the power 1 / T, normalized; in float64."""
+    return (_logs(probabilities) / temperature).softmax(-1)
+
+
+def best_temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> tuple[float, float]:
+    """The T that maximizes the likelihood of the targets, and its standard error.
+
+    Of numbers it is T = mean_n (y_n - m_n)^2 / v_n. Of classes, with b = 1 / T and logits l, it is
+    the root of mean_n E_q[l_n] - l_ny in b, which rises, between 0.01 and 100. The error is that of
+    an M-estimator, which does not assume that the model is true (White 1982).
+
+    :param mean: ``(N, ...)``, the predictive means, or class probabilities ``(N, C)``.
+    :param variance: ``(N, ...)``, the predictive variances; None for classes.
+    :param y: ``(N, ...)``, the targets.
+
+    Source: Guo et al. (2017), On calibration of modern neural networks, section 4.2.
+    """
+    if variance is not None:
+        ratios = (squared_error(mean, y) / variance.double()).reshape(len(y), -1).mean(1)
+        return float(ratios.mean()), float(ratios.std()) / len(y) ** 0.5
+    logs = _logs(mean)
+    observed = logs.gather(1, checked_labels(mean, y)[:, None])[:, 0]
+
+    def slopes(inverse: float) -> Tensor:
+        return ((inverse * logs).softmax(1) * logs).sum(1) - observed
+
+    def slope(inverse: float) -> float:
+        return float(slopes(inverse).mean())
+
+    low, high = 1 / _HOTTEST, 1 / _COLDEST
+    if slope(low) >= 0 or slope(high) <= 0:
+        inverse = low if slope(low) >= 0 else high
+    else:
+        inverse = float(brentq(slope, low, high, xtol=1e-12))
+    q, psi = (inverse * logs).softmax(1), slopes(inverse)
+    information = ((q * logs.square()).sum(1) - (psi + observed).square()).mean()
+    return 1 / inverse, float(psi.std() / information) / inverse**2 / len(y) ** 0.5
+
+
+def calibrated_nlpd(mean: Tensor, variance: Tensor | None, y: Tensor) -> Tensor:
+    """Negative log density of each target after temperature scaling, ``(N, ...)``, in nats.
+
+    T is fitted to one half of the points and used for the other, and the other way round. The
+    halves are random, the same for every posterior. Arguments are those of ``best_temperature``.
+
+    Source: Ashukha et al. (2020), Pitfalls of in-domain uncertainty estimation and ensembling in
+    deep learning, section 3.
+    """
+    order = torch.as_tensor(np.random.default_rng(0).permutation(len(y)), device=y.device)
+    halves = order.tensor_split(2)
+    parts = []
+    for fitted, scored in (halves, halves[::-1]):
+        rows = [None if part is None else part[fitted] for part in (mean, variance, y)]
+        temperature, _ = best_temperature(*rows)  # type: ignore[arg-type]
+        if variance is None:
+            q = tempered(mean[scored], temperature)
+            parts.append(-q.gather(1, y[scored].long()[:, None])[:, 0].log())
+        else:
+            parts.append(gaussian_nlpd(mean[scored], temperature * variance[scored], y[scored]))
+    return torch.cat(parts[::-1])[order.argsort()]
+
+
+def _logs(probabilities: Tensor) -> Tensor:
+    """Logarithms in float64; a probability counts as at least the smallest of its dtype."""
+    return probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).double().log()

@@ -1,0 +1,55 @@
+"""Temperature scaling of posteriors whose temperature is known."""
+
+import pyro.distributions as dist
+import pytest
+import torch
+from helpers.comparisons import labels, line, row_of, shift
+
+from pyro_bdl import Predictive, Samples
+from pyro_bdl.calibration import temperature_scaling
+
+coin = labels(lambda logits: dist.Categorical(logits=logits))
+
+
+def exactly(*values):
+    """A posterior without spread."""
+    return Samples({"w": torch.tensor(values).squeeze().expand(1, 4, *([2] * (len(values) > 1)))})
+
+
+def test_the_factor_of_a_variance_is_recovered_in_closed_form():
+    """y ~ Normal(w, 1) where the residuals are three times as large."""
+    torch.manual_seed(0)
+    x, y = torch.zeros(200, 1), 1 + 3 * torch.randn(200)
+    posterior = exactly(1.0)
+    found = temperature_scaling(shift, posterior, x, y)
+    assert found.value == pytest.approx((y - 1).square().mean().item(), rel=1e-5)
+    assert abs(found.value - 9) < 3 * found.error
+    moments = found.moments(Predictive(shift, posterior).draw_moments(x)["y"].over_draws())
+    torch.testing.assert_close(moments.variance, torch.full((200,), found.value))
+
+
+@pytest.mark.parametrize("truth", [1.0, 2.5])
+def test_the_temperature_of_classes_is_recovered(truth):
+    """Logits are the true ones times the temperature; at 1 they are calibrated."""
+    torch.manual_seed(1)
+    x = 3 * torch.randn(3000, 1)
+    y = torch.bernoulli(x[:, 0].sigmoid()).long()
+    posterior = exactly(0.0, truth)
+    found = temperature_scaling(coin, posterior, x, y)
+    assert abs(found.value - truth) < 3 * found.error < 0.5 * truth
+    p = found.probabilities(Predictive(coin, posterior).mean(x)["y"].mean(0))
+    exact = (x[:, 0] * truth / found.value).sigmoid()
+    torch.testing.assert_close(p[:, 1], exact)
+
+
+def test_posteriors_that_differ_in_temperature_alone_have_one_calibrated_density():
+    """Wrong noise costs NLPD, and no calibrated NLPD; of few points there is none."""
+    torch.manual_seed(2)
+    x = torch.linspace(-1, 1, 60)[:, None]
+    y = 0.5 + x[:, 0] + torch.randn(60)  # the noise of the program is 0.5
+    row = row_of(line, exactly(0.5, 1.0), x, y)
+    assert row["nlpd"] > row["nlpd_calibrated"] + 0.3
+    assert abs(row["temperature"] - 4) < 3 * row["temperature_se"]
+    assert row["nlpd_calibrated"] == pytest.approx(1.42, abs=3 * row["nlpd_calibrated_se"])
+    few = row_of(line, exactly(0.5, 1.0), x[:19], y[:19])
+    assert "temperature" in few and "nlpd_calibrated" not in few
