@@ -91,6 +91,21 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
         leaves[:] = [leaf for leaf, _ in pairs]
         return value.detach(), *[r.detach() for r in others], *[g for _, g in pairs]
 
+    run, outside, written = compiled(function, arguments, backend)
+    positions = {id(argument): number for number, argument in enumerate(arguments)}
+    return Step(run, outside, written, [positions.get(id(t), t) for t in leaves], num_others)
+
+
+def compiled(
+    function: Run, arguments: Sequence[Tensor], backend: str = "eager"
+) -> tuple[Run, tuple[Tensor, ...], list[Tensor]]:
+    """Trace a function of tensors, and simplify its graph.
+
+    :param backend: of ``BACKENDS``.
+    :returns: the graph as a function of the arguments and then of the outside tensors, these
+        tensors, and those of them that it changes in place.
+    :raises NotTraceable: if the graph would not stand for the function.
+    """
     with without_cached_casts():
         graph = trace(function, arguments)
     variable = {tensor_of(graph, n) for n in variable_nodes(graph) if n.op == "get_attr"}
@@ -106,8 +121,7 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
     outside = tuple(inputs.values())
     with without_autocast():
         run = BACKENDS[backend](graph, [*arguments, *outside])
-    positions = {id(argument): number for number, argument in enumerate(arguments)}
-    return Step(run, outside, [*written], [positions.get(id(t), t) for t in leaves], num_others)
+    return run, outside, [*written]
 
 
 def agree(a: Tensor, b: Tensor, size: Tensor) -> bool:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.vmap import DrawMap
-from pyro_bdl.tracing.step import agree
-from pyro_bdl.tracing.trace import NotTraceable, trace
+from pyro_bdl.tracing.step import agree, compiled
+from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.trees import tree_flatten, tree_unflatten
 
@@ -73,9 +73,13 @@ class Scores:
             return self._run(vectors, tree_unflatten(whole, structure))
 
         try:
-            graph = trace(scores, [vectors, *_tensors(leaves)])
+            run, outside, _ = compiled(scores, [vectors, *_tensors(leaves)])
         except (NotTraceable, RuntimeError):  # a program that cannot be traced can still be run
             return None
+
+        def graph(*tensors: Tensor) -> tuple[Tensor, ...]:
+            return run(*tensors, *outside)
+
         with torch.no_grad():
             results = graph(vectors, *_tensors(leaves))
         pairs = zip(results, self._run(vectors, batch), strict=True)
