@@ -4,9 +4,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-import pyro
 import torch
-from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 
 from pyro_bdl.elbo.checks import check_data
@@ -112,9 +110,6 @@ class CompiledELBO(TemperedTrace_ELBO):
         if isinstance(outcome, Tensor):
             assert evaluation.step is not None
             return evaluation.step._replace(loss=outcome)
-        if am_i_wrapped():  # tell SVI which parameters to optimize
-            for name in self.graphs.graphs[evaluation.owner, evaluation.key].parameters:
-                pyro.param(name)
         return evaluation.finish(outcome)
 
     def __getstate__(self) -> dict[str, Any]:

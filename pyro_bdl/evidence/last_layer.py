@@ -1,5 +1,6 @@
 """Training of features by the evidence of the Bayesian linear regression on them."""
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch
 from pyro.infer import Trace_ELBO
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_bdl.bayesian_linear import SufficientStatistics, log_evidence
 from pyro_bdl.curvature.fisher import cell_weights
@@ -16,8 +17,13 @@ from pyro_bdl.elbo.checks import check_data
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.evidence.last_layer_features import Features, read_features
 from pyro_bdl.guides.last_layer import AutoLastLayer
+from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.trace import Run, Site
-from pyro_bdl.utils.autograd import reaches
+from pyro_bdl.tracing.compiled import Arguments, CompiledLoss, Evaluation, split
+from pyro_bdl.tracing.trace import NotTraceable
+from pyro_bdl.utils.autocast import castings
+from pyro_bdl.utils.autograd import is_transformed, reaches
+from pyro_bdl.utils.module_state import modules_of
 from pyro_bdl.utils.random_state import fixed_normal
 
 
@@ -38,6 +44,9 @@ class LastLayerEvidence(Trace_ELBO):
     training ``guide.laplace_approximation(data)`` is the posterior of the last layer. The program
     must observe all data at once, since the evidence is not a sum over data.
 
+    The loss of a layer with one output is traced at the second call, as by ``CompiledELBO``, whose
+    contract holds.
+
     :raises UnsupportedProgramError: if the last layer's output is not the location of a Normal
         observation, or its prior not Normal.
     :raises ValueError: for a minibatch.
@@ -46,6 +55,8 @@ class LastLayerEvidence(Trace_ELBO):
     def __init__(self) -> None:
         super().__init__()
         self._found: tuple[Callable, Callable, list[str]] | None = None
+        self._outputs = 0  # of the last layer; 0 before its first run
+        self.graphs = CompiledLoss(type(self).__name__)
 
     def loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
         """-[log p(y | v) + log p(v)], in nats."""
@@ -59,17 +70,43 @@ class LastLayerEvidence(Trace_ELBO):
 
     @torch.enable_grad()
     def differentiable_loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the loss as a tensor to differentiate."""
+        """Return the loss as a tensor to differentiate once."""
         sites = self._sites(model, guide, args, kwargs)
+        # rows of several outputs may share a factorization, which their values decide
+        if self._outputs == 1 and not is_transformed():
+            with contextlib.suppress(NotTraceable):
+                outcome = self.graphs(_Evaluation(self, model, guide, split(args, kwargs)))
+                loss = outcome if isinstance(outcome, Tensor) else outcome.differentiable()
+                if loss.isfinite():
+                    return loss
+        return self._plain(model, guide, sites, args, kwargs)
+
+    def _plain(
+        self,
+        model: Callable,
+        guide: Any,
+        sites: Sequence[str],
+        args: tuple,
+        kwargs: dict,
+        *,
+        checked: bool = False,
+    ) -> Tensor:
+        """The loss by a run of the program.
+
+        :param sites: those of the last layer.
+        :param checked: whether an earlier run has shown that the program has a closed form.
+        """
         layout = guide.require_layout()
         with guide.reading():
             vector = guide.location()
             values, log_det = layout.constrain(vector)
             values |= {name: values[name].detach().requires_grad_() for name in sites}
             run, features = read_features(model, values, sites, args, kwargs)
+        self._outputs = features.outputs
         inside = [values[name] for name in sites]
         try:
-            total = log_marginal(run, features, values) + _others(run, sites, inside).double()
+            total = log_marginal(run, features, values, checked=checked)
+            total = total + _others(run, sites, inside).double()
         except ValueError:
             check_data(model, guide, args, kwargs)  # the data may be the reason
             raise
@@ -87,16 +124,55 @@ class LastLayerEvidence(Trace_ELBO):
             subset = guide.layer(*args, **kwargs)
             if any(chosen is not None for chosen in subset.chosen.values()):
                 raise UnsupportedProgramError("the last layer must be made of whole sites")
-            self._found = model, guide, list(subset.sites)
+            self._found, self._outputs = (model, guide, list(subset.sites)), 0
         return self._found[2]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without graphs: copies begin without them."""
+        return self.__dict__ | {"graphs": CompiledLoss(type(self).__name__)}
 
-def log_marginal(run: Run, features: Features, values: Mapping[str, Tensor]) -> Tensor:
+
+class _Evaluation(Evaluation):
+    """The loss of a program and its guide at these arguments."""
+
+    def __init__(
+        self, loss: LastLayerEvidence, model: Callable, guide: Any, arguments: Arguments
+    ) -> None:
+        self.loss, self.model, self.guide, self.arguments = loss, model, guide, arguments
+        self.owner = model, guide
+        self.key = getattr(model, "training", None), arguments.key, castings()
+
+    def plain(self) -> Tensor:
+        return self._at(self.arguments.tensors)
+
+    def tensors(self) -> list[Tensor]:
+        return self.arguments.tensors
+
+    def traced(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return (self._at(tensors, checked=True),)
+
+    def modules(self) -> list[nn.Module]:
+        return modules_of(self.model, self.guide)
+
+    def size(self, loss: Tensor) -> Tensor:
+        """The loss may be zero by chance, and is of the order of the number of data."""
+        return loss.detach().abs() + leading_size(self.arguments.tensors)
+
+    def _at(self, tensors: Sequence[Tensor], *, checked: bool = False) -> Tensor:
+        args, kwargs = self.arguments.rebuild(tensors)
+        sites = self.loss._sites(self.model, self.guide, args, kwargs)
+        return self.loss._plain(self.model, self.guide, sites, args, kwargs, checked=checked)
+
+
+def log_marginal(
+    run: Run, features: Features, values: Mapping[str, Tensor], *, checked: bool = False
+) -> Tensor:
     """log p(y | v) in nats, with the last layer integrated out; a float64 scalar.
 
     :param run: a run of the program at ``values``.
+    :param checked: see ``LastLayerEvidence._plain``.
     """
-    site, base = _normal_site(run, features)
+    site, base = _normal_site(run, features, checked=checked)
     means, scales = _prior(run, features)
     shape = len(features.phi), features.outputs
     sigma = base.scale.expand(base.batch_shape).reshape(shape).double()
@@ -107,20 +183,20 @@ def log_marginal(run: Run, features: Features, values: Mapping[str, Tensor]) -> 
     weights, alpha = counts / sigma.square(), scales.double().square().reciprocal()
     total = -(counts * (sigma.log() + 0.5 * math.log(2 * math.pi))).sum()
     columns = range(features.outputs)
-    shared = bool((weights == weights[:, :1]).all())
+    shared = features.outputs == 1 or bool((weights == weights[:, :1]).all())
     for part in [slice(None)] if shared else [slice(k, k + 1) for k in columns]:
         statistics = SufficientStatistics.of(
             features.phi, residual[:, part], weights[:, part.start or 0]
         )
         prior = alpha[part]
-        prior = prior[:1] if bool((prior == prior[:1]).all()) else prior
+        prior = prior[:1] if len(prior) > 1 and bool((prior == prior[:1]).all()) else prior
         # the noise's constants are in the total already
         statistics = replace(statistics, count=torch.zeros_like(statistics.count))
         total = total + log_evidence(statistics, prior, 1.0)
     return total
 
 
-def _normal_site(run: Run, features: Features) -> tuple[Site, Any]:
+def _normal_site(run: Run, features: Features, *, checked: bool) -> tuple[Site, Any]:
     """The observed site whose location is the last layer's output, and its Normal."""
     outputs = [term.output for term in features.terms]
     found = {name: site for name, site in run.observed.items() if _reaches(site, outputs)}
@@ -142,6 +218,8 @@ def _normal_site(run: Run, features: Features) -> tuple[Site, Any]:
             f"site '{name}' was given a minibatch of its data, but the evidence is not a sum over "
             "data: pass all of them at once, or train as MAP with an ELBO"
         )
+    if checked:
+        return site, base
     noise = fixed_normal(base.loc)
     arrived = torch.autograd.grad(base.loc, outputs, noise, retain_graph=True)
     if reaches(base.scale, outputs):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import pyro
 import torch
 from pyro import poutine
+from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 
 from pyro_bdl.errors import BdlWarning
@@ -163,6 +164,9 @@ class CompiledLoss:
         if graph.is_due():
             return self._compare(graph, graph.step, evaluation)
         self.num_replays += 1
+        if am_i_wrapped():  # tell SVI which parameters to optimize
+            for name in graph.parameters:
+                pyro.param(name)
         return graph.step(evaluation.tensors())
 
     def warn(self, reason: str) -> None:

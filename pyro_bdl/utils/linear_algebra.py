@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.utils.autograd import is_transformed
 
 _HALVED_FROM = 256
 _DOUBLE_UP_TO = 4096  # rows; larger matrices are summed and factorized in their own dtype
@@ -53,7 +54,8 @@ def add_products(matrix: Tensor, x: Tensor) -> None:
 def cholesky(matrix: Tensor, what: str) -> Tensor:
     """The lower Cholesky factor, computed in float64 if the matrix is small enough.
 
-    Jitter is added to the diagonal only after a failure; a warning reports its size.
+    Jitter is added to the diagonal only after a failure; a warning reports its size. Inside a trace
+    or ``vmap``, where no value can be read, a failure gives NaN.
 
     :param matrix: symmetric, (n, n).
     :param what: a name for the matrix in errors and warnings.
@@ -61,6 +63,8 @@ def cholesky(matrix: Tensor, what: str) -> Tensor:
     """
     matrix = widened(matrix, len(matrix))
     factor, info = torch.linalg.cholesky_ex(matrix)
+    if is_transformed():
+        return torch.where(info == 0, factor, torch.nan)
     if not info:
         return factor
     if not torch.isfinite(matrix).all():

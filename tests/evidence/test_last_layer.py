@@ -210,6 +210,24 @@ def test_single_precision():
     assert float(found) == pytest.approx(exact, rel=1e-5)
 
 
+@pytest.mark.parametrize("case", ["learned scales", "a noise with a prior"])
+def test_a_graph_gives_the_losses_and_gradients_of_the_program(case):
+    x, y = data()
+    model = CASES[case][1]()
+    guide, loss = AutoLastLayer(model).prototype(x, y), LastLayerEvidence()
+    leaves = [guide.loc, *model.parameters()]
+    for _ in range(8):
+        ours = loss.differentiable_loss(model, guide, x, y)
+        theirs = LastLayerEvidence().differentiable_loss(model, guide, x, y)
+        torch.testing.assert_close(ours, theirs)
+        gradients = torch.autograd.grad(ours, leaves)
+        torch.testing.assert_close(gradients, torch.autograd.grad(theirs, leaves))
+        with torch.no_grad():
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                leaf -= 0.01 * gradient
+    assert loss.graphs.num_replays == 4 and loss.graphs.num_traces == 1
+
+
 # What it refuses
 
 
@@ -217,7 +235,8 @@ def test_data_that_are_not_finite_in_a_later_step():
     x, y = data()
     model = shared(1)
     guide, loss = AutoLastLayer(model), LastLayerEvidence()
-    loss.differentiable_loss(model, guide, x, y)
+    for _ in range(4):  # by the program, traced, compared, by the graph
+        loss.differentiable_loss(model, guide, x, y)
     bad = x.clone()
     bad[3, 0] = torch.nan
     with pytest.raises(ValueError, match="x holds NaN or infinity in rows 3, columns 0"):
