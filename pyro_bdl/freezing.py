@@ -15,6 +15,7 @@ from pyro_bdl.distributions.parameters import (
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.draws import as_posterior, check_posterior, latent_draws
 from pyro_bdl.guides.gaussian import LaplaceGuide
+from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive.linearized import is_linear
 from pyro_bdl.predictive.observations import PredictiveMoments
 from pyro_bdl.program.batches import leading_size
@@ -87,7 +88,7 @@ def freeze(
     count = whole_number(draws, "draws")
     leading_size(args)
     posterior = as_posterior(posterior, model, args, {})
-    if is_linear(posterior) and not isinstance(posterior, LaplaceGuide):
+    if is_linear(posterior) and isinstance(posterior, MixtureGuide):
         raise UnsupportedProgramError(
             "each member of a mixture of Laplace approximations has a linear model of its own: "
             "freeze the members, and average their predictions by the mixture's weights"

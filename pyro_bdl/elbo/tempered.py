@@ -288,8 +288,11 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
             latents, log_det = guide.require_layout().constrain(vector)
             distributions = {} if estimator is None else estimator.distributions(guide)
         if estimator is None:
-            p = record(model, latents, args, kwargs, draw=sum_out_discrete)
-            likelihood = self.log_likelihood(p, latents)
+            likelihood, p = guide.expected_log_likelihood(
+                latents,
+                lambda values: record(model, values, args, kwargs, draw=sum_out_discrete),
+                lambda run: self.log_likelihood(run, latents),
+            )
         else:
             with estimator.run(distributions, latents) as products:
                 likelihood, p = self._row_by_row(model, latents, args, kwargs, products)

@@ -17,7 +17,7 @@ from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.estimators.product import DataProduct, Operand, data_product
 from pyro_bdl.program.linear_ops.recognize import recognize
-from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
+from pyro_bdl.program.linear_ops.tracker import Tag, Tracker, tells_numbers
 from pyro_bdl.program.trace import is_deterministic
 from pyro_bdl.utils.trees import tree_leaves
 
@@ -81,7 +81,7 @@ class Products(Tracker):
                 self.computed[operand.tag.site].append(operand.tag)
             return product.back(self.estimator.rule(product, self.values))
         result = func(*args, **kwargs)
-        if _tells_numbers(func, result):
+        if tells_numbers(func, result):
             for tag in tagged:
                 self._meets(tag, self.computed)
                 self.read[tag.site].append(tag)
@@ -193,22 +193,6 @@ def require_normal(product: DataProduct, name: str) -> None:
                 f"{name} needs independent Normals where a latent multiplies data, and the guide "
                 f"has {kind} at site '{operand.tag.site}': give that site a Normal, or {instead}"
             )
-
-
-_SHAPES = {
-    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
-    "randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
-    "requires_grad_",
-}  # fmt: skip
-_NUMBERS = {"item", "tolist", "numpy", "__float__", "__int__", "__bool__"}
-
-
-def _tells_numbers(func: Any, result: Any) -> bool:
-    """Return whether a result depends on the values of a tensor, not only on its shape."""
-    name = getattr(func, "__name__", "")
-    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
-        return name not in _SHAPES
-    return name in _NUMBERS
 
 
 def _overlap(a: Tag, b: Tag) -> bool:

@@ -15,8 +15,8 @@ from pyro_bdl.curvature.fisher import cell_weights
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.elbo.checks import check_data
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.evidence.last_layer_features import Features, read_features
 from pyro_bdl.guides.last_layer import AutoLastLayer
+from pyro_bdl.guides.last_layer_features import Features, read_features
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.tracing.compiled import Arguments, CompiledLoss, Evaluation, split

@@ -16,6 +16,7 @@ from pyro_bdl.guides.pathfinder import AutoPathfinder
 from pyro_bdl.guides.point import AutoMAP
 from pyro_bdl.guides.subnetwork import AutoSubnetwork
 from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
+from pyro_bdl.guides.variational_last_layer import AutoVariationalLastLayer
 
 __all__ = [
     "AutoAmortized",
@@ -31,6 +32,7 @@ __all__ = [
     "AutoPathfinder",
     "AutoSWAG",
     "AutoSubnetwork",
+    "AutoVariationalLastLayer",
     "BernoulliNoise",
     "GaussianNoise",
     "Guide",

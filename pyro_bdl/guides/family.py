@@ -1,5 +1,6 @@
 """The interface of a family of guides: a distribution over the flat vector."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ class Family:
     normal_marginals = False
     # Draws that a step must take to train all of the guide: the number of an ensemble's members.
     num_members = 1
+    # True if the posterior belongs to the program linearized at its center.
+    linearized = False
 
     def create_parameters(self, start: Tensor) -> None:
         """Create the parameters.
@@ -63,6 +66,25 @@ class Family:
         :param log_det: log |det dT/du|.
         """
         raise NotImplementedError
+
+    def expected_log_likelihood(
+        self,
+        latents: Mapping[str, Tensor],
+        run_at: Callable[[Mapping[str, Tensor]], Run],
+        log_likelihood: Callable[[Run], Any],
+    ) -> tuple[Any, Run]:
+        """E_q[log p(y | w)] in nats, a scalar, and a run with the latents' priors; by default the
+        estimate at the draw.
+
+        A family may integrate latents that enter the likelihood in a known form, such as the last
+        layer's weights. The ELBOs call this where no estimator takes noise for each datum.
+
+        :param latents: a draw, by site.
+        :param run_at: runs the program at latents.
+        :param log_likelihood: log p(y | w) of a run.
+        """
+        run = run_at(latents)
+        return log_likelihood(run), run
 
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
         """KL(q || p) in nats for the prior p of ``run``, a scalar; by default an estimate at the

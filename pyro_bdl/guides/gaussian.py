@@ -50,6 +50,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
     :param subset: the latents with a covariance.
     """
 
+    linearized = True
     loc: Tensor  # u*, (P,)
     width: Tensor  # the factor of the covariance, 1 before ``fit_width``
     held_out: HeldOut | None = None  # what the rows of ``fit_width`` said

@@ -15,6 +15,7 @@ from pyro_bdl.guides import (
     AutoMeanField,
     AutoMultiSWAG,
     AutoSWAG,
+    AutoVariationalLastLayer,
 )
 from pyro_bdl.optim import IVON, KroneckerGaussNewton_ELBO, NoisyKFAC
 from pyro_bdl.posteriors.registry import Problem, Result, by_svi, register, trained
@@ -47,6 +48,11 @@ register(
     "low-rank VI",
     "a Normal with a covariance of rank 10 plus a diagonal, maximizing the ELBO",
 )(_vi(partial(AutoLowRank, rank=10)))
+register(
+    "variational-last-layer",
+    "variational last layer",
+    "a Normal over the last layer's weights, with the features trained by the same bound",
+)(by_svi(AutoVariationalLastLayer, steps=4000))
 
 
 @register("ivon", "mean-field VI, IVON", "mean-field by natural gradients (IVON) in place of Adam")

@@ -20,6 +20,7 @@ from pyro_bdl.curvature import closed_forms
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs
 from pyro_bdl.distributions.moments import observation_mean
 from pyro_bdl.distributions.parameters import base_distribution
+from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive.linearized_component import (
@@ -52,11 +53,12 @@ UNKNOWN = (
 def is_linear(posterior: Any) -> bool:
     """Return whether a posterior belongs to the linearized program.
 
-    These are Laplace approximations, and mixtures of Laplace approximations only.
+    These are Laplace approximations, variational last layers whose outputs are linear in all that
+    is not fixed, and mixtures of such guides only.
     """
     if isinstance(posterior, MixtureGuide):
-        return all(isinstance(member, LaplaceGuide) for member in posterior.members)
-    return isinstance(posterior, LaplaceGuide)
+        return all(member.linearized for member in posterior.members)
+    return isinstance(posterior, Guide) and posterior.linearized
 
 
 class LinearizedPredictive(DrawPredictions):
@@ -72,8 +74,8 @@ class LinearizedPredictive(DrawPredictions):
     law of total variance, and densities and class probabilities are averages over the members.
 
     :param model: the Pyro program; call the result with its arguments, without the targets.
-    :param posterior: a guide of ``laplace_approximation``, or a mixture of such guides; the program
-        is linearized around each member.
+    :param posterior: a guide of ``laplace_approximation``, an ``AutoVariationalLastLayer``, or a
+        mixture of such guides; the program is linearized around each member.
     :param num_samples: S, the number of draws.
     :param seed: seed of the draws of the latents, so that all calls are about the same S functions;
         by default each call draws anew.
@@ -100,7 +102,7 @@ class LinearizedPredictive(DrawPredictions):
         self.num_samples = 100 if num_samples is None else num_samples
         is_mixture = isinstance(posterior, MixtureGuide)
         members = list(posterior.members) if is_mixture else [posterior]
-        weights = posterior.weights if is_mixture else posterior.loc.new_ones(1)
+        weights = posterior.weights if is_mixture else posterior.location().new_ones(1)
         self._kept = [k for k, weight in enumerate(weights.tolist()) if weight > 0]
         self.weights = weights[self._kept]
         self.seed = seed
@@ -195,12 +197,17 @@ class LinearizedPredictive(DrawPredictions):
         :param x: the program's arguments, without the targets: a tensor, a tuple of arguments or a
             dict of keyword arguments.
         :param x2: the same; by default x.
-        :raises ValueError: for a mixture, and for a prior precision without an inverse.
+        :raises ValueError: for a mixture or a variational last layer, and for a prior precision without an inverse.
         """
         if isinstance(self.posterior, MixtureGuide):
             raise ValueError(
                 "a mixture has one tangent kernel for each member: take the LinearizedPredictive "
                 "of a member"
+            )
+        if not isinstance(self.posterior, LaplaceGuide):
+            raise ValueError(
+                "the tangent kernel is that of all latents under their prior: take the "
+                "LinearizedPredictive of a Laplace approximation"
             )
         first = Batches(x).first()
         second = first if x2 is None else Batches(x2).first()

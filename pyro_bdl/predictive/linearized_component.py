@@ -20,7 +20,7 @@ from pyro_bdl.curvature.structures.base import LinearDraws
 from pyro_bdl.distributions.moments import observation_covariance
 from pyro_bdl.distributions.parameters import bijections, parameters_of
 from pyro_bdl.guides.draws import check_posterior
-from pyro_bdl.guides.gaussian import LaplaceGuide
+from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.predictive.observations import (
     AtDraws,
     PredictiveCovariance,
@@ -152,7 +152,7 @@ class LinearizedComponent:
     :param seed: seed of the draws of the latents; None to draw anew in each call.
     """
 
-    def __init__(self, model: Callable, guide: LaplaceGuide, seed: int | None = None) -> None:
+    def __init__(self, model: Callable, guide: NormalGuide, seed: int | None = None) -> None:
         self.model, self.guide, self.seed = model, guide, seed
         self._is_checked = False
         self._point: At | None = None
@@ -160,8 +160,8 @@ class LinearizedComponent:
     def _at(self) -> At:
         """The program at the guide's center."""
         if self._point is None or self._point.subset is not self.guide.subset:
-            self._point = At(on_whole_data(self.model), self.guide.subset, self.guide.loc)
-        return self._point.moved(self.guide.loc)
+            self._point = At(on_whole_data(self.model), self.guide.subset, self.guide.location())
+        return self._point.moved(self.guide.location())
 
     def closed_forms(
         self,
@@ -233,7 +233,7 @@ class LinearizedComponent:
         self, first: tuple[tuple, dict], second: tuple[tuple, dict]
     ) -> dict[str, Tensor]:
         """For each observed site J(x) Lambda^-1 J(x2)', (N K, N2 K), data before parameters."""
-        guide = self.guide
+        guide: Any = self.guide  # a Laplace approximation
         root = PriorRoot(guide.prior, guide.subset.parts, "the tangent kernel")
         columns: dict[str, list[Tensor]] = {}
         with torch.set_grad_enabled(_are_differentiable((first, second), {})):
@@ -266,7 +266,7 @@ class LinearizedComponent:
         :param options: of ``LinearizedPart.at_draws``.
         """
         guide = self.guide
-        draw = guide.loc.element_size() * guide.subset.size
+        draw = guide.location().element_size() * guide.subset.size
         at_once = max(1, bytes_at_once(_DRAWS_AT_ONCE) // max(1, draw))
         chunks = []
         with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
@@ -306,7 +306,7 @@ class LinearizedComponent:
         """
         if self._is_checked or self.guide.is_of(self.model):
             return
-        center = self.guide.require_layout().constrain(self.guide.loc[None])[0]
+        center = self.guide.require_layout().constrain(self.guide.location()[None])[0]
         with evaluation_mode(program, self.guide):
             check_posterior(program, self.guide, center, args, kwargs)
         self._is_checked = True

@@ -25,6 +25,7 @@ from pyro_bdl.guides import (
     AutoPathfinder,
     AutoSubnetwork,
     AutoSWAG,
+    AutoVariationalLastLayer,
     MixtureGuide,
 )
 from pyro_bdl.guides.base import Guide
@@ -44,6 +45,7 @@ TRAINED = [
     AutoSubnetwork,
     AutoSWAG,
     AutoMCDropout,
+    AutoVariationalLastLayer,
 ]
 
 
@@ -146,6 +148,10 @@ MADE = {
     "SWAG": _swag,
     "mixture": lambda: MixtureGuide([_low_rank(), _laplace("full")], [0.3, 0.7]),
     "last layer": lambda: _moved(AutoLastLayer(program)).laplace_approximation((X, Y)),
+    "variational last layer": lambda: _moved(AutoVariationalLastLayer(program, init_scale=0.3)),
+    "variational last layer, mean field": lambda: _moved(
+        AutoVariationalLastLayer(program, structure="matrix-normal", features="mean-field")
+    ),
     "radial": lambda: Radial(program).prototype(X, Y),
     "ensemble": lambda: AutoEnsemble(program, size=4).prototype(X, Y),
     "dropout": lambda: _moved(AutoMCDropout(program, sites="all", p=0.3)),
@@ -153,6 +159,7 @@ MADE = {
 # Guides with a density in all latents, joint over them or factorized
 DENSE = ["pathfinder", "mean field", "matrix normal", "low rank", "full", "kron", "diag", "ekfac"]
 DENSE += ["kernel", "low_rank Laplace", "subset", "SWAG", "mixture"]
+DENSE += ["variational last layer, mean field"]
 
 
 # Trained as the MAP is, by the same code: one of them says it for all in the default run.

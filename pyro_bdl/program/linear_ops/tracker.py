@@ -156,5 +156,21 @@ class Tracker(TorchFunctionMode):
         return result
 
 
+_SHAPES = {
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+    "randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
+    "requires_grad_",
+}  # fmt: skip
+_NUMBERS = {"item", "tolist", "numpy", "__float__", "__int__", "__bool__"}
+
+
+def tells_numbers(func: Any, result: Any) -> bool:
+    """Return whether a result depends on the values of a tensor, not only on its shape."""
+    name = getattr(func, "__name__", "")
+    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+        return name not in _SHAPES
+    return name in _NUMBERS
+
+
 def _tensors(result: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.linear_ops.recognize import AffineOp, recognize
-from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
+from pyro_bdl.program.linear_ops.tracker import Tag, Tracker, tells_numbers
 from pyro_bdl.program.trace import Run, leave_open, record
 
 
@@ -63,7 +63,7 @@ def read_features(
     :raises UnsupportedProgramError: if the sites enter other operations than one matrix product and
         additions to it.
     """
-    with torch.enable_grad(), _LastLayerTracker({name: values[name] for name in sites}) as seen:
+    with torch.enable_grad(), LastLayerTracker({name: values[name] for name in sites}) as seen:
         run = record(model, values, args, kwargs, draw=leave_open)
     for name in sites:
         count = sum(term.site == name for term in seen.terms)
@@ -76,8 +76,14 @@ def read_features(
     return run, Features(seen.terms)
 
 
-class _LastLayerTracker(Tracker):
-    """Tracker that records matrix products with latents, and additions to them."""
+class LastLayerTracker(Tracker):
+    """Tracker that records matrix products with latents, and additions to them.
+
+    ``rows_only`` refuses products of anything but the data's rows (N, in) with a matrix; else
+    products of (..., in) with a matrix or a vector are recorded too.
+    """
+
+    rows_only = True
 
     def __init__(self, latents: Mapping[str, Tensor]) -> None:
         super().__init__(latents)
@@ -85,6 +91,8 @@ class _LastLayerTracker(Tracker):
 
     def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
         result = func(*args, **kwargs)
+        if not tells_numbers(func, result):
+            return result
         op = recognize(func, args, kwargs, self.is_latent)
         terms = [] if op is None else self._terms(op, result)
         if len(terms) < len(tagged):
@@ -99,17 +107,28 @@ class _LastLayerTracker(Tracker):
 
     def _terms(self, op: AffineOp, output: Any) -> list[Term]:
         known = op.kind in ("product", "addition") and op.is_plain and op.sign > 0
-        if not known or not isinstance(output, Tensor) or output.dim() != 2:
+        if not known or not isinstance(output, Tensor):
+            return []
+        if self.rows_only and output.dim() != 2:
             return []
         terms = []
         weight, bias = self.tag(op.weight), self.tag(op.bias)
-        if weight is not None and _multiplies_rows(op) and not self.is_latent(op.inputs):
+        if weight is not None and self._multiplies_rows(op) and not self.is_latent(op.inputs):
             terms.append(Term(weight.site, op.inputs, op.as_matrix(weight.index()), output))
-        if bias is not None and bias.tensor.shape == output.shape[-1:]:
-            terms.append(Term(bias.site, None, bias.index()[:, None], output))
+        if bias is not None and self._is_for_each_output(bias.tensor, output):
+            terms.append(Term(bias.site, None, bias.index().reshape(-1, 1), output))
         return terms
 
+    def _multiplies_rows(self, op: AffineOp) -> bool:
+        """Return whether a product is x @ w for data x (N, in), and not w @ x for columns x."""
+        if not self.rows_only:
+            return op.output_dim == -1
+        return op.inputs.dim() == op.weight.dim() == 2 and op.output_dim == -1
 
-def _multiplies_rows(op: AffineOp) -> bool:
-    """Return whether a product is x @ w for data x (N, in), and not w @ x for columns x."""
-    return op.inputs.dim() == op.weight.dim() == 2 and op.output_dim == -1
+    def _is_for_each_output(self, bias: Tensor, output: Tensor) -> bool:
+        """Return whether a bias has one number for each output; that of a vector's product has
+        one."""
+        if bias.shape == output.shape[-1:]:
+            return True
+        is_single = len(self.terms) == 1 and len(self.terms[0].where) == 1
+        return not self.rows_only and is_single and bias.numel() == 1

@@ -1,0 +1,325 @@
+"""A last layer with a Gaussian posterior whose expected log likelihood needs no draws."""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from pyro.distributions import constraints
+from pyro.nn import PyroParam
+from torch import Tensor, nn
+
+from pyro_bdl.curvature.jacobian.jacobian import Jacobian
+from pyro_bdl.curvature.structures.base import Precision, Whitened, whole_rows
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.guides.kl import expected_log_prior
+from pyro_bdl.guides.laplace import subset_of
+from pyro_bdl.guides.last_layer_features import Term
+from pyro_bdl.guides.normal import NormalGuide
+from pyro_bdl.guides.output_quadrature import Head, LayerOutputs, add_jensen, read_head
+from pyro_bdl.program.gaussian_prior import StoredPrecision
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.program.trace import Run, leave_open, record
+from pyro_bdl.utils.module_state import evaluation_mode, vmappable
+from pyro_bdl.utils.random_state import own_randomness
+
+STRUCTURES, FEATURES = ("dense", "matrix-normal"), ("point", "mean-field")
+
+
+class AutoVariationalLastLayer(NormalGuide):
+    """A Gaussian over the last layer's weights, with the features trained by the same bound.
+
+    Let W (K, H) be the weights and biases of the last layer, phi its inputs with a one. Under q(W)
+    the outputs z = W phi of a datum are Gaussian, and this package's ELBOs take E[log p(y | z)]
+    without draws: exactly for a Normal with any noise that W does not move; by 20 points of
+    Gauss-Hermite quadrature in a noise that is an output too, and for Student t, Bernoulli, Poisson
+    and others of one output; for classes by the bound of Jensen's inequality (Harrison, Willes &
+    Snoek 2024, "Variational Bayesian last layers"). One pass through the features is enough. Other
+    programs, estimators and Pyro's ELBOs take draws; a warning says why where a program needs them.
+
+    With fixed features, all data and Normal observations the optimum is the exact posterior.
+
+    :param model: a Pyro program with continuous latents.
+    :param structure: "dense" for W_k ~ N(m_k, L_k L_k'), independent outputs, K H^2 numbers;
+        "matrix-normal" for W ~ MN(M, A A', B B'), K^2 + H^2 numbers.
+    :param features: all other latents are "point"s (unconstrained, at the mode), or "mean-field"
+        Normals.
+    :param subset: the layer, by default the program's last product with weights and its bias.
+    :param init_scale: the standard deviations at the start, in unconstrained units.
+    :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
+    :raises ValueError: for an unknown ``structure`` or ``features``, or a bad ``init_scale``.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        structure: str = "dense",
+        features: str = "point",
+        subset: Any = "last-layer",
+        init_scale: float = 0.05,
+        **options: Any,
+    ) -> None:
+        for name, value, known in (
+            ("structure", structure, STRUCTURES),
+            ("features", features, FEATURES),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        if not 0 < init_scale < math.inf:
+            raise ValueError(f"init_scale must be positive and finite, got {init_scale}")
+        super().__init__(model, **options)
+        self.structure, self.features, self.init_scale = structure, features, init_scale
+        self.selection, self.head = subset, None
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "structure": self.structure, "features": self.features, "subset": self.selection,
+        }  # fmt: skip
+
+    def create_parameters(self, start: Tensor) -> None:
+        layout = self.require_layout()
+        self.loc = nn.Parameter(start.clone())
+        self.sites: tuple[str, ...] = ()
+        where = self._read_layer(start)
+        self.sizes = where.shape
+        chosen, every = where.flatten(), torch.arange(layout.size, device=start.device)
+        rest = every[~torch.isin(every, chosen)] if self.features == "mean-field" else every[:0]
+        indices = torch.cat([chosen, rest]).sort().values
+        self.subset = Subset(layout, None if len(indices) == layout.size else indices.cpu())
+        order = torch.searchsorted(indices, torch.cat([chosen, rest]))
+        self.register_buffer("order", order, persistent=False)
+        if where.numel():
+            outputs, inputs = where.shape
+            separate = (outputs,) if self.structure == "dense" else ()
+            eye = torch.eye(inputs, dtype=start.dtype, device=start.device)
+            self.column = self._factor(self.init_scale * eye.repeat(*separate, 1, 1))
+            if not separate:
+                self.row = self._factor(torch.eye(outputs, dtype=start.dtype, device=start.device))
+        if len(rest):
+            scale = start.new_full((len(rest),), self.init_scale)
+            self.scale = PyroParam(scale, constraints.softplus_positive)
+
+    @staticmethod
+    def _factor(value: Tensor) -> PyroParam:
+        return PyroParam(value, constraints.softplus_lower_cholesky)
+
+    # The layer
+
+    def _read_layer(self, start: Tensor) -> Tensor:
+        """The positions of W (K, H) in the vector; none where the program has no last layer."""
+        args, kwargs = self.few_rows
+        nothing = torch.empty(0, 0, dtype=torch.long, device=start.device)
+        layout, noise = self.require_layout(), []
+
+        def change(term: Term) -> Tensor:
+            assert term.inputs is not None
+            count = term.inputs.shape[:-1].numel()
+            noise[:] = [start.new_zeros(count, len(term.where)).requires_grad_()]
+            return noise[0]
+
+        try:
+            with own_randomness():
+                sites = subset_of(self, self.selection, args, kwargs).sites
+                values = layout.constrain(start)[0]
+                outputs = LayerOutputs({name: values[name] for name in sites}, change)
+                with torch.enable_grad(), evaluation_mode(self.program_model), outputs:
+                    run = record(self.program_model, values, args, kwargs, draw=leave_open)
+            features = [term for term in outputs.terms if term.inputs is not None]
+            if len(features) != 1 or len({len(term.where) for term in outputs.terms}) != 1:
+                raise UnsupportedProgramError("the layer is not one product with a matrix")
+            if any(layout.latents[name].transform is not None for name in sites):
+                raise UnsupportedProgramError("the layer's weights are not over the reals")
+        except ValueError as error:
+            self._warn(f"has no last layer, so that all latents are {self.features}s: {error}")
+            return nothing
+        self.sites = tuple(sites)
+        self.has_bias = len(outputs.terms) > 1
+        try:
+            assert outputs.output is not None
+            with torch.enable_grad():
+                head = read_head(run, outputs.output, noise[0])
+            self._take_head(head, start)
+        except (UnsupportedProgramError, NotImplementedError) as error:
+            self._warn(f"takes the expected log likelihood at draws: {error}")
+        shifted = [term.where + layout.slices[term.site].start for term in outputs.terms]
+        return torch.cat(shifted, 1)
+
+    def _take_head(self, head: Head, start: Tensor) -> None:
+        self.head = head
+        points, weights = head.points()
+        for name, value in {
+            "points": points, "weights": weights, "first": head.first, "second": head.second,
+        }.items():  # fmt: skip
+            self.register_buffer(name, value.to(start), persistent=False)
+        self.register_buffer("partner", head.partner.to(start.device), persistent=False)
+
+    def _warn(self, what: str) -> None:
+        if what not in self.told:
+            self.told.add(what)
+            warnings.warn(f"{type(self).__name__} {what}", BdlWarning, stacklevel=2)
+
+    def expected_log_likelihood(
+        self,
+        latents: Mapping[str, Tensor],
+        run_at: Callable[[Mapping[str, Tensor]], Run],
+        log_likelihood: Callable[[Run], Any],
+    ) -> tuple[Any, Run]:
+        """E[log p(y | w)] over the last layer, at a draw of the other latents."""
+        if self.head is None:
+            return super().expected_log_likelihood(latents, run_at, log_likelihood)
+        means = self.require_layout().unflatten(self._parameter("loc"))
+        inside = {**latents, **{name: means[name] for name in self.sites}}
+        classes, column, mix = self.head.classes, self._parameter("column"), self._mix()
+        rows = None if self.structure == "dense" else self._parameter("row").square().sum(-1)
+        runs = []
+
+        def at(point: Tensor) -> Any:
+            variance: list[Tensor] = []
+
+            def noise(term: Term) -> Tensor:
+                variance[:] = [self._variance(term.inputs, column, rows)]
+                smallest = torch.finfo(variance[0].dtype).tiny
+                return variance[0].clamp_min(smallest).sqrt() * (mix @ point)
+
+            outputs = LayerOutputs({name: inside[name] for name in self.sites}, noise)
+            with outputs:
+                run = run_at(inside)
+            if classes:
+                assert outputs.output is not None
+                add_jensen(run, classes, outputs.output, variance[0].view_as(outputs.output))
+            runs[:] = [run]
+            return log_likelihood(run)
+
+        if len(self.points) == 1:
+            total = at(self.points[0])
+        else:
+            with vmappable():
+                values = torch.vmap(at, randomness="same")(self.points)
+            total = values @ self.weights.to(values)
+        for name in self.sites:
+            runs[0].latents[name] = runs[0].latents[name]._replace(value=latents[name])
+        return total, runs[0]
+
+    def _variance(self, inputs: Any, column: Tensor, rows: Tensor | None) -> Tensor:
+        """v (R, K) of the outputs at inputs (..., in)."""
+        phi = inputs.reshape(-1, inputs.shape[-1]).to(column)
+        if self.has_bias:
+            phi = torch.cat([phi, phi.new_ones(len(phi), 1)], 1)
+        spread = (phi @ column).square().sum(-1)
+        return spread.mT if rows is None else spread[:, None] * rows
+
+    def _mix(self) -> Tensor:
+        """The outputs' noise in units of its standard deviation from points e, (K, 2)."""
+        if self.structure == "dense":
+            return torch.stack([self.first, self.second], 1)
+        rows = nn.functional.normalize(self._parameter("row"), dim=1)
+        pairs = self.first * (self.partner != torch.arange(len(rows), device=rows.device))
+        shared = pairs * (rows * rows[self.partner]).sum(1)
+        own = self.first * (1.0 - shared.square()).clamp_min(0.0).sqrt()
+        return torch.stack([own, shared + self.second], 1)
+
+    # The distribution
+
+    @property
+    def linearized(self) -> bool:
+        """True if the outputs are linear in all that q does not fix, so that the linearized
+        predictive is exact."""
+        return self.features == "point" and self.head is not None and self.head.linear
+
+    def location(self) -> Tensor:
+        return self._parameter("loc")
+
+    def _tensors(self) -> list[Tensor]:
+        empty = {"column": (0, 0, 0), "row": (0, 0), "scale": (0,)}
+        loc = self._parameter("loc")
+        return [
+            self._parameter(name) if hasattr(self, name) else loc.new_empty(shape)
+            for name, shape in empty.items()
+        ]
+
+    @property
+    def precision(self) -> "LayerPrecision":
+        return LayerPrecision(self.order, *self._tensors())
+
+    def stored_precision(self) -> StoredPrecision:
+        return StoredPrecision(LayerPrecision, self.order, *self._tensors())
+
+    def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
+        """KL(q || p) in nats; priors that are no Normals are evaluated at the draw."""
+        layout, loc = self.require_layout(), self.location()
+        log_prior = expected_log_prior(layout, loc, self.variances(), run.latents)
+        return -self.entropy(vector, log_det) - log_prior
+
+
+class LayerPrecision(Precision):
+    """The precision of a layer's weights W (K, H) and of independent numbers, in any order.
+
+    :param order: the places of W, row after row, and of the other numbers, (p,).
+    :param column: L_k (K, H, H) of independent rows, or B (H, H).
+    :param row: A (K, K) beside B, else empty.
+    :param scale: standard deviations of the other numbers.
+    """
+
+    def __init__(self, order: Tensor, column: Tensor, row: Tensor, scale: Tensor) -> None:
+        self.order, self.column, self.row, self.scale = order, column, row, scale
+        self.size, self.separate = len(order), column.dim() == 3
+        self.shape = len(column if self.separate else row), column.shape[-1]
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """W (..., K, H) and the other numbers of x (..., p)."""
+        sizes = [self.size - len(self.scale), len(self.scale)]
+        layer, rest = x[..., self.order].split(sizes, -1)
+        return layer.unflatten(-1, self.shape), rest
+
+    def _joined(self, layer: Tensor, rest: Tensor) -> Tensor:
+        return torch.cat([layer.flatten(-2), rest], -1)[..., self.order.argsort()]
+
+    def _times(self, layer: Tensor, *, transposed: bool = False) -> Tensor:
+        """R W, or R' W, for the root R of the layer's covariance R R'."""
+        column, row = (self.column.mT, self.row.mT) if transposed else (self.column, self.row)
+        if self.separate:
+            return (column @ layer[..., None])[..., 0]
+        return row @ layer @ column.mT
+
+    def logdet(self) -> Tensor:
+        columns = self.column.diagonal(dim1=-2, dim2=-1).log().sum()
+        total = self.scale.log().sum() + columns * (1 if self.separate else self.shape[0])
+        if not self.separate:
+            total = total + self.shape[1] * self.row.diagonal().log().sum()
+        return -2.0 * total
+
+    def sample(self, num_samples: int) -> Tensor:
+        like = self.scale
+        noise = torch.randn(num_samples, self.size, dtype=like.dtype, device=like.device)
+        layer, rest = self._split(noise)
+        return self._joined(self._times(layer), self.scale * rest)
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        solved = torch.linalg.solve_triangular
+        layer, rest = self._split(x)
+        if self.separate:
+            white = solved(self.column, layer[..., None], upper=False)[..., 0]
+        else:
+            white = solved(self.column, solved(self.row, layer, upper=False).mT, upper=False)
+        return white.square().sum((-2, -1)) + (rest / self.scale).square().sum(-1)
+
+    def solve(self, x: Tensor) -> Tensor:
+        layer, rest = self._split(x)
+        layer = self._times(self._times(layer, transposed=True))
+        return self._joined(layer, self.scale.square() * rest)
+
+    def variances(self) -> Tensor:
+        layer = self.column.square().sum(-1)
+        if not self.separate:
+            layer = torch.outer(self.row.square().sum(-1), layer)
+        return self._joined(layer, self.scale.square())
+
+    def whitened(self, jacobian: Jacobian) -> list[Whitened]:
+        rows = jacobian.rows()
+        tensors = (tensor.to(rows) for tensor in (self.column, self.row, self.scale))
+        root = LayerPrecision(self.order, *tensors)
+        layer, rest = root._split(rows)
+        values = root._joined(root._times(layer, transposed=True), root.scale * rest)
+        return [whole_rows(jacobian, values)]
