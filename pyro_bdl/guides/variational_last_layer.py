@@ -90,6 +90,7 @@ class AutoVariationalLastLayer(NormalGuide):
         self.subset = Subset(layout, None if len(indices) == layout.size else indices.cpu())
         order = torch.searchsorted(indices, torch.cat([chosen, rest]))
         self.register_buffer("order", order, persistent=False)
+        self.register_buffer("inverse", order.argsort(), persistent=False)
         if where.numel():
             outputs, inputs = where.shape
             separate = (outputs,) if self.structure == "dense" else ()
@@ -241,10 +242,10 @@ class AutoVariationalLastLayer(NormalGuide):
 
     @property
     def precision(self) -> "LayerPrecision":
-        return LayerPrecision(self.order, *self._tensors())
+        return LayerPrecision(self.order, self.inverse, *self._tensors())
 
     def stored_precision(self) -> StoredPrecision:
-        return StoredPrecision(LayerPrecision, self.order, *self._tensors())
+        return StoredPrecision(LayerPrecision, self.order, self.inverse, *self._tensors())
 
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
         """KL(q || p) in nats; priors that are no Normals are evaluated at the draw."""
@@ -256,25 +257,29 @@ class AutoVariationalLastLayer(NormalGuide):
 class LayerPrecision(Precision):
     """The precision of a layer's weights W (K, H) and of independent numbers, in any order.
 
-    :param order: the places of W, row after row, and of the other numbers, (p,).
+    :param order: the places of W, row after row, and of the other numbers, (p,); ``inverse``: the
+        inverse permutation.
     :param column: L_k (K, H, H) of independent rows, or B (H, H).
     :param row: A (K, K) beside B, else empty.
     :param scale: standard deviations of the other numbers.
     """
 
-    def __init__(self, order: Tensor, column: Tensor, row: Tensor, scale: Tensor) -> None:
-        self.order, self.column, self.row, self.scale = order, column, row, scale
+    def __init__(
+        self, order: Tensor, inverse: Tensor, column: Tensor, row: Tensor, scale: Tensor
+    ) -> None:
+        self.order, self.inverse = order, inverse
+        self.column, self.row, self.scale = column, row, scale
         self.size, self.separate = len(order), column.dim() == 3
         self.shape = len(column if self.separate else row), column.shape[-1]
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """W (..., K, H) and the other numbers of x (..., p)."""
         sizes = [self.size - len(self.scale), len(self.scale)]
-        layer, rest = x[..., self.order].split(sizes, -1)
+        layer, rest = x.index_select(-1, self.order).split(sizes, -1)
         return layer.unflatten(-1, self.shape), rest
 
     def _joined(self, layer: Tensor, rest: Tensor) -> Tensor:
-        return torch.cat([layer.flatten(-2), rest], -1)[..., self.order.argsort()]
+        return torch.cat([layer.flatten(-2), rest], -1).index_select(-1, self.inverse)
 
     def _times(self, layer: Tensor, *, transposed: bool = False) -> Tensor:
         """R W, or R' W, for the root R of the layer's covariance R R'."""
@@ -319,7 +324,7 @@ class LayerPrecision(Precision):
     def whitened(self, jacobian: Jacobian) -> list[Whitened]:
         rows = jacobian.rows()
         tensors = (tensor.to(rows) for tensor in (self.column, self.row, self.scale))
-        root = LayerPrecision(self.order, *tensors)
+        root = LayerPrecision(self.order, self.inverse, *tensors)
         layer, rest = root._split(rows)
         values = root._joined(root._times(layer, transposed=True), root.scale * rest)
         return [whole_rows(jacobian, values)]

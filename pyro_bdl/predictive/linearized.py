@@ -197,7 +197,8 @@ class LinearizedPredictive(DrawPredictions):
         :param x: the program's arguments, without the targets: a tensor, a tuple of arguments or a
             dict of keyword arguments.
         :param x2: the same; by default x.
-        :raises ValueError: for a mixture or a variational last layer, and for a prior precision without an inverse.
+        :raises ValueError: for a mixture or a variational last layer, and for a prior precision
+            without an inverse.
         """
         if isinstance(self.posterior, MixtureGuide):
             raise ValueError(

@@ -40,22 +40,16 @@ def network(outputs):
     return bayesianize(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double())
 
 
-def optimum(guide, model, elbo, *data):
-    """The guide at the optimum of its bound, which is deterministic."""
-    guide.prototype(*data)
-    steps = torch.optim.LBFGS(
-        guide.parameters(), max_iter=3000, history_size=60, tolerance_grad=1e-9,
-        tolerance_change=1e-14, line_search_fn="strong_wolfe",
-    )  # fmt: skip
-
-    def loss():
-        steps.zero_grad()
-        value = elbo.differentiable_loss(model, guide, *data)
-        value.backward()
-        return value
-
-    steps.step(loss)
-    return guide
+def solved(model, *, temperature=1.0, **options):
+    """A guide whose layer has the exact posterior, and the posterior."""
+    guide = AutoVariationalLastLayer(model, **options).prototype(X, Y)
+    *_, posterior = result = exact(beta=NOISE**-2 / temperature)
+    values = {"weight": posterior.mean[:, :-1], "bias": posterior.mean[:, -1]}
+    root = torch.linalg.cholesky(posterior.covariance)
+    with torch.no_grad():
+        guide.loc.copy_(guide.layout.flatten(values))
+        guide.column = root.expand(2, 4, 4) if guide.structure == "dense" else root[0]
+    return guide, result
 
 
 def exact(alpha=SCALE**-2, beta=NOISE**-2):
@@ -64,44 +58,49 @@ def exact(alpha=SCALE**-2, beta=NOISE**-2):
     return phi, statistics, bayesian_linear.posterior(statistics, alpha, beta)
 
 
-def means(guide):
-    parts = guide.layout.unflatten(guide.loc.detach())
-    return torch.cat([parts["weight"], parts["bias"][:, None]], 1)
-
-
-def covariance(guide):
-    """Of the layer's weights (K, H), output by output."""
-    column = guide.column.detach()
-    if guide.structure == "dense":
-        return column @ column.mT
-    return guide.row.square().sum(-1).detach()[:, None, None] * (column @ column.mT)
-
-
 @STRUCTURES
 @pytest.mark.parametrize("temperature", [1.0, 0.1])
 def test_with_fixed_features_the_optimum_is_the_exact_posterior(structure, temperature):
-    model = linear()
-    elbo = TemperedTraceMeanField_ELBO(temperature)
-    guide = optimum(AutoVariationalLastLayer(model, structure=structure), model, elbo, X, Y)
-    _, statistics, posterior = exact(beta=NOISE**-2 / temperature)
-    torch.testing.assert_close(means(guide), posterior.mean, rtol=0, atol=1e-6)
-    torch.testing.assert_close(
-        covariance(guide), posterior.covariance.expand(2, 4, 4), rtol=0, atol=1e-6
-    )
+    """The bound has no slope there, and is the log evidence; it is deterministic."""
+    model, elbo = linear(), TemperedTraceMeanField_ELBO(temperature)
+    guide, (_, statistics, _) = solved(model, temperature=temperature, structure=structure)
+    loss = elbo.differentiable_loss(model, guide, X, Y)
+    for gradient in torch.autograd.grad(loss, list(guide.parameters())):
+        assert gradient.abs().max() < 1e-7
     if temperature == 1.0:
         evidence = bayesian_linear.log_evidence(statistics, SCALE**-2, NOISE**-2)
-        assert -elbo.loss(model, guide, X, Y) == pytest.approx(evidence.item(), abs=1e-6)
+        assert -loss.item() == pytest.approx(evidence.item(), abs=1e-9)
+
+
+def test_steps_reach_it():
+    model, elbo = linear(), TemperedTraceMeanField_ELBO()
+    target, _ = solved(model)
+    guide = AutoVariationalLastLayer(model).prototype(X, Y)
+    steps = torch.optim.LBFGS(
+        guide.parameters(), max_iter=130, history_size=60, tolerance_change=0.0,
+        line_search_fn="strong_wolfe",
+    )  # fmt: skip
+
+    def loss():
+        steps.zero_grad()
+        value = elbo.differentiable_loss(model, guide, X, Y)
+        value.backward()
+        return value
+
+    steps.step(loss)
+    torch.testing.assert_close(guide.loc, target.loc, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        guide.precision.variances(), target.precision.variances(), atol=1e-6, rtol=0
+    )
 
 
 def test_the_linearized_predictive_is_the_exact_one():
     model = linear()
-    elbo = TemperedTraceMeanField_ELBO()
-    guide = optimum(AutoVariationalLastLayer(model), model, elbo, X, Y)
-    phi, _, posterior = exact()
+    guide, (phi, _, posterior) = solved(model)
     mean, variance = bayesian_linear.predict(phi, posterior, NOISE**-2)
     moments = LinearizedPredictive(model, guide).moments(X)["y"]
-    torch.testing.assert_close(moments.mean["loc"], mean, rtol=0, atol=1e-6)
-    torch.testing.assert_close(moments.variance["loc"], variance - NOISE**2, rtol=0, atol=1e-6)
+    torch.testing.assert_close(moments.mean["loc"], mean)
+    torch.testing.assert_close(moments.variance["loc"], variance - NOISE**2)
 
 
 # The expected log likelihood
@@ -176,7 +175,7 @@ def test_mixed_up_correlations_would_be_seen():
     right = elbo.expected_log_likelihood.item()
     guide.partner.copy_(torch.arange(4))
     elbo.loss(model, guide, X, y)
-    mean, error = at_draws(model, guide, y, 200000)
+    mean, error = at_draws(model, guide, y, 100000)
     assert abs(mean - elbo.expected_log_likelihood.item()) > 5 * error > abs(mean - right)
 
 
@@ -194,12 +193,9 @@ def test_every_bound_of_the_package_takes_it():
             plain.expected_log_likelihood.item(), rel=1e-12
         )
     assert compiled.num_replays and compiled.kl.item() == pytest.approx(plain.kl.item())
-    values = []
-    for _ in range(400):
-        sampled.loss(model, guide, X, y)
-        values.append(sampled.kl)
-    values = torch.stack(values)
-    assert abs(values.mean() - plain.kl) < 4 * values.std() / 20
+    several = TemperedTrace_ELBO(num_particles=2000)
+    several.loss(model, guide, X, y)
+    assert several.kl.item() == pytest.approx(plain.kl.item(), abs=0.5)
 
 
 def test_minibatches_add_up_and_particles_agree():
@@ -288,10 +284,10 @@ def test_the_precision_is_that_of_its_covariance(structure):
     torch.testing.assert_close(
         precision.quadratic(x), (x @ dense.inverse() * x).sum(1), rtol=1e-6, atol=1e-6
     )
-    sampled = precision.sample(200000).detach()
+    sampled = precision.sample(30000).detach()
     spread = dense.diagonal().sqrt()
     error = (sampled.T.cov() - dense) / torch.outer(spread, spread)
-    assert error.abs().max() < 5 * (2 / 200000) ** 0.5
+    assert error.abs().max() < 5 * (2 / 30000) ** 0.5
 
 
 @pytest.mark.parametrize(
