@@ -69,15 +69,16 @@ def test_with_fixed_features_the_optimum_is_the_exact_posterior(structure, tempe
         assert gradient.abs().max() < 1e-7
     if temperature == 1.0:
         evidence = bayesian_linear.log_evidence(statistics, SCALE**-2, NOISE**-2)
-        assert -loss.item() == pytest.approx(evidence.item(), abs=1e-9)
+        assert -loss.item() == pytest.approx(evidence.item(), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_steps_reach_it():
     model, elbo = linear(), TemperedTraceMeanField_ELBO()
     target, _ = solved(model)
     guide = AutoVariationalLastLayer(model).prototype(X, Y)
     steps = torch.optim.LBFGS(
-        guide.parameters(), max_iter=130, history_size=60, tolerance_change=0.0,
+        guide.parameters(), max_iter=300, history_size=60, tolerance_change=0.0,
         line_search_fn="strong_wolfe",
     )  # fmt: skip
 
