@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 import zlib
 from dataclasses import asdict, replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from pyro_bdl import posteriors
+from pyro_bdl.app import baselines
 from pyro_bdl.app.cross_validation import SCORES
 from pyro_bdl.app.options import Options
 from pyro_bdl.comparison.costs import Costs
@@ -45,7 +47,8 @@ class Fits:
     finished, and the same command goes on from it.
 
     ``left_out`` has the reasons of those that are not there, ``failed`` tells whether one of these
-    is an error, ``interrupted`` whether Ctrl-C ended the fits.
+    is an error, ``interrupted`` whether Ctrl-C ended the fits. ``baselines`` are fitted anew each
+    time.
 
     :param shown: print a line for each posterior.
     :raises OSError: if the folder cannot be written to.
@@ -60,6 +63,7 @@ class Fits:
         self.problem = Problem(model, data.x_train, data.y_train, options.settings())
         self.fits: dict[str, Fit] = {}
         self.evaluations: dict[str, Evaluation] = {}
+        self.baselines: dict[str, Evaluation] = {}
         self.left_out: dict[str, str] = {}
         self.failed = self.interrupted = False
         tensors = (data.x_train, data.y_train, data.x_test, data.y_test)
@@ -91,7 +95,7 @@ class Fits:
                 fit = self._load(name) or self._fit(name)
                 evaluation = self._evaluation(fit)
                 self.fits[name], self.evaluations[name] = fit, evaluation
-                self._say(fit, finished=name in finished)
+                self._say(name, evaluation, fit.costs, finished=name in finished)
                 self.interrupted = fit.interrupted
             except KeyboardInterrupt:
                 self.interrupted = True
@@ -104,6 +108,25 @@ class Fits:
                 left = ", ".join(name for name in self.names if name not in done)
                 logger.warning("interrupted; not fitted: %s", left or "none")
                 break
+        if self.options.baselines and not self.interrupted:
+            self._fit_baselines()
+
+    def _fit_baselines(self) -> None:
+        """Fit and score the baselines; none of them loses a posterior."""
+        for name in baselines.NAMES:
+            try:
+                started = time.perf_counter()
+                draws = baselines.predictions(name, self.data, self.options.seed)
+                costs = Costs(time.perf_counter() - started)
+                evaluation = self.evaluated(draws.to(self.data.y_test.device), costs)
+                self.baselines[name] = evaluation
+                self._say(name, evaluation, costs)
+            except KeyboardInterrupt:
+                self.interrupted = True
+                logger.warning("interrupted; the baselines from %s on are not there", name)
+                break
+            except (*_EXPLAINED, RuntimeError) as error:
+                logger.warning("%s is left out: %s", name, error)
 
     def evaluated(self, posterior: Any, costs: Costs | None = None) -> Evaluation:
         """A posterior on the test part, in the units of the target."""
@@ -124,14 +147,17 @@ class Fits:
     def _bars(self) -> bool:
         return not (self.options.quiet or hidden(None))
 
-    def _say(self, fit: Fit, *, finished: bool) -> None:
+    def _say(
+        self, name: str, evaluation: Evaluation, costs: Costs, *, finished: bool = False
+    ) -> None:
         """A line of time and scores."""
         if self.shown:
-            scores = self.evaluations[fit.name].scores
+            scores = evaluation.scores
             cells = [f"{c.title} {c.cell(scores)}" for c in SCORES if c.key in scores]
-            time = f"{fit.costs.seconds:.1f} s" + (" before" if finished else "")
-            width = max(map(len, self.names))
-            print(f"  {fit.name.ljust(width)}  {', '.join([time, *cells])}", flush=True)
+            spent = f"{costs.seconds:.1f} s" + (" before" if finished else "")
+            names = (*self.names, *(baselines.NAMES if self.options.baselines else ()))
+            width = max(map(len, names))
+            print(f"  {name.ljust(width)}  {', '.join([spent, *cells])}", flush=True)
 
     def _fit(self, name: str) -> Fit:
         fit = posteriors.fit(name, self.problem, progress=self._bars)

@@ -104,6 +104,14 @@ class Options:
     max_tree_depth: Annotated[
         int, _fits(help="NUTS takes at most 2^DEPTH gradient steps per draw.", min=1)
     ] = 8
+    baselines: Annotated[
+        bool,
+        _fits(
+            "--baselines",
+            help="Rows by scikit-learn too (linear, random forest, boosting; TabPFN where its "
+            "weights are), with the same scores and no verdict.",
+        ),
+    ] = False
     quick: Annotated[bool, _fits("--quick", help=f"A first look: {_FIRST_LOOK}.")] = False
     seed: Annotated[int, _run(help="Of all random numbers.", min=0, max=2**32 - 1)] = 0
     device: Annotated[Any, _run(help="Such as cpu or cuda.", parser=_device)] = "cpu"

@@ -16,6 +16,7 @@ from pyro_bdl.comparison.columns import Column
 from pyro_bdl.comparison.judge import ALIKE, FAR, REFERENCE, UNDECIDED, USABLE, WORSE, criteria
 from pyro_bdl.comparison.table import NAME
 from pyro_bdl.data.dataset import Dataset
+from pyro_bdl.plots.style import GRAY
 from pyro_bdl.utils.files import atomic_write
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ def units(data: Dataset) -> str:
 
 def _answer(comparison: "Comparison") -> dict[str, Any]:
     looks = plots.styles(comparison.evaluations, comparison.reference)
+    looks |= {name: {"color": GRAY, "marker": "."} for name in comparison.baselines}
     return {"summary": comparison.summary, "warnings": comparison.warnings, "looks": looks}
 
 
@@ -153,4 +155,5 @@ def _ranked(comparison: "Comparison") -> list[tuple[str, list[str]]]:
     for name, judgment in comparison.judgments.items():
         members[judgment.group].append(name)
     ranked = [(words, members[group]) for group, words in _GROUPS.items()]
-    return [*ranked, ("Not there", list(comparison.left_out))]
+    baselines = "Baselines of other libraries, not judged", list(comparison.baselines)
+    return [*ranked, baselines, ("Not there", list(comparison.left_out))]

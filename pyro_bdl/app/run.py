@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pyro_bdl import references
-from pyro_bdl.app import cross_validation
+from pyro_bdl.app import baselines, cross_validation
 from pyro_bdl.app.fits import Fits
 from pyro_bdl.app.options import Options
 from pyro_bdl.app.page import units, write_page
@@ -68,7 +68,13 @@ def run(options: Options, line: str) -> int:
             base = _SHIPPED
             draws = references.load(options.reference).draws()
             evaluations[base] = fits.evaluated(draws.to(options.device))
-        comparison = compare_evaluations(evaluations, base, left_out=fits.left_out)
+        comparison = compare_evaluations(
+            evaluations, base, left_out=fits.left_out,
+            baselines={
+                name: (evaluation, baselines.in_words(name, data.task))
+                for name, evaluation in fits.baselines.items()
+            },
+        )  # fmt: skip
         splits = _splits(options)
         written = _write(comparison, fits, line, splits)
     if options.quiet:
@@ -114,7 +120,8 @@ def _splits(options: Options) -> Table | None:
         if fits.interrupted:
             logger.warning("interrupted: %s splits were scored", len(splits))
             break
-        splits.append({name: made.scores for name, made in fits.evaluations.items()})
+        scored = {**fits.evaluations, **fits.baselines}
+        splits.append({name: made.scores for name, made in scored.items()})
     if len(splits) < 2:
         return None
     rows, columns = cross_validation.summarized(splits, _REFERENCE, folds)

@@ -53,6 +53,7 @@ _GROUPS = (
     "leave one out",
     "Markov chains",
 )
+BASELINE = "baseline"  # the group of rows that are not judged
 NAME = Column("posterior", "posterior", style="text")
 
 
@@ -74,6 +75,7 @@ class Comparison:
     :param warnings: reasons not to trust the reference; empty if there are none.
     :param notes: sentences on numbers of the table that must be read with care.
     :param left_out: posterior that is not there to the reason.
+    :param baselines: row that is no posterior of the program, and not judged, to its words.
     """
 
     table: "pd.DataFrame"
@@ -84,6 +86,7 @@ class Comparison:
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
+    baselines: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.to_text()
@@ -119,7 +122,7 @@ class Comparison:
     def verdicts(self) -> dict[str, str]:
         """Posterior to a sentence computed from its numbers."""
         verdicts = {name: judgment.verdict for name, judgment in self.judgments.items()}
-        return {**verdicts, **self.left_out}
+        return {**verdicts, **self.baselines, **self.left_out}
 
     def to_text(self, width: int | None = _WIDTH, *, details: bool = False) -> str:
         """Summary, warnings, table, verdicts and notes.
@@ -189,6 +192,7 @@ def compare_evaluations(
     reference: str | None = None,
     *,
     left_out: Mapping[str, str] | None = None,
+    baselines: Mapping[str, tuple[Evaluation, str]] | None = None,
     progress: bool | None = None,
 ) -> Comparison:
     """Compare posteriors that ``evaluate`` has scored on the same data.
@@ -196,6 +200,8 @@ def compare_evaluations(
     :param evaluations: name to evaluation.
     :param reference: name of the posterior with which the others are compared.
     :param left_out: name to the reason, for posteriors that could not be evaluated.
+    :param baselines: name to the evaluation and a word on what it is, for predictions that are no
+        posterior of the program: rows with scores, without distances and judgment.
     :param progress: show a bar.
     :raises ValueError: for evaluations on other data, or functions of other shapes.
     """
@@ -221,6 +227,9 @@ def compare_evaluations(
         name: rows[name] | {"group": judgment.group, "verdict": judgment.verdict}
         for name, judgment in judgments.items()
     }
+    for name, (baseline, words) in (baselines or {}).items():
+        gaps = {} if reference is None else differences(baseline, first)
+        shown_rows[name] = {**baseline.scores, **gaps, "group": BASELINE, "verdict": words}
     shown_rows |= {name: {"verdict": reason} for name, reason in (left_out or {}).items()}
     if reference is not None:
         shown_rows[f"{reference}, half to half"] = floor(first)
@@ -237,6 +246,7 @@ def compare_evaluations(
             *withheld_notes({name: rows[name] for name in judgments}),
         ),
         left_out=left_out or {},
+        baselines={name: words for name, (_, words) in (baselines or {}).items()},
     )
 
 
