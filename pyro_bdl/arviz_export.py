@@ -1,7 +1,6 @@
 """Export to ArviZ: an ``InferenceData`` for ArviZ 0.23, an ``xarray.DataTree`` for ArviZ 1.x."""
 
 import json
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from pyro.infer.autoguide.initialization import InitMessenger, init_to_value
 from torch import Tensor
 
 from pyro_bdl.distributions.parameters import is_known
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.guides.draws import as_posterior, log_densities_of, samples_of_program, to_samples
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
@@ -251,7 +250,7 @@ def _predicted(
     if is_linear(posterior) and not all(is_known(site.distribution) for site in observed.values()):
         kind = " and ".join(sorted({type(s.distribution).__name__ for s in observed.values()}))
         message = UNKNOWN.format(kind=kind, posterior="the guide")
-        warnings.warn(message, BdlWarning, stacklevel=3)
+        warn(message, "moments-of-distributions", stacklevel=3)
     elif is_linear(posterior):
         predictive = LinearizedPredictive(program.model, posterior, samples.num_draws)
     args, kwargs = targets.removed()
@@ -262,7 +261,7 @@ def _predicted(
         coupled = program.run(program.initial).one_step_ahead()
     if coupled is not None:
         message = f"{coupled}; arviz.loo on log_likelihood is no estimate for new data"
-        warnings.warn(message, BdlWarning, stacklevel=3)
+        warn(message, "data-depend", stacklevel=3)
     return {
         "posterior_predictive": _split(drawn, leading),
         "log_likelihood": _split(density, leading),
@@ -277,9 +276,7 @@ def _prior(
     try:
         drawn = Predictive(program.model, num_samples=count)(*args, **kwargs)
     except NotImplementedError as error:
-        warnings.warn(
-            f"the prior cannot be sampled and is left out: {error}", BdlWarning, stacklevel=3
-        )
+        warn(f"the prior cannot be sampled and is left out: {error}", "prior-draws", stacklevel=3)
         return {}
     drawn = _split(drawn, (1, count))
     others = {name: value for name, value in drawn.items() if name not in program.latents}

@@ -1,5 +1,7 @@
 """The package's own exceptions and its warning."""
 
+import warnings
+
 __all__ = [
     "ArgumentError",
     "BdlWarning",
@@ -12,6 +14,16 @@ __all__ = [
 
 class BdlWarning(UserWarning):
     """A call succeeded, but with limits or approximations that the user should know."""
+
+
+def warn(message: str, topic: str, *, stacklevel: int) -> None:
+    """Warn, with the section of the page "Warnings and errors" that says more.
+
+    :param topic: the section's anchor.
+    :param stacklevel: as for ``warnings.warn``.
+    """
+    text = f"{message} (see Warnings and errors, #{topic})"
+    warnings.warn(text, BdlWarning, stacklevel=stacklevel + 1)
 
 
 class ArgumentError(TypeError):

@@ -4,6 +4,7 @@
 its own after the page's first block, where the library is installed; without a name it is not run.
 """
 
+import ast
 import re
 from importlib.metadata import PackageNotFoundError, distribution
 from types import ModuleType
@@ -93,3 +94,14 @@ def test_the_reference_has_every_module():
 def test_the_site_lists_every_page():
     listed = set(re.findall(r"([\w/]+\.md)$", (ROOT / "docs/mkdocs.yml").read_text(), re.MULTILINE))
     assert {str(path.relative_to(PAGES)) for path in PAGES.rglob("*.md")} <= listed
+
+
+def test_every_warning_has_its_section():
+    page = (PAGES / "practical" / "warnings_and_errors.md").read_text(encoding="utf-8")
+    sections = set(re.findall(r"\{#([\w-]+)\}", page))
+    topics = set()
+    for path in (ROOT / "pyro_bdl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "warn":
+                topics.add(ast.literal_eval(node.args[1]))
+    assert len(topics) > 20 and topics <= sections

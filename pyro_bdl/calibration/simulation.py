@@ -1,7 +1,6 @@
 """Simulation-based calibration: checks that inference is correct on data simulated from the
 prior."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.distributions.moments import observation_mean
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import check_guide, latent_draws
 from pyro_bdl.program.observed_arguments import Targets
@@ -307,12 +306,12 @@ def _warn_unless_settled(losses: Tensor) -> None:
     middle = losses[len(losses) // 2 - tenth : len(losses) // 2 + 1].mean(0)
     fall = (middle - losses[-tenth:].mean(0)).median().item()
     if not fall <= _SETTLED:
-        warnings.warn(
+        warn(
             f"the guides' losses still fell by {fall:.2g} nats (median) in the second half of "
             f"their training of {len(losses)} steps: the ranks may show unfinished training and "
             "not the guide's family; give it more steps, such as "
             f"steps={5 * len(losses)}",
-            BdlWarning,
+            "unfinished-training",
             stacklevel=3,
         )
 

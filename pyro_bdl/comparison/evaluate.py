@@ -1,7 +1,6 @@
 """``evaluate``: the scores, function draws and diagnostics of one posterior on test data."""
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from pyro_bdl.comparison.observe import Block, PredictiveDraws, check_draws, kno
 from pyro_bdl.comparison.regions import regions
 from pyro_bdl.comparison.scores import SCORES, Score
 from pyro_bdl.comparison.setting import Setting, spaced
-from pyro_bdl.errors import BdlWarning, UnusableDrawsError
+from pyro_bdl.errors import UnusableDrawsError, warn
 from pyro_bdl.guides.draws import as_posterior, samples_of_program, to_samples
 from pyro_bdl.metrics.calibration import coverage_range
 from pyro_bdl.metrics.monte_carlo import halves
@@ -205,7 +204,7 @@ class _Draws:
             linear = False
             names = " and ".join(sorted(set(kind.sites.values())))
             words = UNKNOWN.format(kind=names, posterior="the posterior")
-            warnings.warn(words, BdlWarning, stacklevel=4)
+            warn(words, "moments-of-distributions", stacklevel=4)
         started = time.perf_counter()
         count = 1 if linear else setting.num_samples
         self.samples = to_samples(self.posterior, count, *without_targets(args))
@@ -257,7 +256,7 @@ class _Draws:
         data = self.setting
         if data.kind.no_single:
             words = f"{data.kind.no_single}: no datum can be left out, and there is no elpd"
-            warnings.warn(words, BdlWarning, stacklevel=4)
+            warn(words, "data-depend", stacklevel=4)
             return {}
         loo, by = leave_one_out(
             data.model, data.kind, self.posterior, self.samples, self.predictive, train,

@@ -10,7 +10,6 @@ with r the posterior probabilities of the discrete sites (Dempster, Laird and Ru
 are vector-Jacobian products: an element holds the entry i where its derivative in theta_i is 1.
 """
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from tqdm import trange
 from pyro_bdl.contrib.discrete import SummedOut
 from pyro_bdl.curvature.hyperparameters import ReadParameters
 from pyro_bdl.distributions.parameters import base_distribution
-from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.trace import Run, Site
@@ -98,11 +97,11 @@ def em(
     for _ in bar:
         value = run.round(path[-1], steps)
         if value is None:
-            warnings.warn(
+            warn(
                 f"round {len(path)} of expectation maximization lowered the log likelihood, which "
                 "its equations exclude: the parameters were put back to those before; look for "
                 "random numbers or changing state in the program",
-                BdlWarning,
+                "random-programs",
                 stacklevel=2,
             )
             break

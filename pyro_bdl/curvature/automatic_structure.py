@@ -1,6 +1,5 @@
 """The choice of a curvature and its structure from the program, its size and the data."""
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from pyro_bdl.curvature.config import CurvatureConfig, fits
 from pyro_bdl.curvature.fisher import num_data, site_parameters
 from pyro_bdl.curvature.prior import PriorRoot, prior_precision, run_at
 from pyro_bdl.curvature.structures import Auto, Full, Kernel, Kron
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.program.batches import Batch, Batches, leading_size
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run
@@ -46,11 +45,11 @@ def chosen_config(
         return replace(config, structure=Full()) if _is_open(config) else config
     name = run.coupled_data()
     if name is not None:
-        warnings.warn(
+        warn(
             f"the data of site '{name}' depend on each other through discrete sites that are "
             "summed out, so that their likelihood is no product of known ones: the curvature is "
             'its dense Hessian; structure="full" with curvature="hessian" asks for that',
-            BdlWarning,
+            "data-depend",
             stacklevel=5,
         )
         return replace(config, structure=Full(), curvature="hessian")

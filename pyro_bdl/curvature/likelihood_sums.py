@@ -1,6 +1,5 @@
 """The log likelihood of data and what goes with it, summed over batches."""
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.prior import hyperpriors
 from pyro_bdl.curvature.structures.base import Curvature
 from pyro_bdl.distributions.parameters import base_distribution
-from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.check import check_finite_batches
 from pyro_bdl.program.supports import check_support
@@ -131,11 +130,11 @@ class LikelihoodSums:
         stated, scaled = zip(*ranks.gather((self.stated, self.scaled)), strict=True)
         self.stated, self.scaled = max(stated), any(scaled)
         if self.scaled and self.num_data > self.stated:
-            warnings.warn(
+            warn(
                 f"the processes hold {self.num_data} data, but the program states "
                 f"{self.stated:.0f}: those that several hold, such as the rows that a "
                 "DistributedSampler repeats, count several times",
-                BdlWarning,
+                "number-of-data",
                 stacklevel=5,
             )
 
@@ -148,11 +147,11 @@ class LikelihoodSums:
                 f"it is unknown how to scale up the factor '{next(iter(self.factors.values))}': "
                 "pass all data, in batches if necessary"
             )
-        warnings.warn(
+        warn(
             f"the program states {self.stated:.0f} data, but {self.num_data} were passed: their "
             "curvature is scaled up; for the exact sum pass all data as an iterable of batches, or "
             "let a plate that chooses its own rows (subsample_size) use all of them",
-            BdlWarning,
+            "number-of-data",
             stacklevel=5,
         )
         return self.stated / self.num_data
@@ -205,10 +204,10 @@ def check_factors(run: Run, leaves: Mapping[str, Tensor], config: CurvatureConfi
         values = {name: site.log_prob() for name, site in run.factors.items()}
     moved = [name for name, value in values.items() if reaches(value, leaves.values())]
     if moved and config.curvature != "hessian":
-        warnings.warn(
+        warn(
             f"the factor '{moved[0]}' has no Fisher information and is left out of "
             "the curvature; it counts in the MAP, and to first order in the evidence; "
             'structure="full" with curvature="hessian" includes it',
-            BdlWarning,
+            "no-fisher-information",
             stacklevel=4,
         )

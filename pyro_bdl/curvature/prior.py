@@ -1,6 +1,5 @@
 """The precision that the prior contributes at a point: minus the Hessian of its log density."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from torch import Tensor
 from pyro_bdl.distributions.copies import masks_of
 from pyro_bdl.distributions.matrix_normal import MatrixNormal
 from pyro_bdl.distributions.parameters import base_distribution
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.program.gaussian_prior import JointBlock, JointSite
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
@@ -422,10 +421,10 @@ def _concave(name: str, diagonal: Tensor, site: Site, shape: torch.Size) -> Tens
             "of its entries and no finite variance to replace it: use a Normal prior there, or "
             "pyro.deterministic for a value that is fixed"
         )
-    warnings.warn(
+    warn(
         f"the log prior of site '{name}' is not concave at the MAP in {int(bad.sum())} of "
         f"{bad.numel()} entries; the prior's 1 / variance is used for its precision there",
-        BdlWarning,
+        "log-prior",
         stacklevel=5,
     )
     return torch.where(bad, variance.reciprocal(), diagonal)

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 
 Task = Literal["regression", "classification", "count"]
 Imputer = Literal["mean", "median", "most_frequent"]
@@ -318,9 +318,9 @@ def _features(
     # scikit-learn leaves what is constant up to rounding unscaled
     constant = ~np.isclose(values[train].std(ddof=0), 1.0)
     if constant.any():
-        warnings.warn(
+        warn(
             f"constant in the training part, so set to zero: {quoted(values.columns[constant])}",
-            BdlWarning,
+            "constant-columns",
             stacklevel=3,
         )
         values.loc[:, constant] = 0.0

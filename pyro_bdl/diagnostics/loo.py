@@ -2,7 +2,6 @@
 data."""
 
 import math
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from pyro_bdl.diagnostics.blocks import check_draws, map_blocks, split_chains
 from pyro_bdl.diagnostics.ess import ess_of_chains
 from pyro_bdl.diagnostics.psis import check_efficiency, good_k, smooth, tail_size
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 
 
 @dataclass(frozen=True)
@@ -161,11 +160,11 @@ def _total(found: Tensor, log_likelihood: Tensor) -> LOO:
         num_draws=num_draws,
     )
     if result.num_bad:
-        warnings.warn(
+        warn(
             f"k-hat of {result.num_bad} of {k.numel()} observations lies above "
             f"{result.good_k:.2f}, where LOO is not reliable: these observations influence "
             f"the posterior strongly, or there are too few draws",
-            BdlWarning,
+            "k-hat",
             stacklevel=3,
         )
     return result

@@ -2,7 +2,6 @@
 gradient reaches an optimizer."""
 
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +14,7 @@ from pyro.util import warn_if_nan
 from torch import Tensor
 from torch.autograd import Variable
 
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import run_at_draw
 from pyro_bdl.program.check import check_finite
@@ -160,7 +159,7 @@ def check_first(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> 
         p = _checked_run(model, guide, args, kwargs)
         bias = p.bias_of_minibatches()
         if bias is not None:
-            warnings.warn(bias, BdlWarning, stacklevel=3)
+            warn(bias, "number-of-data", stacklevel=3)
         hidden = [] if p.discrete is None else list(p.discrete.names)
         del p  # before Pyro's own run, which needs as much memory
         shown = poutine.block(model, hide=hidden) if hidden else model
@@ -234,13 +233,13 @@ def warn_of_unscaled_batches(first: Mapping[str, Tensor], second: Mapping[str, T
     """
     for name in first.keys() & second.keys():
         if not torch.allclose(first[name], second[name], rtol=1e-5, atol=1e-5):
-            warnings.warn(
+            warn(
                 f"the first batches hold different targets at site '{name}', and each counts "
                 "as all of the data (its scale is 1), so that the posterior is that of a "
                 "single batch: tell the program the number N of all data, by num_data=N or "
                 'pyro.plate("data", N, subsample=...); if each batch is all there is, ignore '
                 "this",
-                BdlWarning,
+                "number-of-data",
                 stacklevel=4,
             )
             return

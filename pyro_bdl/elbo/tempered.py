@@ -9,7 +9,6 @@ These bounds refuse a second thread; Pyro's bounds do not notice it.
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -32,7 +31,7 @@ from pyro_bdl.elbo.checks import (
     warn_of_unscaled_batches,
 )
 from pyro_bdl.elbo.step import Step, Terms
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.estimators import PerDatum, as_estimator
 from pyro_bdl.estimators.per_datum import Products, active
 from pyro_bdl.estimators.rows import RowwiseLikelihood
@@ -147,11 +146,11 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         self._sums, self._looks = None, 0 if self._weighted else 2
         members = guide.num_members if isinstance(guide, Guide) else 1
         if self.num_particles < members:
-            warnings.warn(
+            warn(
                 f"each step trains {self.num_particles} of the {members} members of "
                 f"{type(guide).__name__}: give the ELBO num_particles={members}, which trains all "
                 f"at once, or take {members / self.num_particles:.3g} times as many steps",
-                BdlWarning,
+                "members",
                 stacklevel=4,
             )
 

@@ -7,7 +7,6 @@ also a better point to evaluate the evidence than a u* from unfinished training 
 """
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.linearized_data import SHARE_OF_MEMORY, LinearizedData
 from pyro_bdl.curvature.structures.full import FullPrecision
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils.memory import available_memory
@@ -57,11 +56,11 @@ class LinearizedPoint:
     def warn(self, stacklevel: int) -> None:
         """Warn where the maximum was not reached."""
         if not self.reached:
-            warnings.warn(
+            warn(
                 f"the optimum of the linearized model was not reached in {self.steps} Newton "
                 f"steps: its log joint density is about {self.gap:.3g} nats higher; take a "
                 "structure of the curvature that is closer to the full matrix, or train longer",
-                BdlWarning,
+                "not-at-a-maximum",
                 stacklevel=stacklevel + 1,
             )
 

@@ -1,7 +1,6 @@
 """Hyperparameters that maximize the evidence of a Laplace approximation."""
 
 import math
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from pyro_bdl.curvature.hyperparameters import (
 )
 from pyro_bdl.curvature.prior import hyperpriors
 from pyro_bdl.distributions.parameters import is_known
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.evidence.formula import NoFixedPointError, formula_of, read_guide
 from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint
 from pyro_bdl.evidence.shared_scales import warn_of_shared_scales
@@ -206,7 +205,7 @@ class _Search:
             try:
                 values = self.formula.fixed_point(point)
             except NoFixedPointError as error:
-                warnings.warn(str(error), BdlWarning, stacklevel=4)
+                warn(str(error), "evidence", stacklevel=4)
                 return history, steps - step
             if not values:
                 return history[:-1], steps
@@ -216,10 +215,10 @@ class _Search:
         reached = self._value(self._point())
         if reached >= history[0] - _ROUNDING * max(1.0, abs(history[0])):
             return history, 0
-        warnings.warn(
+        warn(
             f"the fixed point has taken the log evidence from {history[0]:.6g} to {reached:.6g}: "
             "gradient ascent continues from where it started",
-            BdlWarning,
+            "evidence",
             stacklevel=4,
         )
         self._put(start)

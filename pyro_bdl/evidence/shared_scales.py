@@ -1,6 +1,5 @@
 """Warning of a prior scale that normalized weights share with others."""
 
-import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, scaled_priors
 from pyro_bdl.distributions.parameters import base_distribution, parameters_of
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batch_norm import without_running_statistics
 from pyro_bdl.program.batches import Batch, leading_size
@@ -60,12 +59,12 @@ def warn_of_shared_scales(
     guide.told.add("shared scales")
     names = ", ".join(repr(group) for group in found[name][:_SHOWN])
     more = ", ..." if len(found[name]) > _SHOWN else ""
-    warnings.warn(
+    warn(
         f"the weights of {names}{more} are normalized, so that their size has no effect on the "
         f"outputs, but the prior scale '{name}' is shared with other weights: the evidence and the "
         "predictive depend on an arbitrary size; give every normalized layer a scale of its own, "
         "as in bayesianize(net, priors.PerNormalizedGroup(prior, net, x))",
-        BdlWarning,
+        "normalized-layers",
         stacklevel=stacklevel + 1,
     )
 

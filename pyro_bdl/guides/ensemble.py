@@ -1,6 +1,5 @@
 """Deep ensembles: several MAP estimates, trained at once."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide, at_full_size
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.guides.mixture import MixtureGuide
@@ -63,11 +62,11 @@ class AutoEnsemble(Guide):
         super()._setup_prototype(*args, **kwargs)
         del self._starts
         if layers:
-            warnings.warn(
+            warn(
                 "the running statistics of the network's BatchNorm layers cannot be those of every "
                 "member: predict by Predictive(model, guide, batch_norm_data=(x, y)), which "
                 "computes each member's own from the training data",
-                BdlWarning,
+                "batchnorm",
                 stacklevel=4,
             )
 

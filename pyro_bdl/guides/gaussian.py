@@ -1,7 +1,6 @@
 """The Gaussian posterior of a Laplace approximation: N(u*, (curvature + prior precision)^-1)."""
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
@@ -24,7 +23,7 @@ from pyro_bdl.curvature.hyperparameters import (
 from pyro_bdl.curvature.likelihood_sums import check_factors
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
 from pyro_bdl.curvature.structures.base import Curvature, Precision
-from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.held_out import HeldOut, search
 from pyro_bdl.guides.mode import find_mode
@@ -484,11 +483,11 @@ def _check_maximum(guide: LaplaceGuide) -> None:
     if not gain > 1.0 + 0.1 * size or "not at a maximum" in guide.told:
         return
     guide.told.add("not at a maximum")
-    warnings.warn(
+    warn(
         f"the guide is not at a maximum, a step would gain about {gain:.3g} nats: train "
         "longer, with a learning rate that falls to zero (and with BatchNorm layers in evaluation "
         "mode, as here), or let rows that a trained network has not seen choose the width, "
         "laplace_approximation(data, held_out=(x, y))",
-        BdlWarning,
+        "not-at-a-maximum",
         stacklevel=5,
     )

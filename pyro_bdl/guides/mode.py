@@ -1,12 +1,11 @@
 """The mode of p(y, u) in a subset of the latents, by Newton steps with a Gaussian's precision."""
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.program.trace import leave_open, record, sum_out_discrete
 from pyro_bdl.utils.module_state import evaluation_mode
 
@@ -43,9 +42,9 @@ def find_mode(guide: Any, *, steps: int = STEPS, progress: bool | None = None) -
         guide.refit(progress)
         before = gain
     if steps > 1:
-        warnings.warn(
+        warn(
             f"the mode was not reached in {steps} steps: the last one gained {gain:.3g} nats",
-            BdlWarning,
+            "not-at-a-maximum",
             stacklevel=3,
         )
 

@@ -1,7 +1,6 @@
 """Pathfinder: a Gaussian along the way of an optimizer to the mode, without any training."""
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.structures.base import log_prob
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.program.gaussian_prior import StoredPrecision
 from pyro_bdl.program.program import Program
@@ -252,9 +251,9 @@ def lbfgs_path(
         options={"maxcor": history, "maxiter": most_steps, "maxfun": 20 * most_steps},
     )  # fmt: skip
     if found.nit >= most_steps:
-        warnings.warn(
+        warn(
             f"L-BFGS had not reached the mode after {most_steps} steps: raise most_steps",
-            BdlWarning,
+            "not-at-a-maximum",
             stacklevel=2,
         )
     points = [point for point in points if point.tobytes() in seen]

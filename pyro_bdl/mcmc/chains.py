@@ -1,6 +1,5 @@
 """The plan of a run, its draws, progress and warnings, for all samplers."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.utils.progress import hidden
 
 _ENOUGH = 10  # draws needed to judge chains
@@ -55,10 +54,10 @@ def stack_chains(chains: list[Chains]) -> Chains:
     draws = max(enumerate(longest_first, 1), key=lambda pair: pair[0] * pair[1])[1]
     kept = [chain for chain in chains if chain.vectors.shape[1] >= draws]
     if len(kept) < len(chains):
-        warnings.warn(
+        warn(
             f"{len(chains) - len(kept)} of {len(chains)} chains are left out: they ended with at "
             f"most {longest_first[len(kept)]} draws where the others have {draws}",
-            BdlWarning,
+            "chains-left-out",
             stacklevel=2,
         )
     names = kept[0].stats
@@ -77,11 +76,11 @@ def warn_of_divergences(chains: Chains) -> None:
         return
     microcanonical = "energy_variance" in chains.stats
     smaller = "lower energy_variance" if microcanonical else "raise target_accept"
-    warnings.warn(
+    warn(
         f"{count} of {total} draws ended in a divergence: the chains do not reach a part of the "
         f"posterior; {smaller}, give scales priors that keep away from 0, or start elsewhere "
         "(init='uniform', a trained guide)",
-        BdlWarning,
+        "divergences",
         stacklevel=4,
     )
 
@@ -107,7 +106,7 @@ def warn_of_energy_variance(chains: Chains, target: float, adapted: bool) -> Non
         )
     else:
         return
-    warnings.warn(message, BdlWarning, stacklevel=4)
+    warn(message, "energy-variance", stacklevel=4)
 
 
 def warn_of_stuck_chains(chains: Chains) -> None:
@@ -126,10 +125,10 @@ def warn_of_stuck_chains(chains: Chains) -> None:
         return
     sizes = ", ".join(f"{float(chains.stats['step_size'][i, -1]):.1e}" for i in stuck)
     which = ", ".join(map(str, stuck))
-    warnings.warn(
+    warn(
         f"of {len(chains.vectors)} chains these hardly moved from their start, and so say nothing "
         f"about the posterior: {which} (step size {sizes}); start elsewhere (init='uniform', "
         "'network', or a trained guide) or take a longer num_warmup",
-        BdlWarning,
+        "stuck-chains",
         stacklevel=4,
     )

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.mcmc.chains import Chains, Plan, progress_bar, stack_chains
 from pyro_bdl.mcmc.checkpoint import Journal
 from pyro_bdl.mcmc.jax.density import jax_density
@@ -119,10 +118,10 @@ def run(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chain
 
 def warn_of_another_device(device: torch.device) -> None:
     if jax.default_backend() == "cpu" and device.type != "cpu":
-        warnings.warn(
+        warn(
             f"the program is on '{device}', but JAX is installed for the CPU only: the chains run "
             "on the CPU; install JAX for the accelerator, or use backend='pyro'",
-            BdlWarning,
+            "jax-on-the-cpu",
             stacklevel=4,
         )
 

@@ -1,7 +1,6 @@
 """``sample``: Markov chains on a Pyro program with all its data."""
 
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.mcmc.chains import (
     Chains,
     Plan,
@@ -128,9 +127,9 @@ def _samples(
     :param count: the number of draws that each chain was to make.
     """
     if chains.interrupted:
-        warnings.warn(
+        warn(
             f"interrupted: {chains.vectors.shape[1]} of {count} draws per chain were made",
-            BdlWarning,
+            "interrupted",
             stacklevel=3,
         )
     warn_of_divergences(chains)

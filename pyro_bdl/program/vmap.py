@@ -4,14 +4,13 @@ A program runs on a row x[n:n+1], with plates of size one, under ``vmap`` over n
 has an axis that numbers the data, wherever the network puts it, so that none can be mistaken.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.program.batch_norm import (
     BatchStatistics,
     keeps_statistics,
@@ -105,10 +104,10 @@ class DrawMap:
         except RuntimeError as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
         result = looped(function, draws)  # which raises what is wrong without vmap too
-        warnings.warn(
+        warn(
             f"the network cannot be vectorized over {self.over}, which are taken one by one "
             f"instead: {reason}",
-            BdlWarning,
+            "one-by-one",
             stacklevel=3,
         )
         self._loops = True

@@ -1,7 +1,6 @@
 """Losses and log densities as graphs of torch's operators, run in place of the program and compared
 with it now and then."""
 
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +11,7 @@ from pyro import poutine
 from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.tracing.step import Outcome, Step, agree, trace_step
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autocast import castings
@@ -173,7 +172,7 @@ class CompiledLoss:
         """Warn once that a program runs uncompiled, or that its graph was stale."""
         if reason not in self._warned:
             self._warned.add(reason)
-            warnings.warn(f"{self.subject} {reason}", BdlWarning, stacklevel=6)
+            warn(f"{self.subject} {reason}", "uncompiled", stacklevel=6)
 
     def _has_room(self, owner: Hashable) -> bool:
         """Return whether there is room for another graph; drop one of another owner if need be."""

@@ -2,7 +2,6 @@
 
 import os
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor, nn
 from torch.distributions import transform_to
 
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.utils.collectives import writes_files
 from pyro_bdl.utils.files import require_same
 from pyro_bdl.utils.random_state import random_states, set_random_states
@@ -138,7 +137,7 @@ class Checkpoint:
             except ValueError as error:
                 if number == len(existing) - 1:
                     raise
-                warnings.warn(f"{error}: '{self.previous}' is taken", BdlWarning, stacklevel=4)
+                warn(f"{error}: '{self.previous}' is taken", "checkpoints", stacklevel=4)
         return None
 
     def _check(self, tree: Mapping[str, Any]) -> None:

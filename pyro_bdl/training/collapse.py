@@ -1,6 +1,5 @@
 """A check of mean-field guides that have collapsed to the prior."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from pyro_bdl.curvature.fisher import num_data
 from pyro_bdl.distributions.moments import observation_mean
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.elbo.tempered import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
@@ -90,12 +89,12 @@ def warn_of_collapse(model: Callable, guide: Guide, elbo: Any, args: tuple) -> N
     kl = float(elbo.kl) / rows
     measured = collapse(model, guide, *(taken(value, some) for value in args))._replace(kl=kl)
     if measured.complete:
-        warnings.warn(
+        warn(
             f"the guide has collapsed to the prior: KL(q || p) is {kl:.2g} nats per datum, and its "
             f"predictions vary over the inputs by {measured.variation:.1%} of what the targets do. "
             "Mean-field does so for wide networks at temperature 1: give the ELBO temperature="
             "pyro_bdl.temperature.overparameterized(tau, num_data, num_neurons), tau about 0.01",
-            BdlWarning,
+            "collapse",
             stacklevel=3,
         )
 

@@ -1,6 +1,5 @@
 """Gradient steps over minibatches: the loop that all trainings share, and its record."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_bdl.elbo.checks import check_data, unchecked
-from pyro_bdl.errors import ArgumentError, BdlWarning, FailedStepError
+from pyro_bdl.errors import ArgumentError, FailedStepError, warn
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.check import TENSORS_NEEDED, kind_of, named_arguments
@@ -157,10 +156,10 @@ class Descent:
                         recent = torch.stack(self.losses[-_SHOWN_EVERY:]).mean().item()
                         bar.set_postfix_str(f"loss {recent:.4g}", refresh=False)
             except KeyboardInterrupt:
-                warnings.warn(
+                warn(
                     f"interrupted after {len(self.losses)} of {steps} steps: what was reached is "
                     "kept",
-                    BdlWarning,
+                    "interrupted",
                     stacklevel=3,
                 )
                 return True
@@ -215,7 +214,7 @@ class Descent:
         elif not all(layer.running_var.isfinite().all() for layer in layers):
             action = "it left running statistics that are not finite"
         else:
-            warnings.warn(f"{reason}: the step is left out", BdlWarning, stacklevel=5)
+            warn(f"{reason}: the step is left out", "failed-steps", stacklevel=5)
             return
         raise FailedStepError(f"{reason}: {action}", step=number)
 

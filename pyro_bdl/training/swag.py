@@ -1,6 +1,5 @@
 """Snapshots of SGD around the MAP, for SWAG."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from pyro_bdl.elbo.checks import require_gradients
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
-from pyro_bdl.errors import BdlWarning, FailedStepError
+from pyro_bdl.errors import FailedStepError, warn
 from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
 from pyro_bdl.program.batches import leading_size, taken
 from pyro_bdl.program.check import check_finite
@@ -134,11 +133,11 @@ def collect_swag(
     losses = descent.stacked_losses()
     rise = (losses[steps // 2 :].mean().item() - start) / per_member
     if learning_rate is not None and not interrupted and rise > 2.0 * expected:
-        warnings.warn(
+        warn(
             f"the loss rose by {rise:.0f} nats while the snapshots were taken, where a Gaussian "
             f"posterior explains {expected:.0f}: learning_rate={rate} makes the posterior "
             "too wide, lower it",
-            BdlWarning,
+            "swag-rate",
             stacklevel=2,
         )
     return Training(losses, size, interrupted, learning_rate=rate)

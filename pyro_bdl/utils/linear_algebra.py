@@ -1,11 +1,9 @@
 """Linear algebra: products x' x at half the cost, and Cholesky factors with reported jitter."""
 
-import warnings
-
 import torch
 from torch import Tensor
 
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.utils.autograd import is_transformed
 
 _HALVED_FROM = 256
@@ -75,11 +73,11 @@ def cholesky(matrix: Tensor, what: str) -> Tensor:
     while jitter <= 1e-2:
         factor, info = torch.linalg.cholesky_ex(matrix + jitter * scale * eye)
         if not info:
-            warnings.warn(
+            warn(
                 f"{what} is not positive definite in {str(matrix.dtype).removeprefix('torch.')}: "
                 f"{float(jitter * scale):.3g} was added to its diagonal "
                 f"({jitter:.0e} of the diagonal's mean)",
-                BdlWarning,
+                "jitter",
                 stacklevel=3,
             )
             return factor

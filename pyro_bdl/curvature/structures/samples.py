@@ -14,7 +14,6 @@ The right-hand side is zero in directions that the data do not determine. With L
 preconditioner w is the prior's draw there, whatever the solve's tolerance.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -33,7 +32,7 @@ from pyro_bdl.curvature.structures.base import (
     named,
     whole_rows,
 )
-from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.conjugate_gradients import conjugate_gradients, lanczos_quadrature
 from pyro_bdl.utils.validation import whole_number
@@ -268,10 +267,10 @@ class SamplesPrecision(Precision):
             )
             found.append(solution.x)
             if not solution.converged:
-                warnings.warn(
+                warn(
                     f"a solve for samples has not reached the tolerance in {_STEPS} steps: "
                     "give the weights a narrower prior, or take a larger tolerance=",
-                    BdlWarning,
+                    "solves",
                     stacklevel=3,
                 )
         return torch.cat(found)

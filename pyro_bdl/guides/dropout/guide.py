@@ -1,6 +1,5 @@
 """Monte Carlo dropout as variational inference: q(W) = M diag(eps), point masses elsewhere."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,7 +20,7 @@ from pyro_bdl.distributions.dropout_noise import (
 )
 from pyro_bdl.distributions.log_uniform import ImproperLogUniform
 from pyro_bdl.distributions.parameters import base_distribution
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.dropout.layers import LayerReader, rates_of_layers
 from pyro_bdl.guides.dropout.weights import (
@@ -161,10 +160,10 @@ class AutoMCDropout(Guide):
             rates = matching_rates(reader.weights, layout, self._patterns)
             _warn_of_layers(model)
         if not rates:
-            warnings.warn(
+            warn(
                 "AutoMCDropout drops nothing, every latent is a point mass: no weight takes hidden "
                 'units as its input; sites="all" drops the inputs of the network too',
-                BdlWarning,
+                "dropout",
                 stacklevel=5,
             )
         self.weights, factors = {}, []
@@ -328,11 +327,11 @@ def _warn_of_layers(model: Any) -> None:
     """Warn that a program's dropout layers drop units in addition to the guide."""
     for name, part in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(part, _DropoutNd) and part.training and part.p > 0:
-            warnings.warn(
+            warn(
                 f"the network's own {type(part).__name__}({part.p:g}) '{name}' drops in training "
                 "too, on top of the guide's masks: take AutoMCDropout.from_dropout_layers(model), "
                 "or set its p to 0",
-                BdlWarning,
+                "dropout",
                 stacklevel=6,
             )
             return

@@ -7,7 +7,6 @@ multiplication by a number.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_bdl.distributions.dropout_noise import checked_rate
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.guides.dropout.weights import RECURRENT, UnitProduct, WeightReader
 from pyro_bdl.program.layout import Layout
 from pyro_bdl.program.linear_ops.recognize import decompose
@@ -248,5 +247,5 @@ def rates_of_layers(reader: LayerReader, layout: Layout, model: Any) -> dict[str
             "where the layers have separate ones"
         )
     if notes:
-        warnings.warn(f"dropout layers as a guide: {'; '.join(notes)}", BdlWarning, stacklevel=6)
+        warn(f"dropout layers as a guide: {'; '.join(notes)}", "dropout", stacklevel=6)
     return rates

@@ -1,7 +1,6 @@
 """An endless stream of minibatches, and checks that the program scales their likelihood by N/B."""
 
 import itertools
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.fisher import check_scales, num_data
-from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.program.batches import Batch, Batches, device_of_rows, leading_size, taken
 from pyro_bdl.program.program import Program
 from pyro_bdl.utils.random_state import set_torch_states, torch_states
@@ -70,11 +69,11 @@ class MinibatchSource:
         A pass may only leave out a last batch that is not full.
         """
         if self.stated is not None and not self.stated - self.size < rows <= self.stated:
-            warnings.warn(
+            warn(
                 f"the program states {self.stated} data, but a pass over the batches holds {rows}: "
                 f"the likelihood is scaled to {self.stated} data; give the program the number of "
                 "all data as its num_data",
-                BdlWarning,
+                "number-of-data",
                 stacklevel=2,
             )
         self.stated = None

@@ -1,7 +1,6 @@
 """``sgmcmc``: Langevin and Hamiltonian dynamics with gradients of minibatches, and a step size."""
 
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.mcmc.checkpoint import Journal
 from pyro_bdl.mcmc.starts import Restriction, checked_program, starting_vectors
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
@@ -163,7 +162,7 @@ def _warn_of_early_end(walk: Walk, interrupted: bool, num_samples: int) -> None:
         message = f"interrupted: {walk.kept} of {num_samples} draws per chain were made"
     else:
         return
-    warnings.warn(message, BdlWarning, stacklevel=3)
+    warn(message, "chains-that-end-early", stacklevel=3)
 
 
 def _check_memory(num_samples: int, start: Tensor) -> None:

@@ -14,7 +14,6 @@ Sources: Martens & Grosse 2015; Grosse & Martens 2016 for convolutions; Eschenha
 expand and reduce; George et al. 2018 for EKFAC.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
@@ -41,7 +40,7 @@ from pyro_bdl.curvature.structures.kron.factors import (
     gradients_of,
 )
 from pyro_bdl.curvature.structures.kron.precision import KroneckerPrecision
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import warn
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.linear_algebra import widened
@@ -174,11 +173,11 @@ class KroneckerCurvature(Curvature):
             part = WeightFactors(block.position, block.shape, self.like, lookup=lookup)
             return self._with_part(key, part)
         if key[0] in self.networks:
-            warnings.warn(
+            warn(
                 f"the weights '{key[0]}' of a plate of networks have no Kronecker factors: "
                 f"they get one exact block, or above {_DENSE_UP_TO} numbers its diagonal; let "
                 "the first dimension of the targets number the data, and another the networks",
-                BdlWarning,
+                "plates-of-networks",
                 stacklevel=2,
             )
         return self._with_part(key, ExactBlock(block.position, self.like))
