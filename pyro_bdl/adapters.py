@@ -5,6 +5,7 @@ Source: Hu et al. (2022), LoRA: low-rank adaptation of large language models.
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -82,25 +83,47 @@ def lora(
     :raises ValueError: where no linear layer is chosen.
     :raises TypeError: for a network of ``bayesianize``.
     """
+
+    def adapted(layer: nn.Module) -> nn.Module:
+        return LoRA(layer, rank, alpha=alpha).train(layer.training)
+
+    return with_layers(net, targets, adapted, _is_linear, kind="linear", frozen=True)
+
+
+def with_layers(
+    net: nn.Module,
+    targets: Names,
+    change: Callable[[nn.Module], nn.Module],
+    takes: Callable[[nn.Module], bool],
+    *,
+    kind: str,
+    frozen: bool = False,
+) -> nn.Module:
+    """A copy of a network with other modules in the place of chosen layers.
+
+    :param change: makes the module from the layer, which it may hold.
+    :param takes: whether a module is a layer that can be chosen; ``kind`` is a word for these.
+    :param frozen: whether the copy's parameters are frozen before.
+    """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net must be a torch.nn.Module, got {type(net).__name__}")
     if any(isinstance(part, SampledNetwork) for part in net.modules()):
-        raise TypeError("the network is one of bayesianize: call lora first, and bayesianize then")
-    result = copy.deepcopy(net).requires_grad_(False)
-    linear = {name: part for name, part in _outermost(result).items() if _is_linear(part)}
-    chosen = chooser(targets, "targets")
-    layers = {name: part for name, part in linear.items() if chosen(name)}
-    if not layers:
-        known = ", ".join(map(repr, list(linear)[:_SHOWN]))
-        raise ValueError(
-            f"targets chooses none of the network's {len(linear)} linear layers"
-            + (f", such as {known}" if linear else "")
+        raise TypeError(
+            "the network is one of bayesianize: change its layers first, and call bayesianize then"
         )
-    adapters: dict[nn.Module, LoRA] = {
-        layer: LoRA(layer, rank, alpha=alpha).train(layer.training)
-        for layer in dict.fromkeys(layers.values())
-    }
-    return _replaced(result, adapters)
+    result = copy.deepcopy(net)
+    if frozen:
+        result.requires_grad_(False)
+    layers = {name: part for name, part in _outermost(result).items() if takes(part)}
+    chosen = chooser(targets, "targets")
+    taken = dict.fromkeys(part for name, part in layers.items() if chosen(name))
+    if not taken:
+        known = ", ".join(map(repr, list(layers)[:_SHOWN]))
+        raise ValueError(
+            f"targets chooses none of the network's {len(layers)} {kind} layers"
+            + (f", such as {known}" if layers else "")
+        )
+    return _replaced(result, {layer: change(layer) for layer in taken})
 
 
 def merged(net: nn.Module) -> nn.Module:

@@ -131,7 +131,7 @@ def test_bad_arguments():
         bdl.nn.lora(_mlp(), RANK, 3)
     with pytest.raises(ValueError, match="rank"):
         bdl.nn.lora(_mlp(), 0)
-    with pytest.raises(TypeError, match="call lora first"):
+    with pytest.raises(TypeError, match="change its layers first"):
         bdl.nn.lora(bdl.bayesianize(_mlp()), RANK)
     with pytest.raises(TypeError, match="net must be"):
         bdl.nn.lora(lambda x: x, RANK)

@@ -271,3 +271,9 @@ def test_posterior_samples_of_a_small_resnet():
     result = run("laplace_samples", "--quick --width 2 --images 4 --samples 2 --steps 2")
     assert sum("gamma" in key for key in result) == 4
     assert all(value > 0 for key, value in result.items() if key.endswith("GB"))
+
+
+def test_rank_one_scores_every_side(digits):
+    result = run("rank_one", "--quick --test 10", "--data", digits)
+    ensemble, one = (result[f"{side}: bytes"] for side in ("ensemble", "rank-one, of four"))
+    assert 0.0 <= result["rank-one, mixture: accuracy"] <= 1.0 and one < ensemble

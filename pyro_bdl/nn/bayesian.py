@@ -16,27 +16,24 @@ from pyro.poutine.runtime import get_plates
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from pyro_bdl.adapters import lora, merged
 from pyro_bdl.distributions.copies import moved_like, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.priors import Normal, Prior, PriorFunction, check_prior, is_constant
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.check import refuse_sharded
-from pyro_bdl.program.checkpointing import checkpoint, refuse_reentrant, substituted
+from pyro_bdl.program.checkpointing import refuse_reentrant, substituted
 from pyro_bdl.program.gaussian_prior import (
     GaussianPrior,
     TaskPrior,
     UnderPrior,
     as_gaussian_prior,
 )
-from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork, each
+from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.scales import Hyperprior, Scope, hyperparameter_scope, on_device
 from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.names import Names, chooser
-
-__all__ = ["checkpoint", "each", "lora", "merged", "with_prior"]
 
 _NO_BATCH = torch.Size()
 _SHOWN = 4  # names in a message
@@ -208,7 +205,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
                 f"the parameter '{name}' is complex, and priors are of real numbers: keep its real "
                 "and imaginary parts as two parameters, or let the prior return None for it"
             )
-        result = _fitted(result, name, parameter, batch)
+        result = fitted(result, name, parameter, batch)
         if is_constant(self.prior):
             result = without_validation(result)
             self._cache[name] = kind, result
@@ -447,7 +444,7 @@ def _freeze_others(network: nn.Module, where: Names) -> None:
             parameter.requires_grad_(False)
 
 
-def _fitted(
+def fitted(
     distribution: Distribution, name: str, parameter: Tensor, batch: torch.Size
 ) -> Distribution:
     """A prior with exactly the parameter's shape as event shape, on its device.
