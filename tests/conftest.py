@@ -66,13 +66,16 @@ CUDA = pytest.param(
 def pytest_collection_modifyitems(items):
     """Mark the tests on a second device, and register it where one of them was selected: autograd
     counts the devices at the first backward pass of a process, and has threads for them, with
-    which a process cannot fork as other tests do."""
+    which a process cannot fork as other tests do. Where none was, the first pass is made here: by
+    torch 2.14 one under ``make_fx`` starts threads too."""
     for item in items:
         if "device" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.accel)
     yield
     if any(item.get_closest_marker("accel") for item in items):
         second_device.register()
+    else:
+        torch.ones((), device="cpu", requires_grad=True).backward()
 
 
 @pytest.fixture(params=["accel", CUDA])

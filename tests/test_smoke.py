@@ -73,7 +73,7 @@ def test_comparison_and_export(problem):
     train(model, guide, x, y, steps=300, learning_rate=0.05)
     compared = bdl.compare(model, {"mean-field": guide, "again": guide}, x, y, reference="again")
     assert "mean-field" in str(compared)
-    assert "posterior" in bdl.to_arviz(model, guide, x, y).groups()
+    assert "posterior" in bdl.to_arviz(model, guide, x, y)
 
 
 def test_command(tmp_path, monkeypatch):

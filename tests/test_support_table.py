@@ -78,19 +78,25 @@ def _mixture(x, y=None):
         pyro.sample("y", dist.Normal(w[z] * x[:, 0], 0.7), obs=y)
 
 
+def _entry(table, index):
+    """table[index], which torch 2.9 cannot vectorize for an index without axes."""
+    picked = table.index_select(0, index.reshape(-1))
+    return picked.reshape(index.shape + table.shape[1:])
+
+
 def _switch(x, y=None):
     w = _line()
     z = pyro.sample("z", dist.Categorical(X.new_tensor([0.3, 0.7])))
     with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(w[z] * x[:, 0], 0.7), obs=y)
+        pyro.sample("y", dist.Normal(_entry(w, z) * x[:, 0], 0.7), obs=y)
 
 
 def _chain(x, y=None):
-    w, z = _line(), 0
+    w, z = _line(), torch.tensor(0)
     moves = X.new_tensor([[0.8, 0.2], [0.3, 0.7]])
     for t in pyro.markov(range(len(x))):
-        z = pyro.sample(f"z{t}", dist.Categorical(moves[z]))
-        pyro.sample(f"y{t}", dist.Normal(w[z], 0.7), obs=None if y is None else y[t])
+        z = pyro.sample(f"z{t}", dist.Categorical(_entry(moves, z)))
+        pyro.sample(f"y{t}", dist.Normal(_entry(w, z), 0.7), obs=None if y is None else y[t])
 
 
 def _networks():

@@ -131,7 +131,9 @@ class SummedOut:
         for symbol, variable in self._variables.items():
             cells, values = self._cells(variable), variable.values
             if symbol in drawn:
-                result[variable.name] = values[drawn[symbol].reshape(cells)]
+                # torch 2.9 has no vmap of values[index] for an index without axes
+                picked = values.index_select(0, drawn[symbol].reshape(-1))
+                result[variable.name] = picked.reshape((*cells, *values.shape[1:]))
             else:  # a site of one value
                 result[variable.name] = values[0].expand(*cells, *values.shape[1:])
         return result

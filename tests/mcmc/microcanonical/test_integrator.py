@@ -107,7 +107,7 @@ def test_a_step_with_a_small_error_is_whole():
     found = divided(banana, limit=jnp.inf)
     end, change = moved(0.8, 1)
     assert jnp.allclose(found.point.position, end.position) and jnp.allclose(found.change, change)
-    assert found.error == abs(change)
+    assert jnp.isclose(found.error, abs(change), rtol=1e-12, atol=0)
     assert found.gradients == 2 and found.part == WHOLE and not found.lost
 
 

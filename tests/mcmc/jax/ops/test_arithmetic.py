@@ -426,7 +426,7 @@ EDGES = {
     "distance": lambda z: torch.cdist(z[:, None], z[:, None]),
     "logarithms": lambda z: torch.logaddexp(z, z) + F.softplus(z) + F.logsigmoid(z),
     "xlogy": lambda z: torch.xlogy(z.abs(), z + 2) + torch.xlogy(torch.zeros(4), z + 2),
-    "Bernoulli": lambda z: dist.Bernoulli(logits=100 * z).log_prob(torch.ones(4)),
+    "Bernoulli": lambda z: dist.Bernoulli(logits=100 * z).log_prob(torch.ones_like(z)),
     "Binomial": lambda z: dist.Binomial(3, logits=100 * z).log_prob(torch.ones(4)),
     "Categorical": lambda z: dist.Categorical(logits=100 * z.view(2, 2)).log_prob(
         torch.tensor([1, 1])
