@@ -6,6 +6,7 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.dropout.guide import AutoMCDropout
 from pyro_bdl.guides.ensemble import AutoEnsemble
 from pyro_bdl.guides.gaussian import LaplaceGuide
+from pyro_bdl.guides.inducing.guide import AutoInducing
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.guides.last_layer import AutoLastLayer
 from pyro_bdl.guides.low_rank import AutoLowRank
@@ -21,6 +22,7 @@ from pyro_bdl.guides.variational_last_layer import AutoVariationalLastLayer
 __all__ = [
     "AutoAmortized",
     "AutoEnsemble",
+    "AutoInducing",
     "AutoLaplaceGGN",
     "AutoLastLayer",
     "AutoLowRank",

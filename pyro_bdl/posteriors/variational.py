@@ -8,6 +8,7 @@ from functools import partial
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides import (
     AutoEnsemble,
+    AutoInducing,
     AutoLowRank,
     AutoMAP,
     AutoMatrixNormal,
@@ -53,6 +54,11 @@ register(
     "variational last layer",
     "a Normal over the last layer's weights, with the features trained by the same bound",
 )(by_svi(AutoVariationalLastLayer, steps=4000))
+register(
+    "inducing",
+    "inducing-point VI",
+    "each layer's weights given the features of 50 inducing inputs, at temperature 1",
+)(_vi(AutoInducing, temperature=1.0))
 
 
 @register("ivon", "mean-field VI, IVON", "mean-field by natural gradients (IVON) in place of Adam")

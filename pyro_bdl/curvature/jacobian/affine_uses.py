@@ -7,7 +7,7 @@ normalization, is a "dense" use, whose gradient is that of the operand itself.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pyro_bdl.curvature.jacobian.patches import patches
+from pyro_bdl.curvature.jacobian.patches import unfolding
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.linear_ops.recognize import AffineOp, recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
@@ -247,14 +247,6 @@ def _convolution(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
     if tag is None:
         return _bias(mode, op, output, to_rows)
     weight, groups = tag.tensor, op.groups
-    spatial = weight.dim() - 2
-    settings = {
-        "kernel": tuple(weight.shape[2:]),
-        "stride": _spread(op.settings.get("stride", 1), spatial),
-        "dilation": _spread(op.settings.get("dilation", 1), spatial),
-        "padding": op.settings.get("padding", 0),
-        "groups": groups,
-    }
     shape = torch.Size((groups, weight.shape[0] // groups, weight[0].numel()))
     mode.add(
         tag,
@@ -264,16 +256,10 @@ def _convolution(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
         shape=shape,
         inputs=op.inputs,
         to_rows=to_rows,
-        unfold=lambda a: patches(a, **settings),
+        unfold=unfolding(op),
         groups=groups,
     )
     return [tag, *_bias(mode, op, output, to_rows)]
-
-
-def _spread(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    if isinstance(value, int):
-        return (value,) * dims
-    return tuple(value) * (dims if len(value) == 1 else 1)
 
 
 def _embedding(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:

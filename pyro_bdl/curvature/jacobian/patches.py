@@ -1,7 +1,25 @@
 """Convolution as a matrix product: the patches of an image under the kernel."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor
+
+from pyro_bdl.program.linear_ops.recognize import AffineOp
+
+
+def unfolding(op: AffineOp) -> Callable[[Tensor], Tensor]:
+    """The function from the images of a convolution to their patches."""
+    kernel = tuple(op.weight.shape[2:])
+    return partial(
+        patches,
+        kernel=kernel,
+        stride=_spread(op.settings.get("stride", 1), len(kernel)),
+        dilation=_spread(op.settings.get("dilation", 1), len(kernel)),
+        padding=op.settings.get("padding", 0),
+        groups=op.groups,
+    )
 
 
 def patches(
@@ -74,3 +92,9 @@ def _product(numbers: tuple[int, ...]) -> int:
     for number in numbers:
         result *= number
     return result
+
+
+def _spread(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    if isinstance(value, int):
+        return (value,) * dims
+    return tuple(value) * (dims if len(value) == 1 else 1)

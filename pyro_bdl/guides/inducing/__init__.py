@@ -1,0 +1,1 @@
+"""Global inducing points: the guide, its layers, and the law of one layer's weights."""
