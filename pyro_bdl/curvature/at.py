@@ -45,20 +45,25 @@ class At:
         self._plans: dict[Any, Plan | None] = {}
         self._dense: set[str] = set()  # sites with uses that no recorder sees
         self._seen: set[Any] = set()  # forms of data for which all other uses are recorded
-        self._move(vector.detach(), training=False)
+        self._move(vector.detach(), training=False, differentiable=False)
 
-    def moved(self, vector: Tensor, *, training: bool = False) -> "At":
+    def moved(
+        self, vector: Tensor, *, training: bool = False, differentiable: bool = False
+    ) -> "At":
         """The program at another point; what is known about its rows is shared.
 
         :param training: run as in a training step: modules run in their own modes and update their
             buffers, and the latents stay functions of ``vector``.
+        :param differentiable: keep the graph of outputs and Jacobians back to the program's
+            arguments and parameters.
         """
         other = copy.copy(self)
-        other._move(vector if training else vector.detach(), training)
+        other._move(vector if training else vector.detach(), training, differentiable)
         return other
 
-    def _move(self, vector: Tensor, training: bool) -> None:
+    def _move(self, vector: Tensor, training: bool, differentiable: bool) -> None:
         self.vector, self.training = vector.detach(), training
+        self.differentiable = differentiable
         self.leaves = self.subset.layout.unflatten(vector)
         for name in () if training else self.subset.parts:
             self.leaves[name] = self.leaves[name].clone().requires_grad_()
@@ -110,7 +115,7 @@ class At:
         with torch.enable_grad(), self._mode():
             values = self.subset.layout.to_supports(self.leaves)
             run = record(self.model, values, *batch, draw=leave_open)
-        return Linearization(self.model, self.subset, self.vector, batch, self.leaves, run, None)
+        return Linearization(self, batch, run, None)
 
     def uses(self, args: tuple, kwargs: Mapping[str, Any]) -> UseRecorder:
         """The uses of the subset in a run over all rows of a batch."""
@@ -146,7 +151,8 @@ class At:
         """Run the program, and record the uses of the subset."""
         leaves, layout = self.leaves, self.subset.layout
         plain = {n for n in self.subset.parts if layout.latents[n].transform is None} - self._dense
-        recorder = UseRecorder({name: leaves[name] for name in plain}, lane)
+        latents = {name: leaves[name] for name in plain}
+        recorder = UseRecorder(latents, lane, differentiable=self.differentiable)
         others = {n: recorder.latent(n, leaves[n]) for n in self.subset.parts if n not in plain}
         values = layout.to_supports({**leaves, **others})
         with recorder:
@@ -275,8 +281,7 @@ class At:
         a run over all rows."""
         whole = self.whole(*batch).run if mapped.needs_whole else mapped.run
         run, parameters = mapped.joined(whole, plan)
-        where = (self.model, self.subset, self.vector, batch, self.leaves)
-        return Linearization(*where, run, mapped.rows, parameters)
+        return Linearization(self, batch, run, mapped.rows, parameters)
 
 
 def _form(batch: Batch) -> Any:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.jacobian import Block, BlockPosition, DenseBlock, Jacobian
+from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
-from pyro_bdl.curvature.jacobian.recorded_rows import working_dtype
 from pyro_bdl.curvature.structures.base import LinearDraws, Precision
 from pyro_bdl.distributions.families import Cotangent
 from pyro_bdl.distributions.parameters import (
@@ -39,8 +38,6 @@ class LinearOutputs:
     :param at: the run.
     :param tensors: by name, with their graph.
     :param has_data: whether their leading axis is the data axis; else they belong to one datum.
-    :param differentiable: keep the graph back to the program's arguments and parameters; the
-        Jacobian is then one dense matrix for each datum.
     """
 
     # for the parameters of an observed site: the names of site and distribution, and the site
@@ -54,9 +51,8 @@ class LinearOutputs:
         tensors: dict[str, Tensor],
         *,
         has_data: bool,
-        differentiable: bool = False,
     ) -> None:
-        self.at, self.has_data, self.differentiable = at, has_data, differentiable
+        self.at, self.has_data = at, has_data
         leaves = [at.leaves[name] for name in at.subset.parts]
         self.values = {key: self.kept(value) for key, value in tensors.items()}
         self.moving = [key for key, value in tensors.items() if reaches(value, leaves)]
@@ -69,13 +65,11 @@ class LinearOutputs:
 
     def kept(self, value: Tensor) -> Tensor:
         """A result with its graph if it has to be differentiable, else without."""
-        return value if self.differentiable else value.detach()
+        return value if self.at.differentiable else value.detach()
 
     @classmethod
     @torch.enable_grad()  # distributions keep what they compute here
-    def of_site(
-        cls, at: Linearization, name: str, site: Site, *, differentiable: bool = False
-    ) -> "LinearOutputs":
+    def of_site(cls, at: Linearization, name: str, site: Site) -> "LinearOutputs":
         """The unconstrained parameters of an observed site.
 
         :raises NotImplementedError: if they do not make the distribution.
@@ -88,18 +82,16 @@ class LinearOutputs:
             )
         tensors = unconstrained_parameters(base, recorded_output(at.run, name))
         has_data = len(base.batch_shape) > 0
-        result = cls(at, tensors, has_data=has_data, differentiable=differentiable)
+        result = cls(at, tensors, has_data=has_data)
         result.name, result.kind, result.site = name, kind, site
         return result
 
     @classmethod
-    def of_deterministic(
-        cls, at: Linearization, name: str, *, differentiable: bool = False
-    ) -> "LinearOutputs":
+    def of_deterministic(cls, at: Linearization, name: str) -> "LinearOutputs":
         """A deterministic site, named "value"."""
         value = at.run.deterministic[name]
         has_data = value.dim() > 0
-        return cls(at, {"value": value}, has_data=has_data, differentiable=differentiable)
+        return cls(at, {"value": value}, has_data=has_data)
 
     @property
     def mean(self) -> Tensor:
@@ -111,30 +103,13 @@ class LinearOutputs:
     @property
     def jacobian(self) -> Jacobian:
         """The Jacobian of the K numbers, as K columns."""
-        if self._jacobian is None and self.differentiable:
-            self._jacobian = self._dense_jacobian()
-        elif self._jacobian is None:
+        if self._jacobian is None:
             self._jacobian = self.pullback().identity()
         return self._jacobian
 
     def pullback(self) -> Pullback:
         """The numbers that move as functions of the subset, datum by datum."""
         return self.at.pullback(self._outputs, self.num_data)
-
-    def _dense_jacobian(self) -> Jacobian:
-        """A dense Jacobian, row by row, with its graph."""
-        at = self.at
-        with torch.enable_grad():
-            flat = self.mean
-            rows = [at.gradient(output, create_graph=True) for output in flat.reshape(-1)]
-            dtype = working_dtype(at.vector.dtype)
-            values = torch.stack(rows).unflatten(0, flat.shape).transpose(0, 1).to(dtype)
-        blocks: list[Block] = [
-            DenseBlock(BlockPosition((name, -1), part), values[..., part])
-            for name, part in at.subset.parts.items()
-        ]
-        like = at.vector.new_empty(0, dtype=dtype)
-        return Jacobian(blocks, flat.shape[1], len(flat), at.subset.size, like)
 
     def keep_rows(self) -> None:
         """Keep the Jacobian as rows (n K, p): products with it are then those of a matrix."""
@@ -364,11 +339,6 @@ def recorded_output(run: Run, name: str) -> Any:
     return run.deterministic.get(f"{head}{dot}f")
 
 
-def observed_outputs(
-    at: Linearization, *, differentiable: bool = False
-) -> dict[str, LinearOutputs]:
+def observed_outputs(at: Linearization) -> dict[str, LinearOutputs]:
     """The unconstrained parameters of each observed site."""
-    return {
-        name: LinearOutputs.of_site(at, name, site, differentiable=differentiable)
-        for name, site in at.run.observed.items()
-    }
+    return {name: LinearOutputs.of_site(at, name, s) for name, s in at.run.observed.items()}

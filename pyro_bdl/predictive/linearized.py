@@ -7,6 +7,7 @@ predictive"). The predictive of a mixture is sum_k weight_k p_k(y | x), with p_k
 the center of member k (Eschenhagen et al. 2021, "mixtures of Laplace approximations").
 """
 
+import functools
 import math
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
@@ -26,7 +27,6 @@ from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive.linearized_component import (
     LinearizedComponent,
     ParameterMoments,
-    drawn,
     joint_mean_and_covariance,
     mean_and_covariance,
     moments,
@@ -35,6 +35,7 @@ from pyro_bdl.predictive.observations import (
     AtDraws,
     DrawPredictions,
     PredictiveCovariance,
+    drawn,
 )
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.utils.random_state import seeded
@@ -67,8 +68,7 @@ class LinearizedPredictive(DrawPredictions):
     ``LinearizedPredictive(model, guide)(x)`` gives draws ``{"y": (S, N, ...), "f": (S, N, ...)}``
     like ``Predictive``. Each draw is one function of all inputs. If an argument requires gradients
     (and gradients are enabled), moments, densities, means and drawn functions are differentiable in
-    it, for example to search for the next input. The Jacobian is then dense, so pass only a few
-    rows at once.
+    it, for example to search for the next input.
 
     For a mixture, draws are stratified over the members as in the guide, moments follow from the
     law of total variance, and densities and class probabilities are averages over the members.
@@ -148,16 +148,21 @@ class LinearizedPredictive(DrawPredictions):
         return self._combined(members)
 
     def joint_covariance(
-        self, *args: Any, sites: Collection[str] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        sites: Collection[str] | None = None,
+        group: int | None = None,
+        **kwargs: Any,
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """For each observed site the mean (N K,) and the covariance (N K, N K) over all inputs,
         data before parameters. The whole batch is computed at once.
 
         :param sites: as in ``moments``; a deterministic site is flattened.
+        :param group: q, for the moments of every q inputs in a row alone, (N / q, q K) and
+            (N / q, q K, q K).
         """
-        members = self._closed_forms(
-            joint_mean_and_covariance, args, kwargs, sites=sites, whole=True
-        )
+        function = functools.partial(joint_mean_and_covariance, group=group)
+        members = self._closed_forms(function, args, kwargs, sites=sites, whole=True)
         return self._combined(members)
 
     def predictive_covariance(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveCovariance]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_bdl.curvature import closed_forms
 from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.jacobian.jacobian import grouped
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, LinearOutputs, observed_outputs
 from pyro_bdl.curvature.prior import PriorRoot
@@ -31,10 +32,11 @@ from pyro_bdl.predictive.observations import (
 )
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.check import on_whole_data
+from pyro_bdl.utils.autograd import wants_gradients
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
-from pyro_bdl.utils.trees import tree_leaves, tree_map
+from pyro_bdl.utils.trees import tree_map
 
 _DRAWS_AT_ONCE = 2**29  # bytes of latent draws
 
@@ -69,7 +71,6 @@ class LinearizedPart:
 
     at: Linearization
     outputs: dict[str, LinearOutputs]
-    differentiable: bool
 
     @property
     def rows(self) -> int:
@@ -92,7 +93,7 @@ class LinearizedPart:
                 f"'{name}' is no observed or deterministic site with floating-point values "
                 f"(there are {', '.join(map(repr, [*self.outputs, *known]))})"
             )
-        return LinearOutputs.of_deterministic(self.at, name, differentiable=self.differentiable)
+        return LinearOutputs.of_deterministic(self.at, name)
 
     def at_draws(
         self,
@@ -157,11 +158,11 @@ class LinearizedComponent:
         self._is_checked = False
         self._point: At | None = None
 
-    def _at(self) -> At:
+    def _at(self, *, differentiable: bool) -> At:
         """The program at the guide's center."""
         if self._point is None or self._point.subset is not self.guide.subset:
             self._point = At(on_whole_data(self.model), self.guide.subset, self.guide.location())
-        return self._point.moved(self.guide.location())
+        return self._point.moved(self.guide.location(), differentiable=differentiable)
 
     def closed_forms(
         self,
@@ -179,7 +180,7 @@ class LinearizedComponent:
         :param whole: linearize all data at once.
         """
         parts, rows, precision = [], [], self.guide.precision
-        with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
+        with torch.set_grad_enabled(wants_gradients(args, dict(kwargs))):
             for part in self.parts(args, kwargs, whole=whole):
                 sited = part.chosen(sites).items()
                 parts.append({n: function(outputs.gaussian(precision)) for n, outputs in sited})
@@ -236,7 +237,7 @@ class LinearizedComponent:
         guide: Any = self.guide  # a Laplace approximation
         root = PriorRoot(guide.prior, guide.subset.parts, "the tangent kernel")
         columns: dict[str, list[Tensor]] = {}
-        with torch.set_grad_enabled(_are_differentiable((first, second), {})):
+        with torch.set_grad_enabled(wants_gradients(first, second)):
             for right in self.parts(*second, as_rows=True):
                 vectors = {
                     name: _times_covariance(root, outputs)
@@ -269,7 +270,7 @@ class LinearizedComponent:
         draw = guide.location().element_size() * guide.subset.size
         at_once = max(1, bytes_at_once(_DRAWS_AT_ONCE) // max(1, draw))
         chunks = []
-        with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
+        with torch.set_grad_enabled(wants_gradients(args, dict(kwargs))):
             for start in range(0, num_samples, at_once):
                 with nullcontext() if self.seed is None else seeded(self.seed + start):
                     offsets = guide.precision.draw(min(at_once, num_samples - start))
@@ -289,15 +290,14 @@ class LinearizedComponent:
         :param whole: take all data at once.
         """
         self._check(self.model if whole else on_whole_data(self.model), args, kwargs)
-        differentiable, at = _are_differentiable(args, kwargs), self._at()
+        at = self._at(differentiable=wants_gradients(args, dict(kwargs)))
         linearizations: Iterable[Linearization] = (
             [at.linearize(args, kwargs)]
             if whole
             else at.linearizations([(args, kwargs)], every_output=True, as_rows=as_rows)
         )
         for linearization in linearizations:
-            outputs = observed_outputs(linearization, differentiable=differentiable)
-            yield LinearizedPart(linearization, outputs, differentiable)
+            yield LinearizedPart(linearization, observed_outputs(linearization))
 
     def _check(self, program: Callable, args: tuple, kwargs: dict) -> None:
         """Check that the posterior belongs to the program.
@@ -341,10 +341,24 @@ def mean_and_covariance(gaussian: GaussianOutputs) -> tuple[Tensor, Tensor]:
     return mean, mean.new_zeros(*mean.shape, mean.shape[-1])
 
 
-def joint_mean_and_covariance(gaussian: GaussianOutputs) -> tuple[Tensor, Tensor] | None:
+def joint_mean_and_covariance(
+    gaussian: GaussianOutputs, group: int | None = None
+) -> tuple[Tensor, Tensor] | None:
     """The mean (n K,) and the covariance (n K, n K) of a site over all data; None of an observed
-    site that does not depend on the latents."""
+    site that does not depend on the latents.
+
+    :param group: q, for those of every q data in a row, (n / q, q K) and (n / q, q K, q K).
+    """
     outputs = gaussian.outputs
+    if group is not None:
+        if outputs.num_data % group:
+            raise ValueError(f"{outputs.num_data} rows are not in groups of {group}")
+        mean = outputs.mean if outputs.moving else _constant(outputs)
+        mean = mean.reshape(outputs.num_data // group, -1)
+        if not outputs.moving:
+            return mean, mean.new_zeros(*mean.shape, mean.shape[-1])
+        covariance = gaussian.precision.covariance(grouped(outputs.jacobian, group))
+        return mean, outputs.kept(covariance).to(mean)
     if outputs.moving:
         covariance = gaussian.precision.joint_covariance(outputs.jacobian)
         return outputs.mean.reshape(-1), outputs.kept(covariance).to(outputs.mean)
@@ -372,18 +386,6 @@ def _is_same_tensor(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are the same numbers in memory."""
     same = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
     return same and one.data_ptr() == other.data_ptr()
-
-
-def _are_differentiable(args: Any, kwargs: Any) -> bool:
-    """Return whether an argument requires gradients and gradients are enabled."""
-    tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def drawn(distribution: Any) -> Tensor:
-    """A draw, differentiable if gradients are enabled and the distribution allows it."""
-    wanted = torch.is_grad_enabled() and distribution.has_rsample
-    return distribution.rsample() if wanted else distribution.sample()
 
 
 def _joined(results: list[Any], rows: list[int], dim: int) -> Any:

@@ -125,12 +125,18 @@ def _moments(distribution: Any) -> PredictiveMoments:
 def _predictions(distribution: Any) -> tuple[Tensor, Tensor, Tensor]:
     mean, variance = observation_moments(distribution)
     try:
-        draws = distribution.sample()
+        draws = drawn(distribution)
     except RuntimeError:  # torch refuses some parameters that are NaN
         if not mean.isnan().any():
             raise
         draws = mean.new_full(distribution.shape(), torch.nan)
     return mean, variance, draws
+
+
+def drawn(distribution: Any) -> Tensor:
+    """A draw, differentiable if gradients are enabled and the distribution allows it."""
+    wanted = torch.is_grad_enabled() and distribution.has_rsample
+    return distribution.rsample() if wanted else distribution.sample()
 
 
 def densities_of(sites: dict[str, Site]) -> dict[str, Tensor]:

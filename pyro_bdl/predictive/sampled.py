@@ -24,6 +24,7 @@ from pyro_bdl.predictive.observations import (
     PredictiveCovariance,
     PredictiveMoments,
     densities_of,
+    drawn,
     total_covariance,
 )
 from pyro_bdl.program.batch_norm import computing_with, statistics_of_draws
@@ -39,6 +40,7 @@ from pyro_bdl.program.trace import (
 )
 from pyro_bdl.program.vmap import DrawMap, Draws, joined, measured, number_of_draws
 from pyro_bdl.samples import Samples
+from pyro_bdl.utils.autograd import wants_gradients
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.validation import whole_number
 
@@ -52,7 +54,8 @@ class Predictive(DrawPredictions):
 
     ``Predictive(model, posterior)(x)`` returns S draws of each observed and each deterministic
     site, ``{"y": (S, N, ...), "f": (S, N, ...)}``, with the same keys and shapes for every
-    posterior. It runs without gradients in evaluation mode, and restores the mode.
+    posterior. It runs in evaluation mode, and restores the mode; without gradients, if it is not
+    ``differentiable``.
 
     :param model: the Pyro program; call the result with its arguments, without the targets.
     :param posterior: a guide of this package or of Pyro, ``Samples``, an ``MCMC`` of Pyro or
@@ -67,6 +70,9 @@ class Predictive(DrawPredictions):
         computed once. By default all draws use the network's current statistics.
         :param progress: show a bar over the draws in that pass; by default in terminals and
             notebooks.
+    :param differentiable: where an argument requires gradients, let them flow to it from all
+        results, also from draws of y whose distribution is reparameterized. Draws of the weights
+        are constants. The graph of all draws at once is kept in memory.
     :raises ValueError: by its calls, for a posterior of another program; the error names the sites.
     :raises UnsupportedProgramError: by its calls, if the program chooses rows at random
         (``subsample_size`` of a plate), if there is no site to return, or in ``torch.export``.
@@ -81,6 +87,7 @@ class Predictive(DrawPredictions):
         memory: int = MEMORY,
         batch_norm_data: Any = None,
         progress: bool | None = None,
+        differentiable: bool = False,
     ) -> None:
         if memory < 1:
             raise ValueError(f"memory must be at least 1 byte, got {memory}")
@@ -91,7 +98,7 @@ class Predictive(DrawPredictions):
         self.model, self.posterior = model, posterior
         self.num_samples, self.memory = num_samples, memory
         self.batch_norm_data = None if batch_norm_data is None else Batches(batch_norm_data)
-        self.progress = progress
+        self.progress, self.differentiable = progress, differentiable
         self._statistics: tuple[list[Any], Draws] | None = None
         self._is_checked = (
             isinstance(posterior, Guide) and posterior.is_of(model) and not posterior.subsampled
@@ -106,9 +113,7 @@ class Predictive(DrawPredictions):
         p(z | w_s), and y given them. In a hidden Markov chain y_t is drawn from
         p(y_t | y_1, ..., y_{t-1}, w_s).
         """
-        at_draws = self._at_draws(
-            lambda distribution: distribution.sample(), args, kwargs, deterministic=True, draw=True
-        )
+        at_draws = self._at_draws(drawn, args, kwargs, deterministic=True, draw=True)
         result = at_draws.deterministic | at_draws.values
         if not result:
             raise UnsupportedProgramError(
@@ -230,7 +235,6 @@ class Predictive(DrawPredictions):
         for start in range(0, total, most):
             yield total, latent_draws(guide, min(most, total - start))
 
-    @torch.no_grad()
     def _map(
         self,
         choose: Callable[[Draws], tuple],
@@ -250,7 +254,11 @@ class Predictive(DrawPredictions):
                 "a Predictive draws weights from its posterior at every call, which torch.export "
                 "cannot keep: export the network at fixed weights, such as guide.median()"
             )
-        with evaluation_mode(self.model, self.posterior, args, kwargs):
+        wanted = self.differentiable and wants_gradients(args, kwargs)
+        with (
+            torch.set_grad_enabled(wanted),
+            evaluation_mode(self.model, self.posterior, args, kwargs),
+        ):
             parts = self._draws(args, kwargs)
             total, draws = next(parts)
             if not self._is_checked and not partial:

@@ -251,9 +251,9 @@ def tap(value: Tensor, lane: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def with_rows(value: Tensor, lane: Tensor | None) -> Tensor:
-    """A tensor of a map over rows as it is outside of the map, (n, *shape), without a graph."""
+    """A tensor of a map over rows as it is outside of the map, (n, *shape)."""
     if lane is None:
         return value
     outside = _Outside()
-    result = _Tap.apply(value.detach(), lane, outside, False)
+    result = _Tap.apply(value, lane, outside, False)
     return result if outside.value is None else outside.value

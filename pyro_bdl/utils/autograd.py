@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
+from pyro_bdl.utils.trees import tree_leaves
+
 _Edge = tuple[Any, int]  # a node of the graph, and the number of one of its results
 
 
@@ -18,6 +20,12 @@ def reaches(value: Tensor, tensors: Iterable[Tensor]) -> bool:
         return False
     wanted = {_edge(tensor) for tensor in tensors if tensor.requires_grad}
     return any(edge in wanted for edge in _edges(value))
+
+
+def wants_gradients(*trees: Any) -> bool:
+    """Return whether gradients are enabled and a tensor in trees of arguments requires them."""
+    tensors = [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def leaves_behind(value: Tensor, stop: Iterable[Tensor] = ()) -> list[Tensor]:

@@ -409,7 +409,8 @@ def test_predictions_are_differentiable_in_the_inputs(structure):
     def moments(inputs):
         of_y = predictive.moments(inputs)["y"]
         joint = predictive.joint_covariance(inputs)["y"][1]
-        return of_y.mean["loc"], of_y.variance["loc"], joint
+        alone = predictive.joint_covariance(inputs, sites=["f"], group=1)["f"][1]
+        return of_y.mean["loc"], of_y.variance["loc"], joint, alone
 
     plain = moments(inputs)
     assert not any(value.requires_grad for value in plain)
@@ -419,3 +420,18 @@ def test_predictions_are_differentiable_in_the_inputs(structure):
     assert predictive(inputs)["f"].requires_grad
     with torch.no_grad():
         assert not predictive(inputs)["f"].requires_grad
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag", "low_rank"])
+def test_joint_moments_of_groups_are_blocks_of_those_of_all_rows(structure):
+    model, x, y = case("normal")
+    predictive = LinearizedPredictive(model, approximate(model, (x, y), structure=structure))
+    inputs = torch.randn(6, 3)
+    mean, joint = predictive.joint_covariance(inputs, sites=["f"])["f"]
+    means, blocks = predictive.joint_covariance(inputs, sites=["f"], group=3)["f"]
+    torch.testing.assert_close(means.flatten(), mean)
+    columns = len(mean) // 2
+    parts = joint.reshape(2, columns, 2, columns)
+    torch.testing.assert_close(blocks, torch.stack([parts[0, :, 0], parts[1, :, 1]]))
+    with pytest.raises(ValueError, match="groups of 4"):
+        predictive.joint_covariance(inputs, group=4)

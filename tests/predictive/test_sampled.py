@@ -477,3 +477,27 @@ def test_programs_that_differentiate_or_multiply_sparse_matrices(how):
     for draw, one in zip(samples.latents["w"][0], found, strict=True):
         trace = pyro.poutine.trace(pyro.condition(model, {"w": draw})).get_trace(x)
         torch.testing.assert_close(one, trace.nodes["f"]["value"].detach())
+
+
+@pytest.mark.parametrize("memory", [sampled.MEMORY, 1])
+def test_gradients_flow_to_the_inputs_where_they_are_asked_for(memory):
+    """f and E[y] at draws have the derivatives of finite differences; draws of y follow f."""
+    model, x, y = model_and_data()
+    model, inputs = model.double(), torch.randn(2, 3, dtype=torch.float64)
+    guide = bdl.guides.AutoMeanField(model)
+    guide(x.double(), y.double())
+    draws = bdl.Samples({site: v[None] for site, v in guide.sample_latents(3).items()})
+    predictive = bdl.Predictive(model, draws, memory=memory, differentiable=True)
+
+    def function(inputs):
+        return predictive(inputs)["f"], predictive.mean(inputs)["y"]
+
+    assert not any(value.requires_grad for value in function(inputs))
+    inputs.requires_grad_()
+    assert torch.autograd.gradcheck(function, (inputs,))
+    result = predictive(inputs)
+    of_f, of_y = (torch.autograd.grad(result[k].sum(), inputs, retain_graph=True) for k in "fy")
+    torch.testing.assert_close(of_y, of_f)  # the noise is known
+    assert not bdl.Predictive(model, draws)(inputs)["f"].requires_grad
+    with torch.no_grad():
+        assert not predictive(inputs)["f"].requires_grad

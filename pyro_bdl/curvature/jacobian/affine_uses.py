@@ -90,10 +90,18 @@ class UseRecorder(Tracker):
     :param latents: site -> the same tensor objects that the program gets.
     :param lane: a number of each row of data, inside a map over rows (``program/rows.py``); None
         for a run over all data.
+    :param differentiable: keep the graph of inputs and gradients.
     """
 
-    def __init__(self, latents: Mapping[str, Tensor], lane: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        latents: Mapping[str, Tensor],
+        lane: Tensor | None = None,
+        *,
+        differentiable: bool = False,
+    ) -> None:
         super().__init__(latents)
+        self.differentiable = differentiable
         self.uses: list[AffineUse] = []
         self.edges: list[GradientEdge | None] = []  # of each operation's z in autograd's graph
         self.vector_products: list[VectorProduct] = []
@@ -170,6 +178,8 @@ class UseRecorder(Tracker):
     def add(
         self, tag: Tag, kind: str, output: Tensor, *, inputs: Tensor | None, **options: Any
     ) -> None:
+        if inputs is not None:
+            inputs = with_rows(inputs if self.differentiable else inputs.detach(), self.lane)
         self.uses.append(
             AffineUse(
                 site=tag.site,
@@ -178,7 +188,7 @@ class UseRecorder(Tracker):
                 kind=kind,
                 output_shape=output.shape,
                 dtype=output.dtype,
-                inputs=None if inputs is None else with_rows(inputs.detach(), self.lane),
+                inputs=inputs,
                 **options,
             )
         )

@@ -299,6 +299,18 @@ class Jacobian:
         return result
 
 
+def grouped(jacobian: Jacobian, size: int) -> Jacobian:
+    """Take ``size`` data in a row for one, with their columns one after another, as rows."""
+    shape = (jacobian.num_data // size, size, jacobian.num_columns)
+
+    def columns(block: Block) -> Tensor:  # (K, n, m) -> (size K, n / size, m)
+        rows = block.rows().transpose(0, 1).unflatten(0, shape[:2])
+        return rows.flatten(1, 2).transpose(0, 1)
+
+    blocks: list[Block] = [DenseBlock(b.position, columns(b)) for b in jacobian.blocks]
+    return replace(jacobian, blocks=blocks, num_columns=size * shape[2], num_data=shape[0])
+
+
 def joint_gram(block: Any, weights: Tensor | None = None) -> Tensor:
     """Return sum_e w_e G_ie G_je for all rows i, j of a block, (n K, n K), data before columns.
 

@@ -11,7 +11,6 @@ from pyro_bdl.curvature.jacobian.jacobian import Block, BlockPosition, DenseBloc
 from pyro_bdl.curvature.jacobian.output_layers import IdentityBlock, SoftmaxBlock
 from pyro_bdl.curvature.jacobian.recorded_rows import RecordedRows, working_dtype
 from pyro_bdl.distributions.parameters import base_distribution, parameters_of
-from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.random_state import fixed_normal
@@ -20,7 +19,7 @@ from pyro_bdl.utils.random_state import fixed_normal
 class Linearization:
     """A run of a program on one batch at a point, with its graph.
 
-    :param leaves: the unconstrained latents, by site.
+    :param at: the point. ``leaves`` are the unconstrained latents, by site.
     :param rows: the run's uses of the latents, datum by datum; None if only the whole run is known.
     :param parameters: of observed sites, the tensors of their distributions in ``rows``, if these
         are not those of ``run``.
@@ -28,18 +27,17 @@ class Linearization:
 
     def __init__(
         self,
-        model: Callable,
-        subset: Subset,
-        vector: Tensor,
+        at: Any,
         batch: tuple[tuple, Mapping[str, Any]],
-        leaves: Mapping[str, Tensor],
         run: Run,
         rows: RecordedRows | None,
         parameters: Mapping[str, dict[str, Tensor]] | None = None,
     ) -> None:
-        self.model, self.subset, self.vector = model, subset, vector
+        self.model, self.subset, self.vector = at.model, at.subset, at.vector
+        self.leaves: Mapping[str, Tensor] = at.leaves
+        self.differentiable: bool = at.differentiable
         self.args, self.kwargs = batch
-        self.leaves, self.run, self.rows = leaves, run, rows
+        self.run, self.rows = run, rows
         self._parameters = parameters or {}
 
     def parameters(self, name: str) -> dict[str, Tensor]:
@@ -51,8 +49,9 @@ class Linearization:
     def gradient(self, value: Tensor, *, create_graph: bool = False) -> Tensor:
         """The gradient of a scalar in the subset, (p,); zero where it does not depend on it."""
         leaves = [self.leaves[name] for name in self.subset.parts]
+        graph = create_graph or self.differentiable
         found = torch.autograd.grad(
-            value, leaves, retain_graph=True, create_graph=create_graph, materialize_grads=True
+            value, leaves, retain_graph=True, create_graph=graph, materialize_grads=True
         )
         return self.subset.of_sites(found)
 

@@ -60,6 +60,7 @@ class RecordedRows:
             torch.autograd.grad(
                 [out for out, _ in pairs], known, [c for _, c in pairs],
                 retain_graph=True, allow_unused=True,
+                create_graph=self._recorders[0].differentiable,
             )
         )  # fmt: skip
         values = [None if edge is None else next(found) for edge in edges]
