@@ -170,6 +170,17 @@ def test_posteriors_on_a_folder_of_the_uci_layout(line):
     assert "| sd over seeds |" in text and "nan" not in text
 
 
+def test_calibration_on_a_folder_of_the_uci_layout(line):
+    pytest.importorskip("mapie")
+    rows = "--rows", line / "rows.jsonl"
+    options = "--sets line --posteriors map --quick --steps 300 --data"
+    found = run("calibration", options, line, *rows)
+    numbers, classes = found["line, map"], found["digits, map"]
+    assert min(numbers[f"in {name}"] for name in ("scaled", "conformal", "by sd")) > 0.6
+    assert numbers["nlpd scaled"] < numbers["nlpd own"] + 0.3 and classes["in set"] > 0.9
+    assert len((line / "rows.jsonl").read_text().splitlines()) == 2
+
+
 def test_dropout_on_a_folder_of_the_uci_layout(line):
     """Under a name of its own: two rates, two seeds."""
     options = "--sets line --splits 2 --seeds 2 --steps 400 --draws 50 --rates 0.005 0.3 --data"
