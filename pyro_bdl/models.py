@@ -164,7 +164,8 @@ class ObservationModel(TaskPrior, OwnParameters):
         """The name of a site of this program, or of this head."""
         return name if self._head is None else f"{self._head}.{name}"
 
-    def _record(self, output: Tensor) -> Tensor:
+    def record(self, output: Tensor) -> Tensor:
+        """Return the output, named as the function f that predictions and comparisons are of."""
         return pyro.deterministic(self._site("f"), output)
 
     def _declare(self, name: str, value: Scales) -> None:
@@ -227,7 +228,7 @@ class Regression(ObservationModel):
 
     def likelihood(self, output: Tensor) -> Distribution:
         noise = self._hyperparameter("noise", output)
-        return dist.Normal(self._record(output), noise).to_event(output.dim() - 1)
+        return dist.Normal(self.record(output), noise).to_event(output.dim() - 1)
 
 
 class HeteroscedasticRegression(ObservationModel):
@@ -264,7 +265,7 @@ class HeteroscedasticRegression(ObservationModel):
         mean, raw = self._halves(output)
         floor = torch.finfo(raw.dtype).eps if self.floor is None else self.floor
         noise = pyro.deterministic(self._site("noise"), softplus(raw) + floor)
-        return dist.Normal(self._record(mean), noise).to_event(mean.dim() - 1)
+        return dist.Normal(self.record(mean), noise).to_event(mean.dim() - 1)
 
     def observation_shape(self, output: Tensor) -> torch.Size:
         return self._halves(output)[0].shape
@@ -303,7 +304,7 @@ class StudentTRegression(ObservationModel):
 
     def likelihood(self, output: Tensor) -> Distribution:
         df, noise = self._hyperparameter("df", output), self._hyperparameter("noise", output)
-        return dist.StudentT(df, self._record(output), noise).to_event(output.dim() - 1)
+        return dist.StudentT(df, self.record(output), noise).to_event(output.dim() - 1)
 
 
 class Classification(ObservationModel):
@@ -311,7 +312,7 @@ class Classification(ObservationModel):
 
     def likelihood(self, output: Tensor) -> Distribution:
         shape = self.observation_shape(output)
-        return dist.Categorical(logits=self._record(output)).to_event(len(shape) - 1)
+        return dist.Categorical(logits=self.record(output)).to_event(len(shape) - 1)
 
     def observation_shape(self, output: Tensor) -> torch.Size:
         if output.dim() < 2:
@@ -334,7 +335,7 @@ class BinaryClassification(ObservationModel):
     """y ~ Bernoulli(sigmoid(f(x))), y in {0, 1} as integers, booleans or floats."""
 
     def likelihood(self, output: Tensor) -> Distribution:
-        return dist.Bernoulli(logits=self._record(output)).to_event(output.dim() - 1)
+        return dist.Bernoulli(logits=self.record(output)).to_event(output.dim() - 1)
 
     def _checked_targets(self, output: Tensor, y: Tensor) -> Tensor:
         return super()._checked_targets(output, y).to(output.dtype)
@@ -344,7 +345,7 @@ class PoissonRegression(ObservationModel):
     """y ~ Poisson(exp(f(x))) for counts y."""
 
     def likelihood(self, output: Tensor) -> Distribution:
-        return dist.Poisson(self._record(output).exp()).to_event(output.dim() - 1)
+        return dist.Poisson(self.record(output).exp()).to_event(output.dim() - 1)
 
     def _checked_targets(self, output: Tensor, y: Tensor) -> Tensor:
         return super()._checked_targets(output, y).to(output.dtype)
