@@ -136,11 +136,13 @@ def notebook_page(path):
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            blocks.append(source.replace("](../docs/pages/", "](../"))
+            source = source.replace("](../docs/pages/", "](../").replace(".ipynb)", ".md)")
+            blocks.append(source)
             found = re.findall(r"^#+ +(.+)$", source, flags=re.MULTILINE)
             heading = found[-1] if found else heading
             continue
-        blocks.append(_fenced(source, "python"))
+        is_first = not any(block.startswith(("~~~~", "??? ")) for block in blocks)
+        blocks.append(_folded(source) if is_first else _fenced(source, "python"))
         for output in cell["outputs"]:
             data = output.get("data", {})
             if "image/png" in data:
@@ -152,7 +154,15 @@ def notebook_page(path):
             elif text := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
                 blocks.append(_fenced(_TERMINAL_COLOR.sub("", text), "text"))
     blocks.append(f"*This page is the notebook `tutorials/{path.name}` with its outputs.*")
+    if "![" not in blocks[0] and figures:
+        blocks.insert(1, f"![The first figure of this page]({next(iter(figures))})")
     return "\n\n".join(blocks), figures
+
+
+def _folded(source):
+    """The imports and the set-up of a notebook, which open at a click."""
+    code = _fenced(source, "python").replace("\n", "\n    ")
+    return f'??? note "Imports and set-up"\n\n    {code}'
 
 
 def _fenced(text, language):
