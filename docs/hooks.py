@@ -33,6 +33,7 @@ _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>'
 _MODULE = re.compile(r"^::: (pyro_bdl(?:\.[a-z_]+)?)$", flags=re.MULTILINE)
 _BARE_LETTER = re.compile(r"\\(mathcal|mathbb) +(\w)")
 _MATH = re.compile(r"<math .*?</math>", flags=re.DOTALL)
+_MOST_BEFORE_FIGURE = 1500  # characters; the figure is shown at the top too if it comes later
 _TERMINAL_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -154,9 +155,14 @@ def notebook_page(path):
             elif text := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
                 blocks.append(_fenced(_TERMINAL_COLOR.sub("", text), "text"))
     blocks.append(f"*This page is the notebook `tutorials/{path.name}` with its outputs.*")
-    if "![" not in blocks[0] and figures:
+    before = [block for block in blocks[: blocks.index(_first_figure(blocks))] if block[0] != "?"]
+    if len("".join(before)) > _MOST_BEFORE_FIGURE:
         blocks.insert(1, f"![The first figure of this page]({next(iter(figures))})")
     return "\n\n".join(blocks), figures
+
+
+def _first_figure(blocks):
+    return next(block for block in blocks if "![" in block)
 
 
 def _folded(source):
