@@ -123,7 +123,7 @@ def with_layers(
             f"targets chooses none of the network's {len(layers)} {kind} layers"
             + (f", such as {known}" if layers else "")
         )
-    return _replaced(result, {layer: change(layer) for layer in taken})
+    return replaced(result, {layer: change(layer) for layer in taken})
 
 
 def merged(net: nn.Module) -> nn.Module:
@@ -134,7 +134,7 @@ def merged(net: nn.Module) -> nn.Module:
     """
     result = copy.deepcopy(net)
     adapters = [part for part in result.modules() if isinstance(part, LoRA)]
-    return _replaced(result, {part: part.merged() for part in adapters})
+    return replaced(result, {part: part.merged() for part in adapters})
 
 
 def _outermost(net: nn.Module) -> dict[str, nn.Module]:
@@ -144,7 +144,7 @@ def _outermost(net: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in modules.items() if id(m) not in inside}
 
 
-def _replaced(net: nn.Module, changes: Any) -> nn.Module:
+def replaced(net: nn.Module, changes: Any) -> nn.Module:
     if net in changes:
         return changes[net]
     for part in list(net.modules()):

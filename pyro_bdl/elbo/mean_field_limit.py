@@ -59,7 +59,7 @@ class MeanFieldLimit(TemperedTraceMeanField_ELBO):
             raise ValueError(
                 f"MeanFieldLimit averages the outputs at shared draws, and cannot use {estimator}"
             )
-        vectors = guide.sample_vectors(self.num_particles)
+        vectors, offset = guide.step_draws(self.num_particles)
 
         def run_at(vector: Tensor) -> tuple[Run, Tensor]:
             latents, log_det = guide.require_layout().constrain(vector)
@@ -79,7 +79,7 @@ class MeanFieldLimit(TemperedTraceMeanField_ELBO):
             distribution = rebuilt(site.distribution, means, masks=True)
             run.observed[name] = site._replace(distribution=distribution)
         likelihood = torch.as_tensor(run.log_likelihood(), device=kl.device)
-        return Terms(likelihood, kl.mean(), q_entropy.mean(), vectors.detach().mean(0))
+        return Terms(likelihood, kl.mean() + offset, q_entropy.mean(), vectors.detach().mean(0))
 
 
 def _parameters(run: Run) -> dict[str, dict[str, Tensor]]:

@@ -265,13 +265,14 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
             return self.particle(model, guide, draw["u"], args, kwargs, estimator)
 
         with without_autocast():
-            vectors = guide.sample_vectors(self.num_particles)
+            vectors, offset = guide.step_draws(self.num_particles)
         draw = vectors[0] if self.num_particles == 1 else vectors.detach().mean(0)
         if self.num_particles == 1:
             terms = self.particle(model, guide, draw, args, kwargs, estimator)
         else:
             terms = tuple(t.mean() for t in self._map(particle, {"u": vectors}))
-        return Terms(*terms, draw.detach() if estimator is None else None)
+        likelihood, kl, entropy = terms
+        return Terms(likelihood, kl + offset, entropy, draw.detach() if estimator is None else None)
 
     def particle(
         self,

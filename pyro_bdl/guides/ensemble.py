@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide, at_full_size
+from pyro_bdl.guides.kl import normal_priors
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.guides.pathfinder import AutoPathfinder
@@ -19,6 +21,7 @@ from pyro_bdl.program.batch_norm import layers_called
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.program import Program, trace_once
+from pyro_bdl.program.trace import record
 
 
 class AutoEnsemble(Guide):
@@ -33,28 +36,40 @@ class AutoEnsemble(Guide):
 
     :param model: a Pyro program with continuous latents.
     :param size: K, the number of members.
+    :param anchored: whether member k has the prior Normal(a_k, t^2) in place of Normal(m, t^2),
+        with an anchor a_k ~ Normal(m, t^2) of its own (Pearce et al. 2020), so that members differ
+        where the data say little. In a linear model with posterior precision H and prior precision
+        L, members at their optima have the posterior's mean and the covariance H^-1 L H^-1; it is
+        H^-1 for anchors of covariance L^-1 H L^-1 (``guide.anchors``, (K, P)). Positive latents,
+        such as a noise, keep their prior.
     :param init_loc_fn: where each member starts; by default each member's weights are drawn anew by
         the initialization of the network's layers (``init_afresh``).
     :param options: ``create_plates``, see ``Guide``.
-    :raises ValueError: for a size below 1.
+    :raises ValueError: for a size below 1; at the first run, for anchors under another prior than
+        Normals with fixed means and scales.
     """
+
+    anchors: Tensor
+    prior_loc: Tensor
+    prior_precision: Tensor
 
     def __init__(
         self,
         model: Callable,
         *,
         size: int = 5,
+        anchored: bool = False,
         init_loc_fn: Callable = init_afresh,
         **options: Any,
     ) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
         super().__init__(model, init_loc_fn=init_loc_fn, **options)
-        self.size = size
+        self.size, self.anchored = size, anchored
         self._init = init_loc_fn
 
     def options(self) -> dict[str, Any]:
-        return {"size": self.size}
+        return {"size": self.size, "anchored": self.anchored}
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         with layers_called((self.program_model,)) as layers:
@@ -77,15 +92,49 @@ class AutoEnsemble(Guide):
 
     def create_parameters(self, start: Tensor) -> None:
         self.locs = nn.Parameter(torch.stack([start, *self._starts]))
+        if self.anchored:
+            loc, scale = self._normal_prior(start)
+            self.register_buffer("prior_loc", loc)
+            self.register_buffer("prior_precision", torch.where(scale > 0, scale**-2, 0.0))
+            self.register_buffer("anchors", loc + scale * torch.randn_like(self.locs))
+
+    def _normal_prior(self, start: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and scales (P,) of the Normal priors; scale 0 for positive latents."""
+        layout = self.require_layout()
+        with torch.enable_grad(), poutine.block():
+            latents, _ = layout.constrain(start.detach().requires_grad_())
+            run = record(self.program_model, latents, *self.few_rows)
+        loc, scale = torch.zeros_like(start), torch.zeros_like(start)
+        normals = normal_priors(run.latents)
+        for name, latent in layout.latents.items():
+            if latent.transform is not None:
+                continue
+            normal, where = normals.get(name), layout.slices[name]
+            if normal is None or normal.loc.requires_grad or normal.scale.requires_grad:
+                raise ValueError(
+                    f"anchored=True is for Normal priors with fixed means and scales, and that of "
+                    f"'{name}' is another: take anchored=False"
+                )
+            loc[where], scale[where] = normal.loc.reshape(-1), normal.scale.reshape(-1)
+        return loc, scale
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Emit a Delta at every site: a member chosen at random, or members in turn for the cells
         of the plates around the guide."""
         self.prototype(*args, **kwargs)
-        return sample_sites(self, args, kwargs, vectors_in_plates(self))
+        if not self.anchored:
+            return sample_sites(self, args, kwargs, vectors_in_plates(self))
+        draws, anchors = vectors_in_plates(self, self._with_anchors).chunk(2, -1)
+        prior = self.prior_loc, self.prior_precision
+        return sample_sites(self, args, kwargs, draws, anchors, *prior)
 
     def site_distribution(self, latent: Latent, *parts: Tensor) -> Any:
-        return point(latent, *parts, change=True)
+        delta = point(latent, parts[0], change=True)
+        if len(parts) == 1:
+            return delta
+        batch = delta.v.shape[: delta.v.dim() - latent.event_dim]
+        density = delta.log_density + _offsets(*parts).reshape(*batch, -1).sum(-1)
+        return dist.Delta(delta.v, log_density=density, event_dim=latent.event_dim)
 
     @property
     def num_members(self) -> int:  # type: ignore[override]
@@ -102,10 +151,24 @@ class AutoEnsemble(Guide):
 
     def sample_vectors(self, num_samples: int) -> Tensor:
         """Draw members in turn; for fewer than K draws choose members at random."""
-        locs = self._parameter("locs")
+        return self._parameter("locs")[self._members(num_samples)]
+
+    def _members(self, num_samples: int) -> Tensor:
+        device = self._parameter("locs").device
         if num_samples < self.size:
-            return locs[torch.randperm(self.size, device=locs.device)[:num_samples]]
-        return locs[torch.arange(num_samples, device=locs.device) % self.size]
+            return torch.randperm(self.size, device=device)[:num_samples]
+        return torch.arange(num_samples, device=device) % self.size
+
+    def _with_anchors(self, num_samples: int) -> Tensor:
+        """Draws and their members' anchors side by side, (num_samples, 2 P)."""
+        members = self._members(num_samples)
+        return torch.cat([self._parameter("locs")[members], self.anchors[members]], -1)
+
+    def step_draws(self, num_samples: int) -> tuple[Tensor, Tensor | float]:
+        if not self.anchored:
+            return super().step_draws(num_samples)
+        draws, anchors = self._with_anchors(num_samples).chunk(2, -1)
+        return draws, _offsets(draws, anchors, self.prior_loc, self.prior_precision).sum(-1).mean()
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """-log |det dT/du|: a point mass, as an objective."""
@@ -165,3 +228,8 @@ class AutoEnsemble(Guide):
         self.prototype(*args, **kwargs)
         guides = self.as_guides(AutoLaplaceGGN, **options)
         return MixtureGuide([g.laplace_approximation(batches, progress=progress) for g in guides])
+
+
+def _offsets(vectors: Tensor, anchors: Tensor, loc: Tensor, precision: Tensor) -> Tensor:
+    """log p(u) - log p(u + loc - anchor) of each number, for independent Normals p."""
+    return 0.5 * precision * ((vectors - anchors).square() - (vectors - loc).square())

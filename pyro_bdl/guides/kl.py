@@ -58,7 +58,7 @@ def diagonal_normal_kl(
     (m_i - n_i)^2) / (2 t_i^2) - 1/2 for a prior Normal(n, t^2). Other sites are evaluated one by
     one at ``values``, the constrained draw.
     """
-    normals, terms = _normal_priors(p), []
+    normals, terms = normal_priors(p), []
     for name, latent in layout.latents.items():
         if name not in normals:
             where, shape = layout.slices[name], latent.unconstrained_shape
@@ -66,7 +66,7 @@ def diagonal_normal_kl(
             q = q.to_event(latent.event_dim - q.event_dim)
             terms.append(_site_kl(Site(q, values[name], 1.0, None), p[name]))
     if normals:
-        prior_loc, prior_scale = _as_vectors(normals)
+        prior_loc, prior_scale = as_vectors(normals)
         m, s = layout.take(loc, list(normals)), layout.take(scale, list(normals))
         distance = (m - prior_loc) / prior_scale
         terms.append(_scale_terms(s / prior_scale) + 0.5 * torch.dot(distance, distance))
@@ -100,10 +100,10 @@ def expected_log_prior(
     :param at_draw: further sites to evaluate at the draw, because their prior depends on a latent
         that is not independent of them under q.
     """
-    normals = _normal_priors({name: site for name, site in p.items() if name not in at_draw})
+    normals = normal_priors({name: site for name, site in p.items() if name not in at_draw})
     terms = [site.log_prob().sum() for name, site in p.items() if name not in normals]
     if normals:
-        prior_loc, prior_scale = _as_vectors(normals)
+        prior_loc, prior_scale = as_vectors(normals)
         m, v = layout.take(loc, list(normals)), layout.take(variance, list(normals))
         square = v + (m - prior_loc).square()
         quadratic = (square / prior_scale.square()).sum() + len(square) * math.log(2 * math.pi)
@@ -111,7 +111,7 @@ def expected_log_prior(
     return _sum(terms)
 
 
-def _normal_priors(p: Mapping[str, Site]) -> dict[str, Normal]:
+def normal_priors(p: Mapping[str, Site]) -> dict[str, Normal]:
     """The independent Normals among the priors, in the program's order."""
     normals = {}
     for name, site in p.items():
@@ -122,7 +122,7 @@ def _normal_priors(p: Mapping[str, Site]) -> dict[str, Normal]:
     return normals
 
 
-def _as_vectors(normals: Mapping[str, Normal]) -> tuple[Tensor, Tensor]:
+def as_vectors(normals: Mapping[str, Normal]) -> tuple[Tensor, Tensor]:
     """Locations and scales, side by side."""
     locs = torch.cat([normal.loc.reshape(-1) for normal in normals.values()])
     return locs, torch.cat([normal.scale.reshape(-1) for normal in normals.values()])

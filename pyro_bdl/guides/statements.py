@@ -1,7 +1,7 @@
 """Sample statements of guides at the sites of a program."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -56,14 +56,16 @@ def sample_sites(guide: Any, args: tuple, kwargs: dict, *vectors: Tensor) -> dic
     }
 
 
-def vectors_in_plates(guide: Any) -> Tensor:
+def vectors_in_plates(guide: Any, sample: Callable[[int], Tensor] | None = None) -> Tensor:
     """Draw one vector for each cell of the plates around the guide, (*plates, P).
 
     Pyro's vectorized particles are such a plate.
+
+    :param sample: draws so many vectors; ``guide.sample_vectors`` by default.
     """
     sizes = {dim: frame.size for frame in get_plates() if (dim := frame.dim) is not None}
     shape = torch.Size([sizes.get(dim, 1) for dim in range(min(sizes, default=0), 0)])
-    return guide.sample_vectors(shape.numel()).reshape(*shape, -1)
+    return (sample or guide.sample_vectors)(shape.numel()).reshape(*shape, -1)
 
 
 def _sites(

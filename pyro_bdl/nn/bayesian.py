@@ -211,6 +211,17 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
             self._cache[name] = kind, result
         return result
 
+    def plain(self) -> nn.Module:
+        """A copy of the network, whose parameters are the values at which guides start."""
+        result = copy.deepcopy(self)
+        for name in result.sites:
+            places = result._places[name]
+            parameter = nn.Parameter(getattr(*places[0]))
+            for module, key in places:
+                del module._buffers[key]
+                module.register_parameter(key, parameter)
+        return result.network
+
     def freeze_hyperparameters(self) -> None:
         """Replace the prior's ``PyroParam``s by their current values."""
         for attribute in self._hyperparameters.values():

@@ -1,5 +1,6 @@
 """Rank-one factors: few latents for each weight matrix, which itself is a parameter."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pyro
@@ -54,7 +55,11 @@ class RankOne(nn.Module):
     @property
     def weight(self) -> Tensor:
         """W o (r s'), for modules that read their layers' weights."""
-        first, second = self.r, self.s
+        return self.product(self.r, self.s)
+
+    def product(self, r: Tensor, s: Tensor) -> Tensor:
+        """W o (r s')."""
+        first, second = r, s
         if isinstance(self.base, _TRANSPOSED):
             first, second = second, first
         groups = getattr(self.base, "groups", 1)
@@ -96,6 +101,24 @@ class RankOneNetwork(BayesianModule):
             terms = [self._decay(key, values[key]) for key in self.learnable if key in values]
             pyro.factor(f"{self.site_prefix}weights", torch.stack(terms).sum())
         return values
+
+    def products(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters of the plain network at draws of the factors, name -> (S, *shape).
+
+        :param draws: the factors by site, (S, ...).
+        """
+        values = {name: draws[f"{self.site_prefix}{name}"] for name in self.sites}
+        count = len(values[self.sites[0]])
+        result = {}
+        for name, parameter in self.network.named_parameters():
+            path = name.removesuffix("base.weight")
+            if f"{path}r" in values and path != name:
+                layer: Any = self.network.get_submodule(path.removesuffix("."))
+                products = torch.vmap(layer.product)
+                result[f"{path}weight"] = products(values[f"{path}r"], values[f"{path}s"])
+            else:
+                result[name] = parameter.expand(count, *parameter.shape)
+        return result
 
     def _decay(self, name: str, value: Tensor) -> Tensor:
         """log p(W), a scalar."""

@@ -3,8 +3,13 @@
 Several draws a step cost little, since vmap takes them at once, and let Adam settle.
 """
 
+import copy
+from dataclasses import replace
 from functools import partial
 
+import torch
+
+from pyro_bdl.adapters import replaced
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides import (
     AutoEnsemble,
@@ -18,10 +23,12 @@ from pyro_bdl.guides import (
     AutoSWAG,
     AutoVariationalLastLayer,
 )
+from pyro_bdl.nn import BayesianModule, rank_one
 from pyro_bdl.optim import IVON, KroneckerGaussNewton_ELBO, NoisyKFAC
 from pyro_bdl.posteriors.registry import Problem, Result, by_svi, register, trained
 from pyro_bdl.training.swag import collect_swag
 
+_DRAWS = 200  # of the weights, where a posterior is over other latents
 _vi = partial(by_svi, steps=4000, num_particles=4)
 
 register("map", "MAP", "a point: the maximum of the posterior density", default=True)(
@@ -78,6 +85,30 @@ def _noisy_kfac(problem: Problem) -> Result:
     return trained(problem, guide, steps=2000, elbo=loss, optimizer=optimizer)
 
 
+@register(
+    "rank-one",
+    "rank-one VI",
+    "mean-field over rank-one factors of the weight matrices, which are trained themselves; 200 "
+    "draws of the weights",
+)
+def _rank_one(problem: Problem) -> Result:
+    model = copy.deepcopy(problem.model)
+    networks = [part for part in model.modules() if isinstance(part, BayesianModule)]
+    if len(networks) != 1:
+        raise ValueError(f"rank-one is for programs with one network, and this has {len(networks)}")
+    network = networks[0]
+    small = rank_one(network.plain(), prior=network.prior, name=network.site_prefix.rstrip("."))
+    model = replaced(model, {network: small})
+    made = trained(replace(problem, model=model), AutoMeanField(model), steps=4000, num_particles=4)
+    posterior = AutoEnsemble(problem.model, size=_DRAWS).prototype(*problem.data)
+    with torch.no_grad():
+        draws = made.posterior.sample_latents(_DRAWS)
+        weights = small.products(draws).items()
+        draws |= {f"{network.site_prefix}{name}": value for name, value in weights}
+        posterior.locs.copy_(posterior.require_layout().unconstrain(draws))
+    return Result(posterior, {**made.settings, "draws": _DRAWS}, made.interrupted)
+
+
 def _dropout(problem: Problem, *, learn_p: bool) -> Result:
     # The temperature of learned rates falls with the steps, which a graph would not see.
     elbo = TemperedTraceMeanField_ELBO(num_particles=4) if learn_p else None
@@ -103,6 +134,11 @@ register(
     "five networks, each a MAP estimate from its own initialization",
     default=True,
 )(by_svi(partial(AutoEnsemble, size=5), steps=2000))
+register(
+    "anchored-ensemble",
+    "ensemble, anchored",
+    "five networks, each a MAP estimate under a prior around a draw of its own from the prior",
+)(by_svi(partial(AutoEnsemble, size=5, anchored=True), steps=2000))
 
 
 def _swag(problem: Problem, guide: AutoSWAG | AutoMultiSWAG) -> Result:

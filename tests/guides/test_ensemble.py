@@ -1,8 +1,10 @@
 """Ensembles: members trained at once equal members trained alone, mixtures, fresh starts."""
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import Trace_ELBO
 from torch import nn
 
 import pyro_bdl as bdl
@@ -121,3 +123,92 @@ def test_a_loaded_state_without_parameters_and_a_printed_guide():
         guide.require_layout()
     assert repr(other) == "AutoEnsemble(34 latent numbers, 5 sites)"
     assert list(dir(bdl)) == sorted(bdl.__all__) and "plots" in bdl.__all__
+
+
+def linear(kind=torch.float64):
+    """y ~ N(X w, 0.5^2), w ~ N(m, t^2): data, and the precisions H of p(w | y) and L of p(w)."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(6, 3, generator=generator, dtype=kind)
+    y = torch.randn(6, generator=generator, dtype=kind)
+    loc = torch.tensor([0.5, -1.0, 0.0], dtype=kind)
+    scale = torch.tensor([1.0, 0.5, 2.0], dtype=kind)
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(loc, scale).to_event(1))
+        pyro.sample("positive", dist.LogNormal(x.new_zeros(()), 1.0))  # keeps its prior
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal((x * w).sum(-1), 0.5), obs=y)
+
+    prior = torch.diag(scale**-2)
+    return model, x, y, loc, prior + 4 * x.T @ x, prior
+
+
+def at_the_optimum(ensemble, loss):
+    """The members' weights w, (K, 3), after steps of Newton's kind."""
+    optimizer = torch.optim.LBFGS(ensemble.parameters(), max_iter=100, tolerance_grad=1e-12)
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    return ensemble.locs.detach()[:, :3]
+
+
+@pytest.mark.parametrize("bound", ["TemperedTrace_ELBO", "CompiledELBO", "Trace_ELBO"])
+def test_an_anchored_member_has_the_optimum_of_its_anchor(bound):
+    """w_k = H^-1 (X' y / s^2 + L a_k), under the bounds of this package and of Pyro."""
+    model, x, y, _, posterior, prior = linear()
+    ensemble = bdl.guides.AutoEnsemble(model, size=3, anchored=True).prototype(x, y)
+    anchors = ensemble.anchors[:, :3]
+    kind = Trace_ELBO if bound == "Trace_ELBO" else getattr(bdl.elbo, bound)
+    more = {"vectorize_particles": True, "max_plate_nesting": 1} if kind is Trace_ELBO else {}
+    elbo = kind(num_particles=3, **more)
+    differentiable = elbo.differentiable_loss
+    weights = at_the_optimum(ensemble, lambda: differentiable(model, ensemble, x, y))
+    expected = torch.linalg.solve(posterior, 4 * x.T @ y[:, None] + prior @ anchors.T).T
+    torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-3)
+    with pyro.poutine.block():
+        alike = bdl.elbo.TemperedTraceMeanField_ELBO(num_particles=3).loss(model, ensemble, x, y)
+    assert elbo.loss(model, ensemble, x, y) == pytest.approx(alike, rel=1e-10)
+
+
+def test_anchored_members_have_the_moments_of_the_posterior():
+    """Mean m_N and covariance H^-1 L H^-1, of anchors from the prior; H^-1, of L^-1 H L^-1."""
+    pyro.set_rng_seed(0)
+    model, x, y, loc, posterior, prior = linear()
+    size = 1000
+    ensemble = bdl.guides.AutoEnsemble(model, size=size, anchored=True).prototype(x, y)
+    elbo = bdl.elbo.TemperedTrace_ELBO(num_particles=size)
+    inverse = posterior.inverse()
+    mean = inverse @ (4 * x.T @ y + prior @ loc)
+    covariances = [inverse @ prior @ inverse, inverse]
+    for covariance, of_anchors in zip(
+        covariances, [None, prior.inverse() @ posterior @ prior.inverse()], strict=True
+    ):
+        if of_anchors is not None:
+            root = torch.linalg.cholesky(of_anchors)
+            ensemble.anchors[:, :3] = loc + torch.randn(size, 3, dtype=x.dtype) @ root.T
+        weights = at_the_optimum(ensemble, lambda: elbo(model, ensemble)(x, y) * size)
+        variances = covariance.diagonal()
+        assert ((weights.mean(0) - mean).abs() < 4 * (variances / size).sqrt()).all()
+        errors = ((variances[:, None] * variances + covariance.square()) / size).sqrt()
+        assert ((weights.T.cov() - covariance).abs() < 4 * errors).all()
+
+
+@pytest.mark.parametrize("prior", ["Laplace(1.0)", "Normal(dist.HalfNormal(1.0))"])
+def test_anchors_are_for_fixed_normal_priors(prior):
+    kind = eval(f"bdl.priors.{prior}")
+    model = bdl.models.Regression(bdl.bayesianize(nn.Linear(2, 1), kind))
+    ensemble = bdl.guides.AutoEnsemble(model, anchored=True)
+    with pytest.raises(ValueError, match="is for Normal priors with fixed means and scales"):
+        ensemble.prototype(torch.randn(3, 2), torch.randn(3))
+
+
+def test_a_saved_ensemble_keeps_its_anchors(tmp_path):
+    model, x, y, *_ = linear()
+    ensemble = bdl.guides.AutoEnsemble(model, size=3, anchored=True).prototype(x, y)
+    again = bdl.load_posterior(ensemble.save(tmp_path / "posterior"), model)
+    assert torch.equal(again.anchors, ensemble.anchors)

@@ -228,3 +228,15 @@ def test_refusals():
         rank_one(dense(), prior=bdl.priors.Normal(dist.HalfNormal(1.0)))
     with pytest.raises(TypeError, match="one of bayesianize"):
         rank_one(bdl.bayesianize(dense()))
+
+
+def test_products_are_weights_of_the_plain_network():
+    net = convolutional()
+    plain = bdl.bayesianize(net, name="net")
+    x = torch.randn(3, 2, 5, 5, dtype=torch.float64)
+    network = rank_one(plain.plain(), name="net")
+    draws = {f"net.{name}": value[None] for name, value in factors(network).items()}
+    weights = {f"net.{name}": value[0] for name, value in network.products(draws).items()}
+    assert set(weights) == {f"net.{name}" for name in plain.sites}
+    expected = poutine.condition(network, data={name: v[0] for name, v in draws.items()})(x)
+    torch.testing.assert_close(poutine.condition(plain, data=weights)(x), expected)
