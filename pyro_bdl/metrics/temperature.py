@@ -6,7 +6,6 @@ variance.
 
 import numpy as np
 import torch
-from scipy.optimize import brentq
 from torch import Tensor
 
 from pyro_bdl.metrics.blocks import checked_labels
@@ -44,6 +43,8 @@ def best_temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> tuple[
 
     def slope(inverse: float) -> float:
         return float(slopes(inverse).mean())
+
+    from scipy.optimize import brentq  # takes long to load
 
     low, high = 1 / _HOTTEST, 1 / _COLDEST
     if slope(low) >= 0 or slope(high) <= 0:
