@@ -166,7 +166,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
 
     # Parameters
 
-    def _parameter(self, name: str) -> Tensor:
+    def parameter(self, name: str) -> Tensor:
         """A parameter or buffer; inside ``holding`` the value that is held."""
         if self._values is not None and name in self._values:
             return self._values[name]
@@ -212,7 +212,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         found = {}
         for name in self._parameters:
             plain = name.removesuffix("_unconstrained")
-            value = self._parameter(plain)
+            value = self.parameter(plain)
             if value is not None:
                 found[plain] = value.detach() if detached else value
         return found

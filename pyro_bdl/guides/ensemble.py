@@ -151,10 +151,10 @@ class AutoEnsemble(Guide):
 
     def sample_vectors(self, num_samples: int) -> Tensor:
         """Draw members in turn; for fewer than K draws choose members at random."""
-        return self._parameter("locs")[self._members(num_samples)]
+        return self.parameter("locs")[self._members(num_samples)]
 
     def _members(self, num_samples: int) -> Tensor:
-        device = self._parameter("locs").device
+        device = self.parameter("locs").device
         if num_samples < self.size:
             return torch.randperm(self.size, device=device)[:num_samples]
         return torch.arange(num_samples, device=device) % self.size
@@ -162,7 +162,7 @@ class AutoEnsemble(Guide):
     def _with_anchors(self, num_samples: int) -> Tensor:
         """Draws and their members' anchors side by side, (num_samples, 2 P)."""
         members = self._members(num_samples)
-        return torch.cat([self._parameter("locs")[members], self.anchors[members]], -1)
+        return torch.cat([self.parameter("locs")[members], self.anchors[members]], -1)
 
     def step_draws(self, num_samples: int) -> tuple[Tensor, Tensor | float]:
         if not self.anchored:
@@ -176,18 +176,18 @@ class AutoEnsemble(Guide):
 
     def location(self) -> Tensor:
         """The members' mean (P,)."""
-        return self._parameter("locs").mean(0)
+        return self.parameter("locs").mean(0)
 
     def variances(self) -> Tensor:
         """The members' variances (P,)."""
-        return self._parameter("locs").var(0, correction=0)
+        return self.parameter("locs").var(0, correction=0)
 
     def vector_quantiles(self, levels: Tensor) -> Tensor:
-        return empirical_quantiles(self._parameter("locs"), levels)
+        return empirical_quantiles(self.parameter("locs"), levels)
 
     def member(self, number: int) -> dict[str, Tensor]:
         """The latents of one member, by site."""
-        return self.require_layout().constrain(self._parameter("locs")[number])[0]
+        return self.require_layout().constrain(self.parameter("locs")[number])[0]
 
     def as_guides(self, kind: type[Guide] = AutoLaplaceGGN, **options: Any) -> list[Any]:
         """Each member as the starting point of a separate guide; ``MixtureGuide`` can combine
@@ -207,7 +207,7 @@ class AutoEnsemble(Guide):
         model = self.program_model
         self.require_layout()
         guides = []
-        for vector in self._parameter("locs").detach():
+        for vector in self.parameter("locs").detach():
             guide = kind(model, create_plates=self.create_plates, **options)
             guide._take_structure(self)
             guide.create_parameters(vector)

@@ -77,11 +77,11 @@ class AutoLowRank(LowRankNormal):
         self.factor = nn.Parameter(columns * (0.1 / math.sqrt(self.rank)))
 
     def scale_and_factor(self) -> tuple[Tensor, Tensor]:
-        scale = self._parameter("scale")
-        return scale, scale[:, None] * self._parameter("factor")
+        scale = self.parameter("scale")
+        return scale, scale[:, None] * self.parameter("factor")
 
     def location(self) -> Tensor:
-        return self._parameter("loc")
+        return self.parameter("loc")
 
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
         """-H(q) - E_q[log p(w)] in nats, in closed form for Normal priors.

@@ -89,16 +89,16 @@ class AutoMatrixNormal(Guide):
         if site not in self.matrices:
             raise KeyError(f"'{site}' is not a weight matrix; there are {', '.join(self.matrices)}")
         k = self.matrices.index(site)
-        return self._parameter(f"row_{k}"), self._parameter(f"column_{k}")
+        return self.parameter(f"row_{k}"), self.parameter(f"column_{k}")
 
     def scales(self) -> dict[str, Tensor]:
         """The standard deviations of each site that is not a matrix."""
-        return self._others.unflatten(self._parameter("scale")) if self._others.size else {}
+        return self._others.unflatten(self.parameter("scale")) if self._others.size else {}
 
     def _unconstrained(self) -> Iterator[tuple[Latent, Any]]:
         """Yield each site with the distribution of its slice of u."""
         layout, scales = self.require_layout(), self.scales()
-        for name, loc in layout.unflatten(self._parameter("loc")).items():
+        for name, loc in layout.unflatten(self.parameter("loc")).items():
             if name in self.matrices:
                 yield layout.latents[name], MatrixNormal(loc, *self.factors(name))
             else:
@@ -106,7 +106,7 @@ class AutoMatrixNormal(Guide):
 
     def site_vectors(self) -> tuple[Tensor, ...]:
         """M, and the standard deviations, which count for nothing at the matrices."""
-        layout, loc = self.require_layout(), self._parameter("loc")
+        layout, loc = self.require_layout(), self.parameter("loc")
         ones = layout.unflatten(torch.ones_like(loc))
         return loc, layout.flatten({**ones, **self.scales()})
 
@@ -117,7 +117,7 @@ class AutoMatrixNormal(Guide):
         return marginal(latent, *parts)
 
     def location(self) -> Tensor:
-        return self._parameter("loc")
+        return self.parameter("loc")
 
     def sample_vectors(self, num_samples: int) -> Tensor:
         draws = []
@@ -159,7 +159,7 @@ class AutoMatrixNormal(Guide):
         self._require_global()
         layout, scales = self.require_layout(), self.scales()
         blocks: list[nn.Module] = []
-        for name, loc in layout.unflatten(self._parameter("loc")).items():
+        for name, loc in layout.unflatten(self.parameter("loc")).items():
             latent = layout.latents[name]
             if name in self.matrices:
                 rows, columns = self.factors(name)

@@ -112,7 +112,7 @@ class AutoMeanField(Guide):
 
     def loc_and_scale(self) -> tuple[Tensor, Tensor]:
         """m and s, both (P,)."""
-        loc, scale = self._parameter("loc"), self._parameter("scale")
+        loc, scale = self.parameter("loc"), self.parameter("scale")
         if self.sharing == "per-weight":
             return loc, scale
         if not isinstance(self.sharing, str):
@@ -120,7 +120,7 @@ class AutoMeanField(Guide):
         return loc, scale.index_select(0, self.groups)
 
     def location(self) -> Tensor:
-        return self._parameter("loc")
+        return self.parameter("loc")
 
     def sample_vectors(self, num_samples: int) -> Tensor:
         loc, scale = self.loc_and_scale()

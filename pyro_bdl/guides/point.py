@@ -39,7 +39,7 @@ class AutoMAP(Guide):
         return False
 
     def location(self) -> Tensor:
-        return self._parameter("loc")
+        return self.parameter("loc")
 
     def sample_vectors(self, num_samples: int) -> Tensor:
         return self.location().expand(num_samples, -1)

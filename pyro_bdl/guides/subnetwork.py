@@ -192,15 +192,15 @@ class SubsetNormal(JointGuide):
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """log q(w) of the latents in the subset; the others are fixed."""
         normal = torch.distributions.MultivariateNormal(
-            self._parameter("loc"), scale_tril=self._parameter("scale_tril"), validate_args=False
+            self.parameter("loc"), scale_tril=self.parameter("scale_tril"), validate_args=False
         )
         return normal.log_prob(self.subset.take(vector)) - log_det
 
     def location(self) -> Tensor:
-        return self.subset.put(self.fixed, self._parameter("loc"))
+        return self.subset.put(self.fixed, self.parameter("loc"))
 
     def sample_vectors(self, num_samples: int) -> Tensor:
-        loc, factor = self._parameter("loc"), self._parameter("scale_tril")
+        loc, factor = self.parameter("loc"), self.parameter("scale_tril")
         noise = torch.randn(num_samples, len(loc), dtype=loc.dtype, device=loc.device)
         return self.subset.put(self.fixed, loc + noise @ factor.mT)
 
@@ -209,10 +209,10 @@ class SubsetNormal(JointGuide):
 
         :raises ValueError: if the subset holds only some of a site's entries.
         """
-        inverse = torch.cholesky_inverse(self._parameter("scale_tril").detach().double())
+        inverse = torch.cholesky_inverse(self.parameter("scale_tril").detach().double())
         return joint_prior(self.subset, self.location(), StoredPrecision(FullPrecision, inverse))
 
     def variances(self) -> Tensor:
         """The marginal variances of the unconstrained vector (P,), zero outside the subset."""
-        variances = self._parameter("scale_tril").square().sum(-1)
+        variances = self.parameter("scale_tril").square().sum(-1)
         return self.subset.put(torch.zeros_like(self.fixed), variances)

@@ -110,7 +110,7 @@ class _Collecting(Guide):
         self.snapshots = Snapshots(self.rank, self._points())
 
     def _points(self) -> Tensor:
-        return self._parameter(self.points).detach()
+        return self.parameter(self.points).detach()
 
     def _gaussian(self, rank: int | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         self.require_layout()

@@ -170,10 +170,10 @@ class AutoVariationalLastLayer(NormalGuide):
         """E[log p(y | w)] over the last layer, at a draw of the other latents."""
         if self.head is None:
             return super().expected_log_likelihood(latents, run_at, log_likelihood)
-        means = self.require_layout().unflatten(self._parameter("loc"))
+        means = self.require_layout().unflatten(self.parameter("loc"))
         inside = {**latents, **{name: means[name] for name in self.sites}}
-        classes, column, mix = self.head.classes, self._parameter("column"), self._mix()
-        rows = None if self.structure == "dense" else self._parameter("row").square().sum(-1)
+        classes, column, mix = self.head.classes, self.parameter("column"), self._mix()
+        rows = None if self.structure == "dense" else self.parameter("row").square().sum(-1)
         runs = []
 
         def at(point: Tensor) -> Any:
@@ -215,7 +215,7 @@ class AutoVariationalLastLayer(NormalGuide):
         """The outputs' noise in units of its standard deviation from points e, (K, 2)."""
         if self.structure == "dense":
             return torch.stack([self.first, self.second], 1)
-        rows = nn.functional.normalize(self._parameter("row"), dim=1)
+        rows = nn.functional.normalize(self.parameter("row"), dim=1)
         pairs = self.first * (self.partner != torch.arange(len(rows), device=rows.device))
         shared = pairs * (rows * rows[self.partner]).sum(1)
         own = self.first * (1.0 - shared.square()).clamp_min(0.0).sqrt()
@@ -230,13 +230,13 @@ class AutoVariationalLastLayer(NormalGuide):
         return self.features == "point" and self.head is not None and self.head.linear
 
     def location(self) -> Tensor:
-        return self._parameter("loc")
+        return self.parameter("loc")
 
     def _tensors(self) -> list[Tensor]:
         empty = {"column": (0, 0, 0), "row": (0, 0), "scale": (0,)}
-        loc = self._parameter("loc")
+        loc = self.parameter("loc")
         return [
-            self._parameter(name) if hasattr(self, name) else loc.new_empty(shape)
+            self.parameter(name) if hasattr(self, name) else loc.new_empty(shape)
             for name, shape in empty.items()
         ]
 

@@ -31,7 +31,7 @@ def test_another_loss(conjugate):
     class Wide(TemperedTraceMeanField_ELBO):
         def differentiable_loss(self, model, guide, *args):
             with guide.reading():
-                return -guide._parameter("scale").log().sum() + 0.0 * guide._parameter("loc").sum()
+                return -guide.parameter("scale").log().sum() + 0.0 * guide.parameter("loc").sum()
 
     guide = guides.AutoMeanField(conjugate.model).prototype(conjugate.x, conjugate.y)
     loc, scale = guide.loc.detach().clone(), guide.scale.detach().clone()

@@ -224,7 +224,7 @@ class AutoMCDropout(Guide):
         """M and u, and the number of each entry's factor."""
         for layer in self.layers:
             layer.training = False
-        return self._parameter("loc"), self.factors
+        return self.parameter("loc"), self.factors
 
     def site_distribution(self, latent: Latent, *parts: Tensor) -> Any:
         """The distribution of a dropped weight; the other latents are points."""
@@ -233,7 +233,7 @@ class AutoMCDropout(Guide):
         weight, number = self.weights[latent.name], list(self.weights).index(latent.name)
         count = latent.size if self.mask == "weights" else weight.num_units
         return NoisyWeight(
-            parts[0], parts[1], self._parameter("p")[number], count, self.noise, self._step(),
+            parts[0], parts[1], self.parameter("p")[number], count, self.noise, self._step(),
             scale_free=latent.name in self._scale_free,
             batch_dims=len(latent.shape) - latent.event_dim,
         )  # fmt: skip
@@ -243,7 +243,7 @@ class AutoMCDropout(Guide):
     ) -> Tensor:
         """Numbers (..., P) from those of each site, (..., *shape)."""
         weights, parts = self._noisy_weights(), []
-        for name, loc in self.require_layout().unflatten(self._parameter("loc")).items():
+        for name, loc in self.require_layout().unflatten(self.parameter("loc")).items():
             part = of_weight(weights[name]) if name in weights else of_point(loc)
             parts.append(part.reshape(*part.shape[: part.dim() - loc.dim()], -1))
         return torch.cat(parts, -1)
@@ -287,7 +287,7 @@ class AutoMCDropout(Guide):
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
         """-H(eps) - E_q[log p(w)], in closed form for Normal and log-uniform priors."""
         expected = expected_log_prior(
-            self.require_layout(), self._parameter("loc"), self.variances(), run.latents
+            self.require_layout(), self.parameter("loc"), self.variances(), run.latents
         )
         total = -expected
         for name, q in self._noisy_weights().items():
@@ -302,16 +302,16 @@ class AutoMCDropout(Guide):
 
     def location(self) -> Tensor:
         """The vector (P,) of M and, for the other latents, u."""
-        return self._parameter("loc")
+        return self.parameter("loc")
 
     def mean_latents(self) -> dict[str, Tensor]:
         """The mean weights M and the values of the other latents, by site."""
-        return self.require_layout().constrain(self._parameter("loc"))[0]
+        return self.require_layout().constrain(self.parameter("loc"))[0]
 
     def rates(self) -> dict[str, Tensor]:
         """The current rate p of each dropped site."""
         self.require_layout()
-        return dict(zip(self.weights, self._parameter("p").detach().unbind(), strict=True))
+        return dict(zip(self.weights, self.parameter("p").detach().unbind(), strict=True))
 
     def variances(self) -> Tensor:
         """The marginal variances p / (1 - p) M^2 (P,), zero for point masses."""

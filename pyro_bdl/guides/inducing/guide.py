@@ -150,7 +150,7 @@ class AutoInducing(Guide):
     def _arguments(self) -> Batch:
         """The program's arguments at the inducing inputs."""
         leaves = [
-            self._parameter(f"inducing_{number}") if other is None else other[0]
+            self.parameter(f"inducing_{number}") if other is None else other[0]
             for number, other in enumerate(self._others)
         ]
         return tree_unflatten(leaves, self._structure)
@@ -202,7 +202,7 @@ class AutoInducing(Guide):
         rest = {name: value for name, value in values.items() if name in self.rest.latents}
         given = {name: value for name, value in values.items() if name not in rest}
         layers, numbers = self.layers, {}
-        targets, precisions = self._parameter("targets"), self._parameter("log_precision").exp()
+        targets, precisions = self.parameter("targets"), self.parameter("log_precision").exp()
         if noise is not None:
             numbers = _parts(noise, {site: sum(layer.noise) for site, layer in layers.items()})
         parts = _parts(targets, {site: l.rows * l.outputs for site, l in layers.items()})
@@ -229,7 +229,7 @@ class AutoInducing(Guide):
 
     def _vectors(self, noise: Tensor) -> Tensor:
         """Draws (S, P) from standard Normal numbers (S, numbers)."""
-        loc, scale = self._parameter("loc"), self._parameter("scale")
+        loc, scale = self.parameter("loc"), self.parameter("scale")
         if not self.layers:
             return torch.addcmul(loc, scale, noise)
 
@@ -242,13 +242,13 @@ class AutoInducing(Guide):
         return self._map(draw, {"noise": noise})
 
     def sample_vectors(self, num_samples: int) -> Tensor:
-        like, size = self._parameter("loc"), (num_samples, self._noise_size)
+        like, size = self.parameter("loc"), (num_samples, self._noise_size)
         return self._vectors(torch.randn(size, dtype=like.dtype, device=like.device))
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         layout, total = self.require_layout(), -log_det
         if self.rest.latents:
-            q = dist.Normal(self._parameter("loc"), self._parameter("scale"))
+            q = dist.Normal(self.parameter("loc"), self.parameter("scale"))
             total = total + q.log_prob(layout.take(vector, list(self.rest.latents))).sum()
         if self.layers:
             for layer in self._pass(layout.constrain(vector)[0]).drawn:
@@ -263,7 +263,7 @@ class AutoInducing(Guide):
             return super().kl(vector, log_det, run)
         values, total = self.require_layout().constrain(vector)[0], vector.new_zeros(())
         if self.rest.latents:
-            loc, scale = self._parameter("loc"), self._parameter("scale")
+            loc, scale = self.parameter("loc"), self.parameter("scale")
             priors = {name: run.latents[name] for name in self.rest.latents}
             total = total + diagonal_normal_kl(self.rest, loc, scale, values, priors)
         if self.layers:
@@ -277,20 +277,20 @@ class AutoInducing(Guide):
         return not self.layers
 
     def site_vectors(self) -> tuple[Tensor, ...] | None:
-        return None if self.layers else (self._parameter("loc"), self._parameter("scale"))
+        return None if self.layers else (self.parameter("loc"), self.parameter("scale"))
 
     def site_distribution(self, latent: Latent, *parts: Tensor) -> dist.TorchDistribution:
         return marginal(latent, *parts)
 
     def location(self) -> Tensor:
         """The means of each layer's weights given the means of those before."""
-        return self._vectors(self._parameter("loc").new_zeros(1, self._noise_size))[0]
+        return self._vectors(self.parameter("loc").new_zeros(1, self._noise_size))[0]
 
     @torch.no_grad()
     def variances(self) -> Tensor:
         """The marginal variances; with layers those of 4096 draws, which are the same each time."""
         if not self.layers:
-            return self._parameter("scale").square()
+            return self.parameter("scale").square()
         center = self.location()
         total, squares = torch.zeros_like(center), torch.zeros_like(center)
         most = max(1, _NUMBERS // self._noise_size)

@@ -117,7 +117,7 @@ def test_the_gradient_of_a_learned_rate(model, data):
         from pyro_bdl.program import record
 
         kl = guide.kl(vector, log_det, record(model, values, data))
-        (gradient,) = torch.autograd.grad(kl, guide._parameter("p"))
+        (gradient,) = torch.autograd.grad(kl, guide.parameter("p"))
     p, weight = 0.2, guide.mean_latents()["2.weight"]
     expected = 3 * math.log(p / (1 - p)) + weight.square().sum() / (2 * 0.7**2 * (1 - p) ** 2)
     torch.testing.assert_close(gradient[0], expected.detach())
