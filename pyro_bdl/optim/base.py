@@ -13,9 +13,14 @@ relative change is
     c = (S' - S) / S = s dL/ds / eta,
 
 below -1 where S' is negative.
+
+The gradients are those of one loss, or the sum of those of several micro-batches: call
+``backward`` on each of k losses divided by k, and then ``step``. With the same draw in all of them
+this is a step on their rows together; with a draw of its own in each it is a step of k particles.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -33,8 +38,9 @@ class Move(NamedTuple):
     :param rate: rho, the step size in the precision.
     :param gradient: the location's average gradient with this step's, (P,).
     :param average: the same before this step, (P,).
-    :param temperature: that of the ELBO's step.
-    :param draw: the mean draw (P,) of the ELBO's step, if it is known.
+    :param temperature: that of the ELBO's last step.
+    :param draw: the mean draw (P,) of the ELBO's steps whose gradients have been added up, if all
+        are known.
     """
 
     rate: float
@@ -42,6 +48,24 @@ class Move(NamedTuple):
     average: Tensor
     temperature: float
     draw: Tensor | None
+
+
+class Seen(NamedTuple):
+    """The steps of an ELBO whose gradients have been added up.
+
+    :param temperature: that of the last one.
+    :param draws: the sum (P,) of their mean draws; None if one is not known.
+    """
+
+    steps: int = 0
+    temperature: float = 1.0
+    draws: Tensor | None = None
+
+    def with_step(self, step: Any) -> "Seen":
+        draws = step.draw
+        if self.steps and draws is not None:
+            draws = None if self.draws is None else self.draws + draws
+        return Seen(self.steps + 1, step.temperature, draws)
 
 
 class NaturalGradient(torch.optim.Optimizer):
@@ -68,6 +92,28 @@ class NaturalGradient(torch.optim.Optimizer):
         parameters = self.parameters_of(guide)
         self.guide = guide
         super().__init__(parameters, {"lr": lr, "betas": betas, "clip": clip})
+        self._watch()
+
+    def _watch(self) -> None:
+        """Add up the draws of the guide's steps as their gradients are added up in its location."""
+        self._seen: Seen = Seen()
+        this = weakref.ref(self)
+
+        def note(loc: Tensor) -> None:
+            optimizer = this()
+            if optimizer is not None and optimizer.guide.last_step is not None:
+                optimizer._seen = optimizer._seen.with_step(optimizer.guide.last_step)
+
+        self.guide.loc.register_post_accumulate_grad_hook(note)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._seen = Seen()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "guide" in state:  # a copy
+            self._watch()
 
     def __getstate__(self) -> dict[str, Any]:
         """The state; a ``deepcopy`` of the optimizer trains the copy of the guide."""
@@ -96,7 +142,7 @@ class NaturalGradient(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take a step with the gradients from ``loss.backward()``.
+        """Take a step with the gradients from ``loss.backward()``, of one loss or several.
 
         :raises RuntimeError: if there is no gradient, it is not finite, or the precision asked for
             is not positive; the guide then stays as it was.
@@ -105,6 +151,11 @@ class NaturalGradient(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # those of another ELBO, such as Pyro's, are not known; no optimizer reads them again
+        seen, last = self._seen, self.guide.last_step
+        self._seen, self.guide.last_step = Seen(), None
+        if not seen.steps and last is not None:  # gradients that were set, not added up
+            seen = seen.with_step(last)
         (group,) = self.param_groups
         gradients = [parameter.grad for parameter in group["params"]]
         if any(gradient is None for gradient in gradients):
@@ -126,14 +177,12 @@ class NaturalGradient(torch.optim.Optimizer):
         peak = max(state["peak"], group["lr"])
         share = math.sqrt(group["lr"] / peak) if peak > 0 else 0.0  # a warm-up may start at zero
         momentum = torch.lerp(state["momentum"], loc.grad, 1 - beta1)
-        # that of another ELBO, such as Pyro's, is not known; no optimizer reads it again
-        taken, self.guide.last_step = self.guide.last_step, None
         step = Move(
             rate=(1 - beta2) * share,
             gradient=momentum / (1 - beta1**number),
             average=state["momentum"] / (1 - beta1 ** max(1, state["step"])),
-            temperature=1.0 if taken is None else taken.temperature,
-            draw=None if taken is None else taken.draw,
+            temperature=seen.temperature,
+            draw=None if seen.draws is None else seen.draws / seen.steps,
         )
         self.move(step, lr=group["lr"], clip=group["clip"])
         state.update(step=number, momentum=momentum, peak=peak)

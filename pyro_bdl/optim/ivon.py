@@ -34,6 +34,10 @@ class IVON(DiagonalNaturalGradient):
     dL/dm is their N (g + delta m), so that lr has the same meaning. There are two differences: the
     momentum is taken of the whole gradient, and the initial scale replaces their initial Hessian.
 
+    Gradients may be accumulated: ``backward`` on each of k losses divided by k, then one step. The
+    noise e is then the mean over the k draws. Under ``torch.autocast`` draws, gradients and states
+    stay in float32.
+
     :param guide: a guide with one scale for each weight, after ``guide.prototype``.
     :param lr: the learning rate of the location; 1 is a Newton step. Torch's schedulers can change
         it.

@@ -93,6 +93,78 @@ def test_the_control_variate_is_the_noise_of_the_draw(estimator):
     torch.testing.assert_close(guide.scale.detach(), expected.rsqrt())
 
 
+# Gradients that are added up over micro-batches
+
+
+def _two_steps(pair, batches, seeds, particles=1):
+    """Location and scale after two steps, each over batches of rows and seeds of their noise."""
+    optimizer, elbo = pair
+    model, *data = _linear()
+    guide = AutoMeanField(model).prototype(*data)
+    mover, loss = optimizer(guide), elbo(num_particles=particles)(model, guide)
+    loss(*data)  # the first call also checks the program, and draws for it
+    for step in range(2):
+        mover.zero_grad()
+        for rows, seed in zip(batches, seeds, strict=True):
+            if seed is not None:
+                torch.manual_seed(10 * step + seed)
+            (loss(*(value[rows] for value in data)) / len(batches)).backward()
+        mover.step()
+    return guide.loc.detach(), guide.scale.detach()
+
+
+def test_micro_batches_at_one_noise_are_one_batch(pair):
+    parts = [slice(start, start + N // 4) for start in range(0, N, N // 4)]
+    whole = _two_steps(pair, [slice(None)], [1])
+    torch.testing.assert_close(_two_steps(pair, parts, [1, 1, 1, 1]), whole, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("name", ["ivon", "ivon, sampled KL"])
+def test_micro_batches_with_noise_of_their_own_are_particles(name):
+    """The control variate is that of the mean noise: the second step has a momentum."""
+    everything = [slice(None)] * 4
+    several = _two_steps(PAIRS[name], everything, [1, None, None, None])
+    at_once = _two_steps(PAIRS[name], everything[:1], [1], particles=4)
+    torch.testing.assert_close(several, at_once, rtol=1e-10, atol=0)
+
+
+def test_ivon_by_hand_under_autocast_and_accumulation():
+    """Products in bfloat16, all else in float32."""
+    model, x, y = _linear(torch.float32)
+    guide = AutoMeanField(model).prototype(x, y)
+    loc, scale = guide.loc.detach().clone(), guide.scale.detach().clone()
+    optimizer, loss = IVON(guide), TemperedTraceMeanField_ELBO()(model, guide)
+    loss(x, y)
+    momentum, parts = torch.zeros(P), [slice(0, N // 2), slice(N // 2, N)]
+    for step in range(1, 3):
+        optimizer.zero_grad()
+        for rows in parts:
+            torch.manual_seed(step + rows.stop)
+            with torch.autocast("cpu", torch.bfloat16):
+                value = loss(x[rows], y[rows]) / 2
+            value.backward()
+        optimizer.step()
+        leaves, noises, total = (loc.requires_grad_(), scale.requires_grad_()), [], 0.0
+        for rows in parts:
+            torch.manual_seed(step + rows.stop)
+            noises.append(torch.randn(P))
+            mean = (x[rows].bfloat16() @ (loc + scale * noises[-1]).bfloat16()).float()
+            kl = 0.5 * (loc.square() + scale.square() - 1).sum() - scale.log().sum()
+            errors = ((y[rows] - mean) / NOISE).square().sum()
+            total = total + (errors + kl) / 2  # N / B = 2 times the rows' half squares
+        of_loc, of_scale = torch.autograd.grad(total, leaves)
+        loc, scale = loc.detach(), scale.detach()
+        average = momentum / (1 - 0.9 ** max(1, step - 1))
+        change = (of_scale - average * (sum(noises) / 2)) * scale * 0.01
+        scale = scale * (1 + change + change.square() / 2).rsqrt()
+        momentum = 0.9 * momentum + 0.1 * of_loc
+        deviations = (momentum / (1 - 0.9**step) * scale).clamp(-10, 10)
+        loc = loc - 0.1 * deviations * scale
+    assert guide.loc.dtype == guide.scale.dtype == torch.float32
+    torch.testing.assert_close(guide.loc.detach(), loc, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(guide.scale.detach(), scale, rtol=1e-5, atol=0)
+
+
 # Where they arrive
 
 
