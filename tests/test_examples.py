@@ -49,3 +49,26 @@ def test_images(run, tmp_path):
 def test_hierarchical(run):
     text = run("hierarchical.py", "--groups", 2, "--steps", 2, "--draws", 4)
     assert text.count("±") == 6 and "R-hat" in text
+
+
+def test_lightning_module(run):
+    """Lightning gives the numbers of ``train``, and those of a run that was never stopped."""
+    pytest.importorskip("lightning")
+    text = run("lightning_module.py", "--steps", 6, "--rows", 16)
+    for words in ("Adam: losses", "IVON: losses"):
+        assert f"{words} differ from those of train by 0, guides by 0" in text
+    assert "went on from half differs by 0\n" in text
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+@pytest.mark.parametrize(
+    "posterior", ["laplace", pytest.param("mean-field", marks=pytest.mark.slow)]
+)
+def test_adapter_trainer(run, posterior):
+    for package in ("transformers", "accelerate", "peft"):
+        pytest.importorskip(package)
+    options = ["--rows", 16, "--epochs", 1, "--steps", 3]
+    text = run("adapter_trainer.py", "--posterior", posterior, *options)
+    # rank 2 in the query, value and four dense layers, and the head of two classes
+    assert f"{posterior} over 482 weights of 14 tensors" in text
+    assert text.count("log likelihood") == 2
