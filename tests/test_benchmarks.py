@@ -181,6 +181,15 @@ def test_calibration_on_a_folder_of_the_uci_layout(line):
     assert len((line / "rows.jsonl").read_text().splitlines()) == 2
 
 
+def test_last_layers_on_a_folder_and_images(line, digits):
+    pytest.importorskip("vbll")
+    options = "--quick --threads 1 --repeats 1 --steps 3 --image-steps 3 --sets line"
+    found = run("variational_last_layer", options, "--data", line, "--images", digits)
+    assert found.keys() == {"line", "Fashion-MNIST features"}
+    for part in found.values():
+        assert "vbll" in part["scores"] and part["ms a step"]["vbll"] > 0
+
+
 def test_dropout_on_a_folder_of_the_uci_layout(line):
     """Under a name of its own: two rates, two seeds."""
     options = "--sets line --splits 2 --seeds 2 --steps 400 --draws 50 --rates 0.005 0.3 --data"

@@ -32,8 +32,6 @@ class Family:
     normal_marginals = False
     # Draws that a step must take to train all of the guide: the number of an ensemble's members.
     num_members = 1
-    # True if the posterior belongs to the program linearized at its center.
-    linearized = False
 
     def create_parameters(self, start: Tensor) -> None:
         """Create the parameters.
@@ -47,6 +45,11 @@ class Family:
         """True if ``log_density`` is a density over all latents; False if some or all latents are
         fixed."""
         return True
+
+    @property
+    def linearized(self) -> bool:
+        """True if the posterior belongs to the program linearized at its center."""
+        return False
 
     @property
     def independent_draws(self) -> bool:

@@ -49,7 +49,6 @@ class LaplaceGuide(JointGuide, NormalGuide):
     :param subset: the latents with a covariance.
     """
 
-    linearized = True
     loc: Tensor  # u*, (P,)
     width: Tensor  # the factor of the covariance, 1 before ``fit_width``
     held_out: HeldOut | None = None  # what the rows of ``fit_width`` said
@@ -81,6 +80,10 @@ class LaplaceGuide(JointGuide, NormalGuide):
         self.few: Batch = (), {}
         self.register_buffer("loc", source.location().detach().clone())
         self.register_buffer("width", self.loc.new_ones(()))
+
+    @property
+    def linearized(self) -> bool:
+        return True
 
     def __repr__(self) -> str:
         chosen, size = self.config, self.subset.size

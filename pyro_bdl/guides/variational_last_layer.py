@@ -1,7 +1,6 @@
 """A last layer with a Gaussian posterior whose expected log likelihood needs no draws."""
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.structures.base import Precision, Whitened, whole_rows
-from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.guides.kl import expected_log_prior
 from pyro_bdl.guides.laplace import subset_of
 from pyro_bdl.guides.last_layer_features import Term
@@ -71,7 +70,8 @@ class AutoVariationalLastLayer(NormalGuide):
             raise ValueError(f"init_scale must be positive and finite, got {init_scale}")
         super().__init__(model, **options)
         self.structure, self.features, self.init_scale = structure, features, init_scale
-        self.selection, self.head = subset, None
+        self.selection = subset
+        self.head: Head | None = None
 
     def options(self) -> dict[str, Any]:
         return {
@@ -112,7 +112,8 @@ class AutoVariationalLastLayer(NormalGuide):
         """The positions of W (K, H) in the vector; none where the program has no last layer."""
         args, kwargs = self.few_rows
         nothing = torch.empty(0, 0, dtype=torch.long, device=start.device)
-        layout, noise = self.require_layout(), []
+        layout = self.require_layout()
+        noise: list[Tensor] = []
 
         def change(term: Term) -> Tensor:
             assert term.inputs is not None
@@ -159,7 +160,7 @@ class AutoVariationalLastLayer(NormalGuide):
     def _warn(self, what: str) -> None:
         if what not in self.told:
             self.told.add(what)
-            warnings.warn(f"{type(self).__name__} {what}", BdlWarning, stacklevel=2)
+            warn(f"{type(self).__name__} {what}", "last-layer-draws", stacklevel=3)
 
     def expected_log_likelihood(
         self,
@@ -174,7 +175,7 @@ class AutoVariationalLastLayer(NormalGuide):
         inside = {**latents, **{name: means[name] for name in self.sites}}
         classes, column, mix = self.head.classes, self.parameter("column"), self._mix()
         rows = None if self.structure == "dense" else self.parameter("row").square().sum(-1)
-        runs = []
+        runs: list[Run] = []
 
         def at(point: Tensor) -> Any:
             variance: list[Tensor] = []
