@@ -22,14 +22,14 @@ try:
     from botorch.models.model import FantasizeMixin, Model
     from botorch.posteriors import GPyTorchPosterior, Posterior
     from botorch.posteriors.ensemble import EnsemblePosterior
+    from botorch.sampling.get_sampler import GetSampler
+    from botorch.sampling.index_sampler import IndexSampler
     from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
     from linear_operator import to_linear_operator
 except ImportError as error:
     raise ImportError(
         'pyro_bdl.contrib.botorch needs BoTorch: pip install "pyro-bdl[botorch]"'
     ) from error
-
-_Observations = tuple[Tensor, Tensor, Tensor]  # X, Y and the variance of the noise
 
 
 class PosteriorModel(Model, FantasizeMixin):
@@ -78,7 +78,7 @@ class PosteriorModel(Model, FantasizeMixin):
         self._is_gaussian = is_linear(posterior) and not isinstance(posterior, MixtureGuide)
         self.site, self.seed, self._size = site, seed, num_outputs
         self._outputs = list(range(num_outputs))
-        self._observed: _Observations | None = None
+        self._observed: tuple[Tensor, ...] | None = None  # X, Y and the variance of the noise
         if input_transform is not None:
             self.input_transform = input_transform
         if outcome_transform is not None:
@@ -127,7 +127,7 @@ class PosteriorModel(Model, FantasizeMixin):
                 raise UnsupportedError("draws of f take no noise of a given variance")
             draws = self._draws(self._predictive, x, noisy=observation_noise)
             draws = draws if transform is None else transform.untransform(draws, X=X)[0]
-            result = EnsemblePosterior(draws.movedim(0, -3))
+            result = _DrawsPosterior(draws.movedim(0, -3))
         return result if posterior_transform is None else posterior_transform(result, X=X)
 
     def draw(self, index: int) -> GenericDeterministicModel:
@@ -173,7 +173,7 @@ class PosteriorModel(Model, FantasizeMixin):
         noise = self._noise(x, known=True) if noise is None else noise
         given = x, Y, noise.expand(torch.broadcast_shapes(noise.shape, (*x.shape[:-1], self._size)))
         result = copy.copy(self)
-        result._observed = given if self._observed is None else _joined(self._observed, given)
+        result._observed = tuple(map(_joined, self._observed, given)) if self._observed else given
         return result
 
     def _draws(self, predictive: Any, x: Tensor, *, noisy: bool = False) -> Tensor:
@@ -222,9 +222,7 @@ class PosteriorModel(Model, FantasizeMixin):
     def _conditioned(self, x: Tensor, *observed: Tensor) -> tuple[Tensor, Tensor]:
         """The moments of f at x given observations, N(m + K G (y - m_o), K_xx - K G K')."""
         x_o, y, noise = observed
-        batch = torch.broadcast_shapes(x.shape[:-2], x_o.shape[:-2])
-        both = [part.expand(*batch, *part.shape[-2:]) for part in (x, x_o)]
-        mean, covariance = self._moments(torch.cat(both, -2))
+        mean, covariance = self._moments(_joined(x, x_o))
         new = x.shape[-2] * self._size
         cross, inner = covariance[..., new:, :new], covariance[..., new:, new:]
         factor = torch.linalg.cholesky(inner + torch.diag_embed(noise.flatten(-2)))
@@ -267,11 +265,30 @@ class PosteriorModel(Model, FantasizeMixin):
         """Nothing: the training inputs are the program's own affair."""
 
 
-def _joined(one: _Observations, other: _Observations) -> _Observations:
-    """Observations one after the other, with their batches broadcast."""
+class _DrawsPosterior(EnsemblePosterior):
+    """Draws of f that acquisition functions take in turn, the same at all points."""
 
-    def cat(first: Tensor, second: Tensor) -> Tensor:
-        batch = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
-        return torch.cat([part.expand(*batch, *part.shape[-2:]) for part in (first, second)], -2)
 
-    return cat(one[0], other[0]), cat(one[1], other[1]), cat(one[2], other[2])
+class _InTurn(IndexSampler):
+    """Sample i of n is draw number i S / n of S, in every batch: ``IndexSampler`` chooses others
+    for each batch, so that acquisition functions have noise over X."""
+
+    def _construct_base_samples(self, posterior: EnsemblePosterior) -> None:
+        size, batch = posterior.ensemble_size, posterior.batch_shape
+        count = self.sample_shape.numel()
+        indices = torch.arange(count, device=posterior.device) * size // count
+        indices = indices.reshape(*self.sample_shape, *(1 for _ in batch))
+        self.register_buffer("base_samples", indices.expand(*self.sample_shape, *batch))
+
+
+@GetSampler.register(_DrawsPosterior)
+def _sampler(
+    posterior: _DrawsPosterior, sample_shape: torch.Size, *, seed: int | None = None
+) -> IndexSampler:
+    return _InTurn(sample_shape, seed=seed)
+
+
+def _joined(first: Tensor, second: Tensor) -> Tensor:
+    """Rows one after the other, with their batches broadcast."""
+    batch = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
+    return torch.cat([part.expand(*batch, *part.shape[-2:]) for part in (first, second)], -2)

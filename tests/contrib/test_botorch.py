@@ -12,7 +12,12 @@ import pyro_bdl as bdl
 
 pytest.importorskip("botorch")
 
-from botorch.acquisition import qKnowledgeGradient, qLogExpectedImprovement, qMaxValueEntropy
+from botorch.acquisition import (
+    qExpectedImprovement,
+    qKnowledgeGradient,
+    qLogExpectedImprovement,
+    qMaxValueEntropy,
+)
 from botorch.acquisition.analytic import ExpectedImprovement, PosteriorMean
 from botorch.acquisition.logei import qLogNoisyExpectedImprovement
 from botorch.acquisition.objective import ScalarizedPosteriorTransform
@@ -21,6 +26,7 @@ from botorch.models.transforms import Normalize, Standardize
 from botorch.optim import optimize_acqf
 from botorch.posteriors import GPyTorchPosterior
 from botorch.posteriors.ensemble import EnsemblePosterior
+from botorch.sampling.get_sampler import get_sampler
 
 from pyro_bdl.contrib.botorch import PosteriorModel
 
@@ -221,6 +227,16 @@ def test_ensembles_are_the_draws_of_predictive(kind):
     noisy = surrogate_model.posterior(new, observation_noise=True).values
     torch.testing.assert_close(noisy, surrogate_model.posterior(new, None, True).values)
     assert (noisy - draws).std() == pytest.approx(NOISE, rel=0.3)
+
+
+def test_acquisitions_average_all_draws_alike_in_all_batches():
+    """With 2 S samples qEI is the mean improvement over the S draws, and has no noise over X."""
+    surrogate_model, _, y = network_model("samples")
+    new, best = torch.rand(5, 1, INPUTS, **DOUBLE), y.mean()
+    values = surrogate_model.posterior(new).values[..., 0, 0]  # (5, S)
+    sampler = get_sampler(surrogate_model.posterior(new), torch.Size([2 * values.shape[1]]))
+    found = qExpectedImprovement(surrogate_model, best_f=best, sampler=sampler)(new)
+    torch.testing.assert_close(found, (values - best).clamp(min=0.0).mean(1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
