@@ -297,3 +297,14 @@ def test_rank_one_scores_every_side(digits):
     result = run("rank_one", "--quick --test 10", "--data", digits)
     ensemble, one = (result[f"{side}: bytes"] for side in ("ensemble", "rank-one, of four"))
     assert 0.0 <= result["rank-one, mixture: accuracy"] <= 1.0 and one < ensemble
+
+
+def test_bayesian_optimization_goes_on_from_its_rows(tmp_path):
+    pytest.importorskip("botorch")
+    options = f"--quick --threads 1 --tasks jump --rows {tmp_path / 'rows.jsonl'}"
+    found = run("bayesian_optimization", options, "--figure", tmp_path / "regret.png")
+    surrogates = ("gp", "nuts", "laplace", "last layer", "ensemble")
+    for surrogate in surrogates:
+        assert 0.0 <= found[f"jump, {surrogate}"]["regret"] < 3.0
+    assert is_png(tmp_path / "regret.png")
+    assert run("bayesian_optimization", options) == found
