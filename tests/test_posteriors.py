@@ -108,7 +108,8 @@ def test_dropout_says_its_rates(name):
     found = posteriors.fit(name, problem, OPTIONS)
     (rate,) = found.posterior.rates().values()
     assert found.settings["p of 2.weight"] == f"{rate.item():.3g}"
-    assert (found.settings["p of 2.weight"] == "0.1") == (name == "mc-dropout")
+    rates = ("0.005", "0.01", "0.05", "0.1")  # one of them predicts held-out rows best
+    assert (found.settings["p of 2.weight"] in rates) == (name == "mc-dropout")
 
 
 def test_the_friction_is_critical_for_the_priors_directions():
