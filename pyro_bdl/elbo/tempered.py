@@ -266,7 +266,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
 
         with without_autocast():
             vectors, offset = guide.step_draws(self.num_particles)
-        draw = vectors[0] if self.num_particles == 1 else vectors.detach().mean(0)
+        draw = vectors.squeeze(0) if self.num_particles == 1 else vectors.detach().mean(0)
         if self.num_particles == 1:
             terms = self.particle(model, guide, draw, args, kwargs, estimator)
         else:

@@ -126,8 +126,8 @@ def maximize(
         linearized = all(is_known(site.distribution) for site in reading.run.observed.values())
     with restored_on_error(reading.parameters, guide.refresh):
         for _ in range(_ROUNDS):
-            before = guide.hyperparameters()
             search = _Search(guide, reading, linearized, progress)
+            before = search.hyperparameters()
             result = search.run(method, steps, learning_rate, tolerance)
             if guide.mode != "steps":
                 break
@@ -173,10 +173,10 @@ class _Search:
         if point is not None:
             point.warn(stacklevel=4)
         gap = None if point is None else point.gap
-        return Evidence(value, gamma, self._now(), history, gap)
+        return Evidence(value, gamma, self.hyperparameters(), history, gap)
 
-    def _now(self) -> dict[str, Tensor]:
-        return {name: parameter.now().detach() for name, parameter in self.tuned.items()}
+    def hyperparameters(self) -> dict[str, Tensor]:
+        return {name: p.now().detach().clone() for name, p in self.tuned.items()}
 
     def _put(self, values: dict[str, Tensor]) -> None:
         for name, value in values.items():
@@ -198,9 +198,9 @@ class _Search:
 
     def _fixed_point(self, steps: int, tolerance: float) -> tuple[list[float], int]:
         """The history, and how many steps are left to gradient ascent where it fails."""
-        start, history = self._now(), []
+        start, history = self.hyperparameters(), []
         for step in self._counted(steps):
-            point, now = self._point(), self._now()
+            point, now = self._point(), self.hyperparameters()
             history.append(self._value(point))
             try:
                 values = self.formula.fixed_point(point)

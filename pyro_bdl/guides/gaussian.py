@@ -194,7 +194,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
         """The effective number of parameters gamma = sum_i (1 - prior precision_i * posterior
         variance_i), a scalar from 0 to p: how many the data determine (MacKay 1992, equation
         3.2)."""
-        return self.subset.size - (self.prior.diagonal * self.precision.variances()).sum()
+        return self.subset.size - self.precision.weighted_trace(self.prior.diagonal)
 
     @torch.enable_grad()
     def refresh(self, reading: ParameterReading | None = None) -> None:

@@ -58,16 +58,16 @@ def diagonal_normal_kl(
     (m_i - n_i)^2) / (2 t_i^2) - 1/2 for a prior Normal(n, t^2). Other sites are evaluated one by
     one at ``values``, the constrained draw.
     """
-    normals, terms = normal_priors(p), []
-    for name, latent in layout.latents.items():
-        if name not in normals:
-            where, shape = layout.slices[name], latent.unconstrained_shape
-            q = marginal(latent, loc[where].view(shape), scale[where].view(shape))
-            q = q.to_event(latent.event_dim - q.event_dim)
-            terms.append(_site_kl(Site(q, values[name], 1.0, None), p[name]))
+    normals, terms = normal_priors({name: p[name] for name in layout.latents}), []
+    (m, locs), (s, scales) = layout.split(loc, normals), layout.split(scale, normals)
+    for name in locs:
+        latent = layout.latents[name]
+        shape = latent.unconstrained_shape
+        q = marginal(latent, locs[name].view(shape), scales[name].view(shape))
+        q = q.to_event(latent.event_dim - q.event_dim)
+        terms.append(_site_kl(Site(q, values[name], 1.0, None), p[name]))
     if normals:
         prior_loc, prior_scale = as_vectors(normals)
-        m, s = layout.take(loc, list(normals)), layout.take(scale, list(normals))
         distance = (m - prior_loc) / prior_scale
         terms.append(_scale_terms(s / prior_scale) + 0.5 * torch.dot(distance, distance))
     return _sum(terms)

@@ -1,7 +1,7 @@
 """One flat vector of unconstrained numbers for a dict of constrained sites."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,6 +167,23 @@ class Layout:
             name: values[name] if latent.transform is None else latent.transform(values[name])
             for name, latent in self.latents.items()
         }
+
+    def split(self, vector: Tensor, names: Collection[str]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The entries (..., p) of a vector (..., P) that belong to the named sites, in its order,
+        and those of each other site; cut at once, so that gradients are joined and not added."""
+        owners: list[str | None] = []  # of pieces: a site, or None for named ones in a row
+        sizes: list[int] = []
+        for name, size in zip(self.latents, self._sizes, strict=True):
+            if name in names and owners and owners[-1] is None:
+                sizes[-1] += size
+            else:
+                owners.append(None if name in names else name)
+                sizes.append(size)
+        pieces = list(zip(owners, torch.split(vector, sizes, -1), strict=True))
+        taken = [piece for owner, piece in pieces if owner is None]
+        others = {owner: piece for owner, piece in pieces if owner is not None}
+        joined = taken[0] if len(taken) == 1 else torch.cat(taken or [vector[..., :0]], -1)
+        return joined, others
 
     def take(self, vector: Tensor, names: Sequence[str]) -> Tensor:
         """The entries (..., p) of a vector (..., P) that belong to the named sites, in order."""

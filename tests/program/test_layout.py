@@ -45,3 +45,19 @@ def test_layouts_map_onto_supports_and_travel_by_pickle():
     others, other = pickle.loads(pickle.dumps(layout)).constrain(u)
     assert torch.equal(log_det, other)
     assert all(torch.equal(others[name], value) for name, value in values.items())
+
+
+@pytest.mark.parametrize("names", [set(), {"a", "b"}, {"a", "d"}, {"a", "b", "c", "d"}], ids=str)
+def test_named_sites_are_split_from_the_others(names):
+    def model():
+        for name, size in {"a": 2, "b": 3, "c": 1, "d": 2}.items():
+            pyro.sample(name, dist.Normal(torch.zeros(size), 1.0).to_event(1))
+
+    layout = Program(model).layout
+    u = torch.randn(2, layout.size, requires_grad=True)
+    sites, (taken, others) = layout.unflatten(u), layout.split(u, names)
+    assert torch.equal(taken, torch.cat([u[:, :0], *[sites[n] for n in sorted(names)]], -1))
+    assert list(others) == [name for name in sites if name not in names]
+    assert all(torch.equal(others[name], sites[name]) for name in others)
+    total = (taken**2).sum() + sum((part**2).sum() for part in others.values())
+    torch.testing.assert_close(torch.autograd.grad(total, u)[0], 2 * u.detach())

@@ -149,6 +149,10 @@ class Precision(Protocol):
         """Return the marginal variances (p,)."""
         ...
 
+    def weighted_trace(self, weights: Tensor) -> Tensor:
+        """Return sum_i w_i C_ii, a scalar, for C = precision^-1 and weights (p,)."""
+        return (weights * self.variances()).sum()
+
     @abstractmethod
     def whitened(self, jacobian: Jacobian) -> Iterable[Whitened]:
         """Yield blocks and weights whose weighted Gram matrices add up to J C J', with C =

@@ -162,6 +162,9 @@ def test_log_determinants_from_eigenvalues(case, count):
 def test_variances_are_the_diagonal_of_the_inverse(case):
     expected = torch.linalg.inv(case.matrix).diagonal()
     torch.testing.assert_close(case.precision.variances(), expected, rtol=1e-9, atol=1e-10)
+    for weights in (torch.full_like(expected, 0.7), torch.rand_like(expected)):
+        trace = case.precision.weighted_trace(weights)
+        torch.testing.assert_close(trace, weights @ expected, rtol=1e-9, atol=1e-10)
 
 
 def test_covariances_of_functions(case):

@@ -218,6 +218,14 @@ class WeightPrecision:
             result = result + (1.0 - inside).clamp(min=0.0) / self.rest
         return result.flatten()
 
+    def weighted_trace(self, weights: Tensor) -> Tensor:
+        if bool((weights != weights[0]).any()):
+            return (weights * self.variances()).sum()
+        total = self.values.reciprocal().sum()  # equal weights need no rotation
+        if self.rest is not None:
+            total = total + (self.size - self.values.numel()) / self.rest
+        return weights[0] * total
+
     def whitened(self, block: Any) -> Iterator[Whitened]:
         """Yield blocks and weights whose Gram matrices add up to covariances."""
         if isinstance(block, DenseBlock):
@@ -276,6 +284,10 @@ class KroneckerPrecision(Precision):
             values = precision.variances()
             result = result.index_put((position.index_tensor(result.device),), values)
         return result
+
+    def weighted_trace(self, weights: Tensor) -> Tensor:
+        terms = [block.weighted_trace(weights[place.indices]) for place, block in self.blocks]
+        return torch.stack(terms).sum()
 
     def whitened(self, jacobian: Jacobian) -> Iterator[Whitened]:
         for number, block in self.by_block(jacobian):
