@@ -27,9 +27,9 @@ class AutoAmortized(OwnParameters, AutoGuide):
 
     so that the number of parameters does not grow with the data (Kingma & Welling 2014). The
     encoder is called with the program's arguments and returns two tensors (rows, *shape), s
-    positive. Its rows are those of the arguments: where the program's plate picks some of N rows
-    itself (``subsample_size``), N rows, of which those are taken; where it is called with
-    minibatches (``subsample=``), the rows of the batch. New data have latents of their own, without
+    positive. It returns a row for each row of the arguments: all N rows if the program's plate picks
+    some of them itself (``subsample_size``; the guide then takes the same ones), and the rows of
+    the batch if the program is called with minibatches (``subsample=``). New data have latents of their own, without
     any training: the guide computes them from the arguments that it is called with.
 
     :param model: a Pyro program.

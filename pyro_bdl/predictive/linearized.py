@@ -79,7 +79,7 @@ class LinearizedPredictive(DrawPredictions):
     :param num_samples: S, the number of draws.
     :param seed: seed of the draws of the latents, so that all calls are about the same S functions;
         by default each call draws anew.
-    :raises TypeError: for another posterior.
+    :raises TypeError: for any other kind of posterior.
     :raises ValueError: by its calls, for a posterior of another program; the error names the sites.
     """
 
