@@ -94,7 +94,7 @@ def with_outputs(text, name):
         ]
         return "\n\n".join(parts)
 
-    return BLOCK.sub(shown, text)
+    return BLOCK.sub(shown, text.replace(MARK, ""))
 
 
 def write_outputs(name):
