@@ -27,10 +27,10 @@ class AutoAmortized(OwnParameters, AutoGuide):
 
     so that the number of parameters does not grow with the data (Kingma & Welling 2014). The
     encoder is called with the program's arguments and returns two tensors (rows, *shape), s
-    positive. It returns a row for each row of the arguments: all N rows if the program's plate picks
-    some of them itself (``subsample_size``; the guide then takes the same ones), and the rows of
-    the batch if the program is called with minibatches (``subsample=``). New data have latents of their own, without
-    any training: the guide computes them from the arguments that it is called with.
+    positive, with a row for each row of the arguments: all N rows if the program's plate picks some
+    of them itself (``subsample_size``; the guide takes the same ones), and the rows of the batch if
+    the program is called with minibatches (``subsample=``). New data have latents of their own,
+    without any training: the guide computes them from the arguments that it is called with.
 
     :param model: a Pyro program.
     :param encoders: local site -> encoder, a module or a function.
