@@ -157,6 +157,7 @@ MADE = {
     "inducing": lambda: _moved(AutoInducing(one_shift)),
     "radial": lambda: Radial(program).prototype(X, Y),
     "ensemble": lambda: AutoEnsemble(program, size=4).prototype(X, Y),
+    "anchored": lambda: AutoEnsemble(program, size=4, anchored=True).prototype(X, Y),
     "dropout": lambda: _moved(AutoMCDropout(program, sites="all", p=0.3)),
 }
 # Guides with a density in all latents, joint over them or factorized
