@@ -215,6 +215,15 @@ def test_in_between_measures_every_posterior_against_nuts(tmp_path):
     assert is_png(tmp_path / "in_between.png")
 
 
+def test_inducing_rows_of_every_task(line, tmp_path):
+    options = "--quick --tasks gap width uci --widths 4 --sets line --rows"
+    rows = run("inducing", options, tmp_path / "rows.jsonl", "--data", line)["rows"]
+    assert len(rows) == 4 + 2 + 4 and all(row["kl"] > 0 for row in rows)
+    bounds = {row["posterior"]: row["elbo"] for row in rows if row["task"] == "gap"}
+    assert bounds["inducing"] > bounds["mean-field"]  # from its start on
+    assert all("log likelihood" in row for row in rows if row["task"] == "uci")
+
+
 def test_lora_scores_every_posterior(digits):
     options = (
         "--seeds 2 --steps 3 --upright 20 --upright-steps 3 --train-size 20 --width 4 "

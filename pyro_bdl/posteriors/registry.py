@@ -211,12 +211,13 @@ def trained(
     steps: int,
     elbo: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
+    learning_rate: float = 0.01,
     **bound: Any,
 ) -> Result:
     """Train a guide by SVI.
 
     :param steps: where the problem's options have no number of steps.
-    :param elbo: as of ``training.train``; so is ``optimizer``.
+    :param elbo: as of ``training.train``; so are ``optimizer`` and ``learning_rate``.
     :param bound: options of ``CompiledELBO``, where there is no ``elbo``.
     """
     steps = problem.options.steps or steps
@@ -232,7 +233,7 @@ def trained(
         settings["optimizer"] = type(optimizer).__name__
     run = train(
         problem.model, guide, *problem.data, steps=steps, elbo=elbo, optimizer=optimizer,
-        progress=problem.label,
+        learning_rate=learning_rate, progress=problem.label,
     )  # fmt: skip
     return Result(guide, {**settings, "batch_size": run.batch_size}, run.interrupted)
 

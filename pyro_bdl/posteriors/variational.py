@@ -69,7 +69,7 @@ register(
     "inducing",
     "inducing-point VI",
     "each layer's weights given the features of 50 inducing inputs, at temperature 1",
-)(_vi(AutoInducing, temperature=1.0))
+)(_vi(AutoInducing, temperature=1.0, learning_rate=0.03))
 
 
 @register("ivon", "mean-field VI, IVON", "mean-field by natural gradients (IVON) in place of Adam")

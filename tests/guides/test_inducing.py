@@ -267,5 +267,5 @@ def test_what_it_refuses(model, word):
     "options", [{"num_inducing": 0}, {"init_precision": -1.0}, {"init_scale": math.inf}]
 )
 def test_options_out_of_range(options):
-    with pytest.raises(ValueError, match="must be positive and finite"):
+    with pytest.raises(ValueError, match=next(iter(options))):
         AutoInducing(regression(), **options)

@@ -30,6 +30,7 @@ from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import tree_flatten, tree_unflatten
+from pyro_bdl.utils.validation import whole_number
 
 _NUMBERS = 2**22  # of noise that ``variances`` holds at a time
 
@@ -66,18 +67,12 @@ class AutoInducing(Guide):
         init_scale: float = 0.05,
         **options: Any,
     ) -> None:
-        if not isinstance(num_inducing, int):
-            raise TypeError(f"num_inducing must be a whole number, got {num_inducing!r}")
-        for name, value in {
-            "num_inducing": num_inducing,
-            "init_precision": init_precision,
-            "init_scale": init_scale,
-        }.items():
+        for name, value in {"init_precision": init_precision, "init_scale": init_scale}.items():
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {value}")
         super().__init__(model, **options)
-        self.num_inducing, self.init_precision = num_inducing, init_precision
-        self.init_scale = init_scale
+        self.num_inducing = whole_number(num_inducing, "num_inducing")
+        self.init_precision, self.init_scale = init_precision, init_scale
         self.layers: dict[str, Layer] = {}  # by their weight
         self._first: Batch = (), {}
         self._map = DrawMap(batch_norm=False)
