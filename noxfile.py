@@ -19,18 +19,24 @@ def floor():
     return [line.replace(">=", "==") + ".*" for line in required if ">=" in line]
 
 
+def run_tests(session):
+    """The default tests, then the smoke test."""
+    session.run(*PYTEST, *session.posargs)
+    session.run(*PYTEST, "-m", "smoke")
+
+
 @nox.session(name="tests-floor", python="3.11")
 def tests_floor(session):
     """The default tests with the oldest releases."""
     session.install(".[test]", *floor())
-    session.run(*PYTEST, *session.posargs)
+    run_tests(session)
 
 
 @nox.session(name="tests-newest", python="3.11")
 def tests_newest(session):
     """The default tests with the newest releases."""
     session.install("--upgrade", ".[test]")
-    session.run(*PYTEST, *session.posargs)
+    run_tests(session)
     session.run(*PYTEST, "-m", "accel and not slow")
 
 
@@ -38,7 +44,7 @@ def tests_newest(session):
 def tests(session):
     """The default tests on each Python: ``nox -s tests-3.13``."""
     session.install(".[test]")
-    session.run(*PYTEST, *session.posargs)
+    run_tests(session)
 
 
 @nox.session(name="smoke-floor", python="3.11")

@@ -14,6 +14,7 @@ from torch import nn
 
 from pyro_bdl import Predictive, bayesianize, handlers, models, priors
 from pyro_bdl.curvature import Diagonal, LowRank
+from pyro_bdl.curvature.structures import STRUCTURES
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer, AutoSubnetwork
@@ -341,6 +342,10 @@ def test_its_state_in_a_guide_of_another_kind_says_the_way():
             call()
 
 
+EXACT = [name for name, kind in STRUCTURES.items() if not kind.curvature.is_sampled]
+
+
+@pytest.mark.parametrize("structure", EXACT)
 def test_on_another_device(trained, structure, device):
     model, x, y = classifier(torch.float32)
     model, x, y = model.to(device), x.to(device), y.to(device)
