@@ -139,7 +139,7 @@ def test_nuts_of_a_conjugate_model(conjugate):
     samples = bdl.mcmc.sample(
         model, X, Y, num_warmup=200, num_samples=500, num_chains=2, seed=0, progress=False
     )
-    distances = (samples.draws["r"].reshape(-1, 2).mean(0) - mean) / variance.sqrt()
+    distances = (samples.latents["r"].reshape(-1, 2).mean(0) - mean) / variance.sqrt()
     assert distances.abs().max() < 5 / 200**0.5
 
 
