@@ -47,7 +47,7 @@ def test_layouts_map_onto_supports_and_travel_by_pickle():
     assert all(torch.equal(others[name], value) for name, value in values.items())
 
 
-@pytest.mark.parametrize("names", [set(), {"a", "b"}, {"a", "d"}, {"a", "b", "c", "d"}], ids=str)
+@pytest.mark.parametrize("names", ["", "ab", "ad", "abcd"])
 def test_named_sites_are_split_from_the_others(names):
     def model():
         for name, size in {"a": 2, "b": 3, "c": 1, "d": 2}.items():
