@@ -1,7 +1,7 @@
 """Simplification of a graph to fewer and cheaper operators with the same results.
 
 ``make_fx`` records all operators of autograd and the densities. Many are not needed: aliases,
-products with one, sums with zero, and functions of constants.
+products with one, sums with zero, repeated operators, and functions of constants.
 """
 
 import types
@@ -46,16 +46,20 @@ def simplify(graph: fx.Graph, known: Known) -> None:
     # Where memory is changed in place, the order of reads matters.
     roots = {base(part) for node in graph.nodes for part in changed(node)}
     touched = {node for node in graph.nodes if base(node) in roots}
+    seen: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or node in touched or is_random(node) or mutates(node):
             continue
         if touched.intersection(node.all_input_nodes):
             continue
         value = _constant(node, known)
-        other = _simpler(node, known) if value is None else None
         if value is not None:
             known[node] = value
-        elif other is not None:
+            continue
+        _take_all_as_view(node, known)
+        call = repr((node.target, node.args, node.kwargs))
+        other = _simpler(node, known) or seen.setdefault(call, node)
+        if other is not node:
             node.replace_all_uses_with(other)
     graph.eliminate_dead_code(is_needed)
     for node in [node for node in known if node.graph is not graph or node._erased]:
@@ -104,6 +108,29 @@ def _simpler(node: fx.Node, known: Known) -> fx.Node | None:
             other = second
     alike = isinstance(other, fx.Node) and not node.kwargs and kind_of(node) == kind_of(other)
     return other if alike and kind_of(node) is not None else None
+
+
+def _take_all_as_view(node: fx.Node, known: Known) -> None:
+    """Turn an index with all of 0, 1, ..., K - 1 in order, and its gradient, into a view: a table
+    is read in this way at the values of a discrete site that is summed out."""
+    name, args = name_of(node), node.args
+    source: Any = args[0] if args else None
+    table: Any = node
+    if name == "index":
+        table = source
+    elif name == "index_put" and len(args) == 4 and _is(source, 0, known) and args[3] is True:
+        source = args[2]
+    else:
+        return
+    indices: Any = args[1]
+    index = known.get(indices[0]) if len(indices) == 1 else None
+    if index is None or index.dtype != torch.long:
+        return
+    size, before, after = (n.meta["val"] for n in (table, source, node))
+    rows = torch.arange(len(size), device=index.device)
+    whole = torch.equal(index.reshape(-1), rows) and before.numel() == after.numel()
+    if whole and before.is_contiguous() and after.is_contiguous():
+        node.target, node.args = torch.ops.aten.view.default, (source, list(after.shape))
 
 
 def _is(value: Any, number: int, known: Known) -> bool:

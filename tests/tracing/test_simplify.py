@@ -49,6 +49,7 @@ def _gradient(function):
         (lambda x: x + torch.zeros_like(x), 0),
         (lambda x: torch.ones(3) * x, 0),
         (lambda x: x.exp().neg().neg(), 1),
+        (lambda x: x.exp() * x.exp(), 2),
         (lambda x: x.exp()[None].t().t(), 2),
         (lambda x: x.exp().pow(1.0), 1),
         (lambda x: x[None].exp().sum(0, keepdim=True), 2),
@@ -60,6 +61,20 @@ def test_operators_that_do_nothing(function, most):
     plain, graph, before, after = _simplified(lambda x: (function(x),), x)
     assert len(after) <= most < len(before)
     assert torch.equal(plain(2 * x)[0], graph(2 * x)[0])
+
+
+@pytest.mark.parametrize("index, most", [((0, 1, 2), 2), ((1, 0, 2), 9), ((0, 1), 9)])
+def test_all_indices_in_order_are_a_view(index, most):
+    index = torch.tensor(index).reshape(-1, 1)
+
+    def function(x):
+        return torch.func.grad(lambda v: (v[index].sin() * CONSTANT[None]).sum())(x.sin())
+
+    x = torch.randn(3, 3)
+    plain, graph, before, after = _simplified(function, x)
+    torch.testing.assert_close(graph(x), plain(x), rtol=0, atol=0)
+    found = [n for n in after if name_of(n) in ("index", "index_put")]
+    assert bool(found) == (most > 2) and len(before) >= len(after)
 
 
 def test_what_only_looks_as_if_it_did_nothing():
