@@ -97,6 +97,18 @@ def with_outputs(text, name):
     return BLOCK.sub(shown, text.replace(MARK, ""))
 
 
+def new_figures(namespace, drawn):
+    """Return the figures that a block has left in its names or in pyplot, and add them to ``drawn``."""
+    from matplotlib import pyplot
+    from matplotlib.figure import Figure
+
+    figures = [value for value in namespace.values() if isinstance(value, Figure)]
+    figures += [pyplot.figure(number) for number in pyplot.get_fignums()]
+    new = [figure for figure in figures if not any(figure is other for other in drawn)]
+    drawn += new
+    return new
+
+
 def write_outputs(name):
     """Run a page and write its outputs; figures of the page that it no longer draws go."""
     import matplotlib
@@ -113,7 +125,7 @@ def write_outputs(name):
         old.unlink()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    outputs, namespace, count = {}, {"__name__": "__main__"}, 0
+    outputs, namespace, count, drawn = {}, {"__name__": "__main__"}, 0, []
     with tempfile.TemporaryDirectory() as folder, chdir(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         for block in python_blocks(path.read_text(encoding="utf-8")):
@@ -122,13 +134,11 @@ def write_outputs(name):
             printed, figures = StringIO(), []
             with redirect_stdout(printed):
                 run(path, block, namespace)
-            for number in pyplot.get_fignums():
+            for figure in new_figures(namespace, drawn):
                 count += 1
                 figures.append(f"{stem}_{count}.svg")
-                pyplot.figure(number).savefig(
-                    OUTPUTS / figures[-1], bbox_inches="tight", metadata={"Date": None}
-                )
-            pyplot.close("all")
+                metadata = {"Date": None}
+                figure.savefig(OUTPUTS / figures[-1], bbox_inches="tight", metadata=metadata)
             if printed.getvalue().strip() or figures:
                 outputs[block.key] = {"text": printed.getvalue().rstrip(), "figures": figures}
     target = OUTPUTS / f"{Path(name).with_suffix('.json')}"
