@@ -98,7 +98,7 @@ def with_outputs(text, name):
 
 
 def new_figures(namespace, drawn):
-    """Return the figures that a block has left in its names or in pyplot, and add them to ``drawn``."""
+    """Return the figures that a block has left behind, and add them to ``drawn``."""
     from matplotlib import pyplot
     from matplotlib.figure import Figure
 
