@@ -170,6 +170,15 @@ def test_posteriors_on_a_folder_of_the_uci_layout(line):
     assert "| sd over seeds |" in text and "nan" not in text
 
 
+def test_exported_models_have_the_same_numbers():
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    found = run("export", "--quick --repeats 1")
+    errors = [row["errors"] for row in found.values() if isinstance(row, dict)]
+    assert len(errors) == 3
+    assert all(max(row.values()) < 1e-5 for row in errors)
+
+
 def test_calibration_on_a_folder_of_the_uci_layout(line):
     pytest.importorskip("mapie")
     rows = "--rows", line / "rows.jsonl"
