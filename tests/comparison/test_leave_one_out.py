@@ -137,9 +137,12 @@ def test_two_posteriors_are_compared_as_by_arviz(data):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         table = arviz.compare(theirs, **({} if OLD else {"round_to": "none"}))
-    elpd, close = ("elpd_loo", 0.01) if OLD else ("elpd", 1e-4)  # 0.23 takes another tail
-    for name, loo in loos.items():
-        assert loo.elpd == pytest.approx(table.loc[name, elpd], abs=close)
+    elpd = "elpd_loo" if OLD else "elpd"
+    for (
+        name,
+        loo,
+    ) in loos.items():  # whose efficiency is estimated, and not 1; 0.23 has another tail
+        assert loo.elpd == pytest.approx(table.loc[name, elpd], abs=0.02)
     best, worst = table.index
     gap, error = difference(loos[worst], loos[best])
     if OLD:
