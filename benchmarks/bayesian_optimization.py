@@ -97,7 +97,7 @@ class Network(PyroModule):
 
 
 class Surrogate:
-    """What is fitted to data (n, d), (n, 1) in each step of one run; it may go on from the last."""
+    """A model fitted to data (n, d), (n, 1) in each step of one run; it may go on from the last."""
 
     def __init__(self, task: Task, options: argparse.Namespace) -> None:
         self.task, self.options = task, options

@@ -60,7 +60,7 @@ def _block(match, text):
 
 
 def ours(block):
-    """Whether a block is code of this package that is run."""
+    """Return whether a block is code of this package that is run."""
     return not block.mark.startswith(("another", "not run"))
 
 

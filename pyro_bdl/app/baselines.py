@@ -30,7 +30,7 @@ _DENSITY = {
 
 
 def in_words(name: str, task: str) -> str:
-    """What a baseline is, and how its density is made."""
+    """A baseline in words, and how its density is made."""
     return f"{NAMES[name]}, not judged: {_DENSITY[task]}"
 
 

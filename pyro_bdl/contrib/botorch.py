@@ -90,7 +90,7 @@ class PosteriorModel(Model, FantasizeMixin):
 
     @property
     def batch_shape(self) -> torch.Size:
-        """That of the observations in ``condition_on_observations``, without any ()."""
+        """The batch shape of the observations in ``condition_on_observations``; () without any."""
         return torch.Size() if self._observed is None else self._observed[1].shape[:-2]
 
     def subset_output(self, idcs: list[int]) -> "PosteriorModel":

@@ -143,22 +143,8 @@ def linear(kind=torch.float64):
     return model, x, y, loc, prior + 4 * x.T @ x, prior
 
 
-def at_the_optimum(ensemble, loss):
-    """The members' weights w, (K, 3), after steps of Newton's kind."""
-    optimizer = torch.optim.LBFGS(ensemble.parameters(), max_iter=100, tolerance_grad=1e-12)
-
-    def closure():
-        optimizer.zero_grad()
-        value = loss()
-        value.backward()
-        return value
-
-    optimizer.step(closure)
-    return ensemble.locs.detach()[:, :3]
-
-
 @pytest.mark.parametrize("bound", ["TemperedTrace_ELBO", "CompiledELBO", "Trace_ELBO"])
-def test_an_anchored_member_has_the_optimum_of_its_anchor(bound):
+def test_an_anchored_member_has_the_optimum_of_its_anchor(bound, minimize):
     """w_k = H^-1 (X' y / s^2 + L a_k), under the bounds of this package and of Pyro."""
     model, x, y, _, posterior, prior = linear()
     ensemble = bdl.guides.AutoEnsemble(model, size=3, anchored=True).prototype(x, y)
@@ -167,7 +153,12 @@ def test_an_anchored_member_has_the_optimum_of_its_anchor(bound):
     more = {"vectorize_particles": True, "max_plate_nesting": 1} if kind is Trace_ELBO else {}
     elbo = kind(num_particles=3, **more)
     differentiable = elbo.differentiable_loss
-    weights = at_the_optimum(ensemble, lambda: differentiable(model, ensemble, x, y))
+    minimize(
+        ensemble.parameters(),
+        lambda: differentiable(model, ensemble, x, y),
+        tolerance_grad=1e-12,
+    )
+    weights = ensemble.locs.detach()[:, :3]
     expected = torch.linalg.solve(posterior, 4 * x.T @ y[:, None] + prior @ anchors.T).T
     torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-3)
     with pyro.poutine.block():
@@ -175,7 +166,7 @@ def test_an_anchored_member_has_the_optimum_of_its_anchor(bound):
     assert elbo.loss(model, ensemble, x, y) == pytest.approx(alike, rel=1e-10)
 
 
-def test_anchored_members_have_the_moments_of_the_posterior():
+def test_anchored_members_have_the_moments_of_the_posterior(minimize):
     """Mean m_N and covariance H^-1 L H^-1, of anchors from the prior; H^-1, of L^-1 H L^-1."""
     pyro.set_rng_seed(0)
     model, x, y, loc, posterior, prior = linear()
@@ -191,7 +182,12 @@ def test_anchored_members_have_the_moments_of_the_posterior():
         if of_anchors is not None:
             root = torch.linalg.cholesky(of_anchors)
             ensemble.anchors[:, :3] = loc + torch.randn(size, 3, dtype=x.dtype) @ root.T
-        weights = at_the_optimum(ensemble, lambda: elbo(model, ensemble)(x, y) * size)
+        minimize(
+            ensemble.parameters(),
+            lambda: elbo(model, ensemble)(x, y) * size,
+            tolerance_grad=1e-12,
+        )
+        weights = ensemble.locs.detach()[:, :3]
         variances = covariance.diagonal()
         assert ((weights.mean(0) - mean).abs() < 4 * (variances / size).sqrt()).all()
         errors = ((variances[:, None] * variances + covariance.square()) / size).sqrt()

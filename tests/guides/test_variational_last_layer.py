@@ -164,7 +164,7 @@ def test_the_expected_log_likelihood_is_the_mean_over_draws(name, structure):
 
 
 def test_mixed_up_correlations_would_be_seen():
-    """Of a location and its noise, which a matrix normal correlates."""
+    """A location and its noise as outputs, which a matrix normal correlates."""
     make, y = PROGRAMS["heteroscedastic"]
     guide = ready(model := make(), y, structure="matrix-normal")
     with torch.no_grad():
@@ -240,7 +240,7 @@ def test_features_under_a_mean_field_guide():
     assert abs(mean - elbo.expected_log_likelihood.item()) < 5 * error
 
 
-# What has no such form
+# Programs without such a form
 
 
 def _joint(x, y=None):

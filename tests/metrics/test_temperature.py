@@ -24,7 +24,7 @@ def test_of_a_normal_it_is_the_mean_squared_standardized_residual():
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
 def test_classes_whose_frequencies_are_known(factor):
-    """Of 4 and 8 rows, 3 and 7 are of the second class: logits log 3 and log 7, times a factor."""
+    """Logits log 3 and log 7, times a factor: 3 of 4 and 7 of 8 rows are of the second class."""
     logits = factor * torch.tensor([3.0] * 4 + [7.0] * 8).double().log()
     y = torch.tensor([1] * 3 + [0] + [1] * 7 + [0])
     assert best_temperature(two(logits), None, y)[0] == pytest.approx(factor, rel=1e-9)
