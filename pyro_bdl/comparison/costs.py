@@ -13,6 +13,7 @@ A metric names its inputs by ``of``:
 =================  ==============================================================================
 """
 
+import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -236,9 +237,11 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
     """Measure the peak memory of the block inside the context.
 
     On CUDA it is the memory that torch allocates, on Linux the resident memory of the process. On
-    other systems it is unknown.
+    other systems it is unknown. Garbage of before is collected first: freed inside the block, it
+    would be taken off the peak.
     """
     peak = Peak()
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before: int | None = torch.cuda.memory_allocated(device)

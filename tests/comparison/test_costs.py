@@ -14,13 +14,19 @@ from pyro_bdl.comparison.costs import numbers_held, peak_memory
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_the_peak_is_what_the_block_took():
-    with peak_memory(torch.device("cpu")) as peak:
-        held = torch.ones(2**24)  # 64 MiB
-        del held
-    assert 60 * 2**20 < peak.bytes < 200 * 2**20
-    with peak_memory(torch.device("cpu")) as small:
-        torch.ones(10)
-    assert small.bytes < 20 * 2**20
+    # Threads of JAX from earlier tests may free or take memory meanwhile, so the median of five.
+    assert 60 * 2**20 < _median_peak(2**24) < 80 * 2**20  # 64 MiB
+    assert _median_peak(10) < 10 * 2**20
+
+
+def _median_peak(size):
+    found = []
+    for _ in range(5):
+        with peak_memory(torch.device("cpu")) as peak:
+            held = torch.ones(size)
+            del held
+        found.append(peak.bytes)
+    return sorted(found)[2]
 
 
 @pytest.mark.cuda
