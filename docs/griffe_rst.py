@@ -1,6 +1,7 @@
 """Docstrings in reStructuredText as Markdown: references as links, blocks after "::", sources."""
 
 import re
+from textwrap import dedent
 
 import griffe
 
@@ -9,6 +10,7 @@ _SOURCE = re.compile(r"\n\n(Source: .*)\Z", flags=re.DOTALL)
 _FIELD = re.compile(r"^:(?:param|raises|return|returns|var|warns|ivar)\b", flags=re.MULTILINE)
 _BLOCK = re.compile(r"::(?=\n\s*\n)")
 _LONE_BLOCK = re.compile(r"^[ \t]*::[ \t]*\n", flags=re.MULTILINE)
+_EXAMPLE = re.compile(r"^    >>> .*\n(?:    .*(?:\n|\Z))*", flags=re.MULTILINE)
 _TABLE_EDGE = re.compile(r"^ *=+(?: +=+)+ *$")
 
 
@@ -34,10 +36,11 @@ def source_first(text):
 
 
 def markdown(text, obj):
-    """Return a docstring with roles as links, "text::" as "text:", and tables in a code block."""
+    """Return a docstring with roles as links, "text::" as "text:", examples and tables as code."""
     text = _ROLE.sub(lambda match: _link(match[2], obj, short=bool(match[1])), text)
     text = _LONE_BLOCK.sub("", text)
     text = _BLOCK.sub(":", text)
+    text = _EXAMPLE.sub(lambda match: f"```pycon\n{dedent(match[0]).rstrip()}\n```\n", text)
     lines, edges = [], 0
     for line in text.splitlines():
         edge = bool(_TABLE_EDGE.match(line))

@@ -63,6 +63,15 @@ def to_arviz(
     as in ArviZ. Half precision becomes single precision. Both result classes write NetCDF by
     ``to_netcdf``, and Zarr by ``to_zarr``, for an ``InferenceData`` after ``to_datatree``.
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=0.1)
+        >>> guide = bdl.guides.AutoMeanField(model).prototype(x, y)
+        >>> result = bdl.to_arviz(model, guide, x, y, num_samples=50)
+        >>> result["posterior"]["weight"].shape  # chains, draws, ...
+        (1, 50, 1, 1)
+
     :param model: a Pyro program.
     :param posterior: a guide, ``Samples``, an MCMC of Pyro or NumPyro, or a dict of draws.
     :param args: the program's arguments, including the targets.

@@ -13,7 +13,19 @@ __all__ = [
 
 
 class BdlWarning(UserWarning):
-    """A call succeeded, but with limits or approximations that the user should know."""
+    """A call succeeded, but with limits or approximations that the user should know.
+
+    Example::
+
+        >>> import warnings
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=0.1)
+        >>> guide = bdl.guides.AutoLaplaceGGN(model).prototype(x, y)  # not trained
+        >>> with warnings.catch_warnings(action="error", category=bdl.errors.BdlWarning):
+        ...     posterior = guide.laplace_approximation((x, y))
+        Traceback (most recent call last):
+        pyro_bdl.errors.BdlWarning: the guide is not at a maximum, a step would gain about ...
+    """
 
 
 def warn(message: str, topic: str, *, stacklevel: int) -> None:

@@ -210,6 +210,14 @@ class ObservationModel(TaskPrior, OwnParameters):
 class Regression(ObservationModel):
     """y ~ Normal(f(x), noise^2); several targets are independent given f.
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> bnn = bdl.bayesianize(torch.nn.Linear(1, 1))
+        >>> model = bdl.models.Regression(bnn, noise=dist.HalfNormal(1.0))
+        >>> list(bdl.Program(model, x, y).latents)
+        ['weight', 'bias', 'noise']
+
     :param noise: the noise's standard deviation, in units of y: a number, a ``PyroParam`` or a
         distribution (then a latent site ``noise``). Of D targets each has its own where it is D
         numbers, a ``PyroParam`` of them, or a distribution of batch shape (D,).
@@ -308,7 +316,16 @@ class StudentTRegression(ObservationModel):
 
 
 class Classification(ObservationModel):
-    """y ~ Categorical(softmax(f(x))) for outputs (N, classes) and integer targets (N,)."""
+    """y ~ Categorical(softmax(f(x))) for outputs (N, classes) and integer targets (N,).
+
+    Example::
+
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+        >>> model = bdl.models.Classification(bdl.bayesianize(net))
+        >>> draws = bdl.Predictive(model, num_samples=10)(torch.randn(5, 2))  # of the prior
+        >>> draws["f"].shape, draws["y"].shape
+        (torch.Size([10, 5, 3]), torch.Size([10, 5]))
+    """
 
     def likelihood(self, output: Tensor) -> Distribution:
         shape = self.observation_shape(output)
@@ -332,7 +349,16 @@ class Classification(ObservationModel):
 
 
 class BinaryClassification(ObservationModel):
-    """y ~ Bernoulli(sigmoid(f(x))), y in {0, 1} as integers, booleans or floats."""
+    """y ~ Bernoulli(sigmoid(f(x))), y in {0, 1} as integers, booleans or floats.
+
+    Example::
+
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> model = bdl.models.BinaryClassification(bdl.bayesianize(net))
+        >>> draws = bdl.Predictive(model, num_samples=10)(torch.randn(5, 2))  # of the prior
+        >>> draws["f"].shape, draws["y"].shape
+        (torch.Size([10, 5]), torch.Size([10, 5]))
+    """
 
     def likelihood(self, output: Tensor) -> Distribution:
         return dist.Bernoulli(logits=self.record(output)).to_event(output.dim() - 1)

@@ -99,7 +99,16 @@ def _normal(parameter: Tensor, scale: Any, loc: Tensor | None = None) -> Distrib
 
 
 class Normal(Prior):
-    """w ~ Normal(0, scale^2), independently for every weight."""
+    """w ~ Normal(0, scale^2), independently for every weight.
+
+    Example::
+
+        >>> layer = torch.nn.Linear(3, 1)
+        >>> prior = bdl.priors.Normal(2.0)
+        >>> prior("weight", layer, layer.weight).stddev
+        tensor([[2., 2., 2.]])
+        >>> bnn = bdl.bayesianize(layer, prior)
+    """
 
     def __init__(self, scale: Scale = 1.0) -> None:
         self.scale = checked(scale, "scale")
@@ -129,7 +138,16 @@ class Normal(Prior):
 class FanIn(Prior):
     """w ~ Normal(0, gain^2 / fan_in) for weight matrices and kernels, Normal(0, gain^2) for
     biases and other vectors (Neal 1996, section 2.1: the output's variance does not depend on
-    the width)."""
+    the width).
+
+    Example::
+
+        >>> layer = torch.nn.Linear(100, 1)
+        >>> prior = bdl.priors.FanIn(2.0)
+        >>> prior("weight", layer, layer.weight).stddev.mean()
+        tensor(0.2000)
+        >>> bnn = bdl.bayesianize(layer, prior)
+    """
 
     def __init__(self, gain: Scale = 1.0) -> None:
         self.gain = checked(gain, "gain")
@@ -367,6 +385,14 @@ class GPrior(Prior):
 
 class ByName(Prior):
     """The prior of the first pattern (shell wildcards) that a parameter's name matches.
+
+    Example::
+
+        >>> rules = {"0.*": bdl.priors.Normal(1.0), "1.weight": bdl.priors.FanIn(), "*": None}
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> bnn = bdl.bayesianize(net, bdl.priors.ByName(rules))  # the last bias stays a parameter
+        >>> list(bdl.Program(bnn, torch.zeros(1, 2)).latents)
+        ['0.weight', '0.bias', '1.weight']
 
     :param rules: pattern -> prior, or None for a parameter that stays learnable. A name that
         no pattern matches stays learnable too. Rules with hyperparameters do not share them.

@@ -106,6 +106,14 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
     Features and target are standardized inside; predictions are in the target's units. Computed in
     float64, with fixed draws, so that the same row always gets the same prediction.
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None].numpy(), torch.linspace(-2, 2, 20).numpy()
+        >>> regressor = bdl.sklearn.BayesianRegressor("mean-field", hidden=(8,), steps=100)
+        >>> mean, sd = regressor.fit(x, y).predict(x, return_std=True)
+        >>> mean.shape, sd.shape
+        ((20,), (20,))
+
     :param posterior: any name that ``pyro-bdl compare`` knows, as "laplace", "nuts", "ensemble".
     :param hidden: units of each hidden layer; ``activation`` is "tanh", "relu" or "silu".
     :param network: a function from the numbers of inputs and outputs to a torch module, in place of
@@ -189,6 +197,16 @@ class BayesianClassifier(ClassifierMixin, _BayesianNetwork):
 
     Arguments and fitted attributes are those of ``BayesianRegressor``, without ``noise``;
     ``classes_`` are the labels in the order of the columns of ``predict_proba``.
+
+    Example::
+
+        >>> x = torch.linspace(-1, 1, 20)[:, None].numpy()
+        >>> y = ["low"] * 10 + ["high"] * 10
+        >>> classifier = bdl.sklearn.BayesianClassifier("mean-field", hidden=(8,), steps=100)
+        >>> classifier.fit(x, y).predict_proba(x).shape
+        (20, 2)
+        >>> [str(name) for name in classifier.classes_]
+        ['high', 'low']
     """
 
     def __init__(

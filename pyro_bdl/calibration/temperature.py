@@ -33,15 +33,24 @@ class Temperature:
 
 
 def temperature_scaling(model: Callable, posterior: Any, *data: Any, **options: Any) -> Temperature:
-    """Fit the temperature of a posterior's predictions to held-out data, by likelihood::
-
-        T = bdl.calibration.temperature_scaling(model, posterior, x, y)
-        T.probabilities(predictive.mean(x_new)["y"].mean(0))    # of classes: p^(1 / T), normalized
-        T.moments(predictive.draw_moments(x_new)["y"].over_draws())    # of numbers: T Var[y]
+    """Fit the temperature of a posterior's predictions to held-out data, by likelihood.
 
     Of classes T divides the logits of the probabilities averaged over the draws, not those of each
     draw: an average of calibrated draws is not calibrated. Of numbers it is the mean squared error
-    in predictive variances, the best factor of the variance of a Normal.
+    in predictive variances, the best factor of the variance of a Normal:
+    ``T.moments(predictive.draw_moments(x)["y"].over_draws())`` has T times the variance.
+
+    Example::
+
+        >>> x = torch.randn(40, 2)
+        >>> y = (x[:, 0] > 0).long()
+        >>> model = bdl.models.Classification(bdl.bayesianize(torch.nn.Linear(2, 2)))
+        >>> guide = bdl.guides.AutoMeanField(model)
+        >>> training = bdl.training.train(model, guide, x[:20], y[:20], steps=50)
+        >>> T = bdl.calibration.temperature_scaling(model, guide, x[20:], y[20:])  # held-out data
+        >>> p = bdl.Predictive(model, guide).mean(x)["y"].mean(0)  # class probabilities
+        >>> T.probabilities(p).shape
+        torch.Size([40, 2])
 
     :param data: inputs and, last, targets that the posterior was not fitted to.
     :param options: ``num_samples``, ``batch_norm_data`` and ``seed``, as of ``compare``.

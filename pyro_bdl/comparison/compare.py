@@ -41,6 +41,17 @@ def compare(
     Gaussian process whose function is integrated out, distances are between draws of the target,
     and R-hat and ESS are those of its log density.
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=0.1)
+        >>> guide = bdl.guides.AutoLaplaceGGN(model)
+        >>> training = bdl.training.train(model, guide, x, y, steps=100, learning_rate=0.1)
+        >>> posteriors = {"MAP": guide, "Laplace": guide.laplace_approximation((x, y))}
+        >>> comparison = bdl.compare(model, posteriors, x, y, reference="Laplace")
+        >>> list(comparison.table.index)  # print(comparison) shows it all
+        ['Laplace', 'MAP', 'Laplace, half to half']
+
     :param model: a Pyro program, called with ``*test`` and, to predict, with None for the targets.
         The numbers of several observed sites are scored together, each given the data before it:
         see :mod:`pyro_bdl.comparison.kind`. Give them like units.

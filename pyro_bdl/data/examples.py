@@ -30,6 +30,14 @@ def two_clusters(n: int = 100, seed: int = 0, *, noise: float = 0.1) -> Dataset:
     Half of the inputs are uniform on [-1, -0.7], half on [0.5, 1]. The test inputs are 200 evenly
     spaced points on [-1.5, 1.5]. Nothing is standardized.
 
+    Example::
+
+        >>> data = bdl.data.two_clusters(n=50)
+        >>> data
+        <Dataset of 'y': regression, 1 features, 50 training and 200 test rows>
+        >>> data.x_train.shape, data.y_train.shape
+        (torch.Size([50, 1]), torch.Size([50]))
+
     :param n: number of training points, at least 2.
     :param seed: seed of the inputs and the noise.
     :param noise: sd of the noise on the training and the test targets.

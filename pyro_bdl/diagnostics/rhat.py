@@ -46,6 +46,14 @@ def rhat(draws: Tensor) -> Tensor:
     The result is the larger of two values: for the rank-normalized split chains (location), and for
     their rank-normalized distances from the median (scale).
 
+    Example::
+
+        >>> round(bdl.diagnostics.rhat(torch.randn(4, 500)).item(), 1)  # four chains that agree
+        1.0
+        >>> trend = torch.linspace(-1, 1, 500).repeat(4, 1)
+        >>> round(bdl.diagnostics.rhat(trend).item(), 1)
+        1.7
+
     :param draws: ``(chains, draws, ...)``, any real dtype and device.
     :returns: float64 ``(...)``; NaN for a quantity that is constant or holds a NaN, and for a
         single chain.

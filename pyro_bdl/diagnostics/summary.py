@@ -61,6 +61,13 @@ def summary(
     disagree about weights but agree about the function. ``summary(function_draws(model, samples,
     x))`` checks the function.
 
+    Example::
+
+        >>> chains = {"weight": torch.randn(4, 200, 3, 2), "bias": torch.randn(4, 200, 3)}
+        >>> summary = bdl.diagnostics.summary(chains)  # print(summary) shows the table
+        >>> summary.table["size"].to_dict()
+        {'weight': 6, 'bias': 3, 'all': 9}
+
     :param draws: ``Samples``, an MCMC of Pyro or NumPyro, or site -> ``(chains, draws, ...)``.
     :param rhat_limit: R-hat above it counts as high; by default 1.01, or for short chains what
         independent draws exceed once in a thousand times.
@@ -193,6 +200,18 @@ def function_draws(
 
     Permuting hidden units, flipping signs or shifting all logits changes the weights, but not these
     predictions.
+
+    Example::
+
+        >>> x = torch.linspace(-1, 1, 20)[:, None]
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=0.1)
+        >>> latents = {"weight": torch.randn(2, 50, 1, 1), "bias": torch.randn(2, 50, 1)}
+        >>> samples = bdl.Samples(latents)  # two chains, as mcmc.sample returns them
+        >>> f = bdl.diagnostics.function_draws(model, samples, x)
+        >>> f["y"].shape
+        torch.Size([2, 50, 20])
+        >>> bdl.diagnostics.rhat(f["y"]).shape
+        torch.Size([20])
 
     :param model: the Pyro program.
     :param samples: draws of its latents.

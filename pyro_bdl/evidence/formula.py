@@ -47,6 +47,16 @@ def log_marginal_likelihood(guide: LaplaceGuide, *, linearized: bool = False) ->
     constants. Densities of hyperparameters under their hyperpriors are included. If only a subset
     of the latents has a covariance, it is the evidence given the other latents.
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=0.1)
+        >>> guide = bdl.guides.AutoLaplaceGGN(model, structure="full")
+        >>> training = bdl.training.train(model, guide, x, y, steps=100, learning_rate=0.1)
+        >>> posterior = guide.laplace_approximation((x, y))
+        >>> round(bdl.evidence.log_marginal_likelihood(posterior, linearized=True).item(), 2)
+        18.57
+
     :param guide: a guide of ``laplace_approximation``.
     :param linearized: evaluate at the optimum of the linearized model instead of at u* (Antoran et
         al. 2022, section 3).

@@ -90,6 +90,18 @@ def maximize(
     ``train_by_evidence``. For a last layer whose mode is found by steps (``AutoLastLayer`` with
     classes or counts) the evidence is at its mode, which moves along.
 
+    Example::
+
+        >>> x = torch.linspace(-1, 1, 20)[:, None]
+        >>> y = 2 * x[:, 0] + 0.3 * torch.tensor([1.0, -1.0]).repeat(10)
+        >>> noise = pyro.nn.PyroParam(torch.tensor(1.0), dist.constraints.positive)
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=noise)
+        >>> guide = bdl.guides.AutoLaplaceGGN(model, structure="full")
+        >>> training = bdl.training.train(model, guide, x, y, steps=100, learning_rate=0.1)
+        >>> evidence = bdl.evidence.maximize(guide.laplace_approximation((x, y)))
+        >>> round(model.noise.item(), 2)
+        0.32
+
     :param guide: a guide of ``laplace_approximation``.
     :param method: "fixed-point" or "gradient".
     :param steps: the largest number of steps.

@@ -34,6 +34,16 @@ class AutoEnsemble(Guide):
     one particle; the ELBOs of this package warn. The parameter is ``locs`` (K, P), in unconstrained
     units. The objective is the MAP of the unconstrained vector, as for ``AutoLaplaceGGN``.
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> model = bdl.models.Regression(bdl.bayesianize(net), noise=0.1)
+        >>> guide = bdl.guides.AutoEnsemble(model, size=3)
+        >>> training = bdl.training.train(model, guide, x, y, steps=50)
+        >>> guide.locs.shape
+        torch.Size([3, 25])
+
     :param model: a Pyro program with continuous latents.
     :param size: K, the number of members.
     :param anchored: whether member k has the prior Normal(a_k, t^2) in place of Normal(m, t^2),

@@ -30,6 +30,15 @@ class AutoLaplaceGGN(UnconstrainedMAP):
     observation distribution's parameters and F_n their Fisher information (MacKay 1992; Martens &
     Grosse 2015; Immer et al. 2021, section 3).
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=0.1)
+        >>> guide = bdl.guides.AutoLaplaceGGN(model, structure="full")
+        >>> training = bdl.training.train(model, guide, x, y, steps=100, learning_rate=0.1)
+        >>> guide.laplace_approximation((x, y))
+        LaplaceGuide(2 latent numbers, 2 sites, structure=Full())
+
     :param model: a Pyro program with continuous latents.
     :param structure: one of ``bdl.curvature``, such as ``Kron(reduce=True)``, or its name: "auto"
         (the default), "kron" (KFAC), "ekfac", "full", "diag", "low_rank", "kernel" or "samples".

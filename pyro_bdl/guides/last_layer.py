@@ -43,6 +43,16 @@ class AutoLastLayer(AutoLaplaceGGN):
     evidence of the last layer alone. Other latents, such as a noise scale with a prior, keep their
     trained values.
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> model = bdl.models.Regression(bdl.bayesianize(net), noise=0.1)
+        >>> guide = bdl.guides.AutoLastLayer(model)
+        >>> training = bdl.training.train(model, guide, x, y, steps=50)
+        >>> guide.laplace_approximation((x, y))
+        LaplaceGuide(25 latent numbers, 4 sites, 9 with a covariance, structure=Full())
+
     :param model: a Pyro program with continuous latents.
     :param subset: the last layer, by default the weights and biases of the program's last matrix
         product; for other values see ``AutoLaplaceGGN``.

@@ -26,6 +26,15 @@ class AutoLowRank(LowRankNormal):
     family is that of Ong, Nott & Smith 2018; family and parameters are those of Pyro's
     ``AutoLowRankMultivariateNormal``.
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=0.1)
+        >>> guide = bdl.guides.AutoLowRank(model, rank=1)
+        >>> training = bdl.training.train(model, guide, x, y, steps=100, learning_rate=0.1)
+        >>> guide.factor.shape, round(guide.median()["weight"].item(), 1)
+        (torch.Size([2, 1]), 2.0)
+
     :param model: a Pyro program with continuous latents.
     :param rank: the number of columns of W; with P columns any covariance is possible.
     :param init_scale: the initial value of every s, in unconstrained units; W starts at random with

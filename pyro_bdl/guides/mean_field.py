@@ -30,6 +30,17 @@ class AutoMeanField(Guide):
     ``priors.Pretrained`` or ``priors.Moped`` is empirical Bayes from a pretrained network (Krishnan
     et al. 2020).
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=0.1)
+        >>> guide = bdl.guides.AutoMeanField(model)
+        >>> training = bdl.training.train(model, guide, x, y, steps=100, learning_rate=0.1)
+        >>> round(guide.median()["weight"].item(), 1)
+        2.0
+        >>> guide.scale.shape
+        torch.Size([2])
+
     :param model: a Pyro program with continuous latents.
     :param init_scale: the initial s in unconstrained units: a number, or a function from m (P,) to
         s (P,). Numbers that share one s start at their root mean square.

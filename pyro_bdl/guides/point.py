@@ -18,6 +18,15 @@ class AutoMAP(Guide):
     The parameter is one flat vector ``loc`` (m, (P,), unconstrained units). As in Pyro's
     ``AutoDelta``, the optimum is the mode of the density over the constrained latents.
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=0.1)
+        >>> guide = bdl.guides.AutoMAP(model)
+        >>> training = bdl.training.train(model, guide, x, y, steps=100, learning_rate=0.1)
+        >>> round(guide.median()["weight"].item(), 1)
+        2.0
+
     :param model: a Pyro program with continuous latents.
     :param init_loc_fn: where m starts; by default the network's own values.
     :param create_plates: as in Pyro's autoguides.

@@ -130,6 +130,15 @@ class Hamiltonian(Kernel):
 class NUTS(Hamiltonian):
     """The no-U-turn sampler (Hoffman & Gelman 2014), exact.
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=0.1)
+        >>> kernel = bdl.mcmc.NUTS(max_tree_depth=5)
+        >>> samples = bdl.mcmc.sample(model, x, y, kernel=kernel, num_warmup=50, num_samples=50)
+        >>> int(samples.stats["num_steps"].max()) <= 2**5
+        True
+
     :param max_tree_depth: at most 2^depth gradients for each draw.
     :param target_accept: the acceptance probability that the step size is adapted to.
     :param dense_mass: adapt a full mass matrix (P x P) instead of its diagonal.

@@ -48,6 +48,16 @@ def sample(
     itself, for NUTS and HMC. For a program under ``handlers.temper`` the target is the tempered
     posterior. The same seed gives the same draws. Ctrl-C keeps the draws made so far.
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=0.1)
+        >>> samples = bdl.mcmc.sample(model, x, y, num_warmup=50, num_samples=50, num_chains=2)
+        >>> samples
+        Samples(2 chains x 50 draws, sites: weight, bias)
+        >>> samples.latents["weight"].shape
+        torch.Size([2, 50, 1, 1])
+
     :param model: a Pyro program with continuous latents.
     :param args: the program's arguments, including the targets; keywords by ``functools.partial``.
     :param kernel: ``mcmc.NUTS(...)``, ``HMC``, ``MCLMC`` or ``MAMS``; "nuts", "hmc", "mclmc" and

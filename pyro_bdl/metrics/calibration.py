@@ -125,6 +125,13 @@ def mean_confidence(probabilities: Tensor, *, pointwise: bool = False) -> Tensor
 def expected_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 15) -> Tensor:
     """Expected calibration error, sum_b share_b |accuracy_b - confidence_b|, from 0 (best) to 1.
 
+    Example::
+
+        >>> probabilities = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6]])
+        >>> classes = torch.tensor([0, 1, 1])
+        >>> bdl.metrics.expected_calibration_error(probabilities, classes)
+        tensor(0.4000, dtype=torch.float64)
+
     :param probabilities: ``(N, C)``.
     :param y: ``(N,)``, class indices.
     :param bins: see :func:`reliability`.

@@ -284,6 +284,15 @@ def bayesianize(
     the data be the first dimension of the targets, as above: Kronecker factors
     (``structure="kron"``) need it.
 
+    Example::
+
+        >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> bnn = bdl.bayesianize(net, bdl.priors.Normal(1.0))
+        >>> list(bdl.Program(bnn, torch.zeros(5, 1)).latents)
+        ['0.weight', '0.bias', '2.weight', '2.bias']
+        >>> bnn(torch.zeros(5, 1)).shape  # at weights drawn from the prior
+        torch.Size([5, 1])
+
     :param net: any torch module; it is not changed.
     :param prior: ``(name, module, parameter) -> Distribution or None``, see ``pyro_bdl.priors``;
         Normal(1.0) by default. None leaves a parameter learnable.

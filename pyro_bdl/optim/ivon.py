@@ -38,6 +38,16 @@ class IVON(DiagonalNaturalGradient):
     noise e is then the mean over the k draws. Under ``torch.autocast`` draws, gradients and states
     stay in float32.
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=0.1)
+        >>> guide = bdl.guides.AutoMeanField(model).prototype(x, y)
+        >>> ivon = bdl.optim.IVON(guide, lr=0.1)
+        >>> training = bdl.training.train(model, guide, x, y, steps=200, optimizer=ivon)
+        >>> round(guide.median()["weight"].item(), 1)
+        2.0
+
     :param guide: a guide with one scale for each weight, after ``guide.prototype``.
     :param lr: the learning rate of the location; 1 is a Newton step. Torch's schedulers can change
         it.

@@ -50,6 +50,14 @@ def predictive_bands(
 
     The reference is drawn into each panel as dashed lines.
 
+    Example::
+
+        >>> x = torch.linspace(-2, 2, 50)[:, None]
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=0.1)
+        >>> draws = bdl.Predictive(model, num_samples=20)(x)
+        >>> figure = bdl.plots.predictive_bands(x, {"prior": draws["f"]})
+        >>> figure.savefig("bands.svg")
+
     :param x: ``(N,)`` or ``(N, 1)``, inputs in any order.
     :param draws: ``(S, N)`` for each posterior, of the function or the target at ``x``.
     :param reference: name of the posterior with which the others are compared; None for no
@@ -214,6 +222,15 @@ def probability_maps(
     """The probability of class 1 over two inputs, a map for each posterior.
 
     Lines are drawn where it is 0.1, 0.5 (thick) and 0.9.
+
+    Example::
+
+        >>> side = torch.linspace(-2, 2, 20)
+        >>> x = torch.cartesian_prod(side, side)
+        >>> model = bdl.models.BinaryClassification(bdl.bayesianize(torch.nn.Linear(2, 1)))
+        >>> p = bdl.Predictive(model, num_samples=20)(x)["f"].sigmoid().mean(0)
+        >>> figure = bdl.plots.probability_maps(x, {"prior": p})
+        >>> figure.savefig("maps.svg")
 
     :param x: ``(N, 2)``, inputs that fill a rectangular grid, in any order.
     :param probabilities: ``(N,)`` for each posterior, between 0 and 1.

@@ -61,6 +61,15 @@ def use_style() -> None:
 
     It sets ``matplotlib.rcParams``, for the notebook or script that calls it; the figures of this
     module look like this without it.
+
+    Example::
+
+        >>> from matplotlib import pyplot
+        >>> bdl.plots.use_style()
+        >>> figure, axes = pyplot.subplots()
+        >>> lines = axes.plot([0, 1], [1, 0])
+        >>> float(figure.get_figwidth())  # inches
+        5.0
     """
     matplotlib.rcParams.update(
         {

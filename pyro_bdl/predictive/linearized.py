@@ -73,6 +73,18 @@ class LinearizedPredictive(DrawPredictions):
     For a mixture, draws are stratified over the members as in the guide, moments follow from the
     law of total variance, and densities and class probabilities are averages over the members.
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=0.1)
+        >>> guide = bdl.guides.AutoLaplaceGGN(model)
+        >>> training = bdl.training.train(model, guide, x, y, steps=100, learning_rate=0.1)
+        >>> posterior = guide.laplace_approximation((x, y))
+        >>> predictive = bdl.LinearizedPredictive(model, posterior)
+        >>> moments = predictive.moments(torch.tensor([[0.0], [1.0]]))
+        >>> moments["y"].variance["loc"].sqrt()  # the function's sd
+        tensor([0.0224, 0.0431])
+
     :param model: the Pyro program; call the result with its arguments, without the targets.
     :param posterior: a guide of ``laplace_approximation``, an ``AutoVariationalLastLayer``, or a
         mixture of such guides; the program is linearized around each member.

@@ -57,6 +57,16 @@ class Predictive(DrawPredictions):
     posterior. It runs in evaluation mode, and restores the mode; without gradients, if it is not
     ``differentiable``.
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=0.1)
+        >>> guide = bdl.guides.AutoMeanField(model)
+        >>> training = bdl.training.train(model, guide, x, y, steps=50)
+        >>> draws = bdl.Predictive(model, guide, num_samples=100)(x)
+        >>> draws["y"].shape, draws["f"].shape
+        (torch.Size([100, 20]), torch.Size([100, 20]))
+
     :param model: the Pyro program; call the result with its arguments, without the targets.
     :param posterior: a guide of this package or of Pyro, ``Samples``, an ``MCMC`` of Pyro or
         NumPyro after its run, or a dict of draws as ``mcmc.get_samples()`` gives it. Latents that a
@@ -68,8 +78,7 @@ class Predictive(DrawPredictions):
         with BatchNorm: each draw of the weights gets its own running statistics, from a pass over
         these data with dropout off (Maddox et al. 2019, section 3.2). For ``Samples`` they are
         computed once. By default all draws use the network's current statistics.
-        :param progress: show a bar over the draws in that pass; by default in terminals and
-            notebooks.
+    :param progress: show a bar over the draws in that pass; by default in terminals and notebooks.
     :param differentiable: where an argument requires gradients, let them flow to it from all
         results, also from draws of y whose distribution is reparameterized. Draws of the weights
         are constants. The graph of all draws at once is kept in memory.

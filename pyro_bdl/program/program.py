@@ -61,6 +61,16 @@ class Program:
     Finite discrete latent sites are no latents here: ``discrete`` names them, and all functions sum
     them out exactly (``contrib/discrete``).
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=1.0)
+        >>> program = bdl.Program(model, x, y)
+        >>> program.size, list(program.latents)
+        (2, ['weight', 'bias'])
+        >>> torch.func.grad(program.log_density)(torch.tensor([2.0, 0.0]))  # of log p(w, y)
+        tensor([-2.,  0.])
+
     :param model: any Pyro program.
     :param args: the arguments of one run, including the targets.
     :raises UnsupportedProgramError: for a discrete latent site that cannot be summed out, a support

@@ -27,14 +27,9 @@ _SECONDS = 60.0
 class Checkpoint:
     """The state of a training run in a file, from which it goes on as if it had never stopped.
 
-    ::
-
-        run = bdl.Checkpoint("run.ckpt", model=model, guide=guide, optimizer=optimizer, elbo=elbo)
-        for step in run.steps(100_000):
-            svi.step(x, y)
-
-    Started again after a crash, the same lines go on after the last step that was written, and end
-    with the numbers of an uninterrupted run: on a CPU bit for bit.
+    Its ``steps`` are a loop over the steps that are left. Started again after a crash, the same
+    lines go on after the last step that was written, and end with the numbers of an uninterrupted
+    run: on a CPU bit for bit.
 
     Written are the state of each part, Pyro's other parameters, and the random states of torch (CPU
     and CUDA), numpy and Python. A part is a module, such as a program or a guide, also before its
@@ -49,6 +44,20 @@ class Checkpoint:
 
     The file is written completely or not at all, and the one before stays as ``PATH.previous``. It
     holds tensors and JSON (safetensors): reading it runs no code.
+
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=0.1)
+        >>> guide, elbo = bdl.guides.AutoMeanField(model), bdl.elbo.TemperedTraceMeanField_ELBO()
+        >>> optimizer = pyro.optim.Adam({"lr": 0.01})
+        >>> parts = {"model": model, "guide": guide, "optimizer": optimizer, "elbo": elbo}
+        >>> svi = pyro.infer.SVI(model, guide, optimizer, elbo)
+        >>> run = bdl.Checkpoint("run.ckpt", **parts)
+        >>> for step in run.steps(20):
+        ...     loss = svi.step(x, y)
+        >>> list(run.steps(22))  # the steps that are left
+        [20, 21]
 
     :param path: the file.
     :param settings: numbers, strings and, up to rounding, tensors that have to be the same when

@@ -50,6 +50,15 @@ def train(
     given if a mean-field guide has collapsed to the prior at temperature 1, see
     :func:`pyro_bdl.training.collapse`.
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=0.1)
+        >>> guide = bdl.guides.AutoMeanField(model)
+        >>> training = bdl.training.train(model, guide, x, y, steps=100, learning_rate=0.1)
+        >>> training.losses.shape
+        torch.Size([100])
+
     :param model: a program ``model(x, y)``.
     :param guide: trained in place.
     :param args: all training data, ``x`` and ``y`` (N, ...): tensors, or dicts of tensors.

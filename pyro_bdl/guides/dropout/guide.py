@@ -70,6 +70,16 @@ class AutoMCDropout(Guide):
     ``weights`` holds the input units of each dropped site, ``rates()`` returns its p, and
     ``mean_latents()`` returns all latents at their means.
 
+    Example::
+
+        >>> x, y = torch.linspace(-1, 1, 20)[:, None], torch.linspace(-2, 2, 20)
+        >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> model = bdl.models.Regression(bdl.bayesianize(net), noise=0.1)
+        >>> guide = bdl.guides.AutoMCDropout(model, p=0.2)
+        >>> training = bdl.training.train(model, guide, x, y, steps=50)
+        >>> guide.rates()
+        {'2.weight': tensor(0.2000)}
+
     :param model: a Pyro program with continuous latents.
     :param p: the rate, in (0, 1); or a dict from names or patterns of sites to rates. A dict also
         chooses the sites; the first match counts. None: see ``from_dropout_layers``.
