@@ -104,9 +104,9 @@ def new_figures(namespace, drawn):
 
     figures = [value for value in namespace.values() if isinstance(value, Figure)]
     figures += [pyplot.figure(number) for number in pyplot.get_fignums()]
-    new = [figure for figure in figures if not any(figure is other for other in drawn)]
-    drawn += new
-    return new
+    new = {id(value): value for value in figures if not any(value is old for old in drawn)}
+    drawn += new.values()
+    return list(new.values())
 
 
 def write_outputs(name):
@@ -117,6 +117,8 @@ def write_outputs(name):
     import torch
     from matplotlib import pyplot
 
+    pyplot.close("all")
+    pyplot.rcdefaults()
     pyplot.rcParams.update(
         {"svg.hashsalt": name, "svg.fonttype": "none", "figure.figsize": (6.4, 3.6)}
     )

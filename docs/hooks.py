@@ -70,7 +70,7 @@ def on_page_markdown(markdown, page, config, files):
     """Show outputs below their blocks, and a module of the reference as a list of its classes."""
     name = page.file.src_uri
     if name.startswith("reference/"):
-        return _MODULE.sub(lambda match: module_listing(match[1], name), markdown)
+        markdown = _MODULE.sub(lambda match: module_listing(match[1], name), markdown)
     return with_outputs(markdown, name)
 
 
@@ -103,7 +103,8 @@ def module_listing(module, page):
     lines = ["| class | |", "|---|---|", *rows, ""] if rows else []
     for name, value in found.items():
         if inspect.isroutine(value):
-            lines.append(f"::: {module}.{name}\n")
+            is_file = value.__module__.endswith(f".{name}")  # the short path is then the module's
+            lines.append(f"::: {value.__module__ if is_file else module}.{name}\n")
     return "\n".join(lines)
 
 

@@ -43,8 +43,9 @@ def run(name, found, folder, monkeypatch):
     monkeypatch.chdir(folder)
     matplotlib.use("Agg")
     namespace = {"__name__": "__main__"}
-    for block in found:
-        blocks.run(NAMES[name], block, namespace)
+    with matplotlib.rc_context():
+        for block in found:
+            blocks.run(NAMES[name], block, namespace)
 
 
 FAST = [name for name in NAMES if ours(name, slow=False)]
