@@ -31,6 +31,7 @@ COPIES = {
 }
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', flags=re.DOTALL)
 _MODULE = re.compile(r"^::: (pyro_bdl(?:\.[a-z_]+)?)$", flags=re.MULTILINE)
+_FIGURE = re.compile(r"^!\[(.*?)\]\((.+?)\)(.*)$", flags=re.MULTILINE)
 _BARE_LETTER = re.compile(r"\\(mathcal|mathbb) +(\w)")
 _MATH = re.compile(r"<math .*?</math>", flags=re.DOTALL)
 _MOST_BEFORE_FIGURE = 1500  # characters; the figure is shown at the top too if it comes later
@@ -127,9 +128,9 @@ def examples_page():
 def _shown(name, text):
     """The heading of a notebook with a link, and its first figure."""
     heading = re.search(r"^# +(.+)$", text, flags=re.MULTILINE)[1]
-    alternative, figure = re.search(r"^!\[(.*?)\]\((.+?)\)$", text, flags=re.MULTILINE).groups()
+    alternative, figure, size = _FIGURE.search(text).groups()
     page = f"tutorials/{name}.md"
-    return f"## [{heading}]({page})\n\n[![{alternative}](tutorials/{figure})]({page})"
+    return f"## [{heading}]({page})\n\n[![{alternative}](tutorials/{figure}){size}]({page})"
 
 
 def notebook_page(path):
@@ -150,15 +151,18 @@ def notebook_page(path):
             if "image/png" in data:
                 name = f"{path.stem}_{len(figures) + 1}.png"
                 figures[name] = base64.b64decode("".join(data["image/png"]))
-                blocks.append(f"![Figure of the section “{heading}”]({name})")
+                size = output["metadata"].get("image/png", {}).get("width")
+                size = f"{{width={size}}}" if size else ""
+                blocks.append(f"![Figure of the section “{heading}”]({name}){size}")
             elif "text/html" in data:
                 blocks.append(f"<div>\n{''.join(data['text/html'])}\n</div>")
             elif text := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
                 blocks.append(_fenced(_TERMINAL_COLOR.sub("", text), "text"))
     blocks.append(f"*This page is the notebook `tutorials/{path.name}` with its outputs.*")
-    before = [block for block in blocks[: blocks.index(_first_figure(blocks))] if block[0] != "?"]
+    first = _first_figure(blocks)
+    before = [block for block in blocks[: blocks.index(first)] if block[0] != "?"]
     if len("".join(before)) > _MOST_BEFORE_FIGURE:
-        blocks.insert(1, f"![The first figure of this page]({next(iter(figures))})")
+        blocks.insert(1, _FIGURE.sub(r"![The first figure of this page](\2)\3", first))
     return "\n\n".join(blocks), figures
 
 

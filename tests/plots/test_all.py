@@ -1,7 +1,9 @@
 """Properties of every figure: it accepts any tensor, and does not change matplotlib."""
 
 import io
+import sys
 import warnings
+from types import SimpleNamespace
 
 import matplotlib
 import pytest
@@ -88,6 +90,17 @@ def test_figures_of_a_user_look_like_those_of_the_package():
         assert line.get_color() == style.COLORS[0]
         assert not axis.spines["top"].get_visible()
         pyplot.close(figure)
+
+
+def test_figures_of_a_notebook_have_twice_the_pixels(monkeypatch):
+    formats = []
+    inline = SimpleNamespace(set_matplotlib_formats=formats.append)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
+    monkeypatch.setitem(sys.modules, "matplotlib_inline", SimpleNamespace(backend_inline=inline))
+    monkeypatch.setitem(sys.modules, "matplotlib_inline.backend_inline", inline)
+    with matplotlib.rc_context():
+        plots.use_style()
+    assert formats == ["retina"]
 
 
 DRAWS = {"a": torch.zeros(4, 8), "b": torch.zeros(4, 8)}
