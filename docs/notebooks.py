@@ -4,7 +4,6 @@ Figures get a palette of 256 colors, with which they take about a third of the s
 """
 
 import base64
-import os
 import sys
 from io import BytesIO
 from pathlib import Path
@@ -25,17 +24,19 @@ def with_palette(figure):
 def run(path):
     """Run a notebook and write it."""
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": path.parent}})
-    client.execute()
+    place = {"metadata": {"path": path.parent}}
+    NotebookClient(notebook, timeout=300, resources=place, coalesce_streams=True).execute()
     for cell in notebook.cells:
-        for output in cell.get("outputs", ()):
-            if "image/png" in output.get("data", {}):
-                output.data["image/png"] = with_palette(output.data["image/png"])
+        if cell.cell_type == "code":
+            # Of progress bars that are gone blanks are left.
+            cell.outputs = [value for value in cell.outputs if value.get("text", "-").strip()]
+            for output in cell.outputs:
+                if "image/png" in output.get("data", {}):
+                    output.data["image/png"] = with_palette(output.data["image/png"])
     nbformat.write(notebook, path)
 
 
 if __name__ == "__main__":
-    os.environ["TQDM_DISABLE"] = "1"
     for name in sys.argv[1:]:
         print(name, flush=True)
         run(Path(name))
