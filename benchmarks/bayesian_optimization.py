@@ -4,7 +4,7 @@
 
 Each run starts from 2 d + 2 Sobol points and adds a point that maximizes qLogEI in each step. All
 surrogates know the noise of the observations. ``nuts``, ``laplace`` (full), ``last layer`` and
-``ensemble`` are posteriors of one program, a d-30-30-1 network with tanh under a fixed prior;
+``ensemble`` (anchored) are posteriors of one program, a d-30-30-1 tanh network under a fixed prior;
 ``gp`` is BoTorch's ``SingleTaskGP``. Data are padded to one number of rows with a noise of 1e6, so
 that NUTS and the loss are compiled once in a run. ``--rows`` keeps finished runs in a file, and a
 later call goes on with those that are missing.
@@ -200,7 +200,7 @@ class Ensemble(Laplace):
 
     @functools.cached_property
     def guide(self) -> Any:
-        return bdl.guides.AutoEnsemble(self.program, size=MEMBERS)
+        return bdl.guides.AutoEnsemble(self.program, size=MEMBERS, anchored=True)
 
     def posterior(self, *data: Tensor) -> Any:
         self.train(*data)
