@@ -212,7 +212,42 @@ def _without_value(run: Run, latents: Collection[str]) -> str:
     )
 
 
-def sums_of_whole_data(observed: Mapping[str, Site]) -> dict[str, Tensor]:
+class FirstBatches:
+    """The targets of a training's first two steps, compared to find batches that count as all data.
+
+    :param steps: how many steps are compared; 0 for none.
+    """
+
+    def __init__(self, steps: int = 2) -> None:
+        self._left = steps
+        self._waiting = False
+        self._sums: dict[str, Tensor] = {}
+
+    def start_step(self) -> None:
+        """The next run is the first of a step."""
+        self._waiting, self._left = self._left > 0, max(0, self._left - 1)
+
+    def look(self, observed: Mapping[str, Site]) -> None:
+        """Warn if the targets of a step's first run differ from those of the step before."""
+        if not self._waiting:
+            return
+        self._waiting, before = False, self._sums
+        self._sums = _sums_of_whole_data(observed)
+        for name in before.keys() & self._sums.keys():
+            if not torch.allclose(before[name], self._sums[name], rtol=1e-5, atol=1e-5):
+                warn(
+                    f"the first batches hold different targets at site '{name}', and each counts "
+                    "as all of the data (its scale is 1), so that the posterior is that of a "
+                    "single batch: tell the program the number N of all data, by num_data=N or "
+                    'pyro.plate("data", N, subsample=...); if each batch is all there is, ignore '
+                    "this",
+                    "number-of-data",
+                    stacklevel=4,
+                )
+                return
+
+
+def _sums_of_whole_data(observed: Mapping[str, Site]) -> dict[str, Tensor]:
     """The number of targets, their sum and that of their squares at each observed site whose batch
     counts as all data (its scale is 1). They do not depend on the order of the rows."""
     sums = {}
@@ -224,22 +259,3 @@ def sums_of_whole_data(observed: Mapping[str, Site]) -> dict[str, Tensor]:
             count = torch.tensor(value.numel(), dtype=value.dtype, device="cpu")
             sums[name] = torch.stack([count, value.sum(), value.square().sum()])
     return sums
-
-
-def warn_of_unscaled_batches(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
-    """Warn if the batches of two steps differ, and each counts as all data.
-
-    :param first: the result of ``sums_of_whole_data``; so is ``second``.
-    """
-    for name in first.keys() & second.keys():
-        if not torch.allclose(first[name], second[name], rtol=1e-5, atol=1e-5):
-            warn(
-                f"the first batches hold different targets at site '{name}', and each counts "
-                "as all of the data (its scale is 1), so that the posterior is that of a "
-                "single batch: tell the program the number N of all data, by num_data=N or "
-                'pyro.plate("data", N, subsample=...); if each batch is all there is, ignore '
-                "this",
-                "number-of-data",
-                stacklevel=4,
-            )
-            return

@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from pyro_bdl.distributions.dropout_noise import NoisyWeight
 from pyro_bdl.elbo.checks import (
     CheckedLoss,
+    FirstBatches,
     check_data,
     check_first,
     check_value,
     require_values,
-    sums_of_whole_data,
     values_of,
-    warn_of_unscaled_batches,
 )
 from pyro_bdl.elbo.step import Step, Terms
 from pyro_bdl.errors import warn
@@ -122,9 +121,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         self._parts: list[Guide] = []  # the guides of this package in the guide that is trained
         self._rows: dict[tuple[Callable, int], RowwiseLikelihood] = {}
         self._weighted = not callable(temperature) and temperature != 1.0  # the KL, by hand
-        # the first steps' targets, whose batches are compared
-        self._sums: dict[str, Tensor] | None = None
-        self._looks, self._looking = 0, False
+        self._batches = FirstBatches(0)
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return -L(eta) in nats at the current step's temperature, without counting a step."""
@@ -143,7 +140,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         self._check_once(model, guide, args, kwargs)
         if self._trained != (model, guide):
             self._begin(model, guide)
-        self._looking, self._looks = self._looks > 0, max(0, self._looks - 1)
+        self._batches.start_step()
         step = self._evaluate(model, guide, args, kwargs)
         self.finish(step)
         return step
@@ -153,7 +150,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         self._trained = model, guide
         parts = guide.modules() if isinstance(guide, nn.Module) else ()
         self._parts = [part for part in parts if isinstance(part, Guide)]
-        self._sums, self._looks = None, 0 if self._weighted else 2
+        self._batches = FirstBatches(0 if self._weighted else 2)
         members = guide.num_members if isinstance(guide, Guide) else 1
         if self.num_particles < members:
             warn(
@@ -316,7 +313,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         :raises ValueError: if the program drew other latents, such as missing targets.
         """
         require_values(run, latents)
-        self._look(run)
+        self._batches.look(run.observed)
         return nan_outside_support(run.log_likelihood(), run)
 
     def _row_by_row(
@@ -332,17 +329,8 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
 
         rows = self._rows[model, leading_size((args, kwargs))]
         likelihood, run = rows(values, args, kwargs, run=of_datum)
-        self._look(run)
+        self._batches.look(run.observed)
         return likelihood, run
-
-    def _look(self, run: Run) -> None:
-        """Compare the batches of the first steps, to find such that count as all data."""
-        if not self._looking:
-            return
-        self._looking, sums = False, sums_of_whole_data(run.observed)
-        if self._sums is not None:
-            warn_of_unscaled_batches(self._sums, sums)
-        self._sums = sums
 
     def _site_kl(self, q: Run, p: Run) -> Tensor:
         return (mean_field_kl if self.closed_forms else sampled_kl)(q.latents, p.latents)

@@ -232,12 +232,8 @@ class LaplaceGuide(JointGuide, NormalGuide):
     @property
     def prior(self) -> PriorPrecision:
         """The prior precision in this posterior."""
-        return PriorPrecision(
-            self.prior_diagonal,
-            self.prior_indices,
-            self.prior_dense,
-            quadratic=self.prior_quadratic,
-        )
+        values = self.prior_diagonal, self.prior_indices, self.prior_dense
+        return PriorPrecision(*values, quadratic=self.prior_quadratic)
 
     @property
     def precision(self) -> Precision:

@@ -26,11 +26,11 @@ from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive.linearized_component import (
     LinearizedComponent,
-    ParameterMoments,
     joint_mean_and_covariance,
     mean_and_covariance,
     moments,
 )
+from pyro_bdl.predictive.mixtures import averaged, combined
 from pyro_bdl.predictive.observations import (
     AtDraws,
     DrawPredictions,
@@ -146,7 +146,7 @@ class LinearizedPredictive(DrawPredictions):
             site, of its own shape.
         :raises ValueError: for a name that is no observed or deterministic site.
         """
-        return self._combined(self._closed_forms(moments, args, kwargs, sites=sites))
+        return combined(self.weights, self._closed_forms(moments, args, kwargs, sites=sites))
 
     def covariance(
         self, *args: Any, sites: Collection[str] | None = None, **kwargs: Any
@@ -157,7 +157,7 @@ class LinearizedPredictive(DrawPredictions):
         :param sites: as in ``moments``; the first dimension of a deterministic site is N.
         """
         members = self._closed_forms(mean_and_covariance, args, kwargs, sites=sites)
-        return self._combined(members)
+        return combined(self.weights, members)
 
     def joint_covariance(
         self,
@@ -175,7 +175,7 @@ class LinearizedPredictive(DrawPredictions):
         """
         function = functools.partial(joint_mean_and_covariance, group=group)
         members = self._closed_forms(function, args, kwargs, sites=sites, whole=True)
-        return self._combined(members)
+        return combined(self.weights, members)
 
     def predictive_covariance(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveCovariance]:
         """Mean (N, D) and covariance (N, D, D) of the D numbers of y of each datum, noise included,
@@ -200,7 +200,7 @@ class LinearizedPredictive(DrawPredictions):
             component.predictive_covariance(self.num_samples, args, kwargs, joint=joint)
             for component in self.components
         ]
-        return self._combined(members)
+        return combined(self.weights, members)
 
     def prior_covariance(self, x: Any, x2: Any = None) -> dict[str, Tensor]:
         """For each observed site J(x) Lambda^-1 J(x2)', (N K, N2 K), data before parameters.
@@ -256,7 +256,10 @@ class LinearizedPredictive(DrawPredictions):
             members = self._closed_forms(closed, args, kwargs)
         if not members[0]:
             raise ValueError("no observed site is Categorical or Bernoulli")
-        return {name: self._averaged([values[name] for values in members]) for name in members[0]}
+        return {
+            name: averaged(self.weights, [values[name] for values in members])
+            for name in members[0]
+        }
 
     def log_density(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """log p(y_n | x_n, data) in nats for each observed site, (N, ...). The arguments include
@@ -331,48 +334,6 @@ class LinearizedPredictive(DrawPredictions):
         with nullcontext() if self.seed is None else seeded(self.seed):
             order = torch.randperm(self.num_samples, device=self.weights.device)
         return tree_map(lambda *parts: torch.cat(parts)[order], *members)
-
-    def _averaged(self, values: Any) -> Tensor:
-        """sum_k weight_k values_k over the components."""
-        values = list(values)
-        if len(values) == 1:
-            return values[0]
-        stacked = torch.stack(values)
-        return torch.tensordot(self.weights.to(stacked), stacked, dims=1)
-
-    def _combined(self, members: list[dict[str, Any]]) -> dict[str, Any]:
-        """Moments of the mixture by site, by the law of total variance."""
-        if len(members) == 1:
-            return members[0]
-        return {name: self._of_mixture([values[name] for values in members]) for name in members[0]}
-
-    def _of_mixture(self, parts: list[Any]) -> Any:
-        first = parts[0]
-        if isinstance(first, ParameterMoments):
-            total = {
-                key: self._total([p.mean[key] for p in parts], [p.variance[key] for p in parts])
-                for key in first.mean
-            }
-            noises: Any = [part.noise_variance for part in parts]
-            noise = None if noises[0] is None else self._averaged(noises)
-            means, variances = ({key: pair[i] for key, pair in total.items()} for i in range(2))
-            return ParameterMoments(means, variances, noise)
-        pair = self._total(*zip(*parts, strict=True))
-        return type(first)(*pair) if hasattr(first, "_fields") else pair
-
-    def _total(self, means: Any, inside: Any) -> tuple[Tensor, Tensor]:
-        """Mean and variance, covariance of the last dimension, or covariance of all numbers."""
-        stacked, inside = torch.stack(list(means)), torch.stack(list(inside))
-        mean = self._averaged(stacked)
-        offset = stacked - mean
-        if inside.dim() == offset.dim():
-            spread = offset.square()
-        elif inside.dim() == offset.dim() + 1:
-            spread = offset[..., :, None] * offset[..., None, :]
-        else:
-            flat = offset.flatten(1)
-            spread = (flat[:, :, None] * flat[:, None, :]).reshape(inside.shape)
-        return mean, self._averaged(inside + spread)
 
 
 def _class_means(distribution: Any) -> Any:
