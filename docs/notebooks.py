@@ -25,7 +25,8 @@ def run(path):
     """Run a notebook and write it."""
     notebook = nbformat.read(path, as_version=4)
     place = {"metadata": {"path": path.parent}}
-    NotebookClient(notebook, timeout=300, resources=place, coalesce_streams=True).execute()
+    options = {"coalesce_streams": True, "record_timing": False}
+    NotebookClient(notebook, timeout=300, resources=place, **options).execute()
     for cell in notebook.cells:
         if cell.cell_type == "code":
             # Of progress bars that are gone blanks are left.
