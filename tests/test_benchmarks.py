@@ -208,6 +208,16 @@ def test_dropout_on_a_folder_of_the_uci_layout(line):
     assert found["rmse"]["standard error"] >= 0 and found["rmse"]["sd over seeds"] > 0
 
 
+def test_chains_from_an_ensemble_on_a_folder_of_the_uci_layout(line):
+    options = "--set line --splits 0 1 --members 2 --steps 50 --warmup 20 --draws 20 --thinning 5"
+    found = run("mile", f"{options} --data", line)
+    assert found["splits"] == 2 and found["ensemble of chains: draws per chain"] == 20
+    for score in ("RMSE", "NLL of the Normal"):
+        chains, boosting = (found[f"{n}: {score}"] for n in ("ensemble of chains", "boosting"))
+        assert found[f"boosting: {score}, above the chains"] == pytest.approx(boosting - chains)
+        assert found[f"boosting: {score}, its standard error"] > 0
+
+
 def test_in_between_measures_every_posterior_against_nuts(tmp_path):
     options = (
         "--steps 300 --initializations 1 --function-draws 500 --chains 2 --warmup 100 --draws 50 "
