@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from pyro_bdl.guides.ensemble import AutoEnsemble
-from pyro_bdl.mcmc.kernels import Kernel
+from pyro_bdl.mcmc.kernels import MCLMC, Kernel
 from pyro_bdl.mcmc.sampling import sample
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 from pyro_bdl.mcmc.stochastic_gradient.sampling import sgmcmc
@@ -13,6 +13,8 @@ from pyro_bdl.training.svi import train
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.validation import whole_number
 
+KERNEL = MCLMC(energy_variance=0.01, thinning=50)
+
 
 def ensemble_sample(
     model: Any,
@@ -20,9 +22,9 @@ def ensemble_sample(
     y: Any,
     *,
     members: int | AutoEnsemble = 10,
-    kernel: str | Kernel | StochasticKernel = "mclmc",
-    num_warmup: int = 500,
-    num_samples: int = 500,
+    kernel: str | Kernel | StochasticKernel = KERNEL,
+    num_warmup: int = 300,
+    num_samples: int = 300,
     training_steps: int = 2000,
     learning_rate: float = 0.01,
     held_out: float = 0.1,
@@ -45,7 +47,9 @@ def ensemble_sample(
     :param model: a program ``model(x, y)``; with minibatches its ``num_data`` is the number of all
         rows.
     :param members: the number of members and chains, or a trained ensemble to start from.
-    :param kernel: of ``mcmc.sample``, or of ``mcmc.sgmcmc``, such as ``mcmc.SGHMC(step_size=...)``.
+    :param kernel: of ``mcmc.sample``, or of ``mcmc.sgmcmc``, such as ``mcmc.SGHMC(step_size=...)``;
+        by default ``mcmc.MCLMC(energy_variance=0.01, thinning=50)``. Its steps are longer than
+        those of "mclmc": so short chains lose more by moving slowly than by this bias.
     :param num_warmup: see ``mcmc.sample`` and ``mcmc.sgmcmc``; so ``num_samples``, of each chain.
     :param training_steps: at most so many steps of Adam for the members.
     :param held_out: the share of the rows that their training holds back.

@@ -53,3 +53,19 @@ def test_members_are_trained_and_any_kernel_takes_over():
     assert ((square - 9).abs() < 5).all()
     record = samples.info["ensemble"]
     assert len(record["best_steps"]) == len(record["held_out"]) == 3
+
+
+def test_the_default_asks_for_longer_steps_than_mclmc_by_itself():
+    model, guide = start([[3.0, 3.0], [-3.0, 3.0]])
+    samples, plain = (
+        mcmc.ensemble_sample(
+            model, *data(), members=guide, num_samples=50, progress=False, **options
+        )
+        for options in ({}, {"kernel": "mclmc"})
+    )
+    wanted, usual = (s.info["options"]["energy_variance"] for s in (samples, plain))
+    assert wanted > 10 * usual
+    reached, little = (float(s.stats["energy_variance"].mean()) for s in (samples, plain))
+    assert wanted / 5 < reached < wanted * 5 and reached > 2 * little
+    square = (samples.latents["w"] ** 2).sum(-1) / 2
+    assert abs(float(square.mean()) - 9) < 0.3
