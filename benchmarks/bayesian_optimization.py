@@ -9,6 +9,9 @@ surrogates know the noise of the observations. ``nuts``, ``laplace`` (full), ``l
 that NUTS and the loss are compiled once in a run. ``--rows`` keeps finished runs in a file, and a
 later call goes on with those that are missing.
 
+``--spread`` runs no search: it prints the mean sd of f in the cube and at its corners, after the
+first points of the first seed.
+
 The regret of a step is the distance from the optimum of the best point so far, without noise.
 """
 
@@ -217,8 +220,16 @@ SURROGATES: dict[str, type[Surrogate]] = {
 }
 
 
-def run(task: Task, surrogate: Surrogate, seed: int, options: argparse.Namespace) -> list[float]:
-    """Regrets after the first points and after each step."""
+class Start(NamedTuple):
+    """The cube, the first points and their observations, and a function that makes more."""
+
+    box: Tensor
+    x: Tensor
+    y: Tensor
+    observed: Callable[[Tensor], Tensor]
+
+
+def start(task: Task, seed: int) -> Start:
     torch.manual_seed(seed)
     noise = torch.Generator("cpu").manual_seed(seed)
     box = torch.stack([torch.zeros(task.inputs), torch.ones(task.inputs)])
@@ -228,7 +239,22 @@ def run(task: Task, surrogate: Surrogate, seed: int, options: argparse.Namespace
         value = task.function(x)
         return (value + task.noise * torch.randn(value.shape, generator=noise))[:, None]
 
-    y = observed(x)
+    return Start(box, x, observed(x), observed)
+
+
+def spread(task: Task, surrogate: Surrogate, seed: int) -> dict[str, float]:
+    """The mean sd of f at 200 random points of the cube and of its corners."""
+    first = start(task, seed)
+    model = surrogate.fit(first.x, first.y)
+    cube = torch.rand(200, task.inputs)
+    with torch.no_grad():
+        sds = [model.posterior(x).variance.sqrt().mean().item() for x in (cube, cube.round())]
+    return {"sd in the cube": sds[0], "sd at its corners": sds[1]}
+
+
+def run(task: Task, surrogate: Surrogate, seed: int, options: argparse.Namespace) -> list[float]:
+    """Regrets after the first points and after each step."""
+    box, x, y, observed = start(task, seed)
     regrets = [task.best - task.function(x).max().item()]
     for _ in range(options.steps):
         model = surrogate.fit(x, y)
@@ -303,6 +329,7 @@ def main() -> None:
     args.add_argument("--surrogates", nargs="+", default=list(SURROGATES), choices=SURROGATES)
     args.add_argument("--tasks", nargs="+", default=list(tasks()), choices=tasks())
     args.add_argument("--first-seed", type=int, default=0)
+    args.add_argument("--spread", action="store_true", help="the sd of f after the first points")
     options = parse_sizes(
         args,
         {
@@ -317,6 +344,16 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.set_default_dtype(torch.float64)
     warnings.simplefilter("ignore")
+    if options.spread:
+        sds = {
+            f"{name}, {surrogate}": spread(
+                tasks()[name], SURROGATES[surrogate](tasks()[name], options), options.first_seed
+            )
+            for name in options.tasks
+            for surrogate in options.surrogates
+        }
+        show("sd of f after the first points", sds, options.json)
+        return
     rows = [r for r in read_rows(options.rows) if len(r["regrets"]) == options.steps + 1]
     done = {(row["task"], row["surrogate"], row["seed"]) for row in rows}
     plan = [

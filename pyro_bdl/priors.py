@@ -128,7 +128,10 @@ class Normal(Prior):
         """
         precision = decay * num_data
         if not precision > 0:
-            raise ValueError(f"decay and num_data must be positive, got {decay} and {num_data}")
+            raise ValueError(
+                f"decay and num_data must be positive, got {decay} and {num_data}: for a network "
+                "that was trained without weight decay take a small one, such as 1e-4"
+            )
         return cls(precision**-0.5)
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:

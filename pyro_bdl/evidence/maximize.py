@@ -34,7 +34,8 @@ _ROUNDS = 50  # of hyperparameters and a last layer's mode
 class Evidence:
     """The maximum of the evidence; print it.
 
-    :param log_evidence: log p(y), in nats.
+    :param log_evidence: log p(y), in nats, at the optimum of the linearized model unless
+        ``linearized=False``; that of ``log_marginal_likelihood`` is at the weights by default.
     :param gamma: the effective number of parameters.
     :param hyperparameters: name -> value.
     :param history: log p(y) before every step.

@@ -59,7 +59,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
     # Sums over the data at loc and the noise of the fit, tempered
     curvature: Curvature
     num_data: int = 0
-    log_likelihood: Tensor
+    log_likelihood: Tensor  # under the noise of the fit
     squares: Tensor  # of residuals of Normal observations in units of their noise
     cells: Tensor  # the number of these
     score: Tensor  # the gradient of the log likelihood in the subset, (p,)

@@ -56,6 +56,8 @@ class HeldOut:
 
     def __str__(self) -> str:
         gain = f"{self.gain:.4f} ± {self.error:.4f} nats"
+        if max(abs(self.gain), self.error) < 5e-5:
+            gain = "less than 0.0001 nats"
         if self.helps:
             return f"on {self.rows} held-out rows the posterior gains {gain}"
         return (

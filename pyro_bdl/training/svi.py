@@ -88,9 +88,15 @@ def train(
     :raises ValueError: for data that are not finite, targets outside their support, fewer than one
         step, or a minibatch for a program whose ``num_data`` is not N, which would give its log
         likelihood too little weight.
-    :raises TypeError: for data that are not tensors, or of another dtype than the weights.
+    :raises TypeError: for a guide of Pyro, or data that are not tensors, or of another dtype than
+        the weights.
     """
     require_gradients()
+    if not isinstance(guide, Guide):
+        raise TypeError(
+            f"train takes the guides of pyro_bdl, got {type(guide).__name__}: use pyro.infer.SVI for "
+            "Pyro's guides"
+        )
     steps = whole_number(steps, "steps")
     total = num_rows(model, args)
     check_finite(model, args, {})

@@ -155,3 +155,9 @@ def test_dicts_of_inputs_are_cut_as_tensors_are(conjugate):
     torch.testing.assert_close(found[1], found[0])
     with pytest.raises(ValueError, match=r"x\['left'\] is not finite|x\['left'\]"):
         training.train(model, guide, {"left": x * math.nan, "right": x}, y, steps=1)
+
+
+def test_guides_of_pyro_are_refused_by_name():
+    model, x, y = straight_line(20)
+    with pytest.raises(TypeError, match=r"AutoNormal: use pyro\.infer\.SVI"):
+        training.train(model, pyro.infer.autoguide.AutoNormal(model), x, y, steps=1)
