@@ -94,8 +94,8 @@ def train(
     require_gradients()
     if not isinstance(guide, Guide):
         raise TypeError(
-            f"train takes the guides of pyro_bdl, got {type(guide).__name__}: use pyro.infer.SVI for "
-            "Pyro's guides"
+            f"train takes the guides of pyro_bdl, got {type(guide).__name__}: use pyro.infer.SVI "
+            "for Pyro's guides"
         )
     steps = whole_number(steps, "steps")
     total = num_rows(model, args)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from pyro.infer.autoguide import AutoNormal
 
 from pyro_bdl import bayesianize, guides, models, priors, training
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
@@ -160,4 +161,4 @@ def test_dicts_of_inputs_are_cut_as_tensors_are(conjugate):
 def test_guides_of_pyro_are_refused_by_name():
     model, x, y = straight_line(20)
     with pytest.raises(TypeError, match=r"AutoNormal: use pyro\.infer\.SVI"):
-        training.train(model, pyro.infer.autoguide.AutoNormal(model), x, y, steps=1)
+        training.train(model, AutoNormal(model), x, y, steps=1)
