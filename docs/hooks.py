@@ -160,8 +160,11 @@ def notebook_page(path):
                 blocks.append(_fenced(_TERMINAL_COLOR.sub("", text), "text"))
     blocks.append(f"*This page is the notebook `tutorials/{path.name}` with its outputs.*")
     first = _first_figure(blocks)
-    before = [block for block in blocks[: blocks.index(first)] if block[0] != "?"]
+    place = blocks.index(first)
+    before = [block for block in blocks[:place] if block[0] != "?"]
     if len("".join(before)) > _MOST_BEFORE_FIGURE:
+        if not any(block.startswith("#") for block in blocks[1:place]):
+            del blocks[place]  # it would stand there again a screen further down
         blocks.insert(1, _FIGURE.sub(r"![The first figure of this page](\2)\3", first))
     return "\n\n".join(blocks), figures
 
