@@ -38,6 +38,12 @@ def pytest_collection():
         gc.enable()
 
 
+def pytest_collectstart(collector):
+    """Give the data that a file draws as it is imported the same values in every run."""
+    if isinstance(collector, pytest.Module):
+        pyro.set_rng_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def _fresh():
     torch.set_num_threads(1)
