@@ -29,7 +29,7 @@ def run(path):
     NotebookClient(notebook, timeout=300, resources=place, **options).execute()
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            # Of progress bars that are gone blanks are left.
+            # Progress bars that have ended leave blanks behind.
             cell.outputs = [value for value in cell.outputs if value.get("text", "-").strip()]
             for output in cell.outputs:
                 if "image/png" in output.get("data", {}):
