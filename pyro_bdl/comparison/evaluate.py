@@ -262,7 +262,7 @@ class _Draws:
             data.model, data.kind, self.posterior, self.samples, self.predictive, train,
             progress=data.progress,
         )  # fmt: skip
-        return {} if loo is None else {"loo": (loo, by)}
+        return {"loo": (loo, by)} if by else {}
 
 
 def _scored(

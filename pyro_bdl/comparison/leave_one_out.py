@@ -64,7 +64,7 @@ LeftOut = LOO | SubsampledLOO | KFold
 
 # A posterior with fewer distinct values has no tail for the fit of a Pareto distribution.
 _LEAST_VALUES = 25
-EXACT, CORRECTED, PLAIN = "draws", "p / q", "plain"
+EXACT, CORRECTED, NOT_REFITTED = "draws", "p / q", "not refitted"
 # PSIS-LOO is withheld if the k-hats of more than this share of the data are too high.
 _MOST_BAD = 0.05
 MOST_LEFT_OUT = 2000
@@ -77,28 +77,29 @@ number = partial(metric, of="loo", group=GROUP)
 
 
 @number("elpd", digits=4, error=True)
-def elpd_loo(left_out: LeftOut, by: str) -> float | None:
+def elpd_loo(left_out: LeftOut | None, by: str) -> float | None:
     """Expected log predictive density of the training data, each left out in turn, summed, in nats
     as the program sees them, with its standard error over the data; larger is better. Values that
     PSIS-LOO does not support are withheld, for the reason beside them."""
-    return None if _withheld(left_out, by) else left_out.elpd
+    return None if left_out is None or _withheld(left_out, by) else left_out.elpd
 
 
 @number("")
-def elpd_loo_se(left_out: LeftOut, by: str) -> float | None:
+def elpd_loo_se(left_out: LeftOut | None, by: str) -> float | None:
     """The standard error of ``elpd_loo``, without a column."""
-    error = left_out.total_se if isinstance(left_out, SubsampledLOO) else left_out.se
-    return None if _withheld(left_out, by) else error
+    if left_out is None or _withheld(left_out, by):
+        return None
+    return left_out.total_se if isinstance(left_out, SubsampledLOO) else left_out.se
 
 
 @number("high k")
-def high_k(left_out: LeftOut, by: str) -> int | None:
+def high_k(left_out: LeftOut | None, by: str) -> int | None:
     """Training data whose k-hat is too high for PSIS-LOO to be relied on."""
-    return None if isinstance(left_out, KFold) else left_out.num_bad
+    return left_out.num_bad if isinstance(left_out, LOO | SubsampledLOO) else None
 
 
 @number("by", style="text")
-def loo_by(left_out: LeftOut, by: str) -> str:
+def loo_by(left_out: LeftOut | None, by: str) -> str:
     """draws: PSIS of draws of Markov chains. p / q: PSIS of draws of a guide, weighted to those of
     the exact posterior, which the value then is about. folds: fitted again without each part of the
     data. withheld, k high: PSIS fails, since single data, or the weights p / q, leave too few
@@ -114,9 +115,11 @@ def loo_by(left_out: LeftOut, by: str) -> str:
 
 
 @number("p", detail=True)
-def p_loo(left_out: LeftOut, by: str) -> float | None:
+def p_loo(left_out: LeftOut | None, by: str) -> float | None:
     """Effective number of parameters by PSIS-LOO."""
-    return None if isinstance(left_out, KFold) or _withheld(left_out, by) else left_out.p_loo
+    if not isinstance(left_out, LOO | SubsampledLOO) or _withheld(left_out, by):
+        return None
+    return left_out.p_loo
 
 
 @number("difference", of="", error=True)
@@ -128,12 +131,14 @@ def elpd_diff() -> None:
 LEFT_OUT = metrics_of(globals())
 
 
-def _withheld(left_out: LeftOut, by: str) -> str:
+def _withheld(left_out: LeftOut | None, by: str) -> str:
     """Why PSIS-LOO does not support a value; empty where it does."""
+    if left_out is None:
+        return by
     if isinstance(left_out, KFold):
         return ""
     many = left_out.num_bad > _MOST_BAD * left_out.pareto_k.numel()
-    return "not refitted" if by == PLAIN else "k high" if many else ""
+    return "k high" if many else ""
 
 
 # --------------------------------------------------------------------------------- leaving out
@@ -153,9 +158,9 @@ def leave_one_out(
     """elpd_loo of the program under the posterior, and the kind of its draws.
 
     ``draws``: draws of the posterior from Markov chains. ``p / q``: draws of a guide with a
-    density, weighted by the ratio of posterior and guide (Magnusson et al. 2019). ``plain``: draws
-    of any other guide, treated as draws of the posterior; also draws of a Laplace approximation,
-    which is the posterior of the linear model.
+    density, weighted by the ratio of posterior and guide (Magnusson et al. 2019). ``not refitted``:
+    any other guide, and a Laplace approximation; there is no value, since what they fitted to a
+    datum (a point, features, a dropout mask's weights) stays when it is left out.
 
     :param kind: what the program observes.
     :param samples: the draws.
@@ -164,30 +169,29 @@ def leave_one_out(
     :param most: of more data than this only so many are left out, and the sum over all of them is
         estimated; see ``diagnostics.loo.subsampled_loo``.
     :param progress: show bars.
-    :returns: None for one or a few point masses, for which PSIS-LOO is not possible.
+    :returns: None and no kind for one or a few point masses, for which PSIS-LOO is not possible.
     """
     linear = isinstance(predictive, LinearizedPredictive)
     if not linear and _number_of_values(samples) < _LEAST_VALUES:
         return None, ""
+    chains = isinstance(posterior, Samples)
+    if linear or (isinstance(posterior, Guide) and not posterior.has_density):
+        return None, NOT_REFITTED
+    log_p, log_q = (None, None) if chains else _densities(model, posterior, samples, train)
+    if not chains and log_q is None:
+        return None, NOT_REFITTED
     parts = [args for args, _ in kind.batches(train, _number_of_draws(predictive, samples))]
     rows, density, total, approximation = _likelihoods(predictive, kind, parts, most, progress)
-    draws = density.unflatten(0, (samples.num_chains if isinstance(posterior, Samples) else 1, -1))
-    by, log_q = PLAIN, None
-    if isinstance(posterior, Samples):
-        by = EXACT
-    elif not linear and not (isinstance(posterior, Guide) and not posterior.has_density):
-        log_p, log_q = _densities(model, posterior, samples, train)
+    draws = density.unflatten(0, (samples.num_chains if chains else 1, -1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)  # the table holds the number of high k-hats
-        if log_q is not None:
-            by = CORRECTED
-            loo = diagnostics.loo_approximate_posterior(draws, (log_p + total)[None], log_q[None])
+        if log_q is None:
+            loo = diagnostics.loo(draws)
         else:
-            efficiency = None if by == EXACT else 1.0
-            loo = diagnostics.loo(draws, r_eff=efficiency)
-    if len(rows) == len(approximation):
-        return loo, by
-    return subsampled_loo(loo, approximation, rows), by
+            loo = diagnostics.loo_approximate_posterior(draws, (log_p + total)[None], log_q[None])
+    if len(rows) < len(approximation):
+        loo = subsampled_loo(loo, approximation, rows)
+    return loo, EXACT if chains else CORRECTED
 
 
 def _left_out_rows(count: int, most: int) -> Tensor:
