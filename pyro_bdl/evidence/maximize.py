@@ -28,6 +28,7 @@ METHODS = ("fixed-point", "gradient")
 _ROUNDING = 1e-4  # of the log evidence
 _NEWTON_STEPS = 5  # to the linearized model's optimum, after each change of hyperparameters
 _ROUNDS = 50  # of hyperparameters and a last layer's mode
+_VANISHED = 1e-3  # of its value before
 
 
 @dataclass
@@ -173,6 +174,7 @@ class _Search:
         self.model = LinearizedModel(guide) if linearized else None
 
     def run(self, method: str, steps: int, learning_rate: float, tolerance: float) -> Evidence:
+        before = self.hyperparameters()
         history: list[float] = []
         left = steps
         if method == "fixed-point":
@@ -185,8 +187,20 @@ class _Search:
         value, gamma = self._value(point), float(self.guide.effective_parameters())
         if point is not None:
             point.warn(stacklevel=4)
+            self._warn_of_vanished(before)
         gap = None if point is None else point.gap
         return Evidence(value, gamma, self.hyperparameters(), history, gap)
+
+    def _warn_of_vanished(self, before: dict[str, Tensor]) -> None:
+        now = self.hyperparameters().items()
+        if names := [name for name, v in now if bool((v < _VANISHED * before[name]).any())]:
+            warn(
+                f"the evidence takes {', '.join(names)} towards 0, since the linearized model can "
+                "do without what they scale, as layers before the last: linearized=False evaluates "
+                "at the trained weights, and one scale for all layers has no such limit",
+                "evidence",
+                stacklevel=5,
+            )
 
     def hyperparameters(self) -> dict[str, Tensor]:
         return {name: p.now().detach().clone() for name, p in self.tuned.items()}

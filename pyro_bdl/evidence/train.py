@@ -28,16 +28,19 @@ def train_by_evidence(
     between: int | None = None,
     learning_rate: float = 0.01,
     batch_size: int | None = None,
+    linearized: bool | None = None,
     progress: str | None = None,
 ) -> tuple[LaplaceGuide, bool]:
     """Train the MAP, set the hyperparameters to the maximum of its evidence, and so on; then make
     the Laplace approximation, with the hyperparameters of the last maximum.
 
     The last maximum is that at the optimum of the linearized model, see ``maximize``; those before
-    are at the weights. Many rounds with few steps between them are the online evidence of Immer et
-    al. 2021a (algorithm 1). Start the scales wide, such as at 1: a narrow prior holds the weights
-    back, and the evidence then finds small scales around them. Where the guide's subset is a part
-    of the latents, the hyperparameters are set once, at the end.
+    are at the weights. Many rounds with few steps between them and ``linearized=False`` are the
+    online evidence of Immer et al. 2021a (algorithm 1). A scale for each layer needs the latter:
+    the linearized model can do without the first layers' weights, and drives their scales to 0.
+    Start the scales wide, such as at 1: a narrow prior holds the weights back, and the evidence
+    then finds small scales around them. Where the guide's subset is a part of the latents, the
+    hyperparameters are set once, at the end.
 
     In a loop of your own, whose optimizer trains the guide's parameters only, call ``maximize`` on
     ``guide.laplace_approximation(data)`` every few epochs, with ``linearized=False`` and few steps.
@@ -51,6 +54,7 @@ def train_by_evidence(
     :param between: gradient steps of each later round, by default half of ``steps``.
     :param learning_rate: Adam's at the start of each round; it falls to zero.
     :param batch_size: rows in each step, as in ``training.train``.
+    :param linearized: of the last maximum, as in ``maximize``.
     :param progress: description of the progress bar; None for no bar.
     :returns: the posterior, and whether Ctrl-C ended the training early.
     :raises MemoryError: if the guide's structure does not fit in memory.
@@ -83,5 +87,5 @@ def train_by_evidence(
             maximize(posterior, linearized=False, progress=bars)
     posterior = guide.laplace_approximation((x, y), progress=bars)
     if tuned:
-        maximize(posterior, progress=bars)
+        maximize(posterior, linearized=linearized, progress=bars)
     return posterior, run.interrupted

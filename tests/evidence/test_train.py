@@ -55,6 +55,27 @@ def test_a_subset_is_tuned_at_the_end(line, values):
     assert values(posterior)["noise"].item() != pytest.approx(line.noise)
 
 
+@pytest.mark.parametrize("linearized, vanishes", [(True, True), (False, False)])
+def test_a_scale_for_each_layer_is_told_where_it_vanishes(learn, values, linearized, vanishes):
+    """The linearized model fits a sine with the last layer alone; at the trained weights the first
+    layer's scale is that of its weights."""
+    x = torch.linspace(-2, 2, 60)[:, None]
+    y = (3 * x).sin().squeeze() + 0.1 * torch.randn(60)
+    net = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1))
+    model = models.Regression(
+        bayesianize(net, priors.PerLayer(priors.Normal(learn(1.0)))), noise=0.2
+    )
+    guide = AutoLaplaceGGN(model, structure="kron")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", BdlWarning)
+        posterior, _ = train_by_evidence(
+            model, guide, x, y, steps=300, rounds=2, linearized=linearized
+        )
+    assert any("towards 0" in str(one.message) for one in told) == vanishes
+    first = values(posterior)["hyper_0_prior_scale"]
+    assert (first < 1e-3) if vanishes else (first > 0.3)
+
+
 def test_without_hyperparameters_it_is_a_map(line):
     model = models.Regression(bayesianize(nn.Linear(3, 1), priors.Normal(0.7)), noise=0.5)
     guide = AutoLaplaceGGN(model, structure="full")
