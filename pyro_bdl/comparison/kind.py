@@ -31,7 +31,7 @@ _CLASSES = ("Categorical", "Bernoulli", "OneHotCategorical", "OrderedLogistic")
 _BY_CLASS = ("Categorical", "OrderedLogistic")  # a probability for each class
 # Bytes of the draws in memory at once while the test points are scored: scores hold about ten
 # arrays of this size, and bars move on after each part.
-_DRAWS_AT_ONCE = 2**25
+_DRAWS_AT_ONCE = 2**23
 
 
 @dataclass(frozen=True)
