@@ -1,6 +1,7 @@
 """Run notebooks and keep their outputs: ``python docs/notebooks.py tutorials/laplace.ipynb ...``.
 
-Figures get a palette of 256 colors, with which they take about a third of the space.
+Figures get a palette of 256 colors, with which they take about a third of the space. Where the
+notebook is larger than ``tests/test_tutorials.py`` allows, they get one of 64.
 """
 
 import base64
@@ -12,12 +13,14 @@ import nbformat
 from nbclient import NotebookClient
 from PIL import Image
 
+SIZE = 300_000
 
-def with_palette(figure):
-    """Return a PNG in base64 with a palette."""
+
+def with_palette(figure, colors):
+    """Return a PNG in base64 with a palette of so many colors."""
     image = Image.open(BytesIO(base64.b64decode(figure))).convert("RGB")
     file = BytesIO()
-    image.quantize(256, dither=Image.Dither.NONE).save(file, "png", optimize=True)
+    image.quantize(colors, dither=Image.Dither.NONE).save(file, "png", optimize=True)
     return base64.b64encode(file.getvalue()).decode()
 
 
@@ -31,10 +34,19 @@ def run(path):
         if cell.cell_type == "code":
             # Progress bars that have ended leave blanks behind.
             cell.outputs = [value for value in cell.outputs if value.get("text", "-").strip()]
-            for output in cell.outputs:
-                if "image/png" in output.get("data", {}):
-                    output.data["image/png"] = with_palette(output.data["image/png"])
-    nbformat.write(notebook, path)
+    write(notebook, path)
+
+
+def write(notebook, path):
+    """Write a notebook, its figures in as many colors as there is space for."""
+    outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
+    figures = [o.data for o in outputs if "image/png" in o.get("data", {})]
+    for colors in (256, 64):
+        for figure in figures:
+            figure["image/png"] = with_palette(figure["image/png"], colors)
+        nbformat.write(notebook, path)
+        if path.stat().st_size < SIZE:
+            break
 
 
 if __name__ == "__main__":
