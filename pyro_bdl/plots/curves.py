@@ -33,12 +33,15 @@ def intervals(
 
     The shaded column is the reference's 90 % interval.
 
-    :param draws: posterior to quantity to ``(S,)`` draws; a posterior may lack some quantities.
+    :param draws: posterior to quantity to ``(S, ...)`` draws, as ``Predictive(model, posterior)(x,
+        sites=[...])`` gives them; a quantity of several numbers has a panel for each, as
+        ``theta[0]``. A posterior may lack some quantities.
     :param reference: name of the posterior with which the others are compared.
     :param label: label of the horizontal axes, with units.
     :raises ValueError: for no posterior or quantity, or an unknown reference.
     """
     check_posteriors(draws, reference)
+    draws = {name: _by_number(values) for name, values in draws.items()}
     quantities = list(dict.fromkeys(key for values in draws.values() for key in values))
     if not quantities:
         raise ValueError("there is no quantity to draw")
@@ -52,7 +55,7 @@ def intervals(
         for row, (name, values) in enumerate(draws.items()):
             if quantity not in values:
                 continue
-            low, lower, middle, upper, high = np.quantile(array(values[quantity]), _QUANTILES)
+            low, lower, middle, upper, high = np.quantile(values[quantity], _QUANTILES)
             color = looks[name]["color"]
             if name == reference:
                 axis.axvspan(low, high, color=BAND, linewidth=0, zorder=0)
@@ -67,6 +70,17 @@ def intervals(
     half = entry("median, 50 % interval", color=GRAY, linewidth=3.5, marker="o")
     legend_below(figure, [half, entry("90 % interval", color=GRAY, linewidth=1.2)])
     return figure
+
+
+def _by_number(values: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Each number of each quantity, ``(S,)``, by its name and index."""
+    numbers = {}
+    for name, value in values.items():
+        value = array(value)
+        for index in np.ndindex(value.shape[1:]):
+            title = f"{name}[{','.join(map(str, index))}]" if index else name
+            numbers[title] = value[(slice(None), *index)]
+    return numbers
 
 
 def cost_against_quality(

@@ -1,7 +1,7 @@
 """Posterior predictive draws, vectorized over the draws of the posterior."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -113,7 +113,9 @@ class Predictive(DrawPredictions):
             isinstance(posterior, Guide) and posterior.is_of(model) and not posterior.subsampled
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def __call__(
+        self, *args: Any, sites: Collection[str] | None = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
         """Draws y ~ p(y | w_s, x) and the deterministic sites, each (S, ...).
 
         Observed sites with data, given or held by the program, are drawn too; statements after them
@@ -121,16 +123,28 @@ class Predictive(DrawPredictions):
         passed, and y from p(y | w_s), without these data's z. Without data they are drawn from
         p(z | w_s), and y given them. In a hidden Markov chain y_t is drawn from
         p(y_t | y_1, ..., y_{t-1}, w_s).
+
+        :param sites: names of the sites to return, also of latents; by default the observed and
+            the deterministic ones.
+        :raises ValueError: for a name that is none of them.
         """
-        at_draws = self._at_draws(drawn, args, kwargs, deterministic=True, draw=True)
+        wanted = () if sites is None else tuple(sites)
+        at_draws = self._at_draws(
+            drawn, args, kwargs, deterministic=True, draw=True, latents=wanted
+        )
         result = at_draws.deterministic | at_draws.values
+        if unknown := [name for name in wanted if name not in result]:
+            raise ValueError(
+                f"the program has no site {unknown[0]!r} to return: it has "
+                f"{', '.join(result)}, and its latents"
+            )
         if not result:
             raise UnsupportedProgramError(
                 "the program samples nothing without its targets, and has no deterministic site: "
                 "pass targets too (of the right shape; predictions do not depend on them), or "
                 "write pyro.sample(..., obs=y) so that it also runs with y=None"
             )
-        return result
+        return result if sites is None else {name: result[name] for name in wanted}
 
     def moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
         """Mean and variance of y for each observed site, over the draws and the noise, (N, ...).
@@ -172,12 +186,14 @@ class Predictive(DrawPredictions):
         densities: bool = False,
         deterministic: bool = False,
         draw: bool = False,
+        latents: Collection[str] = (),
     ) -> AtDraws:
         """As in ``DrawPredictions``: by ``vmap`` over the draws.
 
         Distributions that can be taken apart are read outside, all draws at once.
 
         :param draw: draw what the program leaves open, see ``__call__``.
+        :param latents: names of latents whose draws are returned with the deterministic sites.
         """
         program = on_whole_data(self.model)
         partial = draw and self._is_partial
@@ -187,11 +203,15 @@ class Predictive(DrawPredictions):
         def run_at(draws: Draws, **options: Any) -> Run:
             return record(program, draws, args, kwargs, **{"draw": leave, **options})
 
+        def latents_at(draws: Draws) -> Draws:
+            return {name: draws[name] for name in latents if name in draws}
+
         def at_draw(draws: Draws, of_site: Callable[[str, Any], Any]) -> AtDraws:
             run = run_at(draws)
             values = {name: of_site(name, site.distribution) for name, site in run.observed.items()}
             log_densities = densities_of(run.observed) if densities else {}
-            return AtDraws(values, log_densities, run.deterministic if deterministic else {})
+            fixed = run.deterministic if deterministic else {}
+            return AtDraws(values, log_densities, fixed | latents_at(draws))
 
         def tensors(name: str, distribution: Any) -> Any:
             templates[name] = distribution
@@ -203,7 +223,7 @@ class Predictive(DrawPredictions):
 
         def ancestral(draws: Draws) -> AtDraws:
             values = _ancestral(run_at, draws, sample_any_open if partial else sample_open, partial)
-            return AtDraws(values, {}, {})
+            return AtDraws(values, {}, latents_at(draws))
 
         def choose(draws: Draws) -> tuple[Callable, Callable | None]:
             run = run_at(draws, draw=sample_any_open) if partial else run_at(draws)

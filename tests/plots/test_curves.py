@@ -31,6 +31,15 @@ def test_a_posterior_may_lack_a_quantity():
     assert set(second.lines[0].get_ydata()) == {1}
 
 
+def test_a_quantity_of_several_numbers_has_a_panel_for_each():
+    draws = {"a": {"mean": torch.randn(9), "theta": torch.randn(9, 2, 2)}}
+    axes = plots.intervals(draws).axes
+    titles = ["mean", *(f"theta[{i},{j}]" for i in range(2) for j in range(2))]
+    assert [axis.get_title(loc="left") for axis in axes] == titles
+    expected = np.quantile(draws["a"]["theta"][:, 1, 0], [0.05, 0.95])
+    np.testing.assert_allclose(axes[3].lines[0].get_xdata(), expected)
+
+
 def test_cost_puts_the_reference_at_the_floor(line):
     seconds = {"map": 2.0, "mean-field": 9.0, "nuts": 60.0, "free": 0.0}
     distance = {"map": 0.9, "mean-field": 0.2, "free": 0.1}

@@ -83,6 +83,28 @@ def test_chunks_equal_the_program_conditioned_on_each_draw(kind, memory):
         torch.testing.assert_close(mean["y"][i], observation_mean(trace.nodes["y"]["fn"]))
 
 
+def test_latents_are_returned_with_what_was_computed_from_them():
+    """Of every posterior, in chunks and from the prior."""
+
+    def schools(sd, effect=None):
+        mean = pyro.sample("mean", dist.Normal(0.0, 5.0))
+        with pyro.plate("schools", len(sd)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            theta = pyro.deterministic("theta", mean + 2.0 * z)
+            return pyro.sample("effect", dist.Normal(theta, sd), obs=effect)
+
+    sd = torch.tensor([15.0, 10.0, 16.0])
+    for posterior in (*posteriors(schools, sd, torch.randn(3)), None):
+        predictive = bdl.Predictive(schools, posterior, 20, memory=2000)
+        draws = predictive(sd, sites=["theta", "mean", "z"])
+        assert list(draws) == ["theta", "mean", "z"] and draws["theta"].shape == (20, 3)
+        expected = draws["mean"][:, None] + 2.0 * draws["z"]
+        torch.testing.assert_close(draws["theta"], expected)
+        assert predictive(sd).keys() == {"theta", "effect", *(() if posterior else ("mean", "z"))}
+        with pytest.raises(ValueError, match="no site 'tau' to return"):
+            predictive(sd, sites=["mean", "tau"])
+
+
 def test_draws_of_large_guides_are_made_in_parts(monkeypatch):
     """Three, three and one draw of the weights at a time, as many as a part may hold."""
     model, x, y = model_and_data()
