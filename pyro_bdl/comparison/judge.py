@@ -228,7 +228,7 @@ def _predictions(row: Row, score: str) -> Reason | None:
     if not gap > ERRORS * error:
         return None
     words = f"it predicts worse, by {with_error(gap, error)} nats per datum"
-    return Reason(words, "predicts worse")
+    return Reason(words, "worse predictions")
 
 
 def _spread(row: Row) -> Reason | None:
@@ -292,7 +292,7 @@ def _left_out(row: Row, reference: Row) -> Reason | None:
         return None
     word = "better" if gap > 0 else "worse"
     words = f"it predicts left-out data {word} than the reference, by {abs(gap):.1f} ± {error:.1f}"
-    return Reason(f"{words} nats", "" if gap > 0 else "predicts worse")
+    return Reason(f"{words} nats", "" if gap > 0 else "worse predictions")
 
 
 def _coverage(row: Row, points: int) -> Reason | None:

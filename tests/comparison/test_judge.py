@@ -212,14 +212,14 @@ def answered(*rows, reference="nuts", **options):
         (
             [
                 ("close", USABLE, 0.3, 0.25),
-                ("bad", FAR, 0.8, 0.05, "predicts worse"),
+                ("bad", FAR, 0.8, 0.05, "worse predictions"),
                 ("flat", FAR, 0.9, 0.05, "no spread"),
                 ("map", FAR, 0.9, 0.05, "no spread"),
             ],
             {"doubtful": True},
             "nuts is in doubt, so that what follows may change. close is the closest to nuts, at "
             "W1 0.3 (the draws resolve 0.04; a point at nuts's mean has 1), in 25 % of its time. "
-            "Far from it: bad (predicts worse); flat and map (no spread).",
+            "Far from it: bad (worse predictions); flat and map (no spread).",
         ),
         ([("slow", ALIKE, 0.01, 3.6)], {}, "slow cannot be told from nuts, in 3.6 times its time."),
         (
