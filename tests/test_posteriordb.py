@@ -16,7 +16,7 @@ from scipy.special import logsumexp
 
 import pyro_bdl as bdl
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 from posteriordb_programs import POSTERIORS
 
 N = 8
