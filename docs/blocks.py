@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import tempfile
+import textwrap
 import warnings
 from contextlib import chdir, redirect_stdout
 from io import StringIO
@@ -32,6 +33,7 @@ BLOCK = re.compile(
     r"(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^(?P=indent)```$",
     flags=re.MULTILINE | re.DOTALL,
 )
+_WIDTH = 100  # characters of an output that fit on the site
 
 
 class Block(NamedTuple):
@@ -88,13 +90,24 @@ def with_outputs(text, name):
         output = outputs.get(_block(match, text).key, {})
         parts = [match[0]]
         if output.get("text"):
-            parts.append(f"~~~~{{.text .output}}\n{output['text']}\n~~~~")
+            parts.append(f"~~~~{{.text .output}}\n{folded(output['text'])}\n~~~~")
         parts += [
             f"![Figure of the code above]({up}outputs/{file})" for file in output.get("figures", ())
         ]
         return "\n\n".join(parts)
 
     return BLOCK.sub(shown, text.replace(MARK, ""))
+
+
+def folded(text):
+    """Return an output with its long sentences in lines that fit; tables stay as they are."""
+    lines = []
+    for line in text.split("\n"):
+        is_prose = len(line) > _WIDTH and "  " not in line.strip()
+        indent = " " * (len(line) - len(line.lstrip()))
+        fit = textwrap.wrap(line, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+        lines += fit if is_prose else [line]
+    return "\n".join(lines)
 
 
 def new_figures(namespace, drawn):

@@ -11,13 +11,14 @@ import base64
 import html
 import inspect
 import json
+import posixpath
 import re
 import string
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from blocks import OUTPUTS, with_outputs
+from blocks import OUTPUTS, folded, with_outputs
 from fontTools.subset import Options, Subsetter
 from fontTools.ttLib import TTFont
 from latex2mathml.converter import convert
@@ -33,6 +34,11 @@ _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>'
 _MODULE = re.compile(r"^::: (pyro_bdl(?:\.[a-z_]+)?)$", flags=re.MULTILINE)
 _FIGURE = re.compile(r"^!\[(.*?)\]\((.+?)\)(.*)$", flags=re.MULTILINE)
 _BARE_LETTER = re.compile(r"\\(mathcal|mathbb) +(\w)")
+_IMAGE = re.compile(r'<img [^>]*src="([^"]+\.png)"[^>]*>')
+_WIDTH = re.compile(r' width="(\d+)"')
+_FITS_PHONE = 700  # pixels; figures that are wider scroll there
+_COMMAND = re.compile(r"<code>[^<]*--[^<]*</code>")
+_OPTION = re.compile(r"--[a-z][\w-]*")
 _MATH = re.compile(r"<math .*?</math>", flags=re.DOTALL)
 _MOST_BEFORE_FIGURE = 1500  # characters; the figure is shown at the top too if it comes later
 _TERMINAL_COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -157,7 +163,7 @@ def notebook_page(path):
             elif "text/html" in data:
                 blocks.append(f"<div>\n{''.join(data['text/html'])}\n</div>")
             elif text := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
-                blocks.append(_fenced(_TERMINAL_COLOR.sub("", text), "text"))
+                blocks.append(_fenced(folded(_TERMINAL_COLOR.sub("", text)), "text"))
     blocks.append(f"*This page is the notebook `tutorials/{path.name}` with its outputs.*")
     first = _first_figure(blocks)
     place = blocks.index(first)
@@ -184,8 +190,24 @@ def _fenced(text, language):
 
 
 def on_page_content(content, page, config, files):
-    """Write the formulas as MathML, which browsers show without a script."""
+    """Write the formulas as MathML, which browsers show without a script; keep options whole."""
+    whole = r'<span class="option">\g<0></span>'
+    content = _COMMAND.sub(lambda command: _OPTION.sub(whole, command[0]), content)
+    if page.file.src_uri != "gallery.md":  # its figures are links to the large ones
+        content = _IMAGE.sub(lambda image: _roomy(image, page, files), content)
     return _FORMULA.sub(_mathml, content)
+
+
+def _roomy(image, page, files):
+    """The tag of an image, of the class "roomy" if it is too wide for a phone."""
+    tag, source = image[0], image[1]
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(page.file.dest_uri), source))
+    file = files.get_file_from_path(path)
+    if given := _WIDTH.search(tag):
+        width = int(given[1])
+    else:
+        width = int.from_bytes(file.content_bytes[16:20], "big")  # of the header of a PNG
+    return tag.replace("<img ", '<img class="roomy" ') if width > _FITS_PHONE else tag
 
 
 def _mathml(found):
