@@ -72,7 +72,7 @@ def main() -> None:
         calls = {name: getattr(side, phase) for name, side in sides.items()}
         seconds = harness.in_turns(calls, options.repeats)
         results |= {f"{phase}: {name}, s": value for name, value in seconds.items()}
-        results[f"{phase}: full / kernel"] = seconds["full"] / seconds["kernel"]
+        results[f"{phase}: ratio full / kernel"] = seconds["full"] / seconds["kernel"]
     harness.show("function space", results, options.json)
 
 

@@ -84,18 +84,21 @@ def rows_of(
     guide: Callable[[nn.Module], Any],
     ood: Tensor,
     num_samples: int,
+    estimator: str | None = None,
     **options: Any,
 ) -> pd.DataFrame:
     """A guide trained and scored at each temperature, always from the same seed.
 
     :param neurons: N, for the columns per neuron.
+    :param estimator: of the ELBO.
     :param options: of ``training.train``.
     """
     rows = []
     for eta in sorted(etas):
         torch.manual_seed(0)
         chosen = guide(model)
-        bdl.training.train(model, chosen, *train, elbo=TemperedTraceMeanField_ELBO(eta), **options)
+        elbo = TemperedTraceMeanField_ELBO(eta, estimator=estimator)
+        bdl.training.train(model, chosen, *train, elbo=elbo, **options)
         likelihood, kl = _terms(model, chosen, *train, options["batch_size"])
         scores = bdl.compare(
             model, {"": chosen}, *test, reference=None, ood=ood, num_samples=num_samples

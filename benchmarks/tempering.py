@@ -117,7 +117,7 @@ def images(
     }
     found = []
     for width in widths:
-        etas = [1.0, *(temperature.overparameterized(tau, len(x), width) for tau in taus)]
+        etas = {1.0, *(temperature.overparameterized(tau, len(x), width) for tau in taus)}
         model = classifier(Averaged(x.shape[1], width, 10), len(x))
         parts = (x, data.train.y), (x_test, data.test.y)
         found.append(rows_of(model, width, etas, *parts, **(settings | changed)))
