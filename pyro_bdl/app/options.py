@@ -77,7 +77,8 @@ class Options:
         ),
     ] = None
     hidden: Annotated[
-        Any, _network(help="Units, 50,50 for two layers; default: 50.", parser=_units)
+        Any,
+        _network(help="50,50 for two layers; default: 50.", parser=_units, metavar="<units>"),
     ] = None
     activation: Annotated[Activation | None, _network(help="Default: tanh.")] = None
     noise: Annotated[
@@ -114,7 +115,9 @@ class Options:
     ] = False
     quick: Annotated[bool, _fits("--quick", help=f"A first look: {_FIRST_LOOK}.")] = False
     seed: Annotated[int, _run(help="Of all random numbers.", min=0, max=2**32 - 1)] = 0
-    device: Annotated[Any, _run(help="Such as cpu or cuda.", parser=_device)] = "cpu"
+    device: Annotated[
+        Any, _run(help="Such as cpu or cuda.", parser=_device, metavar="<device>")
+    ] = "cpu"
     out: Annotated[
         Path, _run(help="Of the results and the finished posteriors, from which it goes on.")
     ] = Path("pyro-bdl-out")
