@@ -30,7 +30,9 @@ COPIES = {
     "CONTRIBUTING.md": "internals.md",
     "CHANGELOG.md": "changes.md",
 }
-_FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', flags=re.DOTALL)
+_FORMULA = re.compile(
+    r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>([,.;:)]?)', flags=re.DOTALL
+)
 _MODULE = re.compile(r"^::: (pyro_bdl(?:\.[a-z_]+)?)$", flags=re.MULTILINE)
 _FIGURE = re.compile(r"^!\[(.*?)\]\((.+?)\)(.*)$", flags=re.MULTILINE)
 _BARE_LETTER = re.compile(r"\\(mathcal|mathbb) +(\w)")
@@ -191,7 +193,7 @@ def _fenced(text, language):
 
 def on_page_content(content, page, config, files):
     """Write the formulas as MathML, which browsers show without a script; keep options whole."""
-    whole = r'<span class="option">\g<0></span>'
+    whole = r'<span class="whole">\g<0></span>'
     content = _COMMAND.sub(lambda command: _OPTION.sub(whole, command[0]), content)
     if page.file.src_uri != "gallery.md":  # its figures are links to the large ones
         content = _IMAGE.sub(lambda image: _roomy(image, page, files), content)
@@ -213,7 +215,8 @@ def _roomy(image, page, files):
 def _mathml(found):
     display = "block" if found[1] == "div" else "inline"
     formula = _BARE_LETTER.sub(r"\\\1{\2}", html.unescape(found[2]).strip())
-    return convert(formula, display=display)
+    formula = convert(formula, display=display)
+    return f'<span class="whole">{formula}{found[3]}</span>' if found[3] else formula
 
 
 def on_post_build(config):
