@@ -151,15 +151,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         parts = guide.modules() if isinstance(guide, nn.Module) else ()
         self._parts = [part for part in parts if isinstance(part, Guide)]
         self._batches = FirstBatches(0 if self._weighted else 2)
-        members = guide.num_members if isinstance(guide, Guide) else 1
-        if self.num_particles < members:
-            warn(
-                f"each step trains {self.num_particles} of the {members} members of "
-                f"{type(guide).__name__}: give the ELBO num_particles={members}, which trains all "
-                f"at once, or take {members / self.num_particles:.3g} times as many steps",
-                "members",
-                stacklevel=4,
-            )
+        _warn_of_members(guide, self.num_particles)
 
     def finish(self, step: Step) -> None:
         """Count a step, and hand it to the guides that took it."""
@@ -354,6 +346,18 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
             return guide.log_density(vector, log_det)
         with guide.constant():
             return guide.log_density(vector, log_det)
+
+
+def _warn_of_members(guide: Callable, num_particles: int) -> None:
+    members = guide.num_members if isinstance(guide, Guide) else 1
+    if num_particles < members:
+        warn(
+            f"each step trains {num_particles} of the {members} members of "
+            f"{type(guide).__name__}: give the ELBO num_particles={members}, which trains all at "
+            f"once, or take {members / num_particles:.3g} times as many steps",
+            "members",
+            stacklevel=5,
+        )
 
 
 class TemperedTraceMeanField_ELBO(TemperedTrace_ELBO):
