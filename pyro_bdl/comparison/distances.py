@@ -55,6 +55,15 @@ distance = partial(metric, group=GROUP, error=True)
 # -------------------------------------------------------------------------------------- metrics
 
 
+@distance("W1", "function")
+def wasserstein(a: Tensor, b: Tensor) -> Tensor:
+    """Wasserstein-1 distance of the function's distributions over the posterior, averaged over the
+    test points (and classes), in units of the target or of a probability, with its Monte Carlo
+    error. The last row compares two halves of the reference's draws: a smaller distance is no
+    larger than sampling makes it."""
+    return metrics.wasserstein1(a, b)
+
+
 @distance("mean", "function", task=NUMBERS)
 def mean_error(a: Tensor, b: Tensor) -> Tensor:
     """Difference of the function's means, root mean square over the test points, in units of the
@@ -82,15 +91,6 @@ def sd_error(a: Tensor, b: Tensor) -> Tensor:
     """Difference of the function's sds over the posterior, root mean square over the test points,
     in units of the target or of a probability, with its Monte Carlo error."""
     return metrics.sd_error(a, b)
-
-
-@distance("W1", "function")
-def wasserstein(a: Tensor, b: Tensor) -> Tensor:
-    """Wasserstein-1 distance of the function's distributions over the posterior, averaged over the
-    test points (and classes), in units of the target or of a probability, with its Monte Carlo
-    error. The last row compares two halves of the reference's draws: a smaller distance is no
-    larger than sampling makes it."""
-    return metrics.wasserstein1(a, b)
 
 
 @distance("sd ratio", "function")

@@ -68,7 +68,7 @@ EXACT, CORRECTED, NOT_REFITTED = "draws", "p / q", "not refitted"
 # PSIS-LOO is withheld if the k-hats of more than this share of the data are too high.
 _MOST_BAD = 0.05
 MOST_LEFT_OUT = 2000
-_AGAIN = "k_fold, or --folds of pyro-bdl compare, fits it again without a part of the data."
+_AGAIN = "k_fold, or --folds of pyro-bdl compare, fits again without a part of the data."
 
 # -------------------------------------------------------- metrics of ``"loo"``, result and ``by``
 

@@ -171,7 +171,7 @@ class MCLMC(Kernel):
     """Microcanonical Langevin dynamics (Robnik & Seljak 2024), without a Metropolis step, for
     posteriors of many numbers.
 
-    :param energy_variance: the target for the variance of a step's energy error per number, in
+    :param energy_variance: the target for the variance of a step's energy error per dimension, in
         nats^2. A larger one means longer steps and more bias. A step with an error above 5 sqrt(P
         energy_variance) is taken in parts; at the kinks of a network the variance reached is then
         up to 3 times the target.

@@ -2,9 +2,10 @@
 
 Each step of the integrator is followed by a partial refreshment of the momentum. There is no
 Metropolis step: the error of the step size stays in the draws, as a bias. It is controlled by the
-variance of the energy error per number, ``E[(energy change)^2] / P``, whose target is an argument
-and whose reached value is the statistic ``energy_variance``. For a Normal target the bias of the
-variances, relative and squared, is about as large as this number (Robnik & Seljak 2024, section 4).
+variance of the energy error per dimension, ``E[(energy change)^2] / P``, whose target is an
+argument and whose reached value is the statistic ``energy_variance``. For a Normal target the bias
+of the variances, relative and squared, is about as large as this number (Robnik & Seljak 2024,
+section 4).
 
 One step size cannot suit kinks, necks and tips as well as the bulk. A step whose energy error is
 above five deviations of the target is taken in parts, see ``integrator.divided_step``.

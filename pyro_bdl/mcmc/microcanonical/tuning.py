@@ -98,7 +98,7 @@ def error_of(change: jax.Array, before: jax.Array, after: jax.Array, size: int) 
 def by_energy(
     control: EnergyControl, size: jax.Array, change: jax.Array, sound: jax.Array, target: float
 ) -> tuple[EnergyControl, jax.Array]:
-    """The step size at which the energy variance per number is ``target``.
+    """The step size at which the energy variance per dimension is ``target``.
 
     The variance grows with h^6. Recent steps of any size h_i therefore estimate its factor::
 
