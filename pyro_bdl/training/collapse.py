@@ -1,10 +1,10 @@
-"""A check of mean-field guides that have collapsed to the prior."""
+"""Checks of a training: a guide that has collapsed to the prior, and a prior that will to 0."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_bdl.curvature.fisher import num_data
 from pyro_bdl.distributions.moments import observation_mean
@@ -15,6 +15,7 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.trace import Site, record, sum_out_discrete
+from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 
@@ -95,6 +96,41 @@ def warn_of_collapse(model: Callable, guide: Guide, elbo: Any, args: tuple) -> N
             "Mean-field does so for wide networks at temperature 1: give the ELBO temperature="
             "pyro_bdl.temperature.overparameterized(tau, num_data, num_neurons), tau about 0.01",
             "collapse",
+            stacklevel=3,
+        )
+
+
+def warn_of_joint_scales(
+    model: Callable, guide: Guide, trained: Sequence[Tensor], args: tuple
+) -> None:
+    """Warn if weights at a point and the scales of their prior are to be trained together.
+
+    log p(w | s) grows without bound as w and s go to 0 together, so that there is no maximum.
+
+    :param trained: what the optimizer changes.
+    :param args: the program's arguments with all rows.
+    """
+    if guide.has_density or not isinstance(model, nn.Module):
+        return
+    names = {id(p): name.removesuffix("_unconstrained") for name, p in model.named_parameters()}
+    own = [p for p in trained if id(p) in names]
+    if not own:
+        return
+    rows = leading_size(args)
+    some = torch.arange(min(rows, _ROWS), device=device_of_rows(args))
+    part = tuple(taken(value, some) for value in args)
+    with preserved_buffers(model), own_randomness(), torch.enable_grad():
+        vector = guide.sample_vectors(1)[0].detach()
+        latents = guide.require_layout().constrain(vector)[0]
+        prior = record(model, latents, part, {}, draw=sum_out_discrete).log_prior()
+    scales = [names[id(p)] for p in own if reaches(prior, [p])]
+    if scales:
+        warn(
+            f"{', '.join(scales)} of the prior and weights at a point have no maximum together, "
+            "and go to 0: train the guide alone, optimizer=torch.optim.Adam(guide.parameters()) "
+            "after guide.prototype(x, y), and set the prior by evidence.maximize, or let "
+            "evidence.train_by_evidence do both",
+            "joint-scales",
             stacklevel=3,
         )
 

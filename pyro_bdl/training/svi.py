@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl.elbo.checks import check_data, require_gradients
-from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
+from pyro_bdl.elbo.tempered import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.program import Program
 from pyro_bdl.training.checkpoint import Checkpoint
-from pyro_bdl.training.collapse import warn_of_collapse
+from pyro_bdl.training.collapse import warn_of_collapse, warn_of_joint_scales
 from pyro_bdl.training.descent import Descent, Training, num_rows, rows_per_step
 from pyro_bdl.training.held_out import EarlyStopping, HeldOut
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -116,6 +116,9 @@ def train(
     objective: Any = elbo(model, guide)
     if optimizer is None:
         optimizer = torch.optim.Adam(objective.parameters(), lr=learning_rate)
+    if isinstance(elbo, TemperedTrace_ELBO):
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        warn_of_joint_scales(model, guide, trained, args)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     descent = Descent(objective, optimizer, args, size, on_nonfinite=on_nonfinite)
     numbers: Iterable[int] = range(steps)

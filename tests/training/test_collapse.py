@@ -3,6 +3,8 @@
 import math
 import warnings
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
@@ -74,3 +76,37 @@ def test_training_warns_at_temperature_1(eta):
     assert len(told) == (1 if eta == 1.0 else 0)
     assert all(issubclass(w.category, BdlWarning) for w in told)
     assert all("overparameterized(tau, num_data, num_neurons)" in str(w.message) for w in told)
+
+
+def scaled(where):
+    """A line with a scale as a PyroParam: of the prior, of the noise, or nowhere."""
+    one = pyro.nn.PyroParam(torch.tensor(1.0, **DOUBLE), constraint=dist.constraints.positive)
+    prior = bdl.priors.Normal(one if where == "prior" else 1.0)
+    net = bdl.bayesianize(nn.Linear(1, 1, **DOUBLE), prior)
+    return bdl.models.Regression(net, noise=one if where == "noise" else 1.0)
+
+
+@pytest.mark.parametrize(
+    "where, family, alone, told",
+    [
+        ("prior", bdl.guides.AutoMAP, False, True),
+        ("prior", bdl.guides.AutoLaplaceGGN, False, True),
+        ("prior", bdl.guides.AutoMCDropout, False, True),
+        ("prior", bdl.guides.AutoMAP, True, False),
+        ("prior", bdl.guides.AutoMeanField, False, False),
+        ("noise", bdl.guides.AutoMAP, False, False),
+        ("nowhere", bdl.guides.AutoMAP, False, False),
+    ],
+)
+def test_scales_of_the_prior_are_not_trained_with_a_point(where, family, alone, told):
+    model = scaled(where)
+    guide = family(model).prototype(X, Y)
+    optimizer = torch.optim.Adam(guide.parameters()) if alone else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", BdlWarning)
+        training.train(model, guide, X, Y, steps=2, optimizer=optimizer)
+    found = [w for w in caught if "have no maximum together" in str(w.message)]
+    assert bool(found) == told
+    if told:
+        assert "network.hyper_prior_scale of the prior" in str(found[0].message)
+        assert found[0].filename == __file__
