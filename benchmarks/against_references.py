@@ -12,6 +12,7 @@ run that was killed goes on with those that are missing. At the end there is one
 """
 
 import json
+import statistics
 import time
 import warnings
 from pathlib import Path
@@ -24,6 +25,8 @@ import pyro_bdl as bdl
 from pyro_bdl import posteriors
 
 Row = dict[str, Any]
+
+LEAST_DRAWN = -0.6  # share of NUTS
 
 
 def against(name: str, guide: str, options: posteriors.Options) -> Row:
@@ -88,48 +91,53 @@ def mean_share(rows: list[Row]) -> float:
 
 
 def picture(rows: list[Row], path: str) -> None:
-    """Draw share against processor time, one panel for each problem."""
+    """Draw the shares of each posterior on all problems, the nearest at the top, with its median
+    and the median processor time of its fit."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
-    from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
-    from pyro_bdl import plots
-
-    known = [row for row in rows if "failed" not in row]
-    problems = list(dict.fromkeys(row["problem"] for row in known))
-    looks = plots.styles(list(dict.fromkeys(row["posterior"] for row in known)))
-    lines = 1 if len(problems) < 4 else 2
-    across = -(-len(problems) // lines)
-    figure, axes = pyplot.subplots(
-        lines, across, figsize=(3.8 * across, 2.9 * lines + 1.6), sharey=True, squeeze=False,
-        layout="constrained",
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if "failed" not in row:
+            found.setdefault(row["posterior"], []).append(row)
+    order = sorted(found, key=lambda name: -mean_share(found[name]))
+    problems = list(dict.fromkeys(row["problem"] for row in rows))
+    marks = dict(zip(problems, "os^Dv*P", strict=False))
+    figure, axis = pyplot.subplots(figsize=(8.0, 0.27 * len(order) + 1.6), layout="constrained")
+    for line, name in enumerate(order):
+        shares = [row["share"] for row in found[name]]
+        for row in found[name]:
+            inside = max(row["share"], LEAST_DRAWN)
+            faint = inside > row["share"]  # farther to the left than is drawn
+            axis.plot(
+                inside, line, marks[row["problem"]], color="#0072b2", markersize=6,
+                markerfacecolor="none" if faint else "#0072b2", alpha=0.75,
+            )  # fmt: skip
+        middle = max(LEAST_DRAWN, statistics.median(shares))
+        axis.plot([middle, middle], [line - 0.35, line + 0.35], color="#d55e00", linewidth=2.5)
+        seconds = statistics.median(row["processor"] for row in found[name])
+        axis.annotate(
+            f"{seconds:.1f} s", (1.01, line), xycoords=("axes fraction", "data"), va="center",
+            fontsize="small",
+        )  # fmt: skip
+    for place, style in ((1.0, "-"), (0.5, ":"), (0.0, "-")):
+        axis.axvline(place, color="0.7", linewidth=0.8, linestyle=style, zorder=0)
+    axis.set(
+        yticks=range(len(order)), yticklabels=order, ylim=(len(order) - 0.5, -0.5),
+        xlim=(LEAST_DRAWN - 0.05, 1.05),
+        xlabel="share of NUTS: 1 is NUTS, 0 a point at its mean (hollow: farther left)",
     )  # fmt: skip
-    for axis, problem in zip(axes.flat, problems, strict=False):
-        for row in known:
-            if row["problem"] == problem:
-                place = (row["processor"], max(-0.1, row["share"]))
-                axis.plot(*place, linestyle="none", **looks[row["posterior"]])
-        axis.axhline(1, color="0.7", linewidth=0.8, zorder=0)
-        axis.axhline(0.5, color="0.7", linewidth=0.8, linestyle=":", zorder=0)
-        axis.set(xscale="log", title=problem, xlabel="processor time [s]", ylim=(-0.15, 1.05))
-        axis.xaxis.set_major_locator(FixedLocator([1, 3, 10, 30, 100, 300, 1000]))
-        axis.xaxis.set_major_formatter(ScalarFormatter())
-        axis.xaxis.set_minor_locator(NullLocator())
-    for axis in axes.flat[len(problems) :]:
-        axis.axis("off")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("share of NUTS")
-    marks = [pyplot.Line2D([], [], linestyle="none", label=name, **looks[name]) for name in looks]
-    figure.legend(
-        handles=marks,
-        loc="outside lower center",
-        fontsize="small",
-        ncols=max(2, 3 * across // 2),
-        frameon=False,
-    )
-    figure.savefig(path, dpi=100)
+    axis.grid(axis="y", color="0.93")
+    axis.set_axisbelow(True)
+    known = [
+        pyplot.Line2D([], [], linestyle="none", marker=mark, color="#0072b2", label=problem)
+        for problem, mark in marks.items()
+    ]
+    known.append(pyplot.Line2D([], [], color="#d55e00", linewidth=2.5, label="median"))
+    figure.legend(handles=known, loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=130)
 
 
 def main() -> None:
@@ -139,7 +147,7 @@ def main() -> None:
     options.add_argument("--guides", nargs="+", default=every, help="default: all")
     options.add_argument("--steps", type=int, help="of each guide; default: its own")
     options.add_argument("--rows", type=Path, help="file of the rows; those in it are not run")
-    options.add_argument("--picture", metavar="FILE", help="draw share against cost")
+    options.add_argument("--picture", metavar="FILE", help="draw the shares")
     options.add_argument("--quick", action="store_true", help="200 steps, short chains")
     given = options.parse_args()
     torch.set_num_threads(given.threads)
