@@ -68,8 +68,9 @@ def train(
         ``TemperedTraceMeanField_ELBO()``, for an ensemble with a particle for each member.
     :param optimizer: another optimizer, and the parameters to train; it replaces Adam with those of
         the guide and of the program. Its learning rate falls in the same way. Under a MAP guide,
-        scales of the prior that are ``PyroParam``s need one over ``guide.parameters()``: with the
-        weights they have no joint maximum, and :func:`pyro_bdl.evidence.maximize` sets them.
+        scales of the prior that are ``PyroParam``s need one over ``guide.parameters()`` after
+        ``guide.prototype(x, y)``: with the weights they have no joint maximum, and
+        :func:`pyro_bdl.evidence.maximize` sets them.
     :param batch_size: rows in each step. The default is all rows if there are at most 1024. For
         more rows it is 256 if the program's ``num_data`` is N.
     :param held_out: the share of the rows, chosen at random, that is held back from training, or a
