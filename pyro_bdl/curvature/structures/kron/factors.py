@@ -35,15 +35,13 @@ def outer(x: Tensor) -> Outer:
 
     Their sum is computed once, for all factors with these vectors.
     """
-    rows, (positions, _, size) = x.flatten(0, 1).transpose(0, 1), x.shape[1:]
-
-    def total() -> Tensor:
-        if positions == 1 or size > 2 * positions:
-            return products(rows)
-        # datum by datum, without a copy: patches of images have their positions last in memory
-        return torch.stack([products(group).sum(0) for group in x.permute(2, 0, 1, 3)])
-
-    return Outer(rows, cache(total))
+    positions, _, size = x.shape[1:]
+    if positions > 1 and size <= 2 * positions:
+        # Datum by datum, without a copy: patches of images have their positions last in memory.
+        groups = x.permute(2, 0, 1, 3)
+        return Outer(None, cache(lambda: torch.stack([products(g).sum(0) for g in groups])))
+    rows = x.flatten(0, 1).transpose(0, 1)
+    return Outer(rows, cache(lambda: products(rows)))
 
 
 class Factor(nn.Module):
