@@ -41,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return int(command.main(given, prog_name="pyro-bdl", standalone_mode=False) or 0)
         except TyperException as error:
-            return _refused(f"{error.format_message()}; see pyro-bdl compare --help")
+            words = error.format_message()
+            if "extra argument" in words:
+                words = f"{words}: each value has an option, such as --data FILE"
+            return _refused(f"{words}; see pyro-bdl compare --help")
         except run.BadInput as error:
             return _refused(str(error))
 

@@ -201,6 +201,7 @@ def test_the_same_seed_gives_the_same_table_and_details_are_printed_when_asked_f
         ("--activation step", "'step' is not one of 'tanh', 'relu', 'silu'"),
         ("--reference wien", "there is no reference 'wien'"),
         ("--nonsense", "No such option: --nonsense"),
+        ("table.csv --target y", "(table.csv): each value has an option, such as --data FILE"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(arguments, words, mixed, run, monkeypatch):
