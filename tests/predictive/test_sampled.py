@@ -84,7 +84,7 @@ def test_chunks_equal_the_program_conditioned_on_each_draw(kind, memory):
 
 
 def test_latents_are_returned_with_what_was_computed_from_them():
-    """Of every posterior, in chunks and from the prior."""
+    """Check the draws of every posterior, in chunks, and those of the prior."""
 
     def schools(sd, effect=None):
         mean = pyro.sample("mean", dist.Normal(0.0, 5.0))
