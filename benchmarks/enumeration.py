@@ -31,7 +31,7 @@ from pyro.optim import Adam
 from pyro_bdl import Program
 from pyro_bdl.elbo import CompiledELBO
 from pyro_bdl.guides import AutoMeanField
-from pyro_bdl.mcmc.jax.translate import to_jax
+from pyro_bdl.tracing.jax.translate import to_jax
 
 NOISE = 0.5
 

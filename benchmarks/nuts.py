@@ -22,7 +22,7 @@ from pyro.infer.mcmc import MCMC, NUTS
 from torch import nn
 
 import pyro_bdl as bdl
-from pyro_bdl.mcmc.jax.translate import to_jax
+from pyro_bdl.tracing.jax.translate import to_jax
 
 HIDDEN, DATA = 50, 100
 

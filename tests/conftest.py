@@ -18,12 +18,13 @@ from pyro_bdl.curvature.structures import STRUCTURES
 def pytest_configure():
     """Import ArviZ before the workers start, and set XLA's options.
 
-    ArviZ 0.23 writes a file into the user's cache at its first import of the day, which fails if two
-    processes do it at once. With these options XLA compiles in a third of the time, and the programs
-    of the tests run no slower. Only versions that are known to have them get them: XLA ends the
-    process at others.
+    ArviZ 0.23 writes a file into the user's cache at its first import of the day, which fails if
+    two processes do it at once. With these options XLA compiles in a third of the time, and the
+    programs of the tests run no slower. Only versions that are known to have them get them: XLA
+    ends the process at others.
     """
     import arviz  # noqa: F401
+
     if jaxlib.__version__.startswith("0.10."):
         options = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
         options += " --xla_cpu_parallel_codegen_split_count=1"

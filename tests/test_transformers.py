@@ -134,7 +134,7 @@ def test_the_compiled_elbo():
 @pytest.mark.slow  # XLA compiles for seconds
 def test_the_density_in_jax_is_torchs():
     jax = pytest.importorskip("jax")
-    from pyro_bdl.mcmc.jax.translate import to_jax
+    from pyro_bdl.tracing.jax.translate import to_jax
 
     net, x, y = _made("gpt2"), _inputs(), _labels()
     program = bdl.Program(bdl.models.Classification(bdl.bayesianize(net)), x, y)

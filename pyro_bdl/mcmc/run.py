@@ -22,9 +22,9 @@ from torch import Tensor
 from pyro_bdl.errors import warn
 from pyro_bdl.mcmc.chains import Chains, Plan, progress_bar, stack_chains
 from pyro_bdl.mcmc.checkpoint import Journal
-from pyro_bdl.mcmc.jax.density import jax_density
 from pyro_bdl.mcmc.kernels import Kernel
 from pyro_bdl.mcmc.starts import Restriction
+from pyro_bdl.tracing.jax.density import jax_density
 from pyro_bdl.utils.interrupts import deferred_interrupt
 
 # The number of iterations between two checks of clock and keyboard is chosen to take about this

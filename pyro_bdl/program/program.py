@@ -236,12 +236,12 @@ class Program:
     def to_jax(self, *args: Any, **kwargs: Any) -> Any:
         """The log density as a JAX function of u (P,) and of the data, with its gradient and T(u).
 
-        See :class:`pyro_bdl.mcmc.jax.program_density.JaxDensity`.
+        See :class:`pyro_bdl.tracing.jax.program_density.JaxDensity`.
 
         :param args: the program's arguments; by default those of the construction.
         :raises MissingOperatorError: if an operator has no translation to JAX.
         """
-        from pyro_bdl.mcmc.jax.program_density import JaxDensity
+        from pyro_bdl.tracing.jax.program_density import JaxDensity
 
         if not args and not kwargs:
             return JaxDensity(self)

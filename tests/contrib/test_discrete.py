@@ -19,9 +19,9 @@ from pyro_bdl.distributions.parameters import parameters_of, rebuilt
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.handlers import cold as cold_posterior
 from pyro_bdl.handlers import temper
-from pyro_bdl.mcmc.jax.translate import to_jax
 from pyro_bdl.program import Program, record
 from pyro_bdl.program.trace import leave_open
+from pyro_bdl.tracing.jax.translate import to_jax
 
 Y = torch.tensor([0.3, -1.2, 2.0, 0.1], dtype=torch.float64)
 

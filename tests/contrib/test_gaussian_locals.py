@@ -13,7 +13,7 @@ from pyro_bdl.elbo import CompiledELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField
 from pyro_bdl.handlers import integrate
-from pyro_bdl.mcmc.jax.translate import to_jax
+from pyro_bdl.tracing.jax.translate import to_jax
 
 N = 7
 X = torch.linspace(-2, 3, N, dtype=torch.float64).cos()

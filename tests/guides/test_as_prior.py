@@ -26,10 +26,10 @@ from pyro_bdl.guides import (
     AutoSubnetwork,
     selectors,
 )
-from pyro_bdl.mcmc.jax.translate import to_jax
 from pyro_bdl.nn import with_prior
 from pyro_bdl.program import Program, record
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.tracing.jax.translate import to_jax
 
 D = torch.float64
 SIZE = 4

@@ -17,7 +17,7 @@ from pyro.infer.reparam import AutoReparam, LocScaleReparam
 
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
-from pyro_bdl.mcmc.jax.translate import to_jax
+from pyro_bdl.tracing.jax.translate import to_jax
 
 X = torch.linspace(-1.0, 1.0, 6, dtype=torch.float64)
 Y = torch.tensor([0.1, -0.3, 0.2, 0.5, 0.4, 0.9], dtype=torch.float64)

@@ -17,8 +17,8 @@ from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions, get_decompositions
 
 from pyro_bdl.errors import MissingOperatorError
-from pyro_bdl.mcmc.jax.ops.registry import as_dtype, aten, cast, lookup
 from pyro_bdl.tracing.graph import is_random
+from pyro_bdl.tracing.jax.ops.registry import as_dtype, aten, cast, lookup
 from pyro_bdl.tracing.simplify import LARGE
 from pyro_bdl.tracing.trace import NotTraceable, plain_torch, tensor_of, trace_pure
 

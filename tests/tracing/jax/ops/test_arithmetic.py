@@ -11,7 +11,7 @@ from pyro.distributions import constraints
 from torch import nn
 from torch.distributions import biject_to, transform_to
 
-from pyro_bdl.mcmc.jax.translate import to_jax
+from pyro_bdl.tracing.jax.translate import to_jax
 
 DTYPES = pytest.mark.parametrize(
     "dtype",

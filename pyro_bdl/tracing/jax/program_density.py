@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bdl.mcmc.jax.density import jax_density
-from pyro_bdl.mcmc.jax.ops.registry import as_dtype
-from pyro_bdl.mcmc.jax.translate import to_jax
 from pyro_bdl.program.program import Program
 from pyro_bdl.samples import Samples, as_tensor
+from pyro_bdl.tracing.jax.density import jax_density
+from pyro_bdl.tracing.jax.ops.registry import as_dtype
+from pyro_bdl.tracing.jax.translate import to_jax
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.trees import tree_flatten, tree_unflatten
 
@@ -37,10 +37,10 @@ class JaxDensity:
     mode.
 
     The translation covers torch's core ATen operators that occur in networks and distributions; the
-    files of ``pyro_bdl/mcmc/jax/ops`` list them by kind. Operators that torch decomposes into
+    files of ``pyro_bdl/tracing/jax/ops`` list them by kind. Operators that torch decomposes into
     these need nothing. One line adds another::
 
-        from pyro_bdl.mcmc.jax.ops.registry import register
+        from pyro_bdl.tracing.jax.ops.registry import register
 
         @register(torch.ops.aten.special_entr)
         def entr(x):

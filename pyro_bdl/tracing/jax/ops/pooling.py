@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pyro_bdl.mcmc.jax.ops.registry import EXACT, OPERATORS, aten, each, register
+from pyro_bdl.tracing.jax.ops.registry import EXACT, OPERATORS, aten, each, register
 
 
 def _windows(x, n, kernel, stride, padding, dilation, ceil_mode):

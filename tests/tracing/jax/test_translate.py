@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_bdl.errors import MissingOperatorError
-from pyro_bdl.mcmc.jax.translate import to_jax
+from pyro_bdl.tracing.jax.translate import to_jax
 
 # Types, constants, results ----------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy import linalg
 
-from pyro_bdl.mcmc.jax.ops.registry import EXACT, OPERATORS, aten, each, register
+from pyro_bdl.tracing.jax.ops.registry import EXACT, OPERATORS, aten, each, register
 
 # Products ---------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pyro_bdl.mcmc.jax.ops.registry import OPERATORS, aten, register, table
+from pyro_bdl.tracing.jax.ops.registry import OPERATORS, aten, register, table
 
 # Shapes -----------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from pyro_bdl.mcmc.jax.ops.registry import aten, register, table
+from pyro_bdl.tracing.jax.ops.registry import aten, register, table
 
 # torch's codes for the normalization: divide by nothing, the square root of the length, the length.
 NORMS = ("backward", "ortho", "forward")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.errors import MissingOperatorError, UnsupportedProgramError
-from pyro_bdl.mcmc.jax.translate import to_jax
+from pyro_bdl.tracing.jax.translate import to_jax
 
 Density = Callable[..., Tensor]
 Terms = Callable[[Tensor], dict[str, Tensor]]

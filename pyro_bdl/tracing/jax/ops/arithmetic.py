@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.scipy import special
 
-from pyro_bdl.mcmc.jax.ops.registry import OPERATORS, aten, axes, cast, register, table
+from pyro_bdl.tracing.jax.ops.registry import OPERATORS, aten, axes, cast, register, table
 
 # Elementwise ------------------------------------------------------------------------------------
 
