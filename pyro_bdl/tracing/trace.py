@@ -33,7 +33,7 @@ from pyro_bdl.tracing.graph import (
     tagged,
 )
 from pyro_bdl.utils.module_state import vmappable
-from pyro_bdl.utils.trees import tree_map_only
+from pyro_bdl.utils.trees import tree_leaves, tree_map_only
 
 _FOLDERS = [Path(str(file)).parent for file in (__file__, torch.__file__, pyro.__file__)]
 _LIBRARIES = ("<string>", "<frozen", *(f"{folder}{os.sep}" for folder in _FOLDERS))
@@ -58,10 +58,15 @@ class NotTraceable(Exception):
 
 
 class _Methods(TorchFunctionMode):
-    """Mode that makes reads of values visible to the graph, and records their lines."""
+    """Mode that makes reads of values visible to the graph, and records their lines.
 
-    def __init__(self) -> None:
+    :param marks_constants: put a ``detach`` behind functions under ``torch.no_grad``, which leaves
+        no other trace in a graph.
+    """
+
+    def __init__(self, marks_constants: bool = False) -> None:
         super().__init__()
+        self.marks_constants = marks_constants
         self.places: list[str] = []
 
     def __torch_function__(
@@ -75,7 +80,15 @@ class _Methods(TorchFunctionMode):
             first = args[0].detach().reshape(-1)[0]
             is_truth = first.dtype is torch.bool  # all are read, not this truth value alone
             torch.ops.aten._local_scalar_dense(first.byte() if is_truth else first)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not self.marks_constants or torch.is_grad_enabled():
+            return result
+        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}  # changed in place
+
+        def constant(value: Tensor) -> Tensor:
+            return value if id(value) in given else value.detach()
+
+        return tree_map_only(Tensor, constant, result)
 
 
 class _Outside(TorchDispatchMode):
@@ -140,13 +153,16 @@ def record(
     function: Callable[..., Any],
     examples: Sequence[Tensor],
     decompositions: Mapping[Any, Callable] | None = None,
+    *,
+    marks_constants: bool = False,
 ) -> tuple[fx.GraphModule, list[str]]:
     """Run a function once and return its operators as a graph, without checks of reads and changes.
 
     :param decompositions: operators to be replaced by simpler ones, as in ``make_fx``.
+    :param marks_constants: put a ``detach`` behind functions under ``torch.no_grad``.
     :returns: the graph, and the lines of the user's files that read values of tensors.
     """
-    methods, outside = _Methods(), _Outside()
+    methods, outside = _Methods(marks_constants), _Outside()
 
     def followed(*tensors: Tensor) -> Any:
         with methods, outside:
@@ -272,6 +288,8 @@ def trace_pure(
     function: Callable,
     examples: Sequence[Tensor],
     decompositions: Mapping[Any, Callable] | None = None,
+    *,
+    differentiable: bool = False,
 ) -> fx.GraphModule:
     """The graph of a pure function of tensors, without operators that change a tensor in place.
 
@@ -281,12 +299,17 @@ def trace_pure(
 
     :param function: returns a pytree of tensors.
     :param decompositions: operators to be replaced by simpler ones, as in ``make_fx``.
+    :param differentiable: run the function with gradients enabled, as training does, and detach
+        what it computes without them.
     :raises NotTraceable: if control flow or a shape depends on the arguments, or if the function
         changes a tensor in place that it did not make.
     """
     examples = [example.detach() for example in examples]
     with plain_torch():
-        graph, places = record(function, examples, decompositions)
+        with torch.set_grad_enabled(differentiable):
+            graph, places = record(
+                function, examples, decompositions, marks_constants=differentiable
+            )
         refuse_reads(graph, graph.graph.find_nodes(op="placeholder"), places)
         graph.graph.eliminate_dead_code(lambda node: is_border(node) or bool(changed(node)))
         if any(map(changed, graph.graph.nodes)):
@@ -319,7 +342,7 @@ def _functional(
     )
     inputs = list(functional.graph.find_nodes(op="placeholder"))[len(examples) :]
     for number, (node, value) in enumerate(zip(inputs, constants, strict=True)):
-        functional.register_buffer(f"constant_{number}", value.detach())
+        functional.register_buffer(f"constant_{number}", value)
         with functional.graph.inserting_before(node):
             node.replace_all_uses_with(functional.graph.get_attr(f"constant_{number}"))
         functional.graph.erase_node(node)

@@ -85,19 +85,21 @@ class Checkpoint:
         """The file before the last."""
         return self.path.with_name(self.path.name + ".previous")
 
-    def steps(self, total: int, *, every: int | None = None) -> Iterator[int]:
+    def steps(self, total: int, *, every: int | None = None, stride: int = 1) -> Iterator[int]:
         """Yield the numbers of the steps that are left of ``total``, from 0 in a new run.
 
         The state is loaded first, if there is a file, and written after the last step.
 
         :param every: also write after every so many steps; by default once a minute.
+        :param stride: yield the first of each stretch of so many steps, which the caller takes
+            together; ``every`` is then one of its multiples.
         """
         every = None if every is None else whole_number(every, "every")
         start = self.load()
         written = time.monotonic()
-        for step in range(start, total):
+        for step in range(start, total, stride):
             yield step
-            done = step + 1
+            done = min(step + stride, total)
             late = time.monotonic() - written > _SECONDS if every is None else done % every == 0
             if late or done == total:
                 self.save(done)

@@ -118,6 +118,8 @@ class Descent:
     :raises ValueError: for another policy.
     """
 
+    stride = 1  # steps that ``advance`` takes at once
+
     def __init__(
         self,
         objective: Any,
@@ -143,15 +145,15 @@ class Descent:
 
         :param steps: the number of all steps, for the progress bar.
         :param progress: description of the bar; None for no bar.
-        :param after: called with the number of steps after each step.
+        :param after: called with the number of steps after each step, or stretch of steps.
         """
         hide = progress is None or hidden(None)
         with tqdm(total=steps, desc=progress, disable=hide, leave=False, delay=1) as bar:
             try:
                 for number in numbers:
                     bar.update(number - bar.n)
-                    self.step(number)
-                    after(number + 1)
+                    done = self.advance(number)
+                    after(done)
                     if not hide and self.losses and number % _SHOWN_EVERY == 0:
                         recent = torch.stack(self.losses[-_SHOWN_EVERY:]).mean().item()
                         bar.set_postfix_str(f"loss {recent:.4g}", refresh=False)
@@ -165,6 +167,11 @@ class Descent:
                 return True
         return False
 
+    def advance(self, number: int) -> int:
+        """Take the step of this number; return that of the next."""
+        self.step(number)
+        return number + 1
+
     def step(self, number: int) -> None:
         """Take a step with the next rows, or skip it.
 
@@ -172,7 +179,7 @@ class Descent:
             "raise", at the tenth such step in a row, or if running statistics are not finite.
         """
         rows = self.batches.next()
-        args = self.args if rows is None else tuple(taken(value, rows) for value in self.args)
+        args = self._rows_of(rows)
         with unchecked(self.objective.elbo):
             loss = self.objective(*args) * self.scale
         self.optimizer.zero_grad()
@@ -183,8 +190,15 @@ class Descent:
             self.losses.append(loss)
             return
         self.optimizer.zero_grad()
+        self.fail(number, loss, rows)
+
+    def fail(self, number: int, loss: Tensor, rows: Tensor | None) -> None:
+        """Skip a step whose loss or gradient is not finite, or raise an error, as ``step`` says."""
         words = "" if rows is None else f", rows {listed(rows.tolist())}"
-        self._skip(number, f"step {number}{words}: {self._reason(loss, args)}")
+        self._skip(number, f"step {number}{words}: {self._reason(loss, self._rows_of(rows))}")
+
+    def _rows_of(self, rows: Tensor | None) -> tuple:
+        return self.args if rows is None else tuple(taken(value, rows) for value in self.args)
 
     def _largest_gradient(self, loss: Tensor) -> Tensor:
         gradients = [

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pyro_bdl.elbo.checks import check_data, require_gradients
 from pyro_bdl.elbo.tempered import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.errors import MissingOperatorError, UnsupportedProgramError, warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.check import check_finite
@@ -42,6 +43,7 @@ def train(
     checkpoint: str | Path | None = None,
     on_nonfinite: str = "raise",
     progress: str | None = None,
+    backend: str = "torch",
 ) -> Training:
     """Maximize the ELBO by Adam with a cosine schedule: the learning rate falls to zero along half
     a cosine.
@@ -85,6 +87,11 @@ def train(
         a row are an error.
     :param progress: description of the progress bar, which terminals and notebooks show; None for
         no bar.
+    :param backend: "torch", or "jax" for steps in one compiled loop, see
+        :mod:`pyro_bdl.training.jax_steps`: after a second or two of compilation a step of a small
+        network takes a tenth of the time. It draws other random numbers. What it cannot do
+        (operators without translation, running statistics, other optimizers than Adam, AdamW and
+        SGD) is done in torch, with a warning that says why.
     :raises FailedStepError: for a loss or gradient that is not finite, unless it is skipped.
     :raises ValueError: for data that are not finite, targets outside their support, fewer than one
         step, or a minibatch for a program whose ``num_data`` is not N, which would give its log
@@ -93,6 +100,8 @@ def train(
         the weights.
     """
     require_gradients()
+    if backend not in ("torch", "jax"):
+        raise ValueError(f'backend must be "torch" or "jax", got {backend!r}')
     if not isinstance(guide, Guide):
         raise TypeError(
             f"train takes the guides of pyro_bdl, got {type(guide).__name__}: use pyro.infer.SVI "
@@ -120,26 +129,36 @@ def train(
     if isinstance(elbo, TemperedTrace_ELBO):
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         warn_of_joint_scales(model, guide, trained, args)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    largest = [group["lr"] for group in optimizer.param_groups]
+
+    def rates(step: int) -> list[float]:
+        factor = 0.5 * (1.0 + math.cos(math.pi * step / steps))
+        return [factor * rate for rate in largest]
+
     descent = Descent(objective, optimizer, args, size, on_nonfinite=on_nonfinite)
-    numbers: Iterable[int] = range(steps)
+    if backend == "jax":
+        stride = {} if stopping is None else {"stride": stopping.check_every}
+        descent = _in_jax(descent, steps=steps, rates=rates, **stride)
+    numbers: Iterable[int] = range(0, steps, descent.stride)
     if checkpoint is not None:
         parts: dict[str, Any] = {"program": model} if isinstance(model, nn.Module) else {}
         parts |= {} if stopping is None else {"held_out": stopping}
         settings = {
             "steps": steps,
             "batch_size": size,
+            "backend": backend,
             "held_out": None if stopping is None else options.share,
             **_settings(guide, elbo, optimizer),
             "log density of the data": _log_density(model, batches, optimizer),
         }
         numbers = Checkpoint(
-            checkpoint, settings=settings, guide=guide, optimizer=optimizer, schedule=schedule,
-            elbo=elbo, descent=descent, **parts,
-        ).steps(steps)  # fmt: skip
+            checkpoint, settings=settings, guide=guide, optimizer=optimizer, elbo=elbo,
+            descent=descent, **parts,
+        ).steps(steps, stride=descent.stride)  # fmt: skip
 
     def after(step: int) -> None:
-        schedule.step()
+        for group, value in zip(optimizer.param_groups, rates(step), strict=True):
+            group["lr"] = value
         if stopping is not None:
             stopping.after(step)
 
@@ -185,6 +204,20 @@ def estimate_elbo(
     for part in shown(parts * repeats, "ELBO", progress):
         total -= elbo.loss(model, guide, *part) * leading_size(part) / count
     return total / repeats
+
+
+def _in_jax(descent: Descent, **options: Any) -> Descent:
+    """The descent with steps in JAX; the same one, with a warning, where there are none."""
+    from pyro_bdl.training.jax_steps import JaxDescent  # JAX is imported where it is used
+
+    try:
+        return JaxDescent(
+            descent.objective, descent.optimizer, descent.args, descent.batches.size,
+            scale=descent.scale, on_nonfinite=descent.policy, **options,
+        )  # fmt: skip
+    except (UnsupportedProgramError, MissingOperatorError) as error:
+        warn(f"train takes the steps in torch: {error}", "uncompiled", stacklevel=4)
+        return descent
 
 
 def _in_batches(args: tuple, size: int = _ROWS_AT_ONCE) -> list[tuple]:

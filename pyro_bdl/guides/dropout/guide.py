@@ -270,13 +270,18 @@ class AutoMCDropout(Guide):
     def has_density(self) -> bool:
         return False
 
+    @property
+    def counts_steps(self) -> bool:  # type: ignore[override]
+        """True where a rate is learned: the factors' temperature falls with the steps."""
+        return self.learn_p and bool(self.weights)
+
     def _step(self) -> int | None:
         """The number of earlier training steps, None for fixed rates."""
-        return int(self.steps) if self.learn_p and self.weights else None
+        return int(self.steps) if self.counts_steps else None
 
     def note_step(self, step: Any) -> None:
         super().note_step(step)
-        if self.learn_p and self.weights:
+        if self.counts_steps:
             self.steps += 1
 
     def sample_vectors(self, num_samples: int) -> Tensor:

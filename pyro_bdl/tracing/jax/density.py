@@ -12,6 +12,7 @@ from torch import Tensor
 from pyro_bdl.errors import MissingOperatorError, UnsupportedProgramError
 from pyro_bdl.tracing.jax.translate import to_jax
 
+_WAY_OUT = 'Sample with backend="pyro", which runs any program.'
 Density = Callable[..., Tensor]
 Terms = Callable[[Tensor], dict[str, Tensor]]
 
@@ -45,9 +46,8 @@ def jax_density(
         return log_density
     except MissingOperatorError as error:
         site = _site_of(error.op, terms, example)
-        if site is None:
-            raise
-        raise MissingOperatorError(f"site '{site}': {error}", op=error.op, site=site) from error
+        where = "" if site is None else f"site '{site}': "
+        raise MissingOperatorError(f"{where}{error} {_WAY_OUT}", op=error.op, site=site) from error
 
 
 def _has_gradient_of(density: Density, log_density: Any, point: Tensor, *data: Tensor) -> bool:

@@ -104,7 +104,7 @@ def test_double_precision_inside_a_float32_function_becomes_single_without_x64()
 
 
 def test_a_missing_operator_is_named():
-    with pytest.raises(MissingOperatorError, match=r'special_airy_ai.*backend="pyro"') as caught:
+    with pytest.raises(MissingOperatorError, match="special_airy_ai") as caught:
         to_jax(lambda z: torch.special.airy_ai(z).sum(), torch.ones(2))
     assert caught.value.op == "aten.special_airy_ai.default"
     assert caught.value.site is None

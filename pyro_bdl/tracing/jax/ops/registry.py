@@ -6,7 +6,7 @@ translation casts them. Gradients at ties and kinks equal torch's, so that both 
 the same gradient.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +19,10 @@ aten = torch.ops.aten
 
 
 OPERATORS: dict[Any, Callable] = {}
+
+# Operators that draw random numbers: functions of a key, the result's shape and dtype, and torch's
+# arguments.
+RANDOM: dict[Any, Callable] = {}
 
 
 # torch multiplies float32 in float32; JAX on an accelerator would round to TF32.
@@ -35,9 +39,9 @@ def register(*operators: Any) -> Callable[[Callable], Callable]:
     return enter
 
 
-def lookup(operator: Any) -> Callable | None:
+def lookup(operator: Any, table: Mapping[Any, Callable] = OPERATORS) -> Callable | None:
     """The function for an overload, else for its packet, else None."""
-    return OPERATORS.get(operator) or OPERATORS.get(getattr(operator, "overloadpacket", None))
+    return table.get(operator) or table.get(getattr(operator, "overloadpacket", None))
 
 
 def as_dtype(tensor: Any) -> np.dtype:

@@ -1,0 +1,335 @@
+"""Gradient steps in JAX: a bound is translated once, and its steps run in one compiled loop.
+
+A step of a small network costs a few operators and much Python. Here the bound's loss, with the
+program and the guide inside, is traced to ATen operators and translated to JAX, which
+differentiates it; the loop over minibatches with the optimizer's update is compiled as a whole.
+Between two stretches of steps the parameters and the optimizer's state are torch's own.
+"""
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyro
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from pyro_bdl.elbo.step import Terms
+from pyro_bdl.elbo.tempered import TemperedTrace_ELBO
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.program.batches import as_dicts, taken
+from pyro_bdl.tracing.compiled import split
+from pyro_bdl.tracing.jax.translate import KEYS, loss_to_jax
+from pyro_bdl.training.descent import Descent
+from pyro_bdl.utils.module_state import modules_of, without_side_effects
+from pyro_bdl.utils.validation import check_temperature
+
+STEPS_AT_ONCE = 500
+Arrays = dict[str, jax.Array]
+
+# ------------------------------------------------------------------------ updates of optimizers
+
+
+def adam(
+    options: Mapping[str, Any], parameter: Any, gradient: Any, state: Arrays, rate: Any
+) -> tuple[Any, Arrays]:
+    """The update of ``torch.optim.Adam`` and ``AdamW``: a parameter and its state after a step.
+
+    :param options: those of the parameter's group.
+    :param rate: the learning rate.
+    """
+    decay, decoupled = options["weight_decay"], options.get("decoupled_weight_decay", False)
+    if decay and decoupled:
+        parameter = parameter * (1.0 - rate * decay)
+    elif decay:
+        gradient = gradient + decay * parameter
+    first, second = options["betas"]
+    step = state["step"] + 1
+    count = step.astype(parameter.dtype)
+    mean = first * state["exp_avg"] + (1.0 - first) * gradient
+    square = second * state["exp_avg_sq"] + (1.0 - second) * gradient**2
+    scale = jnp.sqrt(square / _one_minus_power(second, count)) + options["eps"]
+    parameter = parameter - rate / _one_minus_power(first, count) * mean / scale
+    return parameter, {"step": step, "exp_avg": mean, "exp_avg_sq": square}
+
+
+def sgd(
+    options: Mapping[str, Any], parameter: Any, gradient: Any, state: Arrays, rate: Any
+) -> tuple[Any, Arrays]:
+    """The update of ``torch.optim.SGD`` without dampening: a parameter and its state after a
+    step."""
+    gradient = gradient + options["weight_decay"] * parameter
+    if not options["momentum"]:
+        return parameter - rate * gradient, state
+    buffer = options["momentum"] * state["momentum_buffer"] + gradient
+    gradient = gradient + options["momentum"] * buffer if options["nesterov"] else buffer
+    return parameter - rate * gradient, {"momentum_buffer": buffer}
+
+
+def _one_minus_power(base: float, count: Any) -> Any:
+    """1 - base^count, without cancellation."""
+    return -jnp.expm1(count * math.log(base)) if base else jnp.ones_like(count)
+
+
+# For each optimizer its update, and its options that the update does not have, off.
+UPDATES: dict[type, tuple[Callable, dict[str, Any]]] = {
+    torch.optim.Adam: (adam, {"amsgrad": False, "maximize": False}),
+    torch.optim.AdamW: (adam, {"amsgrad": False, "maximize": False}),
+    torch.optim.SGD: (sgd, {"dampening": 0, "maximize": False}),
+}
+
+
+def _fresh_state(update: Callable, options: Mapping[str, Any], parameter: Tensor) -> dict:
+    """The state of an optimizer before its first step, under torch's names."""
+    zeros = torch.zeros_like(parameter, requires_grad=False)
+    if update is adam:
+        step = torch.zeros((), dtype=torch.float32, device="cpu")
+        return {"step": step, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+    return {"momentum_buffer": zeros} if options["momentum"] else {}
+
+
+# ------------------------------------------------------------------------------------- the loop
+
+
+class JaxDescent(Descent):
+    """Gradient steps as :class:`Descent` takes them, many at a time in a compiled loop.
+
+    Minibatches, learning rates and temperatures are those of ``Descent``, and so are the parameters
+    after a step without random numbers, up to rounding. Random numbers are others than torch's:
+    their key is drawn by torch's generator at the start of each stretch of steps, so that a seed
+    and a checkpoint determine them. What else the program reads stays as it is meanwhile.
+
+    :param steps: the number of all steps.
+    :param rates: the learning rates of the optimizer's groups as a function of the step's number.
+    :param stride: steps at once; a stretch ends where its multiples do.
+    :param options: those of ``Descent``.
+    :raises UnsupportedProgramError: for an optimizer, a bound or a guide that has no such steps.
+    :raises MissingOperatorError: for an operator without translation.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        steps: int,
+        rates: Callable[[int], list[float]],
+        stride: int = STEPS_AT_ONCE,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self.steps, self.rates, self.stride = steps, rates, min(stride, steps)
+        self._update = self._supported()
+        rows = self.batches.size if self.batches.size < self.batches.rows else None
+        whole = split(self.args, {})
+        first = self.args if rows is None else _some(self.args, slice(rows))
+        example = split(first, {})
+        self._cut = [
+            a.shape != b.shape for a, b in zip(whole.tensors, example.tensors, strict=True)
+        ]
+        bound, model, guide = self._bound, self.objective.model, self.objective.guide
+        modules = modules_of(self.objective)
+        _check_one_loss(bound, model, guide, first, modules)
+        dtype = bound.kl.dtype
+        temperature = torch.ones((), dtype=dtype, device="cpu")
+
+        def loss(*tensors: Tensor) -> tuple[Tensor, ...]:
+            args, kwargs = example.rebuild(tensors[:-1])
+            terms = bound.terms(model, guide, args, kwargs)
+            return bound.negative_bound(terms, tensors[-1]) * self.scale, *terms[:3], terms.draw
+
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        with without_side_effects(modules), poutine.block(), pyro.validation_enabled(False):
+            translated = loss_to_jax(loss, trained, [*example.tensors, temperature])
+        self.parameters = translated.parameters
+        groups = [
+            group
+            for parameter in self.parameters
+            for group in self.optimizer.param_groups
+            if any(parameter is other for other in group["params"])
+        ]
+        self._groups = groups
+        self._x64 = any(t.dtype == torch.float64 for t in (*self.parameters, *example.tensors))
+        self._dtype = str(dtype).removeprefix("torch.")
+        with jax.enable_x64(self._x64):
+            self._data = [jnp.asarray(tensor.detach().cpu().numpy()) for tensor in whole.tensors]
+        self._loop = jax.jit(self._compiled(translated.function))
+
+    @property
+    def _bound(self) -> Any:
+        return self.objective.elbo
+
+    def _supported(self) -> Callable:
+        """The optimizer's update in JAX.
+
+        :raises UnsupportedProgramError: where there is none.
+        """
+        name, guide = type(self.optimizer).__name__, self.objective.guide
+        if type(self.optimizer) not in UPDATES:
+            known = ", ".join(optimizer.__name__ for optimizer in UPDATES)
+            raise UnsupportedProgramError(f"the optimizer {name} has no steps there ({known} have)")
+        update, off = UPDATES[type(self.optimizer)]
+        for option, value in off.items():
+            if any(group.get(option, value) != value for group in self.optimizer.param_groups):
+                raise UnsupportedProgramError(f"{name} has no option {option} there")
+        if not isinstance(self._bound, TemperedTrace_ELBO):
+            raise UnsupportedProgramError(
+                f"{type(self._bound).__name__} is none of the tempered bounds"
+            )
+        counting = [g for g in guide.modules() if isinstance(g, Guide) and g.counts_steps]
+        if counting:
+            raise UnsupportedProgramError(
+                f"what {type(counting[0]).__name__} draws depends on the number of earlier steps"
+            )
+        return update
+
+    def _compiled(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """The loop over steps, which ends before a step whose loss or gradient is not finite."""
+        groups, update, cut = self._groups, self._update, self._cut
+        places = {id(group): i for i, group in enumerate(self.optimizer.param_groups)}
+        place = [places[id(group)] for group in groups]
+
+        def value(parameters: list, key: Any, arguments: list) -> tuple[Any, Any]:
+            first, *terms = loss(parameters, key, *arguments)
+            return first, terms
+
+        def run(
+            parameters: list, states: list, key: Any, count: Any, rows: Any, rates: Any,
+            temperatures: Any, data: list,
+        ) -> Any:  # fmt: skip
+            def arguments(i: Any) -> list:
+                parts = [
+                    leaf.at[rows[i]].get(mode="promise_in_bounds") if is_cut else leaf
+                    for leaf, is_cut in zip(data, cut, strict=True)
+                ]
+                return [*parts, temperatures[i]]
+
+            def evaluate(i: Any, parameters: list) -> Any:
+                at = jax.value_and_grad(value, has_aux=True)
+                return at(parameters, jax.random.fold_in(key, i), arguments(i))
+
+            def body(carry: Any) -> Any:
+                i, _, parameters, states, losses, _ = carry
+                (loss, terms), gradients = evaluate(i, parameters)
+                finite = jnp.isfinite(loss)
+                for gradient in gradients:
+                    finite &= jnp.isfinite(jnp.abs(gradient).max(initial=0.0))
+                after = [
+                    update(group, *three, rates[i, number])
+                    for group, number, *three in zip(
+                        groups, place, parameters, gradients, states, strict=True
+                    )
+                ]
+                before = list(zip(parameters, states, strict=True))
+                after = jax.tree.map(lambda a, b: jnp.where(finite, a, b), after, before)
+                losses = losses.at[i].set(loss)
+                return i + finite, finite, *map(list, zip(*after, strict=True)), losses, terms
+
+            shapes = jax.eval_shape(evaluate, 0, parameters)[0]
+            loss, terms = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            losses = jnp.zeros(len(temperatures), loss.dtype)
+            start = jnp.array(0), jnp.array(True), parameters, states, losses, terms
+            return jax.lax.while_loop(lambda carry: (carry[0] < count) & carry[1], body, start)
+
+        return run
+
+    # ---------------------------------------------------------------------------------- stretches
+
+    def advance(self, number: int) -> int:
+        """Take the steps to the end of a stretch; return the number of the next step."""
+        end = min((number // self.stride + 1) * self.stride, self.steps)
+        rows = [self.batches.next() for _ in range(end - number)]
+        while rows:
+            taken = self._stretch(number, rows)
+            number, rows = number + taken, rows[taken:]
+        return number
+
+    def _stretch(self, number: int, rows: list[Tensor | None]) -> int:
+        """Take steps with these rows up to the first that fails; return how many were tried."""
+        bound, count = self._bound, len(rows)
+        temperatures = [check_temperature(bound.schedule(bound.step + i)) for i in range(count)]
+        rates = np.array([self.rates(number + i) for i in range(count)], self._dtype)
+        chosen = [indices for indices in rows if indices is not None]  # all of them, or none
+        indices = torch.stack(chosen).cpu().numpy() if chosen else np.zeros((count, 0), int)
+        seed = int(torch.randint(2**31, (), device="cpu"))
+        states = self._states()
+        with jax.enable_x64(self._x64):
+            results = self._loop(
+                [_array(p) for p in self.parameters],
+                [{name: _array(value) for name, value in state.items()} for state in states],
+                jax.random.key(seed, impl=KEYS), count, self._padded(indices),
+                self._padded(rates),
+                self._padded(np.asarray(temperatures, self._dtype)),
+                self._data,
+            )  # fmt: skip
+            done, finite, parameters, after, losses, terms = jax.device_get(results)
+        self._write(parameters, states, after)
+        done = int(done)
+        device = self.parameters[0].device
+        self.losses.extend(torch.from_numpy(losses[:done].copy()).to(device).unbind())
+        tried = done if finite else done + 1
+        last = torch.tensor(losses[tried - 1], device=device)
+        values: Any = [None if t is None else torch.tensor(t, device=device) for t in terms]
+        bound.step += tried - 1
+        bound.finish(bound.noted(Terms(*values), last, temperatures[tried - 1]))
+        if not finite:
+            self.fail(number + done, last, rows[done])
+        return tried
+
+    def _padded(self, values: np.ndarray) -> jax.Array:
+        """Values of each step, as many in every stretch, so that one loop is compiled."""
+        missing = self.stride - len(values)
+        widths = [(0, missing), *[(0, 0)] * (values.ndim - 1)]
+        return jnp.asarray(np.pad(values, widths))
+
+    def _states(self) -> list[dict[str, Tensor]]:
+        """The optimizer's state of each parameter, made where there is none yet."""
+        states = []
+        for parameter, group in zip(self.parameters, self._groups, strict=True):
+            state = self.optimizer.state[parameter]
+            if not state:
+                state.update(_fresh_state(self._update, group, parameter))
+            states.append(dict(state))
+        return states
+
+    @torch.no_grad()
+    def _write(self, parameters: Sequence, states: Sequence[dict], after: Sequence[dict]) -> None:
+        """Give torch's parameters and the optimizer's state the values after a stretch."""
+        for parameter, value in zip(self.parameters, parameters, strict=True):
+            parameter.copy_(torch.from_numpy(np.array(value)))
+        for tensors, values in zip(states, after, strict=True):
+            for name, tensor in tensors.items():
+                tensor.copy_(torch.from_numpy(np.array(values[name])))
+
+
+def _check_one_loss(bound: Any, model: Any, guide: Any, args: tuple, modules: list) -> None:
+    """Check program, guide and data, and that the loss is one function of torch's random numbers.
+
+    :raises UnsupportedProgramError: if it differs between two steps with the same ones.
+    """
+    losses, step = [], bound.step
+    for seed in range(2):
+        with without_side_effects(modules):
+            torch.manual_seed(0)
+            random.seed(seed)
+            np.random.seed(seed)
+            losses.append(bound.take_step(model, guide, *args).loss.detach())
+        bound.step = step
+    first, second = losses
+    if (first - second).abs() > 1e-4 * first.abs():
+        raise UnsupportedProgramError(
+            f"the loss is {first:.6g} in one step and {second:.6g} in another with the same random "
+            "numbers of torch: the program keeps a counter, or draws with numpy or Python"
+        )
+
+
+def _some(args: tuple, rows: slice) -> tuple:
+    return tuple(taken(as_dicts(value), rows) for value in args)
+
+
+def _array(tensor: Tensor) -> jax.Array:
+    return jnp.asarray(tensor.detach().cpu().numpy())

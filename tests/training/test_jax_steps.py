@@ -1,0 +1,448 @@
+"""Steps in JAX are the steps of torch: the same trajectory without noise, the same law with it."""
+
+import math
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from guides.conftest import TRAINED, one_shift
+from torch import nn
+
+import pyro_bdl as bdl
+from pyro_bdl.errors import BdlWarning, FailedStepError
+from pyro_bdl.training import HeldOut, checkpoint, train
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def data(rows=40):
+    x = torch.linspace(-1.0, 1.0, rows)[:, None]
+    return x, torch.sin(3 * x[:, 0]) + 0.1 * torch.cos(40 * x[:, 0])
+
+
+def network(*layers):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 5), *layers, nn.Tanh(), nn.Linear(5, 1))
+
+
+def program(net=None, noise=0.3):
+    bnn = bdl.bayesianize(network() if net is None else net)
+    return bdl.models.Regression(bnn, noise=noise, num_data=40)
+
+
+def run(backend, model, guide, *args, seed=3, **options):
+    """The losses, and all numbers of program and guide after the training."""
+    pyro.set_rng_seed(seed)
+    record = train(model, guide, *args, backend=backend, **options)
+    modules = [m for m in (model, guide) if isinstance(m, nn.Module)]
+    numbers = [v.clone() for m in modules for v in m.state_dict().values() if torch.is_tensor(v)]
+    return record, numbers
+
+
+def check_same_trajectory(made, args, *, steps=60, rtol=1e-9, **options):
+    """Train by both backends, and compare losses and numbers.
+
+    :param made: makes ``(model, guide, options)``; the options may hold an optimizer.
+    """
+    records = []
+    for backend in ("torch", "jax"):
+        model, guide, own = made()
+        records.append(run(backend, model, guide, *args, steps=steps, **own, **options))
+    (ours, numbers), (theirs, others) = records
+    torch.testing.assert_close(ours.losses, theirs.losses, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(numbers, others, rtol=rtol, atol=rtol)
+    return ours, theirs
+
+
+def optimized(optimizer, **options):
+    """A MAP guide whose parameters an optimizer of torch trains."""
+
+    def made():
+        model = program()
+        guide = bdl.guides.AutoMAP(model).prototype(*data())
+        return model, guide, {"optimizer": optimizer(guide.parameters(), **options)}
+
+    return made
+
+
+OPTIMIZERS = {
+    "Adam": optimized(torch.optim.Adam, lr=0.03, betas=(0.8, 0.99), eps=1e-3),
+    "Adam with decay": optimized(torch.optim.Adam, lr=0.03, weight_decay=0.2),
+    "AdamW": optimized(torch.optim.AdamW, lr=0.03, weight_decay=0.2),
+    "SGD": optimized(torch.optim.SGD, lr=1e-3, weight_decay=0.2),
+    "momentum": optimized(torch.optim.SGD, lr=1e-4, momentum=0.9),
+    "Nesterov": optimized(torch.optim.SGD, lr=1e-4, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_trajectories_are_those_of_torchs_optimizers(name):
+    check_same_trajectory(OPTIMIZERS[name], data(), batch_size=16)
+
+
+def test_groups_keep_their_learning_rates():
+    def made():
+        model = program(noise=pyro.nn.PyroParam(torch.tensor(0.5), dist.constraints.positive))
+        guide = bdl.guides.AutoMAP(model).prototype(*data())
+        groups = [{"params": guide.parameters(), "lr": 0.05}, {"params": model.parameters()}]
+        return model, guide, {"optimizer": torch.optim.Adam(groups, lr=0.002)}
+
+    check_same_trajectory(made, data())
+
+
+def test_a_second_training_goes_on_from_torchs_state():
+    def made():
+        model, guide, own = OPTIMIZERS["Adam"]()
+        train(model, guide, *data(), steps=7, optimizer=own["optimizer"])
+        own["optimizer"].param_groups[0]["lr"] = 0.02
+        return model, guide, own
+
+    check_same_trajectory(made, data())
+
+
+# Programs ---------------------------------------------------------------------------------------
+
+
+def of_program(make):
+    def made():
+        model = make()
+        return model, bdl.guides.AutoMAP(model), {}
+
+    return made
+
+
+def learned_scales():
+    noise = pyro.nn.PyroParam(torch.tensor(0.5), dist.constraints.positive)
+    bnn = bdl.bayesianize(network(), prior=bdl.priors.Normal(1.0))
+    return bdl.models.Regression(bnn, noise=noise, num_data=40)
+
+
+def hierarchy():
+    bnn = bdl.bayesianize(network(), prior=bdl.priors.Horseshoe())
+    return bdl.models.Regression(bnn, noise=dist.HalfNormal(torch.tensor(1.0)), num_data=40)
+
+
+def own_statements(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+    slope = pyro.param("slope", torch.tensor(0.1))
+    s = pyro.sample("s", dist.LogNormal(torch.tensor(0.0), 0.5))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.StudentT(4.0, x @ w + slope * x[:, 0] ** 2, s), obs=y)
+
+
+class Constant(nn.Module):
+    """A layer with a part without gradients, and a detached one."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            size = x.square().mean()
+        return x * size + x.detach() * x
+
+
+PROGRAMS = {
+    "learned scales": of_program(learned_scales),
+    "hierarchy": of_program(hierarchy),
+    "param statements": of_program(lambda: own_statements),
+    "no_grad and detach": of_program(lambda: program(network(Constant()))),
+    "LayerNorm": of_program(lambda: program(network(nn.LayerNorm(5)))),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_trajectories_of_programs(name):
+    pyro.clear_param_store()
+    check_same_trajectory(PROGRAMS[name], data())
+
+
+def test_integers_and_dicts_are_arguments():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.last = nn.Embedding(7, 4), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.last(torch.cat([self.table(x["word"]), x["number"][:, None]], -1))
+
+    def made():
+        model = bdl.models.Classification(bdl.bayesianize(Words()), num_data=40)
+        return model, bdl.guides.AutoMAP(model), {}
+
+    x = {"word": torch.arange(40) % 7, "number": torch.linspace(-1, 1, 40)}
+    check_same_trajectory(made, (x, torch.arange(40) % 3), batch_size=16)
+
+
+def test_integers_in_single_precision():
+    torch.set_default_dtype(torch.float32)
+    model = bdl.models.Classification(bdl.bayesianize(nn.Linear(1, 3)), num_data=40)
+    guide = bdl.guides.AutoMeanField(model)
+    x = torch.linspace(-1, 1, 40)[:, None]
+    record, _ = run("jax", model, guide, x, torch.arange(40) % 3, steps=20)
+    assert record.losses.isfinite().all() and guide.loc.dtype == torch.float32
+
+
+# Noise ------------------------------------------------------------------------------------------
+
+
+FAMILIES = {family.__name__: family for family in TRAINED} | {
+    "AutoMCDropout": lambda model: bdl.guides.AutoMCDropout(model, p=0.3, sites="all"),
+    "Gaussian dropout": lambda model: bdl.guides.AutoMCDropout(
+        model, p=0.3, sites="all", noise=bdl.guides.GaussianNoise()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_losses_have_the_law_of_torchs(name):
+    """The mean loss at (almost) fixed parameters, within five standard errors."""
+    x, y = torch.randn(3, 2), torch.tensor([0.3, -0.2, 0.9])
+    means, variances, first = [], [], None
+    for backend in ("torch", "jax"):
+        guide = FAMILIES[name](one_shift).prototype(x, y)
+        first = guide.loc.detach().clone() if first is None else first
+        with torch.no_grad():
+            guide.loc.copy_(first)
+        optimizer = torch.optim.SGD(guide.parameters(), lr=1e-300)
+        losses = run(backend, one_shift, guide, x, y, steps=200, optimizer=optimizer)[0].losses
+        means.append(losses.mean())
+        variances.append(losses.var() / len(losses))
+    assert abs(means[0] - means[1]) <= 5 * sum(variances).sqrt() + 1e-9 * means[0].abs()
+
+
+def conjugate():
+    """A linear model with its exact posterior mean and the precision's diagonal."""
+    x = torch.stack([torch.ones(30), torch.linspace(-1, 1, 30)], -1)
+    y = x @ torch.tensor([0.5, -1.0]) + 0.1 * torch.cos(50 * x[:, 1])
+    precision = torch.eye(2) + x.T @ x / 0.25
+    return x, y, torch.linalg.solve(precision, x.T @ y / 0.25), precision.diagonal()
+
+
+def linear(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+
+
+def test_the_optimum_of_a_conjugate_model_is_exact():
+    x, y, mean, precision = conjugate()
+    guide = bdl.guides.AutoMeanField(linear)
+    elbo = bdl.elbo.TemperedTraceMeanField_ELBO(num_particles=16)
+    run("jax", linear, guide, x, y, steps=3000, learning_rate=0.03, elbo=elbo)
+    torch.testing.assert_close(guide.loc.detach(), mean, rtol=0.02, atol=0.01)
+    torch.testing.assert_close(guide.scale.detach() ** -2, precision, rtol=0.05, atol=0.0)
+
+
+def test_tempered_optimum():
+    """p(y|w)^(1/eta) p(w) has the precision 1 + x'x / (eta sigma^2)."""
+    x, y, _, precision = conjugate()
+    guide = bdl.guides.AutoMeanField(linear)
+    elbo = bdl.elbo.TemperedTraceMeanField_ELBO(temperature=0.1, num_particles=16)
+    run("jax", linear, guide, x, y, steps=3000, learning_rate=0.03, elbo=elbo)
+    tempered = 1.0 + (precision - 1.0) / 0.1
+    torch.testing.assert_close(guide.scale.detach() ** -2, tempered, rtol=0.05, atol=0.0)
+
+
+@pytest.mark.parametrize("estimator", ["local_reparameterization", "flipout"])
+def test_noise_of_each_datum_has_the_same_expectation(estimator):
+    means = []
+    for name in (None, estimator):
+        model = program()
+        guide = bdl.guides.AutoMeanField(model).prototype(*data())
+        optimizer = torch.optim.SGD(guide.parameters(), lr=1e-300)
+        elbo = bdl.elbo.TemperedTraceMeanField_ELBO(estimator=name)
+        losses = run(
+            "jax", model, guide, *data(), steps=600, optimizer=optimizer, elbo=elbo
+        )[0].losses  # fmt: skip
+        means.append((losses.mean(), losses.var() / len(losses)))
+    (plain, error), (rows, own) = means
+    assert abs(plain - rows) <= 5 * (error + own).sqrt()
+    assert own < error  # the estimators' purpose
+
+
+def test_seeds_determine_the_steps():
+    def losses(seed):
+        model = program()
+        guide = bdl.guides.AutoMCDropout(model)
+        return run("jax", model, guide, *data(), seed=seed, steps=20)[0].losses
+
+    assert torch.equal(losses(1), losses(1))
+    assert not torch.equal(losses(1), losses(2))
+    assert len(losses(1).unique()) == 20
+
+
+# What happens between and after steps -----------------------------------------------------------
+
+
+def test_a_schedule_of_temperatures_and_the_terms_of_the_last_step():
+    bounds = []
+
+    def made():
+        model = program()
+        bounds.append(bdl.elbo.TemperedTraceMeanField_ELBO(bdl.temperature.linear(0.1, 2.0, 50)))
+        return model, bdl.guides.AutoMAP(model), {"elbo": bounds[-1]}
+
+    check_same_trajectory(made, data())
+    ours, theirs = bounds
+    assert theirs.step == ours.step == 60 and theirs.temperature == ours.temperature == 2.0
+    torch.testing.assert_close(ours.kl, theirs.kl)
+    torch.testing.assert_close(ours.expected_log_likelihood, theirs.expected_log_likelihood)
+
+
+def test_early_stopping():
+    def made():
+        model = program()
+        options = {"held_out": HeldOut(0.25, patience=2, check_every=20), "learning_rate": 0.3}
+        return model, bdl.guides.AutoMAP(model), options
+
+    ours, theirs = check_same_trajectory(made, data(), steps=400, rtol=1e-7)
+    torch.testing.assert_close(ours.held_out, theirs.held_out)
+    assert theirs.best_steps.tolist() == ours.best_steps.tolist()
+
+
+def bad_rows(x, y=None):
+    """A program whose loss is infinite in batches that hold the last row."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+    with pyro.plate("data", 40, subsample_size=len(x), subsample=torch.arange(len(x))):
+        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+    pyro.factor("edge", torch.where(x.max() >= 1.0, -math.inf, 0.0))
+
+
+bad_rows.num_data = 40
+
+
+@pytest.mark.filterwarnings("ignore:.*left out")
+def test_steps_that_are_not_finite_are_skipped():
+    def made():
+        return bad_rows, bdl.guides.AutoMAP(bad_rows), {}
+
+    options = {"batch_size": 8, "on_nonfinite": "skip", "steps": 23}
+    ours, theirs = check_same_trajectory(made, data(), **options)
+    assert theirs.skipped == ours.skipped != () and len(ours.losses) + len(ours.skipped) == 23
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    guide = bdl.guides.AutoMAP(bad_rows)
+    with pytest.raises(FailedStepError, match=r"rows .*39.*the loss is inf") as caught:
+        run("jax", bad_rows, guide, *data(), steps=23, batch_size=8)
+    failed = caught.value.step
+    other = bdl.guides.AutoMAP(bad_rows)
+    with pytest.raises(FailedStepError):
+        run("torch", bad_rows, other, *data(), steps=23, batch_size=8)
+    assert failed > 0
+    torch.testing.assert_close(guide.loc, other.loc)
+
+
+def test_an_interrupt_keeps_what_was_reached():
+    def schedule(step):
+        if step >= 40:
+            raise KeyboardInterrupt
+        return 1.0
+
+    model = program()
+    guide = bdl.guides.AutoMAP(model)
+    elbo = bdl.elbo.TemperedTraceMeanField_ELBO(schedule)
+    with pytest.warns(BdlWarning, match="after 40 of 100 steps"):
+        held_out = HeldOut(0.25, check_every=20)
+        record, _ = run("jax", model, guide, *data(), steps=100, elbo=elbo, held_out=held_out)
+    assert record.interrupted and len(record.losses) == 40
+
+
+def test_a_run_that_dies_goes_on_bit_for_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_SECONDS", 0.0)
+
+    def trained(path, die_at=None):
+        def schedule(step):
+            if step == die_at:
+                raise RuntimeError("power failure")
+            return 1.0
+
+        model = program()
+        guide = bdl.guides.AutoMeanField(model)
+        held_out = HeldOut(0.25, check_every=10, patience=99)
+        return run(
+            "jax", model, guide, *data(), steps=45, held_out=held_out, batch_size=8,
+            checkpoint=path, elbo=bdl.elbo.TemperedTraceMeanField_ELBO(schedule),
+        )  # fmt: skip
+
+    whole, expected = trained(tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="power failure"):
+        trained(tmp_path / "cut", die_at=27)
+    cut, found = trained(tmp_path / "cut")
+    assert torch.equal(whole.losses, cut.losses)
+    assert all(map(torch.equal, expected, found))
+
+
+# What has no steps in JAX is done in torch ------------------------------------------------------
+
+
+class OwnGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Straight(nn.Module):
+    def forward(self, x):
+        return OwnGradient.apply(x)
+
+
+class Counter(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+class Numpy(nn.Module):
+    def forward(self, x):
+        return x + np.random.normal()
+
+
+class Airy(nn.Module):
+    def forward(self, x):
+        return torch.special.airy_ai(x.detach()) + x
+
+
+def with_guide(guide, net=None):
+    def made():
+        model = program(net() if net else None)
+        return model, guide(model), {}
+
+    return made
+
+
+WITHOUT_STEPS = {
+    "running_mean|batch_norm|in place": with_guide(
+        bdl.guides.AutoMAP, lambda: network(nn.BatchNorm1d(5))
+    ),
+    "number of earlier steps": with_guide(lambda m: bdl.guides.AutoMCDropout(m, learn_p=True)),
+    "airy": with_guide(bdl.guides.AutoMAP, lambda: network(Airy())),
+    "OwnGradient": with_guide(bdl.guides.AutoMAP, lambda: network(Straight())),
+    "keeps a counter": with_guide(bdl.guides.AutoMAP, lambda: network(Counter())),
+    "or draws with numpy": with_guide(bdl.guides.AutoMAP, lambda: network(Numpy())),
+    "RMSprop": optimized(torch.optim.RMSprop),
+    "amsgrad": optimized(torch.optim.Adam, amsgrad=True),
+}
+
+
+@pytest.mark.parametrize("reason", WITHOUT_STEPS)
+def test_other_trainings_are_those_of_torch(reason):
+    made = WITHOUT_STEPS[reason]
+    with pytest.warns(BdlWarning, match=f"steps in torch: .*({reason})"):
+        if reason in ("keeps a counter", "or draws with numpy"):
+            run("jax", *made()[:2], *data(), steps=12)
+        else:
+            check_same_trajectory(made, data(), steps=12, rtol=0.0)
+
+
+def test_another_backend_is_refused():
+    model = program()
+    with pytest.raises(ValueError, match='"torch" or "jax"'):
+        train(model, bdl.guides.AutoMAP(model), *data(), steps=1, backend="tensorflow")
