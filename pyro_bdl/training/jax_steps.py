@@ -6,9 +6,11 @@ differentiates it; the loop over minibatches with the optimizer's update is comp
 Between two stretches of steps the parameters and the optimizer's state are torch's own.
 """
 
+import functools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -97,6 +99,20 @@ def _fresh_state(update: Callable, options: Mapping[str, Any], parameter: Tensor
 # ------------------------------------------------------------------------------------- the loop
 
 
+@dataclass(frozen=True)
+class _Loop:
+    """A loop over steps; loops with the same key compute the same."""
+
+    key: tuple[str, ...]
+    run: Callable[..., Any] = field(compare=False)
+
+
+@functools.lru_cache(maxsize=16)
+def _jitted(loop: _Loop) -> Callable[..., Any]:
+    """The compiled loop, which folds of data, seeds and simulated data share."""
+    return jax.jit(loop.run)
+
+
 class JaxDescent(Descent):
     """Gradient steps as :class:`Descent` takes them, many at a time in a compiled loop.
 
@@ -146,18 +162,26 @@ class JaxDescent(Descent):
         with without_side_effects(modules), poutine.block(), pyro.validation_enabled(False):
             translated = loss_to_jax(loss, trained, [*example.tensors, temperature])
         self.parameters = translated.parameters
-        groups = [
-            group
+        groups = self.optimizer.param_groups
+        self._places = [  # of each parameter's group
+            place
             for parameter in self.parameters
-            for group in self.optimizer.param_groups
+            for place, group in enumerate(groups)
             if any(parameter is other for other in group["params"])
         ]
-        self._groups = groups
         self._x64 = any(t.dtype == torch.float64 for t in (*self.parameters, *example.tensors))
         self._dtype = str(dtype).removeprefix("torch.")
         with jax.enable_x64(self._x64):
             self._data = [jnp.asarray(tensor.detach().cpu().numpy()) for tensor in whole.tensors]
-        self._loop = jax.jit(self._compiled(translated.function))
+            self._constants = [jnp.asarray(constant) for constant in translated.constants]
+        options = [
+            (place, name, value)
+            for place in self._places
+            for name, value in groups[place].items()
+            if name not in ("params", "lr")
+        ]
+        key = translated.signature, self._update.__name__, repr((options, self._cut))
+        self._loop = _jitted(_Loop(key, self._compiled(translated.function)))
 
     @property
     def _bound(self) -> Any:
@@ -187,20 +211,22 @@ class JaxDescent(Descent):
             )
         return update
 
-    def _compiled(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The loop over steps, which ends before a step whose loss or gradient is not finite."""
-        groups, update, cut = self._groups, self._update, self._cut
-        places = {id(group): i for i, group in enumerate(self.optimizer.param_groups)}
-        place = [places[id(group)] for group in groups]
-
-        def value(parameters: list, key: Any, arguments: list) -> tuple[Any, Any]:
-            first, *terms = loss(parameters, key, *arguments)
-            return first, terms
+        places, update, cut = self._places, self._update, self._cut
+        groups = [  # without the parameters, which the compiled loop would keep
+            {name: v for name, v in self.optimizer.param_groups[place].items() if name != "params"}
+            for place in places
+        ]
 
         def run(
-            parameters: list, states: list, key: Any, count: Any, rows: Any, rates: Any,
-            temperatures: Any, data: list,
+            parameters: list, states: list, constants: list, key: Any, count: Any, rows: Any,
+            rates: Any, temperatures: Any, data: list,
         ) -> Any:  # fmt: skip
+            def value(parameters: list, key: Any, arguments: list) -> tuple[Any, Any]:
+                first, *terms = function(parameters, constants, key, *arguments)
+                return first, terms
+
             def arguments(i: Any) -> list:
                 parts = [
                     leaf.at[rows[i]].get(mode="promise_in_bounds") if is_cut else leaf
@@ -221,7 +247,7 @@ class JaxDescent(Descent):
                 after = [
                     update(group, *three, rates[i, number])
                     for group, number, *three in zip(
-                        groups, place, parameters, gradients, states, strict=True
+                        groups, places, parameters, gradients, states, strict=True
                     )
                 ]
                 before = list(zip(parameters, states, strict=True))
@@ -261,7 +287,7 @@ class JaxDescent(Descent):
             results = self._loop(
                 [_array(p) for p in self.parameters],
                 [{name: _array(value) for name, value in state.items()} for state in states],
-                jax.random.key(seed, impl=KEYS), count, self._padded(indices),
+                self._constants, jax.random.key(seed, impl=KEYS), count, self._padded(indices),
                 self._padded(rates),
                 self._padded(np.asarray(temperatures, self._dtype)),
                 self._data,
@@ -289,10 +315,11 @@ class JaxDescent(Descent):
     def _states(self) -> list[dict[str, Tensor]]:
         """The optimizer's state of each parameter, made where there is none yet."""
         states = []
-        for parameter, group in zip(self.parameters, self._groups, strict=True):
+        for parameter, place in zip(self.parameters, self._places, strict=True):
             state = self.optimizer.state[parameter]
             if not state:
-                state.update(_fresh_state(self._update, group, parameter))
+                options = self.optimizer.param_groups[place]
+                state.update(_fresh_state(self._update, options, parameter))
             states.append(dict(state))
         return states
 

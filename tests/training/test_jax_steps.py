@@ -1,7 +1,10 @@
 """Steps in JAX are the steps of torch: the same trajectory without noise, the same law with it."""
 
+import gc
 import math
+import weakref
 
+import jax
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -270,6 +273,44 @@ def test_seeds_determine_the_steps():
     assert torch.equal(losses(1), losses(1))
     assert not torch.equal(losses(1), losses(2))
     assert len(losses(1).unique()) == 20
+
+
+def test_trainings_of_one_kind_compile_once():
+    """Other data, weights, noise scales and seeds: the same compiled loop."""
+    compiled = []
+
+    def listen(event, duration, **_):
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    def trained(seed):
+        torch.manual_seed(seed)
+        x = torch.randn(40, 1)
+        noise = pyro.nn.PyroParam(torch.tensor(0.3 + seed), dist.constraints.positive)
+        model = program(nn.Sequential(nn.Linear(1, 5), nn.Tanh(), nn.Linear(5, 1)), noise)
+        guide = bdl.guides.AutoMeanField(model)
+        return run("jax", model, guide, x, x[:, 0].sin(), seed=seed, steps=12)[0].losses
+
+    first = trained(0)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        others = [trained(seed) for seed in (1, 2)]
+        assert not compiled
+        learning = trained(3), jax.jit(lambda a: a + 3.5)(1.0)
+        assert compiled and learning  # the listener works
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not any(torch.equal(first, losses) for losses in others)
+
+
+def test_the_compiled_loop_keeps_no_parameters():
+    model = program()
+    guide = bdl.guides.AutoMAP(model)
+    run("jax", model, guide, *data(), steps=3)
+    parameter, weight = weakref.ref(guide.loc), weakref.ref(model.network)
+    del model, guide
+    gc.collect()
+    assert parameter() is None and weight() is None
 
 
 # What happens between and after steps -----------------------------------------------------------

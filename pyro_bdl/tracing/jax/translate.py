@@ -129,8 +129,14 @@ def to_jax(
     _refuse_randomness(graph)
     translated = _translation(graph, examples)
 
+    @functools.cache
+    def constants(x64: bool) -> list[jax.Array]:
+        with jax.ensure_compile_time_eval():
+            return [jnp.asarray(constant) for constant in translated.constants]
+
     def evaluate(*arguments: jax.Array) -> Any:
-        return translated((), None, *arguments)
+        held = constants(jax.config.read("jax_enable_x64"))
+        return translated.function((), held, None, *arguments)
 
     evaluate.detaches = bool(detached)  # type: ignore[attr-defined]
     with jax.enable_x64(any(e.dtype == torch.float64 for e in examples)):
@@ -141,12 +147,16 @@ def to_jax(
 class JaxLoss(NamedTuple):
     """A loss in JAX.
 
-    :param function: ``(parameters, key, *arguments)`` to the results of the torch function: a list
-        of arrays, a key of ``jax.random``, and arrays.
-    :param parameters: the tensors that it depends on, in the order of the arrays.
+    :param function: ``(parameters, constants, key, *arguments)`` to the results of the torch
+        function: lists of arrays, a key of ``jax.random``, and arrays.
+    :param constants: what the loss reads besides its arguments and parameters.
+    :param signature: two losses with the same signature have the same function.
+    :param parameters: the tensors that the loss depends on, in the order of the arrays.
     """
 
     function: Callable[..., Any]
+    constants: list[np.ndarray]
+    signature: str
     parameters: list[Tensor]
 
 
@@ -178,13 +188,22 @@ def loss_to_jax(
     translated = _translation(graph, examples, leaves, draws=True)
     with jax.enable_x64(any(t.dtype == torch.float64 for t in (*used, *examples))):
         key = jax.eval_shape(lambda: jax.random.key(0, impl=KEYS))
-        jax.eval_shape(translated, list(map(_spec, used)), key, *map(_spec, examples))
-    return JaxLoss(translated, used)
+        parts = list(map(_spec, used)), translated.constants, key, *map(_spec, examples)
+        jax.eval_shape(translated.function, *parts)
+    return JaxLoss(*translated, used)
 
 
 def _spec(tensor: Tensor) -> jax.ShapeDtypeStruct:
     dtype = jax.dtypes.canonicalize_dtype(as_dtype(tensor))
     return jax.ShapeDtypeStruct(tuple(tensor.shape), dtype)
+
+
+class _Translation(NamedTuple):
+    """A graph in JAX, see :class:`JaxLoss`."""
+
+    function: Callable[..., Any]
+    constants: list[np.ndarray]
+    signature: str
 
 
 def _translation(
@@ -193,13 +212,17 @@ def _translation(
     leaves: Mapping[fx.Node, int] = _NONE,
     *,
     draws: bool = False,
-) -> Callable[..., Any]:
-    """A graph as a function of parameters, a key and arguments.
+) -> _Translation:
+    """A graph as a function of parameters, constants, a key and arguments.
 
     :param leaves: the nodes that are parameters, each with its number.
     :param draws: let operators draw random numbers.
     """
     known = _known(graph, leaves)
+    for node in outside_tensors(graph):  # what follows needs the nodes, not the tensors
+        if hasattr(graph, str(node.target)):
+            delattr(graph, str(node.target))
+    examples = [example.detach().to("meta") for example in examples]
     operators = [n for n in graph.graph.nodes if n.op == "call_function" and n not in known]
     _refuse_unknown(operators)
     drawing = [node for node in operators if draws and _random(node)]
@@ -208,26 +231,39 @@ def _translation(
     output = graph.graph.output_node()
     used = {n for user in (*operators, output) for n in user.all_input_nodes}
     index, constants = _constants({node: known[node] for node in known if node in used})
+    # Integers may be indices or masks, which must stay concrete under jit.
+    moving = [i for i, c in enumerate(constants) if np.issubdtype(c.value.dtype, np.inexact)]
+    still = {i: c.value for i, c in enumerate(constants) if i not in moving}
 
-    @functools.cache
-    def arrays(x64: bool) -> list[jax.Array]:
-        with jax.ensure_compile_time_eval():
-            return [jnp.asarray(constant.value) for constant in constants]
-
-    def evaluate(parameters: Sequence[jax.Array], key: Any, *arguments: jax.Array) -> Any:
+    def evaluate(
+        parameters: Sequence[jax.Array], held: Sequence[jax.Array], key: Any, *arguments: jax.Array
+    ) -> Any:
         _check(arguments, examples)
         values: dict[fx.Node, Any] = dict(zip(inputs, arguments, strict=True))
         values |= {node: parameters[i] for node, i in leaves.items()}
-        held = arrays(jax.config.read("jax_enable_x64"))
+        with jax.ensure_compile_time_eval():
+            arrays = {i: jnp.asarray(value) for i, value in still.items()}
+        arrays |= zip(moving, held, strict=True)
         for node, i in index.items():
-            shape = constants[i].shape
-            values[node] = held[i] if held[i].shape == shape else jnp.broadcast_to(held[i], shape)
+            shape, value = constants[i].shape, arrays[i]
+            values[node] = value if value.shape == shape else jnp.broadcast_to(value, shape)
         keys = jax.random.split(key, len(places)) if places else ()
         for node in operators:
             values[node] = _call(node, values, keys[places[node]] if node in places else None)
         return _replace(output.args[0], values)
 
-    return evaluate
+    kinds = [(str(n), _kind(n)) for n in graph.graph.nodes]
+    numbers = {str(node): i for node, i in (*leaves.items(), *index.items())}
+    shapes = [constant.shape for constant in constants]
+    integers = {i: (str(value.dtype), value.tobytes()) for i, value in still.items()}
+    signature = repr((str(graph.graph), kinds, numbers, shapes, integers, moving))
+    return _Translation(evaluate, [constants[i].value for i in moving], signature)
+
+
+def _kind(node: fx.Node) -> Any:
+    """The shapes and dtypes of a node's results."""
+    results = tree_leaves(node.meta.get("val"))
+    return [(tuple(v.shape), str(v.dtype)) for v in results if isinstance(v, Tensor)]
 
 
 def _replace(structure: Any, values: dict[fx.Node, Any]) -> Any:
@@ -305,7 +341,6 @@ def _constants(tensors: dict[fx.Node, Tensor]) -> tuple[dict[fx.Node, int], list
     index = {}
     for node, tensor in tensors.items():
         array = _numpy(tensor)
-        # Integers may be indices or masks, which must stay concrete under jit.
         filled = tensor.is_floating_point() and array.size > 1 and (array == array.flat[0]).all()
         constant = _Constant(array.flat[0] if filled else array, array.shape)
         key = array.dtype, array.shape, constant.value.tobytes()
