@@ -167,12 +167,16 @@ class LaplaceGuide(JointGuide, NormalGuide):
         ``HeldOut``. The evidence is that of t = 1 and refuses the guide.
 
         :param held_out: ``(x, y)`` or an iterable of batches that the weights were not trained on.
-        :raises ValueError: for fewer than two rows, or rows without targets.
+        :raises ValueError: for fewer than two rows, rows without targets, that are not finite, or
+            that are impossible under the network itself. The guide is then as before.
         """
-        self._precision, self.width = None, torch.ones_like(self.width)
-        model, batches = self.program_model, Batches(held_out)
-        self.held_out = search(model, self.subset, self.loc, self.precision, batches)
-        self._precision, self.width = None, torch.full_like(self.width, self.held_out.factor)
+        width, self._precision, self.width = self.width, None, torch.ones_like(self.width)
+        try:
+            model, batches = self.program_model, Batches(held_out)
+            self.held_out = search(model, self.subset, self.loc, self.precision, batches)
+            width = torch.full_like(width, self.held_out.factor)
+        finally:
+            self._precision, self.width = None, width
         return self
 
     # Hyperparameters

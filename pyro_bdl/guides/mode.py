@@ -1,5 +1,6 @@
 """The mode of p(y, u) in a subset of the latents, by Newton steps with a Gaussian's precision."""
 
+import math
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ def find_mode(guide: Any, *, steps: int = STEPS, progress: bool | None = None) -
     on x) converge more slowly.
 
     :param steps: the largest number of steps; a warning says if they do not suffice.
+    :raises ValueError: for a gradient that is not finite.
     :param progress: show a bar over batches, in every pass; by default in terminals and
         notebooks.
     """
@@ -32,6 +34,11 @@ def find_mode(guide: Any, *, steps: int = STEPS, progress: bool | None = None) -
         gradient = guide.gradient()
         step = guide.newton_step(gradient)
         gain = 0.5 * float((step.double() * gradient.double()).sum())
+        if not math.isfinite(gain):
+            raise ValueError(
+                "the gradient of the log density is not finite at the weights, so that there is no "
+                "step to the mode: train again from other weights"
+            )
         rounding = 1e3 * eps * max(1.0, abs(value))
         is_slow = gain > 0.1 * before  # slower than quadratic convergence
         if gain <= eps**1.25 or (gain < rounding and is_slow):

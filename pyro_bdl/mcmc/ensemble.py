@@ -73,10 +73,10 @@ def ensemble_sample(
                 batch_size=batch_size, held_out=held_out,
                 progress="ensemble" if options.get("progress") else None,
             )  # fmt: skip
-        if training.held_out is not None and training.best_steps is not None:
+        if training.best_scores is not None and training.best_steps is not None:
             record = {
                 "best_steps": training.best_steps.tolist(),
-                "held_out": training.held_out.amax(0).tolist(),
+                "held_out": training.best_scores.tolist(),
             }
     options |= {
         "num_warmup": num_warmup,

@@ -15,7 +15,7 @@ from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.check import TENSORS_NEEDED, kind_of, named_arguments
 from pyro_bdl.utils.module_state import modules_of
 from pyro_bdl.utils.progress import hidden
-from pyro_bdl.utils.validation import listed, whole_number
+from pyro_bdl.utils.validation import listed, ranked, whole_number
 
 BATCH = 256
 _MOST_FULL_BATCH = 1024
@@ -44,6 +44,11 @@ class Training:
     best_steps: Tensor | None = None
     learning_rate: float | None = None
     skipped: tuple[int, ...] = ()
+
+    @property
+    def best_scores(self) -> Tensor | None:
+        """The held-out log likelihood at ``best_steps``, in nats, (members,)."""
+        return None if self.held_out is None else ranked(self.held_out).amax(0)
 
     def __repr__(self) -> str:
         """The run in a line: its steps, the first and the last loss, and how it ended."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.ensemble import AutoEnsemble
 from pyro_bdl.program.batch_norm import keeps_statistics
@@ -17,7 +18,7 @@ from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.training.descent import Training
 from pyro_bdl.utils.module_state import evaluation_mode, modules_of
 from pyro_bdl.utils.random_state import own_randomness
-from pyro_bdl.utils.validation import whole_number
+from pyro_bdl.utils.validation import listed, ranked, whole_number
 
 _DRAWS = 16  # of a guide, for its predictive density
 _CHECKS = 50
@@ -97,12 +98,15 @@ class EarlyStopping:
         if step % self.check_every:
             return
         score = self._score()
-        better = score > (self.table.amax(0) if self.scores else -torch.inf)
+        known = ranked(score)
+        better = known > (ranked(self.table).amax(0) if self.scores else -torch.inf)
         self.scores.append(score)
         self.steps.append(step)
-        if self.best and self.apart:
+        if not self.best:
+            self.best = [value.detach().clone() for value in self.parts]
+        elif self.apart:
             self.best[0][better] = self.parts[0].detach()[better]
-        elif not self.best or bool(better):
+        elif bool(better):
             self.best = [value.detach().clone() for value in self.parts]
 
     def _score(self) -> Tensor:
@@ -127,17 +131,29 @@ class EarlyStopping:
         """True if every member went ``patience`` checks without a better value."""
         if len(self.scores) <= self.patience:
             return False
-        since_best = self.table.flip(0).argmax(0)
+        since_best = len(self.scores) - 1 - ranked(self.table).argmax(0)
         return bool((since_best >= self.patience).all())
 
     @torch.no_grad()
     def restored(self, run: Training) -> Training:
-        """Put the best state back into guide and program; the run with its scores."""
+        """Put the best state back into guide and program; the run with its scores.
+
+        A warning is given where scores are not finite: these are never the best.
+        """
         if not self.scores:
             return run
+        failed = ~self.table.isfinite().all(-1)
+        if failed.any():
+            steps = [step for step, bad in zip(self.steps, failed.tolist(), strict=True) if bad]
+            warn(
+                f"the log likelihood of the rows held back is not finite at {len(steps)} of "
+                f"{len(self.steps)} checks, after steps {listed(steps)}: these are never the best",
+                "failed-steps",
+                stacklevel=4,
+            )
         for tensor, value in zip(self.parts, self.best, strict=True):
             tensor.copy_(value)
-        best_steps = torch.tensor(self.steps, device="cpu")[self.table.argmax(0).cpu()]
+        best_steps = torch.tensor(self.steps, device="cpu")[ranked(self.table).argmax(0).cpu()]
         return replace(run, held_out=self.table, best_steps=best_steps)
 
     def state_dict(self) -> dict[str, Any]:

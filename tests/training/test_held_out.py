@@ -92,6 +92,53 @@ def test_a_guide_of_one_posterior_is_stopped_by_its_predictive_density():
     assert repr(found).endswith(f"rows, loss {first} to {last}, parameters of step {step})")
 
 
+FAMILIES = ["AutoMAP", "AutoMeanField", "AutoMCDropout", "AutoEnsemble", "AutoSWAG"]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", [(0,), (2,), (4,), (0, 1, 4)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_score_that_is_not_finite_is_never_the_best(family, where, bad):
+    """The others decide, whenever it comes; it counts against the patience, and is said."""
+    x, y = data()
+    model = Spread()
+    guide = getattr(bdl.guides, family)(model).prototype(x, y)
+    held = EarlyStopping(model, guide, (x, y), HeldOut(0.5, patience=3, check_every=1), 5)
+    scores = [-3.0, -4.0, -2.0, -1.0, -5.0]
+    for place in where:
+        scores[place] = bad
+    held._score = lambda: torch.tensor([scores[len(held.scores)]], dtype=torch.float64)
+    for step in range(5):
+        with torch.no_grad():
+            model.s.fill_(step + 1.0)
+        held.after(step)
+        assert not held.done or where == (0, 1, 4)
+    with pytest.warns(bdl.errors.BdlWarning, match="never the best") as told:
+        run = held.restored(Training(torch.zeros(5), 20, False))
+    assert f"at {len(where)} of 5 checks, after steps {', '.join(map(str, where))}:" in str(
+        told[0].message
+    )
+    assert run.best_steps.tolist() == [3] and model.s.item() == 4.0
+    assert run.best_scores.tolist() == [-1.0]
+
+
+def test_members_of_an_ensemble_without_a_finite_score_keep_their_own_best():
+    """log N(y; w, 1) of a member at NaN is NaN, and the other member's step is its own."""
+    x, y = data()
+    guide = ensemble(0.0, 0.0)
+    held = EarlyStopping(Mean(), guide, (x[:4], y[:4]), HeldOut(0.2, check_every=1), 3)
+    path = [(torch.nan, 3.0), (-0.7, torch.nan), (4.0, -0.8)]
+    for step, values in enumerate(path):
+        with torch.no_grad():
+            guide.locs.copy_(torch.tensor(values, dtype=torch.float64)[:, None])
+        held.after(step)
+    with pytest.warns(bdl.errors.BdlWarning, match="2 of 3 checks, after steps 0, 1:"):
+        run = held.restored(Training(torch.zeros(3), 4, False))
+    assert run.best_steps.tolist() == [1, 2] and guide.locs[:, 0].tolist() == [-0.7, -0.8]
+    expected = [dist.Normal(w, 1.0).log_prob(y[:4]).mean().item() for w in (-0.7, -0.8)]
+    assert run.best_scores.tolist() == pytest.approx(expected)
+
+
 class Spread(torch.nn.Module):
     """y ~ Normal(w, s), w ~ Normal(0, 1); a buffer counts the calls."""
 
