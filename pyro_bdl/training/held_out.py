@@ -1,16 +1,18 @@
 """Early stopping by the log likelihood of data that are held back from training."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_bdl.errors import warn
+from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.ensemble import AutoEnsemble
+from pyro_bdl.handlers import Handled
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.program import Program
@@ -22,6 +24,33 @@ from pyro_bdl.utils.validation import listed, ranked, whole_number
 
 _DRAWS = 16  # of a guide, for its predictive density
 _CHECKS = 50
+
+
+class KeptRows(Messenger):
+    """Handler under which the rows that are kept are all data, N / B is K / B.
+
+    Where a plate of the data has more cells than the rows that the program gets, it has the size N
+    that the program states of all of them, and gets the size K. A program that counts the rows it
+    gets is left alone.
+
+    :param plates: the plates of the data.
+    :param share: K / N, the share of the rows that is kept.
+    """
+
+    def __init__(self, plates: Container[str], share: float) -> None:
+        super().__init__()
+        self.plates, self.share = plates, share
+
+    def _process_message(self, msg: Any) -> None:
+        if msg["type"] != "sample":
+            return
+        frames = []
+        for frame in msg["cond_indep_stack"]:
+            if frame.name in self.plates and frame.full_size not in (None, frame.size):
+                msg["scale"] = msg["scale"] * self.share
+                frame = frame._replace(full_size=frame.full_size * self.share)
+            frames.append(frame)
+        msg["cond_indep_stack"] = tuple(frames)
 
 
 @dataclass(frozen=True)
@@ -51,6 +80,8 @@ class HeldOut:
         """
         count = leading_size(args)
         size = round(self.share * count)
+        if not count:
+            raise ValueError("held_out needs data among the program's arguments, to hold rows back")
         if not 0 < size < count:
             raise ValueError(
                 f"held_out must leave rows on both sides, got the share {self.share} of {count} "
@@ -79,6 +110,7 @@ class EarlyStopping:
         self.model, self.guide, self.patience = model, guide, options.patience
         self.check_every = options.check_every or max(1, steps // _CHECKS)
         self.program = Program(model, *back)
+        self.plates, self.sites = _rows_of(self.program)
         self.is_ensemble = isinstance(guide, AutoEnsemble)
         modules = modules_of(model, guide)
         tensors: list[Tensor] = list(guide.parameters())
@@ -91,6 +123,12 @@ class EarlyStopping:
         self.scores: list[Tensor] = []
         self.steps: list[int] = []
         self.best: list[Tensor] = []
+
+    def of_kept(self, kept: tuple) -> Handled:
+        """The program whose data are the rows that are kept."""
+        rows = leading_size(kept)
+        share = rows / (rows + leading_size(self.program.args))
+        return Handled(self.model, KeptRows(self.plates, share))
 
     @torch.no_grad()
     def after(self, step: int) -> None:
@@ -115,7 +153,8 @@ class EarlyStopping:
             draws = guide.sample_latents(guide.size if self.is_ensemble else _DRAWS)
             values = map_draws(lambda draw: self.program.log_likelihood(draw), draws)
         count = leading_size(self.program.args)
-        per_row = sum(value.reshape(len(value), count, -1).sum(-1) for value in values.values())
+        own = [values[name] for name in self.sites if name in values]
+        per_row = sum(value.reshape(len(value), count, -1).sum(-1) for value in own)
         if self.is_ensemble:
             scores = per_row.mean(-1)
             return scores if self.apart else scores.mean()[None]
@@ -166,3 +205,27 @@ class EarlyStopping:
         self.scores = [score.to(device) for score in state["scores"]]
         self.best = [value.to(device) for value in state["best"]]
         self.steps = list(state["steps"])
+
+
+def _rows_of(program: Program) -> tuple[set[str], list[str]]:
+    """The plates that hold the rows, by their sizes, and the observed sites of rows: those in these
+    plates, or all where there is no such plate.
+
+    :raises UnsupportedProgramError: for a latent site in one of the plates.
+    """
+    rows, plates, sites = leading_size(program.args), set(), []
+    with torch.no_grad():
+        observed = program.run(program.initial).observed
+    for name, site in observed.items():
+        from_left = [plate for plate, _ in sorted(site.plates, key=lambda plate: plate[1])]
+        own = [plate for plate in from_left if program.plates[plate][1] == rows]
+        plates.update(own[:1])
+        sites += [name] if own else []
+    for name, latent in program.latents.items():
+        if plates & set(latent.plates):
+            raise UnsupportedProgramError(
+                f"held_out: the latent site '{name}' has a value for every row, and nothing is "
+                "learned of those of rows held back: integrate it out where it is Gaussian "
+                "(handlers.integrate), or train on all rows"
+            )
+    return plates, sites or list(observed)

@@ -190,7 +190,7 @@ def picking(x, y=None):
     ("model", "data", "options", "error", "words"),
     [
         (Linear(), (X, Y), {"batch_size": 5}, ValueError, "5 rows as all data.*num_data=20"),
-        (Linear(), HALVES, {}, ValueError, "10 rows as all data.*num_data=the number of all data"),
+        (Linear(), HALVES, {}, ValueError, "10 rows as all data.*num_data=N"),
         (Linear(50), (X, Y), {"batch_size": 5}, ValueError, "states 50 data, but data holds 20"),
         (Linear(50), (X, Y), {}, ValueError, "states 50 data, but uses 20 of one batch"),
         (Linear(50), HALVES, {}, BdlWarning, "states 50 data, but a pass .* holds 20"),
