@@ -29,7 +29,7 @@ def find_mode(guide: Any, *, steps: int = STEPS, progress: bool | None = None) -
         notebooks.
     """
     eps = torch.finfo(guide.loc.dtype).eps
-    before, value = float("inf"), _log_joint(guide, guide.loc)
+    before, value = float("inf"), sum(log_joint(guide, guide.loc))
     for _ in range(steps):
         gradient = guide.gradient()
         step = guide.newton_step(gradient)
@@ -61,20 +61,23 @@ def _halved(guide: Any, step: Tensor, value: float) -> tuple[Tensor, float]:
     there."""
     start = guide.subset.take(guide.loc)
     for _ in range(_HALVINGS):
-        moved = _log_joint(guide, guide.subset.put(guide.loc, start + step))
+        moved = sum(log_joint(guide, guide.subset.put(guide.loc, start + step)))
         if moved > value:
             return step, moved
         step = 0.5 * step
     return step, value
 
 
-def _log_joint(guide: Any, vector: Tensor) -> float:
-    """The tempered log p(y, w) + log |det dw/du| in nats at a vector (P,)."""
+@torch.no_grad()
+def log_joint(guide: Any, vector: Tensor) -> tuple[float, float]:
+    """The tempered log p(y | w), and log p(w) + log |det dw/du|, in nats at a vector (P,), by a
+    pass over a ``LaplaceGuide``'s data."""
     model = guide.program_model
     latents, log_det = guide.require_layout().constrain(vector)
     with evaluation_mode(model):
         run = record(model, latents, *guide.few, draw=leave_open)
-        total = torch.as_tensor(run.log_prior() + log_det, device=vector.device).double()
+        prior = torch.as_tensor(run.log_prior() + log_det, device=vector.device).double()
+        total = torch.zeros_like(prior)
         for batches, factor in guide.passes:
             part = torch.zeros_like(total)
             for args, kwargs in batches.part():
@@ -83,4 +86,4 @@ def _log_joint(guide: Any, vector: Tensor) -> float:
                     part = part + site.batch_log_prob().double()
             batches.add_up(part)
             total = total + factor * part
-    return float(total)
+    return float(total), float(prior)
