@@ -8,7 +8,7 @@ the training rows themselves.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +20,7 @@ from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, observed_outputs
 from pyro_bdl.curvature.structures.base import Precision
 from pyro_bdl.errors import warn
-from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.check import check_finite_batches, on_whole_data
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.random_state import seeded
@@ -84,12 +84,7 @@ def search(
         are impossible under the network itself.
     """
     check_held_out(model, held_out)
-    program = on_whole_data(model)
-    parts = []
-    for at in At(program, subset, vector).linearizations(held_out, every_output=True):
-        sites = [outputs.gaussian(precision) for outputs in observed_outputs(at).values()]
-        parts.append(torch.stack([_log_densities(sites, factor) for factor in (0.0, *FACTORS)]))
-    log_densities = torch.cat(parts, 1)
+    log_densities = densities(model, subset, vector, precision, held_out, (0.0, *FACTORS))
     rows = log_densities.shape[1]
     if rows < 2:
         raise ValueError(f"held_out needs at least two rows, got {rows}")
@@ -119,6 +114,23 @@ def search(
         return found
     unchanged = (changes.abs().mean(1) <= _UNCHANGED).nonzero()[:, 0].tolist()
     return replace(found, factor=FACTORS[max(unchanged, default=int(scored.nonzero()[0]))])
+
+
+@torch.no_grad()
+def densities(
+    model: Callable,
+    subset: Subset,
+    vector: Tensor,
+    precision: Precision,
+    batches: Iterable[Batch],
+    factors: Sequence[float],
+) -> Tensor:
+    """log p_t(y | x) of each row under each factor t, (factors, n); t = 0 is the network."""
+    at, parts = At(on_whole_data(model), subset, vector), []
+    for part in at.linearizations(batches, every_output=True):
+        sites = [outputs.gaussian(precision) for outputs in observed_outputs(part).values()]
+        parts.append(torch.stack([_log_densities(sites, factor) for factor in factors]))
+    return torch.cat(parts, 1)
 
 
 def check_held_out(model: Callable, held_out: Batches) -> None:
