@@ -180,7 +180,9 @@ def maximize(
             residual = squares - 2.0 * (mean * cross).sum() + (eigenvalues * mean.square()).sum()
             free = (cells - gamma).clamp(min=_SMALLEST)
             new_b = free / residual.clamp(min=float(_SMALLEST * squares.clamp(min=_SMALLEST)))
-        moved = max(float((new_a / a).log().abs()), float((new_b / b).log().abs()))
+        moved = float(torch.stack([new_a / a, new_b / b]).log().abs().max())
+        if math.isnan(moved):
+            raise ValueError("the statistics hold NaN or infinity: there is no evidence of them")
         a, b = new_a, new_b
     gamma = outputs * (b * eigenvalues / (a + b * eigenvalues)).sum()
     return FixedPoint(a, b, gamma, log_evidence(statistics, a, b), step)

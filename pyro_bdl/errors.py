@@ -24,7 +24,7 @@ class BdlWarning(UserWarning):
         >>> with warnings.catch_warnings(action="error", category=bdl.errors.BdlWarning):
         ...     posterior = guide.laplace_approximation((x, y))
         Traceback (most recent call last):
-        pyro_bdl.errors.BdlWarning: the guide is not at a maximum, a step would gain about ...
+        pyro_bdl.errors.BdlWarning: the guide is not at a maximum, a step would gain ...
     """
 
 

@@ -152,3 +152,11 @@ def test_on_another_device(phi, y, device):
     assert there.alpha.device.type == device.type
     torch.testing.assert_close(there.alpha.cpu(), here.alpha)
     torch.testing.assert_close(there.log_evidence.cpu(), here.log_evidence)
+
+
+@pytest.mark.parametrize("alpha", [None, 1.0])
+def test_statistics_that_are_not_finite_have_no_maximum(phi, y, alpha):
+    """max(0.0, nan) is 0.0, which would read as converged."""
+    y[3, 0] = math.nan
+    with pytest.raises(ValueError, match="statistics hold NaN or infinity"):
+        maximize(SufficientStatistics.of(phi, y), alpha=alpha)

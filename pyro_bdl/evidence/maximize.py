@@ -264,6 +264,15 @@ class _Search:
                     value = self.formula.value(point)
                 found: Any = torch.autograd.grad(-value, leaves, allow_unused=True)
                 history.append(value.item())
+                if not math.isfinite(history[-1]):
+                    warn(
+                        f"the log evidence is {history[-1]} after {len(history) - 1} steps of "
+                        "gradient ascent, which ends there: the best hyperparameters before it are "
+                        "taken; lower learning_rate",
+                        "evidence",
+                        stacklevel=5,
+                    )
+                    break
                 if history[-1] > top:
                     top, best = history[-1], [leaf.detach().clone() for leaf in leaves]
                 for leaf, gradient in zip(leaves, found, strict=True):

@@ -1,9 +1,11 @@
 """Complete training that alternates between the MAP and the hyperparameters."""
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pyro_bdl.curvature.config import check_memory
 from pyro_bdl.curvature.hyperparameters import followed, read_at_center
@@ -18,11 +20,9 @@ from pyro_bdl.training.svi import train
 
 
 def train_by_evidence(
-    model: nn.Module,
+    model: Callable,
     guide: AutoLaplaceGGN,
-    x: Tensor,
-    y: Tensor,
-    *,
+    *args: Any,
     steps: int = 2000,
     rounds: int = 4,
     between: int | None = None,
@@ -47,8 +47,7 @@ def train_by_evidence(
 
     :param model: a program ``model(x, y)``; its hyperparameters change in place.
     :param guide: of the program; trained in place.
-    :param x: ``(N, ...)``, all training inputs.
-    :param y: ``(N, ...)``, their targets.
+    :param args: all training data, as for ``training.train``.
     :param steps: gradient steps of the first round.
     :param rounds: the number of rounds.
     :param between: gradient steps of each later round, by default half of ``steps``.
@@ -59,33 +58,34 @@ def train_by_evidence(
     :returns: the posterior, and whether Ctrl-C ended the training early.
     :raises MemoryError: if the guide's structure does not fit in memory.
     """
-    guide.prototype(x, y)
-    reading = read_at_center(model, guide, (x, y), {})
+    guide.prototype(*args)
+    reading = read_at_center(model, guide, args, {})
     tuned = followed(reading)
     partial = guide.subset is not None
     if not partial:  # raise errors before training, not after it
         subset = Subset(guide.require_layout())
-        warn_of_shared_scales(guide, subset, reading, ((x, y), {}), stacklevel=2)
+        warn_of_shared_scales(guide, subset, reading, (args, {}), stacklevel=2)
         check_memory(guide.config, guide.require_layout().size, guide.location())
     leaves = {id(parameter.leaf) for parameter in tuned.values()}
-    trained = [p for p in (*guide.parameters(), *model.parameters()) if id(p) not in leaves]
+    own = model.parameters() if isinstance(model, nn.Module) else ()
+    trained = [p for p in (*guide.parameters(), *own) if id(p) not in leaves]
     rounds = rounds if tuned and not partial else 1
     later = max(1, steps // 2) if between is None else between
-    bars = None if progress else False
+    bars, data = None if progress else False, [args]
     for number in range(rounds):
         taken = later if number else steps
         optimizer = torch.optim.Adam(trained, lr=learning_rate)
         run = train(
-            model, guide, x, y, elbo=CompiledELBO(),
+            model, guide, *args, elbo=CompiledELBO(),
             steps=taken, optimizer=optimizer, batch_size=batch_size, progress=progress,
         )  # fmt: skip
         if run.interrupted or number == rounds - 1:
             break
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BdlWarning)  # the MAP is trained further
-            posterior = guide.laplace_approximation((x, y), progress=bars)
+            posterior = guide.laplace_approximation(data, progress=bars)
             maximize(posterior, linearized=False, progress=bars)
-    posterior = guide.laplace_approximation((x, y), progress=bars)
+    posterior = guide.laplace_approximation(data, progress=bars)
     if tuned:
         maximize(posterior, linearized=linearized, progress=bars)
     return posterior, run.interrupted

@@ -8,7 +8,7 @@ the training rows themselves.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,10 +19,12 @@ from pyro_bdl.curvature import closed_forms
 from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, observed_outputs
 from pyro_bdl.curvature.structures.base import Precision
-from pyro_bdl.program.batches import Batches
-from pyro_bdl.program.check import on_whole_data
+from pyro_bdl.errors import warn
+from pyro_bdl.program.batches import Batch, Batches
+from pyro_bdl.program.check import check_finite_batches, on_whole_data
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.validation import listed, ranked
 
 FACTORS = tuple(10.0 ** (exponent / 8) for exponent in range(-96, 17))
 _UNCHANGED = 1e-4  # nats for each row, on average
@@ -78,25 +80,68 @@ def search(
     :param vector: u*, (P,).
     :param precision: C^-1, of the subset.
     :param held_out: rows with targets that the network was not trained on.
-    :raises ValueError: for fewer than two rows, or rows without targets.
+    :raises ValueError: for fewer than two rows, rows without targets, that are not finite, or that
+        are impossible under the network itself.
     """
-    program = on_whole_data(model)
-    parts = []
-    for at in At(program, subset, vector).linearizations(held_out, every_output=True):
-        sites = [outputs.gaussian(precision) for outputs in observed_outputs(at).values()]
-        parts.append(torch.stack([_log_densities(sites, factor) for factor in (0.0, *FACTORS)]))
-    log_densities = torch.cat(parts, 1)
+    check_held_out(model, held_out)
+    log_densities = densities(model, subset, vector, precision, held_out, (0.0, *FACTORS))
     rows = log_densities.shape[1]
     if rows < 2:
         raise ValueError(f"held_out needs at least two rows, got {rows}")
+    possible = log_densities.isfinite()
+    if not possible[0].all():
+        raise ValueError(
+            f"held_out: rows {listed((~possible[0]).nonzero()[:, 0].tolist())} (counted over all "
+            "batches) have no finite density under the network itself: leave them out, or give "
+            "the observations a distribution under which they are possible"
+        )
+    scored = possible[1:].all(1)
+    if not scored.any():
+        raise ValueError("held_out: no width of the posterior gives every row a finite density")
+    if not scored.all():
+        left_out = [FACTORS[place] for place in (~scored).nonzero()[:, 0].tolist()]
+        warn(
+            f"{len(left_out)} of {len(FACTORS)} factors of the covariance, from {left_out[0]:.2g} "
+            f"to {left_out[-1]:.2g}, give held-out rows no finite density and are left out",
+            "held-out-widths",
+            stacklevel=4,
+        )
     changes = log_densities[1:] - log_densities[0]
     gains, errors = changes.mean(1), changes.std(1) / math.sqrt(rows)
-    best = int(gains.nan_to_num(-math.inf).argmax())
+    best = int(ranked(gains).argmax())
     found = HeldOut(rows, FACTORS[best], float(gains[best]), float(errors[best]))
     if found.helps:
         return found
-    unchanged = changes.abs().mean(1) <= _UNCHANGED
-    return replace(found, factor=FACTORS[max(0, int(unchanged.sum()) - 1)])
+    unchanged = (changes.abs().mean(1) <= _UNCHANGED).nonzero()[:, 0].tolist()
+    return replace(found, factor=FACTORS[max(unchanged, default=int(scored.nonzero()[0]))])
+
+
+@torch.no_grad()
+def densities(
+    model: Callable,
+    subset: Subset,
+    vector: Tensor,
+    precision: Precision,
+    batches: Iterable[Batch],
+    factors: Sequence[float],
+) -> Tensor:
+    """log p_t(y | x) of each row under each factor t, (factors, n); t = 0 is the network."""
+    at, parts = At(on_whole_data(model), subset, vector), []
+    for part in at.linearizations(batches, every_output=True):
+        sites = [outputs.gaussian(precision) for outputs in observed_outputs(part).values()]
+        parts.append(torch.stack([_log_densities(sites, factor) for factor in factors]))
+    return torch.cat(parts, 1)
+
+
+def check_held_out(model: Callable, held_out: Batches) -> None:
+    """Check that held-out rows are finite.
+
+    :raises ValueError: naming the argument and the rows.
+    """
+    try:
+        check_finite_batches(model, held_out)
+    except ValueError as error:
+        raise ValueError(f"held_out, {error}") from None
 
 
 def _log_densities(sites: list[GaussianOutputs], factor: float) -> Tensor:

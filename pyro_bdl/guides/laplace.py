@@ -14,6 +14,7 @@ from pyro_bdl.curvature.structures.base import Structure
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.gaussian import LaplaceGuide, approximate, refuse_subsampled
+from pyro_bdl.guides.held_out import check_held_out
 from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.check import check_finite
@@ -112,6 +113,9 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         subset = changes.pop("subset", self.subset)
         config = replace(self.config, **changes)
         batches = Batches(data)
+        if held_out is not None:  # before the fit, which they come after
+            held_out = Batches(held_out)
+            check_held_out(self.program_model, held_out)
         few = batches.together(lambda: self._begin(*batches.first()))
         chosen = subset_of(self, subset, *batches.first())
         posterior = self._approximate(

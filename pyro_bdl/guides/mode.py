@@ -1,5 +1,6 @@
 """The mode of p(y, u) in a subset of the latents, by Newton steps with a Gaussian's precision."""
 
+import math
 from typing import Any
 
 import torch
@@ -23,15 +24,21 @@ def find_mode(guide: Any, *, steps: int = STEPS, progress: bool | None = None) -
     on x) converge more slowly.
 
     :param steps: the largest number of steps; a warning says if they do not suffice.
+    :raises ValueError: for a gradient that is not finite.
     :param progress: show a bar over batches, in every pass; by default in terminals and
         notebooks.
     """
     eps = torch.finfo(guide.loc.dtype).eps
-    before, value = float("inf"), _log_joint(guide, guide.loc)
+    before, value = float("inf"), sum(log_joint(guide, guide.loc))
     for _ in range(steps):
         gradient = guide.gradient()
         step = guide.newton_step(gradient)
         gain = 0.5 * float((step.double() * gradient.double()).sum())
+        if not math.isfinite(gain):
+            raise ValueError(
+                "the gradient of the log density is not finite at the weights, so that there is no "
+                "step to the mode: train again from other weights"
+            )
         rounding = 1e3 * eps * max(1.0, abs(value))
         is_slow = gain > 0.1 * before  # slower than quadratic convergence
         if gain <= eps**1.25 or (gain < rounding and is_slow):
@@ -54,20 +61,23 @@ def _halved(guide: Any, step: Tensor, value: float) -> tuple[Tensor, float]:
     there."""
     start = guide.subset.take(guide.loc)
     for _ in range(_HALVINGS):
-        moved = _log_joint(guide, guide.subset.put(guide.loc, start + step))
+        moved = sum(log_joint(guide, guide.subset.put(guide.loc, start + step)))
         if moved > value:
             return step, moved
         step = 0.5 * step
     return step, value
 
 
-def _log_joint(guide: Any, vector: Tensor) -> float:
-    """The tempered log p(y, w) + log |det dw/du| in nats at a vector (P,)."""
+@torch.no_grad()
+def log_joint(guide: Any, vector: Tensor) -> tuple[float, float]:
+    """The tempered log p(y | w), and log p(w) + log |det dw/du|, in nats at a vector (P,), by a
+    pass over a ``LaplaceGuide``'s data."""
     model = guide.program_model
     latents, log_det = guide.require_layout().constrain(vector)
     with evaluation_mode(model):
         run = record(model, latents, *guide.few, draw=leave_open)
-        total = torch.as_tensor(run.log_prior() + log_det, device=vector.device).double()
+        prior = torch.as_tensor(run.log_prior() + log_det, device=vector.device).double()
+        total = torch.zeros_like(prior)
         for batches, factor in guide.passes:
             part = torch.zeros_like(total)
             for args, kwargs in batches.part():
@@ -76,4 +86,4 @@ def _log_joint(guide: Any, vector: Tensor) -> float:
                     part = part + site.batch_log_prob().double()
             batches.add_up(part)
             total = total + factor * part
-    return float(total)
+    return float(total), float(prior)

@@ -17,6 +17,7 @@ from pyro_bdl.guides.gaussian import LaplaceGuide, approximate
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, subset_of
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.validation import listed
 
 Size = int | float | None
 
@@ -45,9 +46,16 @@ class Selector:
     def __call__(self, trained: Trained, size: Size) -> Tensor:
         """The chosen positions in the flat vector, sorted.
 
-        :raises ValueError: for a size that is not positive or exceeds the number of candidates.
+        :raises ValueError: for a size that is not positive or exceeds the number of candidates, or
+            scores that are NaN.
         """
         scores = self.scores(trained)
+        if (unknown := scores.isnan()).any():
+            raise ValueError(
+                f"{type(self).__name__} gives {int(unknown.sum())} of {len(scores)} numbers the "
+                f"score NaN, at positions {listed(unknown.nonzero()[:, 0].tolist())}: give each a "
+                "number, -inf to leave it out"
+            )
         allowed = int((scores > -torch.inf).sum())
         if size is None and self.needs_size:
             raise ValueError(f"{type(self).__name__} needs a size: a count or a fraction")

@@ -139,10 +139,10 @@ class AutoSubnetwork(AutoLaplaceGGN):
         from pyro_bdl import mcmc
 
         model = self.program_model
-        indices = self.choose(args, select=select, size=size)
+        indices = self.choose([args], select=select, size=size)
         subset = Subset(self.require_layout(), indices.cpu())
         if init is None:
-            init = approximate(self, self.config, subset, Batches(args))
+            init = approximate(self, self.config, subset, Batches([args]))
         at = self.location().detach()
         return mcmc.sample(model, *args, init=init, subset=(subset, at), **options)
 

@@ -18,16 +18,14 @@ KERNEL = MCLMC(energy_variance=0.01, thinning=50)
 
 def ensemble_sample(
     model: Any,
-    x: Any,
-    y: Any,
-    *,
+    *args: Any,
     members: int | AutoEnsemble = 10,
     kernel: str | Kernel | StochasticKernel = KERNEL,
     num_warmup: int = 300,
     num_samples: int = 300,
     training_steps: int = 2000,
     learning_rate: float = 0.01,
-    held_out: float = 0.1,
+    held_out: float | None = 0.1,
     batch_size: int | None = None,
     seed: int = 0,
     **options: Any,
@@ -44,8 +42,8 @@ def ensemble_sample(
     ``diagnostics.within_rhat`` for each chain on its own, and ``diagnostics.function_draws`` for
     R-hat of the function between chains.
 
-    :param model: a program ``model(x, y)``; with minibatches its ``num_data`` is the number of all
-        rows.
+    :param model: a program ``model(x, y)``; for minibatches it states N, as for ``training.train``.
+    :param args: all training data, as for ``training.train``.
     :param members: the number of members and chains, or a trained ensemble to start from.
     :param kernel: of ``mcmc.sample``, or of ``mcmc.sgmcmc``, such as ``mcmc.SGHMC(step_size=...)``;
         by default ``mcmc.MCLMC(energy_variance=0.01, thinning=50)``. Its steps are longer than
@@ -69,14 +67,14 @@ def ensemble_sample(
         with seeded(seed):
             guide = AutoEnsemble(model, size=whole_number(members, "members", least=2))
             training = train(
-                model, guide, x, y, steps=training_steps, learning_rate=learning_rate,
+                model, guide, *args, steps=training_steps, learning_rate=learning_rate,
                 batch_size=batch_size, held_out=held_out,
                 progress="ensemble" if options.get("progress") else None,
             )  # fmt: skip
-        if training.held_out is not None and training.best_steps is not None:
+        if training.best_scores is not None and training.best_steps is not None:
             record = {
                 "best_steps": training.best_steps.tolist(),
-                "held_out": training.held_out.amax(0).tolist(),
+                "held_out": training.best_scores.tolist(),
             }
     options |= {
         "num_warmup": num_warmup,
@@ -86,8 +84,8 @@ def ensemble_sample(
         "seed": seed,
     }
     if isinstance(kernel, StochasticKernel):
-        samples = sgmcmc(model, (x, y), kernel=kernel, batch_size=batch_size, **options)
+        samples = sgmcmc(model, [args], kernel=kernel, batch_size=batch_size, **options)
     else:
-        samples = sample(model, x, y, kernel=kernel, **options)
+        samples = sample(model, *args, kernel=kernel, **options)
     info = {**samples.info, "ensemble": {"members": guide.size, **record}}
     return replace(samples, info=info)

@@ -24,7 +24,8 @@ def best_temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> tuple[
 
     Of numbers it is T = mean_n (y_n - m_n)^2 / v_n. Of classes, with b = 1 / T and logits l, it is
     the root of mean_n E_q[l_n] - l_ny in b, which rises, between 0.01 and 100. The error is that of
-    an M-estimator, which does not assume that the model is true (White 1982).
+    an M-estimator, which does not assume that the model is true (White 1982). Both are NaN for
+    predictions that are not all finite.
 
     :param mean: ``(N, ...)``, the predictive means, or class probabilities ``(N, C)``.
     :param variance: ``(N, ...)``, the predictive variances; None for classes.
@@ -47,6 +48,8 @@ def best_temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> tuple[
     from scipy.optimize import brentq  # takes long to load
 
     low, high = 1 / _HOTTEST, 1 / _COLDEST
+    if not logs.isfinite().all():
+        return float("nan"), float("nan")
     if slope(low) >= 0 or slope(high) <= 0:
         inverse = low if slope(low) >= 0 else high
     else:

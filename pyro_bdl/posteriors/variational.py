@@ -139,8 +139,8 @@ def _mc_dropout(problem: Problem) -> Result:
         )  # fmt: skip
         if run.interrupted:
             raise KeyboardInterrupt
-        assert run.held_out is not None
-        scores[rate] = float(run.held_out.max())
+        assert run.best_scores is not None
+        scores[rate] = float(run.best_scores)
     best = max(_RATES, key=scores.__getitem__)
     return _with_rates(_vi(partial(AutoMCDropout, p=best))(problem))
 

@@ -145,8 +145,9 @@ def taken(value: Any, rows: slice | Tensor) -> Any:
 
 
 def device_of_rows(value: Any) -> torch.device:
-    """The device of the first tensor of an argument."""
-    return next(leaf.device for leaf in tree_leaves(as_dicts(value)) if isinstance(leaf, Tensor))
+    """The device of the first tensor of an argument; the CPU where it has none."""
+    leaves = (leaf for leaf in tree_leaves(as_dicts(value)) if isinstance(leaf, Tensor))
+    return next((leaf.device for leaf in leaves), torch.device("cpu"))
 
 
 def leading_size(batch: Any) -> int:

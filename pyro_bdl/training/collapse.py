@@ -1,5 +1,6 @@
 """Checks of a training: a guide that has collapsed to the prior, and a prior that will to 0."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -7,40 +8,47 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.fisher import num_data
-from pyro_bdl.distributions.moments import observation_mean
-from pyro_bdl.distributions.parameters import base_distribution
+from pyro_bdl.distributions.copies import masks_of
 from pyro_bdl.elbo.tempered import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.mean_field import AutoMeanField
-from pyro_bdl.program.batches import device_of_rows, leading_size, taken
-from pyro_bdl.program.trace import Site, record, sum_out_discrete
+from pyro_bdl.program.batches import Batch, device_of_rows, leading_size, taken
+from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 
 _KL = 0.1  # nats per datum
-_VARIATION = 0.1  # sd of the predictions over the inputs, as a share of that of the targets
+_GAIN = 0.05  # nats per datum: -1/2 log(1 - r^2) of a correlation r of 0.3 with the targets
 _DRAWS = 256
-_ROWS = 128  # of the data that the warning looks at
+_GROUPS = 8  # of draws, each left out once
+_OTHERS = 8  # rows whose inputs are exchanged for those of each datum
+_ROWS = 256  # that the warning looks at, where steps are taken on minibatches
 
 
 class Collapse(NamedTuple):
-    """How far a guide is from a posterior that ignores the data.
+    """How far a guide is from a posterior that ignores the inputs.
 
     :param kl: KL(q || p(w)) per datum, in nats.
-    :param variation: the standard deviation over the inputs of the mean prediction, divided by that
-        of the targets; of classes those of the probabilities and of the one-hot classes. It is
-        estimated from 256 draws without bias in its square, and is zero for a negative estimate.
+    :param gain: what the predictions know by the inputs, in nats per datum,
+
+            mean_n log q(y_n | x_n) - log mean_m q(y_n | x_m),
+
+        with the predictive density q(y | x) of 256 draws and m over 8 other rows; rows that are
+        masked do not count. NaN where data depend on each other.
+    :param error: the standard error of ``gain``, over data and over draws.
     """
 
     kl: float
-    variation: float
+    gain: float
+    error: float
 
     @property
     def complete(self) -> bool:
-        """True if q is close to the prior and its predictions hardly depend on the inputs."""
-        return self.kl < _KL and self.variation < _VARIATION
+        """True if q is close to the prior, and the gain is surely small and not surely above 0."""
+        bound = 2.0 * self.error
+        return self.kl < _KL and self.gain <= bound and self.gain + bound < _GAIN
 
 
 @torch.no_grad()
@@ -54,50 +62,124 @@ def collapse(model: Callable, guide: Guide, *args: Any, **kwargs: Any) -> Collap
     """
     guide.prototype(*args, **kwargs)
     elbo = TemperedTraceMeanField_ELBO()
-    halves: list[dict[str, Any]] = [{}, {}]  # sums over the draws of each half
     with preserved_buffers(model), own_randomness():
         elbo.loss(model, guide, *args, **kwargs)
-        for number, vector in enumerate(guide.sample_vectors(_DRAWS)):
-            latents = guide.require_layout().constrain(vector)[0]
-            observed = record(model, latents, args, kwargs, draw=sum_out_discrete).observed
-            sites = {n: s for n, s in observed.items() if s.value is not None}
-            sums = halves[number % 2]
-            for name, site in sites.items():
-                sums[name] = sums.get(name, 0.0) + _centered(observation_mean(site.distribution))
-    rows = sum(num_data(site) * site.subsampling for site in sites.values())
-    shares = []
-    for name, site in sites.items():
-        products = halves[0][name] * halves[1][name] / (_DRAWS / 2) ** 2
-        explained = products.mean().clamp_min(0.0)
-        shares.append((explained / _centered(_target(site)).square().mean()).sqrt())
     assert elbo.kl is not None
-    return Collapse(float(elbo.kl / rows), float(max(shares, default=torch.nan)))
+    return _measured(model, guide, [(args, kwargs)], elbo.kl)
 
 
-def warn_of_collapse(model: Callable, guide: Guide, elbo: Any, args: tuple) -> None:
-    """Warn if a mean-field guide trained at temperature 1 has collapsed to the prior.
+def warn_of_collapse(model: Callable, guide: Guide, elbo: Any, args: tuple, size: int) -> None:
+    """Warn if a mean-field guide of more numbers than data, trained at temperature 1, has collapsed
+    to the prior.
 
     :param elbo: the bound after its last step.
     :param args: the program's arguments with all rows.
+    :param size: the rows of a step, so that the program is run on no other number of them.
     """
     bayesian = isinstance(elbo, TemperedTrace_ELBO) and elbo.temperature == 1.0
+    if not bayesian or elbo.kl is None or not isinstance(guide, AutoMeanField):
+        return
     rows = leading_size(args)
-    if not bayesian or not isinstance(guide, AutoMeanField):
+    latents = guide.require_layout().latents.values()
+    shared = sum(latent.unconstrained_shape.numel() for latent in latents if not latent.plates)
+    if not (float(elbo.kl) < _KL * rows and rows < shared):
         return
-    if elbo.kl is None or not float(elbo.kl) < _KL * rows:
-        return
-    some = torch.arange(min(rows, _ROWS), device=device_of_rows(args)) * rows // min(rows, _ROWS)
-    kl = float(elbo.kl) / rows
-    measured = collapse(model, guide, *(taken(value, some) for value in args))._replace(kl=kl)
+    batches = [args]
+    if size < rows:
+        count = max(1, min(rows, _ROWS) // size)
+        spread = torch.arange(count * size, device=device_of_rows(args)) * rows // (count * size)
+        batches = [tuple(taken(value, part) for value in args) for part in spread.split(size)]
+    measured = _measured(model, guide, [(batch, {}) for batch in batches], elbo.kl, rows)
     if measured.complete:
         warn(
-            f"the guide has collapsed to the prior: KL(q || p) is {kl:.2g} nats per datum, and its "
-            f"predictions vary over the inputs by {measured.variation:.1%} of what the targets do. "
-            "Mean-field does so for wide networks at temperature 1: give the ELBO temperature="
+            f"the guide has collapsed to the prior, or the inputs say nothing of the targets: KL(q "
+            f"|| p) is {measured.kl:.2g} nats per datum, and the inputs raise the log density of a "
+            f"target by {measured.gain:.2g} ± {measured.error:.1g} nats. Mean-field of a wide "
+            "network collapses at temperature 1: give the ELBO temperature="
             "pyro_bdl.temperature.overparameterized(tau, num_data, num_neurons), tau about 0.01",
             "collapse",
             stacklevel=3,
         )
+
+
+@torch.no_grad()
+def _measured(
+    model: Callable, guide: Guide, batches: Sequence[Batch], kl: Tensor, rows: int = 0
+) -> Collapse:
+    """The numbers of a collapse from the densities of some data; the KL is per datum of ``rows``,
+    by default of as many as the program states."""
+    own, others, seen, stated = [], [], [], 1.0
+    with preserved_buffers(model), own_randomness():
+        vectors = guide.sample_vectors(_DRAWS)
+        for args, kwargs in batches:
+            densities = []
+            for vector in vectors:
+                latents = guide.require_layout().constrain(vector)[0]
+                run = record(model, latents, args, kwargs, draw=sum_out_discrete)
+                densities.append(_densities(run))
+            sites = run.observed.values()
+            stated = max((num_data(s) * s.subsampling for s in sites), default=1.0)
+            if any(density is None for density in densities):
+                return Collapse(float(kl) / (rows or stated), math.nan, math.nan)
+            stacked = torch.stack(densities)  # type: ignore[arg-type]
+            own.append(stacked[:, 0])
+            others.append(stacked[:, 1:])
+            seen.append(torch.stack([_seen(site) for site in sites]).any(0))
+    known = torch.cat(seen)
+    log_q, log_c = torch.cat(own, -1)[:, known], torch.cat(others, -1)[..., known]
+    gains = _gains(log_q, log_c)
+    groups = torch.arange(len(log_q), device=log_q.device) % _GROUPS
+    left = torch.stack([
+        _gains(log_q[groups != group], log_c[groups != group]).mean() for group in range(_GROUPS)
+    ])  # fmt: skip
+    error = (gains.var() / len(gains) + (_GROUPS - 1) * left.var(correction=0)).sqrt()
+    return Collapse(float(kl) / (rows or stated), float(gains.mean()), float(error))
+
+
+def _gains(log_q: Tensor, log_c: Tensor) -> Tensor:
+    """log q(y_n | x_n) - log mean_m q(y_n | x_m), (n,), of densities (S, n) and (S, m, n)."""
+    of_others = log_c.flatten(0, 1)
+    own = log_q.logsumexp(0) - math.log(len(log_q))
+    return own - of_others.logsumexp(0) + math.log(len(of_others))
+
+
+def _densities(run: Run) -> Tensor | None:
+    """log p(y_n | w, x_n) of each row, and log p(y_n | w, x_m) with the inputs of others,
+    (1 + others, n); None where there are no rows that can be exchanged."""
+    sites = [site for site in run.observed.values() if site.value is not None]
+    counts = {num_data(site) for site in sites}
+    (count,) = counts if len(counts) == 1 else (1,)
+    if count == 1 or run.factors or run.coupled_data() or not all(map(_has_rows, sites)):
+        return None
+    size = min(_OTHERS, count - 1)
+    shifts = sorted({count * (number + 1) // (size + 1) for number in range(size)})
+    total: Any = 0.0
+    for site in sites:
+        rows = []
+        for shift in (0, *shifts):
+            moved = site._replace(value=site.value.roll(shift, 0), mask=_rolled(site.mask, shift))
+            density = moved.unscaled_log_prob().double()
+            rows.append(density.reshape(count, -1).sum(1).roll(-shift, 0))
+        total = total + torch.stack(rows)
+    return total
+
+
+def _has_rows(site: Site) -> bool:
+    """Return whether targets and mask have the data in front, with no mask at another place."""
+    count, mask = num_data(site), site.mask
+    masked = isinstance(mask, Tensor) and mask.shape != site.distribution.batch_shape
+    return len(site.value) == count and not masked and not masks_of(site.distribution)
+
+
+def _rolled(mask: Any, shift: int) -> Any:
+    return mask.roll(shift, 0) if isinstance(mask, Tensor) else mask
+
+
+def _seen(site: Site) -> Tensor:
+    """Whether a row has a cell that is not masked, (n,)."""
+    shape, device = site.distribution.batch_shape, site.value.device
+    mask = torch.as_tensor(True if site.mask is None else site.mask, device=device)
+    return mask.expand(shape).reshape(len(site.value), -1).any(1)
 
 
 def warn_of_joint_scales(
@@ -133,15 +215,3 @@ def warn_of_joint_scales(
             "joint-scales",
             stacklevel=3,
         )
-
-
-def _target(site: Site) -> Tensor:
-    base = base_distribution(site.distribution)
-    if type(base).__name__ != "Categorical":
-        return site.value
-    return torch.nn.functional.one_hot(site.value.long(), base.probs.shape[-1]).to(base.probs)
-
-
-def _centered(values: Tensor) -> Tensor:
-    """Values minus their mean over the rows."""
-    return values.double() - values.double().mean(0)

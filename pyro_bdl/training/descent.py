@@ -5,17 +5,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from pyro import poutine
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from pyro_bdl.elbo.checks import check_data, unchecked
+from pyro_bdl.curvature.fisher import check_scales, num_data
+from pyro_bdl.elbo.checks import check_data, unchecked, values_of
 from pyro_bdl.errors import ArgumentError, FailedStepError, warn
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
-from pyro_bdl.program.check import TENSORS_NEEDED, kind_of, named_arguments
-from pyro_bdl.utils.module_state import modules_of
+from pyro_bdl.program.check import TENSORS_NEEDED, WholeData, kind_of, named_arguments
+from pyro_bdl.program.trace import Site, record, sum_out_discrete
+from pyro_bdl.utils.module_state import evaluation_mode, modules_of
 from pyro_bdl.utils.progress import hidden
-from pyro_bdl.utils.validation import listed, whole_number
+from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.utils.validation import listed, ranked, whole_number
 
 BATCH = 256
 _MOST_FULL_BATCH = 1024
@@ -44,6 +48,11 @@ class Training:
     best_steps: Tensor | None = None
     learning_rate: float | None = None
     skipped: tuple[int, ...] = ()
+
+    @property
+    def best_scores(self) -> Tensor | None:
+        """The held-out log likelihood at ``best_steps``, in nats, (members,)."""
+        return None if self.held_out is None else ranked(self.held_out).amax(0)
 
     def __repr__(self) -> str:
         """The run in a line: its steps, the first and the last loss, and how it ended."""
@@ -134,7 +143,8 @@ class Descent:
             raise ValueError(f"on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r}")
         self.objective, self.optimizer, self.scale = objective, optimizer, scale
         self.args, self.policy = args, on_nonfinite
-        self.batches = Minibatches(leading_size(args), size, device=device_of_rows(args))
+        rows = max(1, leading_size(args))  # a program without arguments holds its data itself
+        self.batches = Minibatches(rows, max(1, size), device=device_of_rows(args))
         self.losses: list[Tensor] = []
         self.skipped: list[int] = []
 
@@ -258,21 +268,86 @@ def num_rows(model: Callable, args: tuple) -> int:
     return leading_size(args)
 
 
-def rows_per_step(model: Callable, rows: int, size: int | None, total: int) -> int:
+def rows_per_step(
+    model: Callable, guide: Callable, args: tuple, size: int | None, total: int
+) -> int:
     """The rows of each step, see ``batch_size`` of ``train``.
 
-    :param rows: the number of rows to train on.
+    :param args: the program's arguments with all rows to train on.
     :param size: the number that the user wants; None for the default.
     :param total: the number of all data, with those held back.
-    :raises ValueError: for fewer rows than all, if the program's ``num_data`` is not their number.
+    :raises ValueError: for fewer rows than all of a program that does not state ``total``.
     """
-    knows_all = getattr(model, "num_data", None) == total
+    rows = leading_size(args)
     if size is None:
-        return BATCH if rows > _MOST_FULL_BATCH and knows_all else rows
+        many = rows > _MOST_FULL_BATCH and getattr(model, "num_data", None) == total
+        return BATCH if many else rows
     size = whole_number(size, "batch_size")
-    if size < rows and not knows_all:
-        raise ValueError(
-            f"batch_size={size} of {rows} rows needs a program that knows of all of them: make "
-            f"it with num_data={total}"
+    if not rows:
+        raise ArgumentError(
+            f"batch_size={size} is for data among the program's arguments, and there are none"
         )
+    if size < rows:
+        _check_batches(model, guide, args, size, total)
     return min(size, rows)
+
+
+@torch.no_grad()
+def _check_batches(model: Callable, guide: Callable, args: tuple, size: int, total: int) -> None:
+    """Check that a program takes so many of the rows as a minibatch of all data.
+
+    :raises ValueError: if it states another number of data.
+    :raises ArgumentError: if it cannot run on some of the rows.
+    """
+    some = tuple(taken(value, slice(size)) for value in args)
+    with poutine.block(), own_randomness(), evaluation_mode(model, guide):
+        try:
+            values = values_of(record(guide, {}, some))
+            run = record(model, values, some, draw=sum_out_discrete)
+        except Exception as error:
+            _explain_plate(model, args, size)
+            text = (str(error).strip().splitlines() or [""])[0]
+            raise ArgumentError(
+                f"the program cannot run on {size} of its {leading_size(args)} rows, as "
+                f"batch_size={size} needs ({type(error).__name__}: {text}): let its plate hold "
+                f'the rows that it gets, pyro.plate("data", {total}, subsample_size=len(x))'
+            ) from error
+    stated_data(run.observed, size, total)
+
+
+def _explain_plate(model: Callable, args: tuple, size: int) -> None:
+    """Refuse a program whose plate picks rows of the arguments itself."""
+    program = model.forward if isinstance(model, nn.Module) else model
+    advice = f"leave batch_size={size} out, or let the program use all rows that it gets"
+    with WholeData(args, {}, advice=advice):
+        program(*args)
+
+
+def stated_data(sites: Mapping[str, Site], size: int, total: int | None) -> int:
+    """N, the number of data that a program states by its plates' sizes, in a run on a minibatch.
+
+    A ready-made program's plate has the size ``num_data``.
+
+    :param sites: the observed sites of the run.
+    :param size: the rows of the minibatch.
+    :param total: the number of all data, where it is known.
+    :raises ValueError: if the program states no number, or not that of all data, or of one site
+        only.
+    """
+    rows = max((num_data(site) for site in sites.values()), default=0)
+    stated = round(max((num_data(s) * s.subsampling for s in sites.values()), default=0))
+    if stated == rows:
+        number = "N" if total is None else total
+        raise ValueError(
+            f"the program treats a minibatch of {rows} rows as all data, so that its log "
+            f"likelihood would have too little weight: give its plate the number of all data, "
+            f'pyro.plate("data", {number}, subsample_size=len(x)), or a ready-made program '
+            f"num_data={number}"
+        )
+    check_scales(sites)
+    if total is not None and rows == size and stated != total:
+        raise ValueError(
+            f"the program states {stated} data, but data holds {total}: give its plate that size, "
+            f"or a ready-made program num_data={total}"
+        )
+    return stated

@@ -1,15 +1,18 @@
 """Early stopping by the log likelihood of data that are held back from training."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
+from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.ensemble import AutoEnsemble
+from pyro_bdl.handlers import Handled
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.program import Program
@@ -17,10 +20,37 @@ from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.training.descent import Training
 from pyro_bdl.utils.module_state import evaluation_mode, modules_of
 from pyro_bdl.utils.random_state import own_randomness
-from pyro_bdl.utils.validation import whole_number
+from pyro_bdl.utils.validation import listed, ranked, whole_number
 
 _DRAWS = 16  # of a guide, for its predictive density
 _CHECKS = 50
+
+
+class KeptRows(Messenger):
+    """Handler under which the rows that are kept are all data, N / B is K / B.
+
+    Where a plate of the data has more cells than the rows that the program gets, it has the size N
+    that the program states of all of them, and gets the size K. A program that counts the rows it
+    gets is left alone.
+
+    :param plates: the plates of the data.
+    :param share: K / N, the share of the rows that is kept.
+    """
+
+    def __init__(self, plates: Container[str], share: float) -> None:
+        super().__init__()
+        self.plates, self.share = plates, share
+
+    def _process_message(self, msg: Any) -> None:
+        if msg["type"] != "sample":
+            return
+        frames = []
+        for frame in msg["cond_indep_stack"]:
+            if frame.name in self.plates and frame.full_size not in (None, frame.size):
+                msg["scale"] = msg["scale"] * self.share
+                frame = frame._replace(full_size=frame.full_size * self.share)
+            frames.append(frame)
+        msg["cond_indep_stack"] = tuple(frames)
 
 
 @dataclass(frozen=True)
@@ -50,6 +80,8 @@ class HeldOut:
         """
         count = leading_size(args)
         size = round(self.share * count)
+        if not count:
+            raise ValueError("held_out needs data among the program's arguments, to hold rows back")
         if not 0 < size < count:
             raise ValueError(
                 f"held_out must leave rows on both sides, got the share {self.share} of {count} "
@@ -78,6 +110,7 @@ class EarlyStopping:
         self.model, self.guide, self.patience = model, guide, options.patience
         self.check_every = options.check_every or max(1, steps // _CHECKS)
         self.program = Program(model, *back)
+        self.plates, self.sites = _rows_of(self.program)
         self.is_ensemble = isinstance(guide, AutoEnsemble)
         modules = modules_of(model, guide)
         tensors: list[Tensor] = list(guide.parameters())
@@ -91,18 +124,27 @@ class EarlyStopping:
         self.steps: list[int] = []
         self.best: list[Tensor] = []
 
+    def of_kept(self, kept: tuple) -> Handled:
+        """The program whose data are the rows that are kept."""
+        rows = leading_size(kept)
+        share = rows / (rows + leading_size(self.program.args))
+        return Handled(self.model, KeptRows(self.plates, share))
+
     @torch.no_grad()
     def after(self, step: int) -> None:
         """Score the guide if a check is due after a step, and copy the state of the best one."""
         if step % self.check_every:
             return
         score = self._score()
-        better = score > (self.table.amax(0) if self.scores else -torch.inf)
+        known = ranked(score)
+        better = known > (ranked(self.table).amax(0) if self.scores else -torch.inf)
         self.scores.append(score)
         self.steps.append(step)
-        if self.best and self.apart:
+        if not self.best:
+            self.best = [value.detach().clone() for value in self.parts]
+        elif self.apart:
             self.best[0][better] = self.parts[0].detach()[better]
-        elif not self.best or bool(better):
+        elif bool(better):
             self.best = [value.detach().clone() for value in self.parts]
 
     def _score(self) -> Tensor:
@@ -111,7 +153,8 @@ class EarlyStopping:
             draws = guide.sample_latents(guide.size if self.is_ensemble else _DRAWS)
             values = map_draws(lambda draw: self.program.log_likelihood(draw), draws)
         count = leading_size(self.program.args)
-        per_row = sum(value.reshape(len(value), count, -1).sum(-1) for value in values.values())
+        own = [values[name] for name in self.sites if name in values]
+        per_row = sum(value.reshape(len(value), count, -1).sum(-1) for value in own)
         if self.is_ensemble:
             scores = per_row.mean(-1)
             return scores if self.apart else scores.mean()[None]
@@ -127,17 +170,29 @@ class EarlyStopping:
         """True if every member went ``patience`` checks without a better value."""
         if len(self.scores) <= self.patience:
             return False
-        since_best = self.table.flip(0).argmax(0)
+        since_best = len(self.scores) - 1 - ranked(self.table).argmax(0)
         return bool((since_best >= self.patience).all())
 
     @torch.no_grad()
     def restored(self, run: Training) -> Training:
-        """Put the best state back into guide and program; the run with its scores."""
+        """Put the best state back into guide and program; the run with its scores.
+
+        A warning is given where scores are not finite: these are never the best.
+        """
         if not self.scores:
             return run
+        failed = ~self.table.isfinite().all(-1)
+        if failed.any():
+            steps = [step for step, bad in zip(self.steps, failed.tolist(), strict=True) if bad]
+            warn(
+                f"the log likelihood of the rows held back is not finite at {len(steps)} of "
+                f"{len(self.steps)} checks, after steps {listed(steps)}: these are never the best",
+                "failed-steps",
+                stacklevel=4,
+            )
         for tensor, value in zip(self.parts, self.best, strict=True):
             tensor.copy_(value)
-        best_steps = torch.tensor(self.steps, device="cpu")[self.table.argmax(0).cpu()]
+        best_steps = torch.tensor(self.steps, device="cpu")[ranked(self.table).argmax(0).cpu()]
         return replace(run, held_out=self.table, best_steps=best_steps)
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,3 +205,27 @@ class EarlyStopping:
         self.scores = [score.to(device) for score in state["scores"]]
         self.best = [value.to(device) for value in state["best"]]
         self.steps = list(state["steps"])
+
+
+def _rows_of(program: Program) -> tuple[set[str], list[str]]:
+    """The plates that hold the rows, by their sizes, and the observed sites of rows: those in these
+    plates, or all where there is no such plate.
+
+    :raises UnsupportedProgramError: for a latent site in one of the plates.
+    """
+    rows, plates, sites = leading_size(program.args), set(), []
+    with torch.no_grad():
+        observed = program.run(program.initial).observed
+    for name, site in observed.items():
+        from_left = [plate for plate, _ in sorted(site.plates, key=lambda plate: plate[1])]
+        own = [plate for plate in from_left if program.plates[plate][1] == rows]
+        plates.update(own[:1])
+        sites += [name] if own else []
+    for name, latent in program.latents.items():
+        if plates & set(latent.plates):
+            raise UnsupportedProgramError(
+                f"held_out: the latent site '{name}' has a value for every row, and nothing is "
+                "learned of those of rows held back: integrate it out where it is Gaussian "
+                "(handlers.integrate), or train on all rows"
+            )
+    return plates, sites or list(observed)

@@ -49,8 +49,8 @@ def train(
     a cosine.
 
     Ctrl-C ends the training with a warning and keeps the parameters reached so far. A warning is
-    given if a mean-field guide has collapsed to the prior at temperature 1, see
-    :func:`pyro_bdl.training.collapse`.
+    given if a mean-field guide of more numbers than data has collapsed to the prior at temperature
+    1, see :func:`pyro_bdl.training.collapse`.
 
     Example::
 
@@ -73,11 +73,14 @@ def train(
         scales of the prior that are ``PyroParam``s need one over ``guide.parameters()`` after
         ``guide.prototype(x, y)``: with the weights they have no joint maximum, and
         :func:`pyro_bdl.evidence.maximize` sets them.
-    :param batch_size: rows in each step. The default is all rows if there are at most 1024. For
-        more rows it is 256 if the program's ``num_data`` is N.
+    :param batch_size: rows in each step. A program states by its plate that they are some of N
+        rows, ``pyro.plate("data", N, subsample_size=len(x))`` (``num_data`` of the ready-made
+        ones). Each pass is in a new random order, and rows at its end that do not fill a batch are
+        left out of it. The default is all rows; 256 of more than 1024 if ``num_data`` is N.
     :param held_out: the share of the rows, chosen at random, that is held back from training, or a
-        :class:`HeldOut`. The training stops when their log likelihood no longer grows, and guide
-        and program have their best parameters and buffers at the end.
+        :class:`HeldOut`. The posterior is that of the rows that are kept: N counts these. The
+        training stops when the log likelihood of the others no longer grows, and guide and
+        program have their best parameters and buffers at the end.
     :param checkpoint: a file that holds the state of the training, written once a minute and at
         the end. If it exists, the training goes on from there, and ends as one that was never
         stopped: on a CPU bit for bit. A file of another program, other data or other settings is
@@ -94,7 +97,7 @@ def train(
         SGD) is done in torch, with a warning that says why.
     :raises FailedStepError: for a loss or gradient that is not finite, unless it is skipped.
     :raises ValueError: for data that are not finite, targets outside their support, fewer than one
-        step, or a minibatch for a program whose ``num_data`` is not N, which would give its log
+        step, or a minibatch for a program that does not state N, which would give its log
         likelihood too little weight.
     :raises TypeError: for a guide of Pyro, or data that are not tensors, or of another dtype than
         the weights.
@@ -116,14 +119,14 @@ def train(
         options = held_out if isinstance(held_out, HeldOut) else HeldOut(held_out)
         args, back = options.split(args)
         stopping = EarlyStopping(model, guide, back, options, steps)
-    size = rows_per_step(model, leading_size(args), batch_size, total)
+    size = rows_per_step(model, guide, args, batch_size, total)
     batches = [args]
     if size < leading_size(args):  # a full batch is checked at the first step
         batches = _in_batches(args)
         for batch in batches:
             check_data(model, guide, batch, {})
     elbo = TemperedTraceMeanField_ELBO(num_particles=guide.num_members) if elbo is None else elbo
-    objective: Any = elbo(model, guide)
+    objective: Any = elbo(model if stopping is None else stopping.of_kept(args), guide)
     if optimizer is None:
         optimizer = torch.optim.Adam(objective.parameters(), lr=learning_rate)
     if isinstance(elbo, TemperedTrace_ELBO):
@@ -166,7 +169,7 @@ def train(
         numbers = takewhile(lambda _: not stopping.done, numbers)
     interrupted = descent.run(numbers, steps, progress, after)
     if not interrupted:
-        warn_of_collapse(model, guide, elbo, args)
+        warn_of_collapse(model, guide, elbo, args, size)
     run = Training(descent.stacked_losses(), size, interrupted, skipped=tuple(descent.skipped))
     return run if stopping is None else stopping.restored(run)
 
@@ -177,32 +180,36 @@ def estimate_elbo(
     guide: Guide,
     *args: Any,
     num_particles: int = 512,
-    batch_size: int = _ROWS_AT_ONCE,
+    batch_size: int | None = None,
     progress: bool | None = None,
 ) -> float:
     """Estimate the ELBO at temperature 1, E_q[log p(y | w)] - KL(q || p), in nats, over all data.
 
-    More than ``batch_size`` rows are evaluated in batches, which needs a program whose ``num_data``
-    is N. Each batch has its own share of the draws, at least 16. The sum is about as exact as with
-    all draws at each batch, since likelihoods of batches of thousands rise and fall together.
+    Batches of ``batch_size`` rows need a program that states N, as for ``train``. Each batch has
+    its own share of the draws, at least 16. The sum is about as exact as with all draws at each
+    batch, since likelihoods of batches of thousands rise and fall together.
 
     :param model: a program ``model(x, y)``.
     :param guide: a guide with a density; for a point mass the number is log p(y, w) instead.
     :param args: all training data, as for ``train``.
     :param num_particles: draws of the guide that the expectation is averaged over, over all
         batches together.
-    :param batch_size: rows that are evaluated at once.
+    :param batch_size: rows that are evaluated at once, the last ones fewer. The default is all
+        rows; 4096 if the program's ``num_data`` is N.
     :param progress: show a bar; by default in terminals and notebooks.
+    :raises ValueError: for batches of a program that does not state N.
     """
     count = num_rows(model, args)
     elbo = TemperedTraceMeanField_ELBO(num_particles=_PARTICLES_AT_ONCE)
-    parts = [args]
-    if getattr(model, "num_data", None) == count:
-        parts = _in_batches(args, batch_size)
+    if batch_size is None and count:
+        batch_size = _ROWS_AT_ONCE if getattr(model, "num_data", None) == count else count
+    size = rows_per_step(model, guide, args, batch_size, count)
+    parts = _in_batches(args, size) if size < count else [args]
     repeats = max(1, math.ceil(num_particles / _PARTICLES_AT_ONCE / len(parts)))
     total = 0.0
     for part in shown(parts * repeats, "ELBO", progress):
-        total -= elbo.loss(model, guide, *part) * leading_size(part) / count
+        share = leading_size(part) / count if count else 1.0
+        total -= elbo.loss(model, guide, *part) * share
     return total / repeats
 
 

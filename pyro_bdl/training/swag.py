@@ -48,7 +48,7 @@ def collect_swag(
     snapshot is taken at the end of the cycle: a(i) = (1 - t) a_1 + t a_2, t = (1 + (i - 1) mod c) /
     c (Izmailov et al. 2018, section 3.1). Otherwise it is constant (Maddox et al. 2019, section 3).
 
-    :param model: a program ``model(x, y)``; its ``num_data`` is N.
+    :param model: a program ``model(x, y)``; for minibatches it states N, as for ``train``.
     :param guide: trained to a maximum; takes the snapshots.
     :param args: all training data, ``x`` and ``y`` (N, ...): tensors, or dicts of tensors.
     :param snapshots: the number of new snapshots, at least 1.
@@ -76,13 +76,15 @@ def collect_swag(
     count = num_rows(model, args)
     check_finite(model, args, {})
     tenth = min(BATCH, max(1, count // 10))
-    size = rows_per_step(model, count, tenth if batch_size is None else batch_size, count)
-    every = max(1, count // size) if every is None else every
+    if batch_size is None and count:
+        batch_size = tenth
+    size = rows_per_step(model, guide.prototype(*args), args, batch_size, count)
+    every = max(1, count // max(1, size)) if every is None else every
     steps = snapshots * every
-    guide.prototype(*args)
     elbo: Any = TemperedTraceMeanField_ELBO(num_particles=guide.num_members)
     objective = elbo(model, guide)
-    per_member = guide.num_members / count  # a sum over the members, which share no parameters
+    # a sum over the members, which share no parameters
+    per_member = guide.num_members / max(1, count)
     parameters = list(guide.parameters())
     before = [parameter.detach().clone() for parameter in parameters]
     restore_buffers = saved_buffers(modules_of(model, guide))  # those of the snapshots, too
@@ -152,6 +154,8 @@ def _mean_loss(objective: Callable[..., Tensor], args: tuple, size: int) -> floa
     """The mean loss over all rows, in batches of ``size`` rows, without side effects."""
     count, total = leading_size(args), 0.0
     with preserved_buffers(objective), own_randomness():
+        if not count:
+            return objective(*args).item()
         for start in range(0, count, size):
             rows = slice(start, min(start + size, count))
             total += objective(*(taken(value, rows) for value in args)).item() * (rows.stop - start)

@@ -48,6 +48,11 @@ def check_finite_tensor(name: str, value: Tensor, *, masks: bool = False) -> Non
     )
 
 
+def ranked(scores: Tensor) -> Tensor:
+    """Scores whose largest is the best: -inf where they are not finite, which is never the best."""
+    return scores.masked_fill(~scores.isfinite(), -torch.inf)
+
+
 def listed(numbers: list[int], most: int = 8) -> str:
     shown = ", ".join(map(str, numbers[:most]))
     return shown + (f", ... ({len(numbers)} in all)" if len(numbers) > most else "")

@@ -118,8 +118,7 @@ def test_no_row_can_be_left_out_and_it_is_said():
 
 def test_laplace_of_a_process():
     guide = guides.AutoLaplaceGGN(process, structure="full").prototype(X, Y)
-    with pytest.warns(BdlWarning, match="not at a maximum"):
-        laplace = guide.laplace_approximation((X, Y))
+    laplace = guide.laplace_approximation((X, Y))
     found = compare(process, {"laplace": laplace}, X, Y, reference=None, num_samples=20)
     assert math.isfinite(found.numbers()["laplace"]["nlpd"])
     assert LinearizedPredictive(process, laplace, 5)(X)["y"].shape == (5, 7)

@@ -279,3 +279,14 @@ def test_the_bar_waits_for_steps_that_take_long(line, capsys, monkeypatch):
     assert "evidence, at most" in capsys.readouterr().err
     maximize(guide, steps=2, method="gradient", progress=False)
     assert capsys.readouterr().err == ""
+
+
+def test_an_ascent_that_leaves_the_finite_numbers_ends_at_its_best_step(line, values, put):
+    """A step that takes the scale to exp(1000) is the last; the best before it stays."""
+    guide = line.laplace()
+    put(guide, prior=1.0, noise=1.0)
+    before = formula_of(guide, guide.read()).value(None).item()
+    with pytest.warns(BdlWarning, match="gradient ascent, which ends there"):
+        found = maximize(guide, method="gradient", linearized=False, learning_rate=1000.0, steps=5)
+    assert found.log_evidence == pytest.approx(before) and len(found.history) == 2
+    assert values(guide)["hyper_prior_scale"].item() == pytest.approx(1.0)

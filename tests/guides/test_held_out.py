@@ -22,7 +22,7 @@ from pyro_bdl import (
 )
 from pyro_bdl.curvature.closed_forms import centered_probit
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer
+from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer, AutoSubnetwork
 from pyro_bdl.guides.held_out import FACTORS
 
 STEP = 10 ** (1 / 16)  # half a step between factors
@@ -174,6 +174,60 @@ def test_newton_steps_have_no_width(conjugate):
     torch.testing.assert_close(step, torch.linalg.solve(conjugate.precision(), gradient))
     assert posterior.fit_width(data(conjugate)).width != 1.0
     torch.testing.assert_close(posterior.newton_step(gradient), step)
+
+
+def spoiled(x, y, what, value):
+    """Held-out rows with one bad number, in row 3."""
+    x, y = x.clone(), y.clone()
+    if what == "x":
+        x[3, 1] = value
+    else:
+        y[3] = value
+    return x, y
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("what", ["x", "y"])
+@pytest.mark.parametrize(
+    "family", [AutoLaplaceGGN, AutoSubnetwork, AutoLastLayer], ids=lambda family: family.__name__
+)
+def test_held_out_rows_that_are_not_finite_are_refused(conjugate, family, what, value):
+    """By all that take them; a posterior is as before."""
+    bad = spoiled(*data(conjugate), what, value)
+    guide = family(conjugate.model).prototype(*data(conjugate))
+    refused = rf"held_out, batch 0 .*: {what} holds NaN or infinity in rows 3"
+    with pytest.raises(ValueError, match=refused):
+        guide.laplace_approximation(data(conjugate), held_out=bad)
+    posterior = guide.laplace_approximation(data(conjugate), held_out=data(conjugate))
+    before = posterior.variances(), posterior.width.clone(), posterior.held_out
+    batches = [tuple(part[:2] for part in data(conjugate)), bad]
+    with pytest.raises(ValueError, match=rf"held_out, batch 1 .*: {what} holds NaN or infinity"):
+        posterior.fit_width(batches)
+    assert torch.equal(posterior.variances(), before[0]) and posterior.width == before[1]
+    assert posterior.held_out == before[2]
+
+
+def test_rows_that_are_impossible_under_the_network_are_refused(conjugate):
+    posterior = at_mode(conjugate, structure="full").laplace_approximation(data(conjugate))
+    variances = posterior.variances()
+    with pytest.raises(ValueError, match=r"held_out: rows 3 .* no finite density"):
+        posterior.fit_width(spoiled(*data(conjugate), "y", 1e200))
+    assert torch.equal(posterior.variances(), variances) and posterior.held_out is None
+
+
+def test_widths_without_a_finite_density_are_left_out(conjugate):
+    """Row 0 has the variance t x'Cx, which overflows from t = 2.5 on: log N(y; m, t x'Cx + noise^2)
+    is finite below that only, and the rows choose among those widths."""
+    posterior = at_mode(conjugate, structure="full").laplace_approximation(data(conjugate))
+    x = conjugate.x.clone()
+    spread = torch.linalg.inv(conjugate.precision())[0, 0]
+    x[0] = 0.0
+    x[0, 0] = (torch.finfo(D).max / 2.5) ** 0.5 / spread.sqrt()
+    y = conjugate.net(x)[:, 0].detach() + 3.0
+    y[0] = torch.cat([x[0], torch.ones(1, dtype=D)]) @ conjugate.mean()
+    with pytest.warns(BdlWarning, match="of 113 factors of the covariance, from .* left out"):
+        found = posterior.fit_width((x, y)).held_out
+    assert found.factor <= 2.5 and math.isfinite(found.gain)
 
 
 def test_refusals():

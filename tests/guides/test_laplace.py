@@ -251,7 +251,7 @@ def test_away_from_a_maximum(conjugate):
     guide = at_mode(conjugate, structure="full")
     with torch.no_grad():
         guide.loc.add_(3.0)
-    advice = r"not at a maximum.*nats: train longer.*held_out=\(x, y\)\)"
+    advice = r"not at a maximum.*nats.*: train longer.*held_out=\(x, y\)\)"
     with pytest.warns(BdlWarning, match=advice):
         guide.laplace_approximation(data(conjugate))
     with warnings.catch_warnings():

@@ -36,6 +36,19 @@ def test_sizes_that_make_no_count(size):
         number_of(size, 13)
 
 
+def test_a_score_of_nan_is_refused_and_not_chosen(trained):
+    """``topk`` would take NaN first."""
+
+    class Own(selectors.Selector):
+        def scores(self, trained):
+            scores = torch.arange(13.0)
+            scores[[2, 5]] = torch.nan
+            return scores
+
+    with pytest.raises(ValueError, match=r"Own gives 2 of 13 numbers the score NaN, at .* 2, 5:"):
+        Own()(trained, 4)
+
+
 def test_magnitude(trained):
     chosen = selectors.LargestMagnitude()(trained, 4)
     vector = trained.vector.abs()

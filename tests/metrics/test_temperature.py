@@ -59,3 +59,10 @@ def test_the_calibrated_density_forgets_the_temperature_and_scores_held_out_halv
     for variance in (0.1, 1.0, 9.0):
         values = calibrated_nlpd(torch.zeros_like(y), torch.full_like(y, variance), y)
         torch.testing.assert_close(values, torch.full_like(y, exact))
+
+
+def test_probabilities_that_are_not_finite_have_no_temperature():
+    p = torch.full((6, 3), 1 / 3, dtype=torch.float64)
+    p[2] = torch.nan
+    found = best_temperature(p, None, torch.tensor([0, 1, 2, 0, 1, 2]))
+    assert all(map(math.isnan, found))

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.fisher import check_scales, num_data
+from pyro_bdl.curvature.fisher import num_data
 from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.program.batches import Batch, Batches, device_of_rows, leading_size, taken
 from pyro_bdl.program.program import Program
+from pyro_bdl.training.descent import stated_data
 from pyro_bdl.utils.random_state import set_torch_states, torch_states
 from pyro_bdl.utils.validation import whole_number
 
@@ -89,9 +90,8 @@ class MinibatchSource:
             run = program.run(program.initial)
         sites = run.observed
         rows = max((num_data(site) for site in sites.values()), default=0)
-        stated = max((num_data(site) * site.subsampling for site in sites.values()), default=0)
-        stated = round(stated)
         if self.is_whole:
+            stated = round(max((num_data(s) * s.subsampling for s in sites.values()), default=0))
             if stated != rows:
                 raise ValueError(
                     f"the program states {stated} data, but uses {rows} of one batch of "
@@ -110,19 +110,7 @@ class MinibatchSource:
                     "part: there is one for each datum, which minibatches cannot move; integrate "
                     "it out where it is Gaussian (handlers.integrate), or pass all data at once"
                 )
-        total = self.num_rows if rows == self.size else None
-        if stated == rows:
-            raise ValueError(
-                f"the program treats a minibatch of {rows} rows as all data, so that its log "
-                "likelihood would have too little weight: make it with "
-                f"num_data={total or 'the number of all data'}, or give its plate that size"
-            )
-        check_scales(sites)
-        if total is not None and stated != total:
-            raise ValueError(
-                f"the program states {stated} data, but data holds {total}: make it with "
-                f"num_data={total}"
-            )
+        stated = stated_data(sites, self.size, self.num_rows)
         self.stated = stated if rows == self.size else None
 
 

@@ -1,5 +1,6 @@
 """``sgmcmc``: Langevin and Hamiltonian dynamics with gradients of minibatches, and a step size."""
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -200,7 +201,8 @@ def suggest_step_size(
     :param fraction: positive.
     :param num_points: the number of draws; lambda is the largest curvature at any of them.
     :returns: the step size.
-    :raises ValueError: as ``sgmcmc``; for a fraction that is not positive.
+    :raises ValueError: as ``sgmcmc``; for a fraction that is not positive, or a curvature that is
+        zero or not finite.
     """
     if not fraction > 0:
         raise ValueError(f"fraction must be positive, got {fraction}")
@@ -208,7 +210,14 @@ def suggest_step_size(
         batches = MinibatchSource(data, batch_size)
         restriction = checked_restriction(model, batches, None)
         vectors = starting_vectors(restriction, at, whole_number(num_points, "num_points"))
-        return fraction / max(largest_curvature(restriction, vector) for vector in vectors)
+        curvatures = [largest_curvature(restriction, vector) for vector in vectors]
+    for number, curvature in enumerate(curvatures):
+        if not 0 < curvature < math.inf:
+            raise ValueError(
+                f"the largest curvature at point {number} (counted from 0) is {curvature:g}, which "
+                "no step size follows from: give other points of high posterior density"
+            )
+    return fraction / max(curvatures)
 
 
 def largest_curvature(restriction: Restriction, vector: Tensor) -> float:

@@ -190,7 +190,7 @@ def picking(x, y=None):
     ("model", "data", "options", "error", "words"),
     [
         (Linear(), (X, Y), {"batch_size": 5}, ValueError, "5 rows as all data.*num_data=20"),
-        (Linear(), HALVES, {}, ValueError, "10 rows as all data.*num_data=the number of all data"),
+        (Linear(), HALVES, {}, ValueError, "10 rows as all data.*num_data=N"),
         (Linear(50), (X, Y), {"batch_size": 5}, ValueError, "states 50 data, but data holds 20"),
         (Linear(50), (X, Y), {}, ValueError, "states 50 data, but uses 20 of one batch"),
         (Linear(50), HALVES, {}, BdlWarning, "states 50 data, but a pass .* holds 20"),
@@ -485,3 +485,19 @@ def test_a_step_size_that_diverges_is_halved_in_the_warmup():
     assert samples.num_draws == 400
     with pytest.raises(ValueError, match="diverged"):
         sampled(narrow, data, **options)
+
+
+@pytest.mark.parametrize("points", [(0.0, 1.0), (1.0, 0.0)])
+def test_a_curvature_that_is_not_finite_gives_no_step_size(points):
+    """The second derivative of |w|^1.5 at 0 is inf * 0. max(c, nan) is c, and max(nan, c) is NaN:
+    whatever the order, the point is named."""
+
+    def program(x, y):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(()), 1.0))
+        pyro.factor("power", -w.abs().pow(1.5))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    at = bdl.Samples({"w": torch.tensor([points], dtype=X.dtype)}, {}, {})
+    with pytest.raises(ValueError, match=rf"at point {points.index(0.0)} .* is nan"):
+        bdl.mcmc.suggest_step_size(program, (X, Y), at=at, num_points=2)

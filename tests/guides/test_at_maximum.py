@@ -1,0 +1,121 @@
+"""What a Newton step would gain, and when it is said."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from pyro_bdl import bayesianize, models, priors
+from pyro_bdl.curvature.structures import STRUCTURES
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides import AutoLaplaceGGN
+
+D = torch.float64
+P = 12
+LIMIT = 1.0 + 0.1 * P
+
+
+def collinear():
+    """A linear regression whose inputs are nearly the same, so that its weights are correlated."""
+    torch.manual_seed(2)
+    x = torch.randn(60, 1, dtype=D) + 0.03 * torch.randn(60, P, dtype=D)
+    y = x.sum(1) / P + 0.5 * torch.randn(60, dtype=D)
+    return x, y
+
+
+def program(x, y, prior):
+    """The program, and its precision and mode in closed form."""
+    network = nn.Linear(P, 1, bias=False, dtype=D)
+    precision = x.T @ x / 0.25 + torch.eye(P, dtype=D) / prior**2
+    mode = torch.linalg.solve(precision, x.T @ y / 0.25)
+    return models.Regression(bayesianize(network, priors.Normal(prior)), noise=0.5), precision, mode
+
+
+def said(model, start, structure):
+    """The gain that the warning names, or None, from weights ``start``."""
+    x, y = collinear()
+    guide = AutoLaplaceGGN(model, structure=structure).prototype(x, y)
+    with torch.no_grad():
+        guide.loc.copy_(start)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", BdlWarning)
+        guide.laplace_approximation((x, y))
+    told = [str(w.message) for w in caught if "not at a maximum" in str(w.message)]
+    assert len(told) <= 1
+    return float(re.search(r"would gain ([\d.e+]+) nats", told[0]).group(1)) if told else None
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_gain_is_that_of_the_step(structure):
+    """Under a flat prior, of a quadratic density: log p(mode) - log p(start) = d'H d / 2 by the
+    exact step d, and (g'd)^2 / (2 d'H d) by the step C g of another structure."""
+    x, y = collinear()
+    model, precision, mode = program(x, y, prior=1e4)
+    torch.manual_seed(0)
+    start = mode + 0.5 * torch.randn(P, dtype=D)
+    offset = mode - start
+    possible = (0.5 * offset @ precision @ offset).item()
+    found = said(model, start, structure)
+    assert found == pytest.approx(possible, rel=6e-3) if structure in ("full", "kernel") else True
+    assert LIMIT < found <= 1.006 * possible
+
+
+@pytest.mark.parametrize("share", [0.9, 1.1])
+@pytest.mark.parametrize("direction", range(3))
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_nothing_is_said_below_the_limit(structure, direction, share):
+    """The sum of C_ii g_i^2 is up to a thousand times the gain here, and a diagonal step goes too
+    far: the true gain decides, along the stiffest direction, the softest, and another."""
+    x, y = collinear()
+    model, precision, mode = program(x, y, prior=1e4)
+    vectors = torch.linalg.eigh(precision)[1]
+    offset = {0: vectors[:, -1], 1: vectors[:, 0], 2: torch.ones(P, dtype=D)}[direction]
+    offset = offset * (share * LIMIT / (0.5 * offset @ precision @ offset)).sqrt()
+    found = said(model, mode + offset, structure)
+    if share < 1:
+        assert found is None
+    elif structure in ("full", "kernel"):
+        assert found == pytest.approx(share * LIMIT, rel=6e-3)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_another_scale_of_the_prior_explains_the_gradient(structure):
+    """The optimum under weight decay of another strength: a step gains thousands of nats under
+    this prior, and nothing under that one."""
+    x, y = collinear()
+    model, precision, _ = program(x, y, prior=0.01)
+    other = x.T @ x / 0.25 + 4.0 * torch.eye(P, dtype=D)
+    start = torch.linalg.solve(other, x.T @ y / 0.25)
+    gradient = x.T @ (y - x @ start) / 0.25 - start / 0.01**2
+    assert 0.5 * gradient @ torch.linalg.solve(precision, gradient) > 100 * LIMIT
+    assert said(model, start, structure) is None
+
+
+@pytest.mark.parametrize("precision", [2.0, 0.1])
+def test_a_trained_network_without_weight_decay(precision):
+    """Its gradient is that of the prior alone, which the scale 0 explains. The sum of C_ii g_i^2
+    is hundreds of nats; g' C g / 2 at that scale is below the limit."""
+    torch.manual_seed(0)
+    x = torch.linspace(-2, 2, 100, dtype=D)[:, None]
+    y = torch.sin(2 * x[:, 0]) + 0.3 * torch.randn(100, dtype=D)
+    network = nn.Sequential(nn.Linear(1, 20, dtype=D), nn.Tanh(), nn.Linear(20, 1, dtype=D))
+    optimizer = torch.optim.LBFGS(
+        network.parameters(), max_iter=3000, line_search_fn="strong_wolfe"
+    )
+
+    def loss():
+        optimizer.zero_grad()
+        value = (network(x)[:, 0] - y).square().sum() / 0.18
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    prior = priors.Normal(precision**-0.5)
+    guide = AutoLaplaceGGN(
+        models.Regression(bayesianize(network, prior), noise=0.3), structure="full"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BdlWarning)
+        guide.laplace_approximation((x, y))

@@ -1,0 +1,89 @@
+"""Posteriors that predict their own training rows worse than the network does."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from pyro_bdl import LinearizedPredictive, bayesianize, models, priors
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides import AutoLaplaceGGN
+
+D = torch.float64
+WORDS = "of its own training rows worse than the network alone"
+
+
+def classes(count=120):
+    """Four classes in the plane, which a network without weight decay learns with certainty."""
+    torch.manual_seed(0)
+    y = torch.arange(count) % 4
+    centers = torch.tensor([[2.0, 2.0], [2.0, -2.0], [-2.0, 2.0], [-2.0, -2.0]], dtype=D)
+    x = centers[y] + 0.5 * torch.randn(count, 2, dtype=D)
+    network = nn.Sequential(
+        nn.Linear(2, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4)
+    )
+    network = network.to(D)
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
+    for _ in range(300):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(x), y).backward()
+        optimizer.step()
+    return network, x, y
+
+
+def told(make):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", BdlWarning)
+        posterior = make()
+    return posterior, [str(w.message) for w in caught]
+
+
+def test_a_network_without_weight_decay_under_a_wide_prior():
+    """Both numbers are the log densities of the first 64 rows; it stands for the sentence on the
+    maximum, is said once, and not where held-out rows choose the width."""
+    network, x, y = classes()
+    model = models.Classification(bayesianize(network, priors.Normal(1.0)), num_data=len(x))
+    guide = AutoLaplaceGGN(model, structure="kron")
+    posterior, words = told(lambda: guide.laplace_approximation((x, y)))
+    (said,) = words
+    assert WORDS in said and "held_out=(x, y)" in said and "maximum" not in said
+    rows = slice(64)
+    before = network(x[rows]).log_softmax(1).gather(1, y[rows, None])[:, 0]
+    p = LinearizedPredictive(model, posterior).probabilities(x[rows])["y"]
+    after = p.gather(1, y[rows, None]).log()[:, 0]
+    numbers = re.search(r"is (\S+) nats each instead of (\S+) \(difference (\S+) ± (\S+)\)", said)
+    found = [float(number) for number in numbers.groups()]
+    change = (after - before).mean().item()
+    error = ((after - before).std() / 8).item()
+    exact = [after.mean().item(), before.mean().item(), change, error]
+    assert found == pytest.approx(exact, rel=0.2)
+    assert change < -posterior.effective_parameters() / len(x) - 2 * error
+    assert told(lambda: guide.laplace_approximation((x, y)))[1] == []
+    fresh = AutoLaplaceGGN(model, structure="kron")
+    assert told(lambda: fresh.laplace_approximation((x, y), held_out=(x, y)))[1] == []
+
+
+def test_a_narrow_prior_is_not_told_of():
+    network, x, y = classes()
+    model = models.Classification(bayesianize(network, priors.Normal(0.01)), num_data=len(x))
+    words = told(lambda: AutoLaplaceGGN(model, structure="kron").laplace_approximation((x, y)))[1]
+    assert not any(WORDS in each for each in words)
+
+
+@pytest.mark.parametrize("structure", ["full", "kernel", "diag", "kron", "low_rank", "samples"])
+@pytest.mark.parametrize("size", [2, 10, 25])
+def test_the_exact_posterior_is_never_told_of(size, structure):
+    """Linear regression with 30 rows and up to 25 weights: the mean fits its own rows better than
+    the predictive does, by up to 3 / 4 h^2 nats at leverage h, and gamma / N is the mean of h."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = torch.randn(30, size, dtype=D)
+        y = x @ torch.randn(size, dtype=D) + torch.randn(30, dtype=D)
+        network = nn.Linear(size, 1, bias=False, dtype=D)
+        precision = x.T @ x + torch.eye(size, dtype=D)
+        network.weight.data.copy_(torch.linalg.solve(precision, x.T @ y))
+        model = models.Regression(bayesianize(network, priors.Normal(1.0)), noise=1.0)
+        guide = AutoLaplaceGGN(model, structure=structure)
+        assert told(lambda: guide.laplace_approximation((x, y)))[1] == []  # noqa: B023
