@@ -19,7 +19,7 @@ from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, leave_open, record
 from pyro_bdl.program.vmap import RowMap, with_rows
 from pyro_bdl.utils.memory import Allocations, bytes_at_once
-from pyro_bdl.utils.module_state import evaluating, modules_of, vmappable
+from pyro_bdl.utils.module_state import evaluating, modules_of
 from pyro_bdl.utils.trees import tree_leaves
 
 _BUDGET = 24 * 2**20  # bytes for the activations and gradients of a piece, at least
@@ -116,11 +116,6 @@ class At:
             values = self.subset.layout.to_supports(self.leaves)
             run = record(self.model, values, *batch, draw=leave_open)
         return Linearization(self, batch, run, None)
-
-    def uses(self, args: tuple, kwargs: Mapping[str, Any]) -> UseRecorder:
-        """The uses of the subset in a run over all rows of a batch."""
-        with torch.enable_grad(), self._mode(), vmappable():
-            return self._recorded((args, dict(kwargs)), None, {})[1]
 
     def _pieces(self, batch: Batch, size: Callable[[Plan], int]) -> Iterator[Linearization]:
         batch = tuple(map(as_dicts, batch[0])), as_dicts(batch[1])

@@ -17,14 +17,15 @@ from pyro_bdl.elbo.checks import check_data
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.last_layer import AutoLastLayer
 from pyro_bdl.guides.last_layer_features import Features, read_features
+from pyro_bdl.guides.output_quadrature import tags_of
 from pyro_bdl.program.batches import leading_size
+from pyro_bdl.program.linear_ops.last_layer import OutputTag, Path
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.tracing.compiled import Arguments, CompiledLoss, Evaluation, split
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed, reaches
 from pyro_bdl.utils.module_state import modules_of
-from pyro_bdl.utils.random_state import fixed_normal
 
 
 class LastLayerEvidence(Trace_ELBO):
@@ -198,8 +199,8 @@ def log_marginal(
 
 def _normal_site(run: Run, features: Features, *, checked: bool) -> tuple[Site, Any]:
     """The observed site whose location is the last layer's output, and its Normal."""
-    outputs = [term.output for term in features.terms]
-    found = {name: site for name, site in run.observed.items() if _reaches(site, outputs)}
+    seen = features.seen
+    found = {name: site for name, site in run.observed.items() if tags_of(site, seen)}
     if len(found) != 1:
         raise UnsupportedProgramError(
             f"the last layer feeds {len(found)} observed sites ({', '.join(found)}): the evidence "
@@ -220,19 +221,27 @@ def _normal_site(run: Run, features: Features, *, checked: bool) -> tuple[Site, 
         )
     if checked:
         return site, base
-    noise = fixed_normal(base.loc)
-    arrived = torch.autograd.grad(base.loc, outputs, noise, retain_graph=True)
-    if reaches(base.scale, outputs):
+    tags = tags_of(site, features.seen)
+    if "scale" in tags:
         raise UnsupportedProgramError(
             f"the noise of site '{name}' depends on the last layer, which can then not be "
             "integrated out in closed form: train as MAP"
         )
-    if not all(torch.allclose(found.reshape(-1), noise.reshape(-1)) for found in arrived):
+    if not _is_location(tags["loc"], features):
         raise UnsupportedProgramError(
             f"the last layer's output is not the location of site '{name}' but something made of "
             "it: put what follows into the noise or the targets, or train as MAP"
         )
     return site, base
+
+
+def _is_location(tag: OutputTag, features: Features) -> bool:
+    """Return whether a location is the layer's output but for terms that W does not enter."""
+    output, seen = features.terms[-1].output, features.seen
+    if tag.path > Path.SHIFTED or seen.left is not None or tag.tensor.numel() != output.numel():
+        return False
+    every = torch.arange(output.numel(), device=output.device)
+    return torch.equal(tag.index().reshape(-1), every)
 
 
 def _prior(run: Run, features: Features) -> tuple[Tensor, Tensor]:
@@ -268,9 +277,3 @@ def _others(run: Run, sites: Sequence[str], inside: Sequence[Tensor]) -> Tensor:
                 "integrated out in closed form: train as MAP"
             )
     return total
-
-
-def _reaches(site: Site, tensors: Sequence[Tensor]) -> bool:
-    base: Any = base_distribution(site.distribution)
-    found = [getattr(base, name, None) for name in base.arg_constraints]
-    return any(reaches(value, tensors) for value in found if isinstance(value, Tensor))

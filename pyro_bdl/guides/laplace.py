@@ -1,12 +1,12 @@
 """The Laplace approximation: a guide that trains the MAP, and then a Gaussian around it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.hyperparameters import few_rows
 from pyro_bdl.curvature.structures import structure_of
@@ -18,8 +18,11 @@ from pyro_bdl.guides.held_out import check_held_out
 from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.check import check_finite
+from pyro_bdl.program.linear_ops.last_layer import LastLayer
 from pyro_bdl.program.program import check_program
 from pyro_bdl.program.subset import Subset, select
+from pyro_bdl.program.trace import leave_open, record
+from pyro_bdl.utils.module_state import evaluation_mode, vmappable
 
 
 class AutoLaplaceGGN(UnconstrainedMAP):
@@ -50,7 +53,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         "empirical-fisher"; or "hessian" (for "full" only).
     :param subset: the latents with a covariance; the others stay at the MAP. Possible are names or
         patterns, modules of the network, a predicate ``(name, latent) -> bool``, positions in the
-        flat vector, or "last-layer"; None for all.
+        flat vector, or "last-layer" ("last_layer" too); None for all.
     :param num_draws: observations drawn per datum, by default 1 for "ggn-mc". For "ggn", 512 by
         default, used only if the Fisher information has no closed form and is estimated
         (``curvature.fisher.cell_roots`` lists the closed forms). The relative error of the estimate
@@ -149,36 +152,30 @@ class AutoLaplaceGGN(UnconstrainedMAP):
 def subset_of(guide: Guide, selection: Any, args: tuple, kwargs: Any) -> Subset:
     """The subset for a user's selection, "last-layer" included, of a trained guide's latents."""
     model, layout = guide.program_model, guide.require_layout()
-    if isinstance(selection, str) and selection == "last-layer":
-        selection = last_layer(model, layout, guide.location().detach(), args, kwargs)
+    is_name = isinstance(selection, str) and selection not in layout.latents
+    if is_name and selection in ("last-layer", "last_layer"):
+        values = layout.constrain(guide.location().detach())[0]
+        selection = last_layer(model, values, args, kwargs)
     return select(layout, selection, model=model)
 
 
-def last_layer(model: Callable, layout: Any, vector: Tensor, args: tuple, kwargs: Any) -> list[str]:
+def last_layer(
+    model: Callable, values: Mapping[str, Tensor], args: tuple, kwargs: Any
+) -> list[str]:
     """The names of the weights and biases of a program's last linear operation.
 
-    It is the last product with a weight matrix or a vector of weights, with a bias added to its
-    output.
+    It is the last product with a weight matrix or a vector of weights, or the last convolution,
+    with the biases that are added to its output.
 
+    :param values: those of the latents.
     :raises ValueError: if no latent enters a linear operation.
     """
-    recorder = At(model, Subset(layout), vector).uses(args, kwargs)
-    uses, vectors = recorder.uses, recorder.vector_products
-    numbers = [n for n, use in enumerate(uses) if use.kind == "product" and use.inputs is not None]
-    if vectors and vectors[-1].position > (numbers[-1] if numbers else -1):
-        return list(dict.fromkeys([vectors[-1].site, *vectors[-1].biases]))
-    if not numbers:
+    with torch.no_grad(), evaluation_mode(model), vmappable(), LastLayer(values) as seen:
+        record(model, values, args, kwargs, draw=leave_open)
+    if not seen.layers:
         raise ValueError(
             'subset="last-layer" needs a program in which a latent is a weight matrix, or a vector '
             "of weights in a product (inputs @ weights): name the sites of the last layer instead, "
             "as in subset=['weights']"
         )
-    last = uses[numbers[-1]]
-
-    def is_added(use: Any) -> bool:
-        bias = use.kind == "product" and use.inputs is None
-        return bias and use.output_shape == last.output_shape
-
-    parts = [use for use in uses if use.op == last.op]
-    parts += [use for use in uses[numbers[-1] + 1 :] if is_added(use)]
-    return list(dict.fromkeys(use.site for use in parts))
+    return list(seen.layers[-1].sites)

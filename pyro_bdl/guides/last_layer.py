@@ -7,18 +7,19 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal
 
-from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig
+from pyro_bdl.curvature.structures.base import Structure
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, subset_of
 from pyro_bdl.guides.mode import STEPS, find_mode
-from pyro_bdl.program.batches import Batches
+from pyro_bdl.guides.output_quadrature import depends, tags_of
+from pyro_bdl.program.batches import Batch, Batches
+from pyro_bdl.program.linear_ops.last_layer import LastLayer
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.program.trace import leave_open, record
-from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.random_state import fixed_normal
+from pyro_bdl.program.trace import Run, leave_open, record
+from pyro_bdl.utils.module_state import evaluation_mode, vmappable
 
 
 class AutoLastLayer(AutoLaplaceGGN):
@@ -59,8 +60,24 @@ class AutoLastLayer(AutoLaplaceGGN):
     :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
     """
 
-    def __init__(self, model: Callable, *, subset: Any = "last-layer", **options: Any) -> None:
-        super().__init__(model, structure="full", subset=subset, **options)
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        structure: str | Structure = "full",
+        subset: Any = "last-layer",
+        **options: Any,
+    ) -> None:
+        super().__init__(model, structure=structure, subset=subset, **options)
+        self._check_structure(self.config)
+
+    @staticmethod
+    def _check_structure(config: CurvatureConfig) -> None:
+        if config.structure.name != "full":
+            raise ValueError(
+                'AutoLastLayer has structure="full" alone: use AutoLaplaceGGN with '
+                f'subset="last-layer" for structure="{config.structure.name}"'
+            )
 
     def options(self) -> dict[str, Any]:
         return {"subset": self.subset}
@@ -73,16 +90,12 @@ class AutoLastLayer(AutoLaplaceGGN):
         :raises UnsupportedProgramError: if the program uses the last layer's weights more than
             once, as with tied weights.
         """
-        if config.structure.name != "full":
-            raise ValueError(
-                'AutoLastLayer has structure="full" alone: use AutoLaplaceGGN with '
-                f'subset="last-layer" for structure="{config.structure}"'
-            )
+        self._check_structure(config)
         posterior = super()._approximate(config, subset, batches, **options | {"check": False})
         model, loc = self.program_model, posterior.loc
-        _check_used_once(model, subset, loc, *posterior.few)
-        closed = config.curvature in ("ggn", "hessian")
-        closed = closed and is_quadratic(model, subset, loc, *batches.first())
+        seen, run = _uses(model, subset, loc, batches.first())
+        _check_used_once(subset, seen)
+        closed = config.curvature in ("ggn", "hessian") and is_quadratic(subset, seen, run)
         find_mode(posterior, steps=1 if closed else STEPS, progress=options["progress"])
         posterior.mode = "closed" if closed else "steps"
         if closed:
@@ -106,23 +119,27 @@ class AutoLastLayer(AutoLaplaceGGN):
         return self
 
 
-def _check_used_once(
-    model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Any
-) -> None:
+def _uses(model: Callable, subset: Subset, vector: Tensor, batch: Batch) -> tuple[LastLayer, Run]:
+    """The operations that the subset's latents enter, in a run that does not change the model."""
+    values = subset.layout.constrain(vector)[0]
+    values |= {name: values[name].detach().requires_grad_() for name in subset.parts}
+    seen = LastLayer({name: values[name] for name in subset.parts})
+    with torch.enable_grad(), evaluation_mode(model), vmappable(), seen:
+        run = record(model, values, *batch, draw=leave_open)
+    return seen, run
+
+
+def _check_used_once(subset: Subset, seen: LastLayer) -> None:
     """Check that every weight of the layer enters one operation, each network of a plate its own.
 
     :raises UnsupportedProgramError: if weights enter several operations.
     """
-    uses = At(model, subset, vector).uses(args, kwargs).uses
     for name in subset.parts:
         size = subset.layout.latents[name].shape.numel()
-        own_uses = [use for use in uses if use.site == name]
-        dense = any(use.kind == "dense" for use in own_uses)  # for a vector of weights, or a prior
-        count = vector.new_full((size,), float(dense))
-        for use in own_uses:
-            if use.kind != "dense":
-                own = slice(None) if use.indices is None else use.indices[use.indices >= 0].unique()
-                count[own] += 1
+        count = torch.full((size,), int(name in seen.others), device="cpu")
+        for term in (term for layer in seen.layers for term in layer.terms):
+            if term.site == name:
+                count[term.tag.index().reshape(-1).unique().cpu()] += 1
         if bool((count > 1).any()):
             raise UnsupportedProgramError(
                 f"the last layer's weights '{name}' are used more than once in the program (tied "
@@ -131,30 +148,26 @@ def _check_used_once(
             )
 
 
-@torch.no_grad()
-def is_quadratic(model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Any) -> bool:
+def is_quadratic(subset: Subset, seen: LastLayer, run: Run) -> bool:
     """Return whether log p(y, W) is a quadratic function of the subset W.
 
-    It is quadratic if all observations, and the priors of W, are Normal with locations affine in W
-    and constant scales. These are compared at three points on a line.
+    It is, by the operations, if all observations, and the priors of W, are Normal with locations
+    affine in W and scales that do not depend on it, and nothing else depends on W.
     """
-    start, layout = subset.take(vector), subset.layout
-    direction = fixed_normal(start) * (1.0 + start.abs().mean())
-    if any(layout.latents[name].transform is not None for name in subset.parts):
+    transformed = any(subset.layout.latents[name].transform is not None for name in subset.parts)
+    if transformed or seen.others or seen.left or seen.deep or run.discrete is not None:
         return False
-    points = []
-    for length in (-1.0, 0.0, 1.0):
-        latents = layout.constrain(subset.put(vector, start + length * direction))[0]
-        with evaluation_mode(model):
-            run = record(model, latents, args, kwargs, draw=leave_open)
-        sites = [*run.observed.values(), *(run.latents[name] for name in subset.parts)]
-        points.append([base_distribution(site.distribution) for site in sites])
-        if run.factors or not all(isinstance(base, Normal) for base in points[-1]):
-            return False
-    tolerance = 1e3 * torch.finfo(vector.dtype).eps
-    for left, middle, right in zip(*points, strict=True):
-        size = left.loc.abs().max() + right.loc.abs().max()
-        bend = (left.loc + right.loc - 2.0 * middle.loc).abs().max()
-        if not torch.equal(left.scale, right.scale) or bend > tolerance * size:
+    for name, site in (run.latents | run.factors | run.observed).items():
+        is_normal = isinstance(base_distribution(site.distribution), Normal)
+        tags = tags_of(site, seen)
+        if name in run.observed:
+            loc = tags.pop("loc", None)
+            affine = is_normal and (loc is None or loc.path.is_linear)
+            if tags or not affine or seen.output_tag(site.value) or seen.output_tag(site.mask):
+                return False
+        elif name in subset.parts:
+            if tags or not is_normal:
+                return False
+        elif depends(site, seen):
             return False
     return True

@@ -2,11 +2,12 @@
 
 A layer's outputs z (..., K) are N(m, diag(v)) for each datum, and one run of the program evaluates
 log p(y | z) at points z = m + sqrt(v) e. How many points are needed depends on the observations,
-which ``read_head`` finds: two are exact for a Normal with a location affine in z.
+which ``read_head`` reads off the operations between z and their parameters: two are exact for a
+Normal with a location affine in z.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,63 +15,35 @@ import numpy as np
 import pyro.distributions as dist
 import torch
 from torch import Tensor
+from torch.distributions import Categorical, ExpTransform, Normal, OneHotCategorical
 
 from pyro_bdl.distributions.parameters import (
-    SEVERAL_CLASSES,
     base_distribution,
-    unconstrained_parameters,
+    bijections,
+    is_known,
+    parameters_of,
 )
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.guides.last_layer_features import LastLayerTracker, Term
-from pyro_bdl.program.linear_ops.tracker import Tag
-from pyro_bdl.program.trace import Run
-from pyro_bdl.utils.autograd import reaches
+from pyro_bdl.program.linear_ops.last_layer import LastLayer, OutputTag, Path
+from pyro_bdl.program.trace import Run, Site
 
 POINTS = 20  # of Gauss and Hermite, where two are not exact
-
-
-class LayerOutputs(LastLayerTracker):
-    """Tracker that adds ``change(term)`` to the product with a layer's weights.
-
-    :ivar output: the layer's output after its bias.
-    """
-
-    rows_only = False
-
-    def __init__(self, latents: Mapping[str, Tensor], change: Callable[[Term], Tensor]) -> None:
-        super().__init__(latents)
-        self.change = change
-        self.output: Tensor | None = None
-
-    def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Tensor:
-        count = len(self.terms)
-        result = super().operate(func, args, kwargs, tagged)
-        new = self.terms[count:]
-        if not new:
-            return result
-        products = [term for term in new if term.inputs is not None]
-        if products:
-            result = result + self.change(products[0]).reshape(result.shape).to(result)
-        elif not any(operand is self.output for operand in (*args, *kwargs.values())):
-            raise UnsupportedProgramError(
-                f"the bias '{new[0].site}' is not added to the product with the layer's weights"
-            )
-        self.output = result
-        return result
 
 
 @dataclass(frozen=True)
 class Head:
     """How observed sites depend on a layer's outputs z.
 
-    Every number that is observed depends on one output by its first unconstrained parameter, and
-    perhaps on another by its second one; or it is a class, with z as logits.
+    Every number that is observed depends on one output, or by two parameters on two outputs of the
+    same row; or it is a class, with z as logits.
 
-    :param first: the outputs that first parameters depend on, (K,), as 0 or 1; ``second`` likewise.
+    :param second: the outputs that second parameters depend on, (K,), as 0 or 1; ``first`` those
+        that get noise besides these.
     :param partner: of each first output the second one of the same observation, else itself, (K,).
     :param exact: whether two points suffice for the first parameters.
     :param linear: whether all unconstrained parameters are affine in z.
     :param classes: the sites that observe classes.
+    :param ways: from z to the parameters, as ``ways_of`` returns them.
     """
 
     first: Tensor
@@ -79,6 +52,14 @@ class Head:
     exact: bool
     linear: bool
     classes: tuple[str, ...]
+    ways: "Ways"
+
+    @property
+    def rule(self) -> str:
+        """How expectations over z are taken: "exact", "points" or "bound"."""
+        if self.classes:
+            return "bound"
+        return "exact" if self.exact and not bool(self.second.any()) else "points"
 
     def points(self) -> tuple[Tensor, Tensor]:
         """Points e (Q, 2) for the noise of first and second outputs, and their weights (Q,)."""
@@ -115,76 +96,125 @@ def add_jensen(run: Run, classes: tuple[str, ...], output: Tensor, variance: Ten
         run.factors[f"{name}.jensen"] = site._replace(distribution=dist.Unit(change), value=nothing)
 
 
-def read_head(run: Run, output: Tensor, noise: Tensor) -> Head:
-    """How the observed sites of a run depend on a layer's outputs.
+Ways = tuple[tuple[str, str, Path, tuple[str, ...]], ...]
 
-    :param output: z.
-    :param noise: zeros (R, K) that were added to the outputs, with a gradient.
-    :raises UnsupportedProgramError: if an observation depends on several outputs, and is no class
-        with the outputs as logits; or if something else depends on them.
+
+def ways_of(run: Run, seen: LastLayer) -> Ways:
+    """The operations from a layer's output to the parameters of a run's observed sites.
+
+    Two runs with the same ways have the same head.
     """
-    others = [site for site in (*run.latents.values(), *run.factors.values())]
-    if run.discrete is not None or any(reaches(site.log_prob().sum(), [noise]) for site in others):
-        raise UnsupportedProgramError("more than the observations depends on the layer's outputs")
-    outputs = noise.shape[1]
-    roles = torch.zeros(2, outputs, device="cpu")
+    return tuple(
+        (name, key, tag.path, tag.steps)
+        for name, site in run.observed.items()
+        for key, tag in tags_of(site, seen).items()
+    )
+
+
+def tags_of(site: Site, seen: LastLayer) -> dict[str, OutputTag]:
+    """The parameters of an observed site that are computed from the layer's output."""
+    base = base_distribution(site.distribution)
+    with seen:
+        one_hot = isinstance(base, OneHotCategorical)
+        parameters = {"logits": base.logits} if one_hot else parameters_of(base)
+    tags = {key: seen.output_tag(value) for key, value in parameters.items()}
+    return {key: tag for key, tag in tags.items() if tag is not None}
+
+
+def depends(site: Site, seen: LastLayer) -> bool:
+    """Return whether the log density of a statement depends on the layer, or on its weights."""
+    with seen:
+        return seen.output_tag(site.log_prob()) is not None
+
+
+def read_head(run: Run, seen: LastLayer) -> Head:
+    """How the observed sites of a run depend on a layer's output z, by the operations between.
+
+    :param seen: the tracker of the run, with gradients on, of the layer's latents alone.
+    :raises UnsupportedProgramError: if an observed number depends on several outputs, or on one by
+        functions that are not known, and is no class with the outputs as logits; or if something
+        else depends on them.
+    """
+    _check_others(run, seen)
+    outputs = len(seen.layers[-1].terms[0].where)
     partner = torch.arange(outputs, device="cpu")
+    second = torch.zeros(outputs, device="cpu")
+    paired = torch.zeros(outputs, device="cpu")  # outputs with a partner
     exact = linear = True
-    classes = []
+    classes, used = [], 0
     for name, site in run.observed.items():
-        base = base_distribution(site.distribution)
-        moving = {
-            key: value
-            for key, value in unconstrained_parameters(base, output).items()
-            if reaches(value, [noise])
-        }
-        if type(base).__name__ in SEVERAL_CLASSES and moving.get("logits") is output:
+        base, tags = base_distribution(site.distribution), tags_of(site, seen)
+        used += len(tags)
+        if _are_logits(base, tags, seen):
             classes.append(name)
             continue
-        cells = _cells(name, base, moving, noise)
-        for place, (key, (_, columns, is_affine)) in enumerate(cells.items()):
-            roles[place, columns] = 1.0
-            linear = linear and is_affine
-            if place == 0:
-                normal = type(base).__name__ == "Normal" and key == "loc"
-                exact = exact and normal and is_affine
-        if len(cells) == 2:
-            (rows, columns, _), (other_rows, other_columns, _) = cells.values()
-            if rows != other_rows:
-                raise UnsupportedProgramError(f"the site '{name}' takes outputs of several rows")
-            partner[columns] = torch.tensor(other_columns, device="cpu")
-    used = roles.sum(0)
-    if bool((used > 1).any()) or (classes and bool(used.any())):
-        raise UnsupportedProgramError("an output of the layer enters several parameters")
-    if not classes and not bool(used.any()):
-        raise UnsupportedProgramError("no observation depends on the layer")
-    return Head(roles[0], roles[1], partner, exact, linear, tuple(classes))
-
-
-def _cells(
-    name: str, base: Any, moving: Mapping[str, Tensor], noise: Tensor
-) -> dict[str, tuple[list[int], list[int], bool]]:
-    """For each parameter the row and the column of the output that each of its numbers depends on,
-    and whether it is affine in it."""
-    alone = all(value.shape == base.batch_shape for value in moving.values())
-    if len(moving) > 2 or base.event_shape or not alone:
-        raise UnsupportedProgramError(
-            f"each observation of the site '{name}' ({type(base).__name__}) depends on several "
-            "outputs of the layer"
-        )
-    result = {}
-    for key, value in moving.items():
-        rows, columns, is_affine = [], [], True
-        for number in value.reshape(-1):
-            (slope,) = torch.autograd.grad(number, noise, create_graph=True)
-            entries = slope.detach().nonzero()
-            if len(entries) != 1:
+        _check_alone(name, site, tags)
+        places = [tag.index().reshape(-1).cpu() for tag in tags.values()]
+        is_pair = len(places) == 2 and not torch.equal(*places)
+        if is_pair:
+            (rows, left), (other_rows, right) = ((p // outputs, p % outputs) for p in places)
+            partner[left], second[right], paired[left] = right, 1.0, 1.0
+            by_data = any(tag.by_data for tag in tags.values())
+            if by_data or not (torch.equal(rows, other_rows) and torch.equal(partner[left], right)):
                 raise UnsupportedProgramError(
-                    f"a number of the site '{name}' depends on {len(entries)} outputs of the layer"
+                    f"the site '{name}' pairs its outputs in several ways"
                 )
-            row, column = entries[0].tolist()
-            rows.append(row)
-            columns.append(column)
-            is_affine = is_affine and not reaches(slope, [noise])
-        result[key] = rows, columns, is_affine
-    return result
+        maps = bijections(base)
+        for place, (key, tag) in enumerate(tags.items()):
+            is_affine = tag.path <= Path.AFFINE
+            if place == 0:
+                is_location = isinstance(base, Normal) and key == "loc" and is_affine
+                exact = exact and is_location and (is_pair or len(tags) == 1)
+            is_log = isinstance(maps.get(key), ExpTransform)
+            linear = linear and (tag.path is Path.EXP if is_log else is_affine)
+    if bool((paired * second).any()) or (classes and used > len(classes)):
+        raise UnsupportedProgramError("an output of the layer enters several parameters")
+    if not used:
+        raise UnsupportedProgramError("no observation depends on the layer")
+    first = torch.zeros_like(second) if classes else 1.0 - second
+    return Head(first, second, partner, exact, linear, tuple(classes), ways_of(run, seen))
+
+
+def _are_logits(base: Any, tags: Mapping[str, OutputTag], seen: LastLayer) -> bool:
+    """Whether a site's classes have all outputs of a row as logits, in order."""
+    tag = tags.get("logits")
+    if not isinstance(base, Categorical | OneHotCategorical) or tag is None or len(tags) > 1:
+        return False
+    every = torch.arange(seen.output.numel(), device="cpu")
+    return tag.path is Path.LOGITS and torch.equal(tag.index().reshape(-1).cpu(), every)
+
+
+def _check_others(run: Run, seen: LastLayer) -> None:
+    """Check that nothing but parameters of observed sites is computed from the outputs."""
+    if seen.left is not None:
+        raise UnsupportedProgramError(
+            "the program changes the layer's outputs in place, or reads numbers off them: "
+            f"'{seen.left}'"
+        )
+    own = {term.site for layer in seen.layers for term in layer.terms}
+    other = run.discrete is not None
+    for name, site in (run.latents | run.factors).items():
+        other = other or (bool(tags_of(site, seen)) if name in own else depends(site, seen))
+    for site in run.observed.values():
+        parts = (site.value, site.scale, site.mask)
+        other = other or any(seen.output_tag(part) is not None for part in parts)
+    if other:
+        raise UnsupportedProgramError("more than the observations depends on the layer's outputs")
+
+
+def _check_alone(name: str, site: Site, tags: Mapping[str, OutputTag]) -> None:
+    """Check that each number of a site depends on one or two outputs by known functions."""
+    base = base_distribution(site.distribution)
+    for key, tag in tags.items():
+        if tag.path is Path.MIXED and tag.steps:
+            raise UnsupportedProgramError(
+                f"the parameter '{key}' of the site '{name}' is computed from the layer's outputs "
+                f"by '{tag.steps[-1].partition('(')[0]}', of which it is not known that "
+                "each number depends on one output (if it does, declare the function by link=)"
+            )
+        alone = tag.path.is_alone and tag.tensor.shape == base.batch_shape
+        if not alone or base.event_shape or len(tags) > 2 or not is_known(site.distribution):
+            raise UnsupportedProgramError(
+                f"each observation of the site '{name}' ({type(base).__name__}) depends on several "
+                "outputs of the layer"
+            )

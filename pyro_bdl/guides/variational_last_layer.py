@@ -1,7 +1,7 @@
 """A last layer with a Gaussian posterior whose expected log likelihood needs no draws."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,12 +14,14 @@ from pyro_bdl.curvature.structures.base import Precision, Whitened, whole_rows
 from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.guides.kl import expected_log_prior
 from pyro_bdl.guides.laplace import subset_of
-from pyro_bdl.guides.last_layer_features import Term
+from pyro_bdl.guides.last_layer_features import check_one_product
 from pyro_bdl.guides.normal import NormalGuide
-from pyro_bdl.guides.output_quadrature import Head, LayerOutputs, add_jensen, read_head
+from pyro_bdl.guides.output_quadrature import Head, Ways, add_jensen, read_head, ways_of
 from pyro_bdl.program.gaussian_prior import StoredPrecision
+from pyro_bdl.program.linear_ops.last_layer import LastLayer, Term, functions_in
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, leave_open, record
+from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.module_state import evaluation_mode, vmappable
 from pyro_bdl.utils.random_state import own_randomness
 
@@ -31,11 +33,12 @@ class AutoVariationalLastLayer(NormalGuide):
 
     Let W (K, H) be the weights and biases of the last layer, phi its inputs with a one. Under q(W)
     the outputs z = W phi of a datum are Gaussian, and this package's ELBOs take E[log p(y | z)]
-    without draws: exactly for a Normal with any noise that W does not move; by 20 points of
-    Gauss-Hermite quadrature in a noise that is an output too, and for Student t, Bernoulli, Poisson
-    and others of one output; for classes by the bound of Jensen's inequality (Harrison, Willes &
-    Snoek 2024, "Variational Bayesian last layers"). One pass through the features is enough. Other
-    programs, estimators and Pyro's ELBOs take draws; a warning says why where a program needs them.
+    without draws where each observed number depends on one output: exactly for a Normal with a
+    location affine in it; by 20 points of Gauss-Hermite quadrature for other distributions, for a
+    noise that is an output too, and for outputs that pass exp, softplus or a declared ``link``. For
+    classes it is the bound of Jensen's inequality (Harrison, Willes & Snoek 2024, "Variational
+    Bayesian last layers"). Other programs, estimators and Pyro's ELBOs take draws; ``quadrature``
+    tells, and a warning says why where a program needs them.
 
     With fixed features, all data and Normal observations the optimum is the exact posterior.
 
@@ -45,6 +48,8 @@ class AutoVariationalLastLayer(NormalGuide):
     :param features: all other latents are "point"s (unconstrained, at the mode), or "mean-field"
         Normals.
     :param subset: the layer, by default the program's last product with weights and its bias.
+    :param link: a function, or several, that outputs pass on their way to a parameter, and that
+        acts on each number alone, such as ``torch.sigmoid``.
     :param init_scale: the standard deviations at the start, in unconstrained units.
     :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
     :raises ValueError: for an unknown ``structure`` or ``features``, or a bad ``init_scale``.
@@ -57,6 +62,7 @@ class AutoVariationalLastLayer(NormalGuide):
         structure: str = "dense",
         features: str = "point",
         subset: Any = "last-layer",
+        link: Callable | Iterable[Callable] = (),
         init_scale: float = 0.05,
         **options: Any,
     ) -> None:
@@ -71,6 +77,7 @@ class AutoVariationalLastLayer(NormalGuide):
         super().__init__(model, **options)
         self.structure, self.features, self.init_scale = structure, features, init_scale
         self.selection = subset
+        self.functions = functions_in(link)
         self.head: Head | None = None
 
     def options(self) -> dict[str, Any]:
@@ -112,50 +119,50 @@ class AutoVariationalLastLayer(NormalGuide):
         """The positions of W (K, H) in the vector; none where the program has no last layer."""
         args, kwargs = self.few_rows
         nothing = torch.empty(0, 0, dtype=torch.long, device=start.device)
-        layout = self.require_layout()
-        noise: list[Tensor] = []
-
-        def change(term: Term) -> Tensor:
-            assert term.inputs is not None
-            count = term.inputs.shape[:-1].numel()
-            noise[:] = [start.new_zeros(count, len(term.where)).requires_grad_()]
-            return noise[0]
-
+        layout, model = self.require_layout(), self.program_model
         try:
             with own_randomness():
                 sites = subset_of(self, self.selection, args, kwargs).sites
                 values = layout.constrain(start)[0]
-                outputs = LayerOutputs({name: values[name] for name in sites}, change)
-                with torch.enable_grad(), evaluation_mode(self.program_model), outputs:
-                    run = record(self.program_model, values, args, kwargs, draw=leave_open)
-            features = [term for term in outputs.terms if term.inputs is not None]
-            if len(features) != 1 or len({len(term.where) for term in outputs.terms}) != 1:
-                raise UnsupportedProgramError("the layer is not one product with a matrix")
+                values |= {name: values[name].detach().requires_grad_() for name in sites}
+                seen = self._tracker({name: values[name] for name in sites})
+                with torch.enable_grad(), evaluation_mode(model), seen:
+                    run = record(model, values, args, kwargs, draw=leave_open)
+            check_one_product(seen, sites)
+            terms = seen.layers[0].terms
+            if terms[0].op.output_dim != -1 or len({len(term.where) for term in terms}) != 1:
+                raise UnsupportedProgramError("the layer is not one product of rows with a matrix")
             if any(layout.latents[name].transform is not None for name in sites):
                 raise UnsupportedProgramError("the layer's weights are not over the reals")
         except ValueError as error:
             self._warn(f"has no last layer, so that all latents are {self.features}s: {error}")
             return nothing
         self.sites = tuple(sites)
-        self.has_bias = len(outputs.terms) > 1
-        try:
-            assert outputs.output is not None
-            with torch.enable_grad():
-                head = read_head(run, outputs.output, noise[0])
-            self._take_head(head, start)
-        except (UnsupportedProgramError, NotImplementedError) as error:
-            self._warn(f"takes the expected log likelihood at draws: {error}")
-        shifted = [term.where + layout.slices[term.site].start for term in outputs.terms]
+        self.has_bias = len(terms) > 1
+        self._take_head(run, seen)
+        shifted = [term.where + layout.slices[term.site].start for term in terms]
         return torch.cat(shifted, 1)
 
-    def _take_head(self, head: Head, start: Tensor) -> None:
-        self.head = head
+    def _tracker(
+        self, latents: Mapping[str, Tensor], change: Callable[[Term], Tensor] | None = None
+    ) -> LastLayer:
+        return LastLayer(latents, change, self.functions)
+
+    def _take_head(self, run: Run, seen: LastLayer) -> None:
+        """Take the head of a run, with gradients, or draws where it has none."""
+        self.head = None
+        try:
+            self.head = head = read_head(run, seen)
+        except (UnsupportedProgramError, NotImplementedError) as error:
+            self._warn(f"takes the expected log likelihood at draws: {error}")
+            return
         points, weights = head.points()
+        like = self.loc
         for name, value in {
             "points": points, "weights": weights, "first": head.first, "second": head.second,
         }.items():  # fmt: skip
-            self.register_buffer(name, value.to(start), persistent=False)
-        self.register_buffer("partner", head.partner.to(start.device), persistent=False)
+            self.register_buffer(name, value.to(like), persistent=False)
+        self.register_buffer("partner", head.partner.to(like.device), persistent=False)
 
     def _warn(self, what: str) -> None:
         if what not in self.told:
@@ -169,13 +176,36 @@ class AutoVariationalLastLayer(NormalGuide):
         log_likelihood: Callable[[Run], Any],
     ) -> tuple[Any, Run]:
         """E[log p(y | w)] over the last layer, at a draw of the other latents."""
-        if self.head is None:
-            return super().expected_log_likelihood(latents, run_at, log_likelihood)
-        means = self.require_layout().unflatten(self.parameter("loc"))
-        inside = {**latents, **{name: means[name] for name in self.sites}}
-        classes, column, mix = self.head.classes, self.parameter("column"), self._mix()
+        inside: dict[str, Tensor] = dict(latents)
+        if self.sites:
+            means = self.require_layout().unflatten(self.parameter("loc"))
+            inside |= {name: means[name] for name in self.sites}
+        while self.head is not None:
+            total, run, ways = self._at_points(self.head, inside, run_at, log_likelihood)
+            if ways == self.head.ways:
+                for name in self.sites:
+                    run.latents[name] = run.latents[name]._replace(value=latents[name])
+                return total, run
+            # the program takes the outputs in another way now
+            values = dict(inside)
+            if not is_transformed():
+                values |= {n: values[n].detach().requires_grad_() for n in self.sites}
+            with torch.enable_grad(), self._tracker({n: values[n] for n in self.sites}) as seen:
+                run = run_at(values)
+            self._take_head(run, seen)
+        return super().expected_log_likelihood(latents, run_at, log_likelihood)
+
+    def _at_points(
+        self,
+        head: Head,
+        inside: Mapping[str, Tensor],
+        run_at: Callable[[Mapping[str, Tensor]], Run],
+        log_likelihood: Callable[[Run], Any],
+    ) -> tuple[Any, Run, Ways]:
+        """The mean over the points of a head, a run, and its ways from z to the parameters."""
+        column, mix = self.parameter("column"), self._mix()
         rows = None if self.structure == "dense" else self.parameter("row").square().sum(-1)
-        runs: list[Run] = []
+        runs: list[tuple[Run, Ways]] = []
 
         def at(point: Tensor) -> Any:
             variance: list[Tensor] = []
@@ -185,13 +215,13 @@ class AutoVariationalLastLayer(NormalGuide):
                 smallest = torch.finfo(variance[0].dtype).tiny
                 return variance[0].clamp_min(smallest).sqrt() * (mix @ point)
 
-            outputs = LayerOutputs({name: inside[name] for name in self.sites}, noise)
-            with outputs:
+            seen = self._tracker({name: inside[name] for name in self.sites}, noise)
+            with seen:
                 run = run_at(inside)
-            if classes:
-                assert outputs.output is not None
-                add_jensen(run, classes, outputs.output, variance[0].view_as(outputs.output))
-            runs[:] = [run]
+            ways = ways_of(run, seen)
+            if head.classes and ways == head.ways:
+                add_jensen(run, head.classes, seen.output, variance[0].view_as(seen.output))
+            runs[:] = [(run, ways)]
             return log_likelihood(run)
 
         if len(self.points) == 1:
@@ -200,9 +230,7 @@ class AutoVariationalLastLayer(NormalGuide):
             with vmappable():
                 values = torch.vmap(at, randomness="same")(self.points)
             total = values @ self.weights.to(values)
-        for name in self.sites:
-            runs[0].latents[name] = runs[0].latents[name]._replace(value=latents[name])
-        return total, runs[0]
+        return total, *runs[0]
 
     def _variance(self, inputs: Any, column: Tensor, rows: Tensor | None) -> Tensor:
         """v (R, K) of the outputs at inputs (..., in)."""
@@ -223,6 +251,12 @@ class AutoVariationalLastLayer(NormalGuide):
         return torch.stack([own, shared + self.second], 1)
 
     # The distribution
+
+    @property
+    def quadrature(self) -> str:
+        """How E[log p(y | z)] is taken: "exact", by "points", by the "bound" of Jensen, or by
+        "draws" of the layer, which are unbiased."""
+        return "draws" if self.head is None else self.head.rule
 
     @property
     def linearized(self) -> bool:

@@ -240,6 +240,100 @@ def test_it_is_saved_with_its_inducing_inputs(tmp_path):
     torch.testing.assert_close(again.location(), guide.location())
 
 
+# The start at the data
+
+
+def _heads(first):
+    """Two networks with as many outputs as there are data, of which ``first`` is called first."""
+
+    def model(x, y=None):
+        hidden = torch.tanh(x)
+        outputs = {}
+        for name in sorted(("mean", "spread"), key=lambda name: name != first):
+            w = pyro.sample(name, dist.Normal(x.new_zeros(1, 3), 1.0).to_event(2))
+            outputs[name] = (hidden @ w.T)[:, 0]
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(outputs["mean"], outputs["spread"].exp()), obs=y)
+
+    return model
+
+
+@pytest.mark.parametrize("first", ["mean", "spread"])
+def test_the_layer_that_is_the_location_starts_at_the_data(first):
+    x, y = _data()
+    guide = AutoInducing(_heads(first)).prototype(x, y)
+    targets = dict(zip(guide.layers, guide.targets.view(2, -1), strict=True))
+    precisions = dict(zip(guide.layers, guide.log_precision.exp().view(2, -1), strict=True))
+    hidden, values = torch.tanh(x), guide.layout.constrain(guide.location())[0]
+    torch.testing.assert_close(targets["mean"], y)
+    assert precisions["spread"].unique().numel() == 1 < precisions["mean"].unique().numel()
+    assert not torch.allclose(targets["spread"], y) and values["mean"].shape == (1, 3)
+    assert hidden.shape == (12, 3)
+
+
+LOCATIONS = {
+    "itself": (lambda z: z[:, 0], True),
+    "a view": (lambda z: z.reshape(-1), True),
+    "scaled": (lambda z: 2.0 * z[:, 0], False),
+    "a function": (lambda z: z[:, 0].exp(), False),
+}
+
+
+@pytest.mark.parametrize("case", LOCATIONS)
+def test_only_a_location_itself_starts_at_the_data(case):
+    location, expected = LOCATIONS[case]
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(1, 3), 1.0).to_event(2))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(location(x @ w.T), 0.3), obs=y)
+
+    x, y = _data()
+    guide = AutoInducing(model).prototype(x, y)
+    assert torch.equal(guide.targets, y) == expected
+
+
+def test_a_convolution_starts_at_the_data_position_by_position():
+    """The optimum of the last convolution given its inputs, by least squares."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 2, 5, **DOUBLE), torch.randn(6, 3, 4, **DOUBLE)
+    model = _network(nn.Conv1d(2, 3, 2), prior=bdl.priors.Normal(0.7))
+    guide = AutoInducing(model).prototype(x, y)
+    (layer,) = guide.layers.values()
+    rows = x.unfold(2, 2, 1).movedim(1, 2).reshape(-1, 4)
+    phi, targets = _with_one(rows), y.movedim(1, 2).reshape(-1, 3)
+    torch.testing.assert_close(guide.targets.view(layer.rows, 3), targets)
+    covariance = torch.linalg.inv(phi.T @ phi / 0.3**2 + torch.eye(5, **DOUBLE) / 0.7**2)
+    mean = (covariance @ phi.T @ targets / 0.3**2).T
+    found = guide.layout.unflatten(guide.location())
+    torch.testing.assert_close(found["0.weight"].flatten(1), mean[:, :-1])
+    torch.testing.assert_close(found["0.bias"], mean[:, -1])
+
+
+# Several draws at once
+
+
+@pytest.mark.parametrize("layers", ["dense", "convolutions"])
+def test_the_density_of_several_draws_is_that_of_each(layers):
+    if layers == "dense":
+        model, guide = _two_layers()
+        x, y = _data()[0], _data(outputs=2)[1]
+    else:
+        x, y = torch.randn(6, 2, 5, **DOUBLE), torch.randn(6, 4, 3, **DOUBLE)
+        convolutions = nn.Conv1d(2, 4, 3, groups=2), nn.Tanh(), nn.Conv1d(4, 4, 1)
+        model = _network(*convolutions, prior=bdl.priors.Normal(0.7))
+        guide = AutoInducing(model, num_inducing=4).prototype(x, y)
+    draws, log_dets = guide.sample_vectors(4), torch.randn(4, **DOUBLE)
+    one_by_one = [guide.log_density(*pair) for pair in zip(draws, log_dets, strict=True)]
+    expected = torch.stack(one_by_one)
+    torch.testing.assert_close(guide.log_density(draws, log_dets), expected)
+    torch.testing.assert_close(
+        guide.log_density(draws.view(2, 2, -1), log_dets.view(2, 2)), expected.view(2, 2)
+    )
+    mixture = bdl.guides.MixtureGuide([guide, guide])
+    torch.testing.assert_close(mixture.log_density(draws, log_dets), expected)
+
+
 # Refusals
 
 

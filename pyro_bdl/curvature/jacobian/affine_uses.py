@@ -9,7 +9,7 @@ normalization, is a "dense" use, whose gradient is that of the operand itself.
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,19 +56,6 @@ class AffineUse:
     groups: int = 1
 
 
-class VectorProduct(NamedTuple):
-    """A product of inputs with a latent vector, whose use is dense.
-
-    :param position: the number of uses recorded before.
-    :param biases: the latents that are added to its output.
-    """
-
-    site: str
-    position: int
-    output_shape: torch.Size
-    biases: tuple[str, ...] = ()
-
-
 class DependentDataError(UnsupportedProgramError):
     """A program's data depend on each other: no way to run it has the rows apart."""
 
@@ -104,7 +91,6 @@ class UseRecorder(Tracker):
         self.differentiable = differentiable
         self.uses: list[AffineUse] = []
         self.edges: list[GradientEdge | None] = []  # of each operation's z in autograd's graph
-        self.vector_products: list[VectorProduct] = []
         self.lane = lane
         self._counts: Counter[str] = Counter()
 
@@ -205,7 +191,6 @@ def _product(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
     if weight is None or mode.is_latent(op.inputs):
         return _bias(mode, op, output)
     if weight.tensor.dim() == 1:
-        mode.vector_products.append(VectorProduct(weight.site, len(mode.uses), output.shape))
         return _bias(mode, op, output)
     indices = weight.indices
     if op.weight_dim == 0:
@@ -285,11 +270,6 @@ def _embedding(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
 
 def _addition(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
     """Record z = x + b."""
-    tag = mode.tag(op.bias)
-    if tag and op.sign > 0 and output.dim() == 1 and mode.vector_products:
-        last = mode.vector_products[-1]
-        if last.output_shape == output.shape:
-            mode.vector_products[-1] = last._replace(biases=(*last.biases, tag.site))
     return _bias(mode, op, output) if op.sign > 0 and output.dim() > 1 else []
 
 

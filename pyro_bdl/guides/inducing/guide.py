@@ -9,6 +9,7 @@ import torch
 from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor, nn
+from torch.distributions import Normal
 
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
@@ -21,9 +22,11 @@ from pyro_bdl.guides.inducing.layers import (
     is_changed,
 )
 from pyro_bdl.guides.kl import diagonal_normal_kl
+from pyro_bdl.guides.output_quadrature import tags_of
 from pyro_bdl.guides.summaries import DRAWS
 from pyro_bdl.program.batches import Batch, has_rows, leading_size, taken
 from pyro_bdl.program.layout import Latent, Layout, marginal
+from pyro_bdl.program.linear_ops.last_layer import LastLayer, Path
 from pyro_bdl.program.trace import Run, record
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.utils.autograd import reaches
@@ -98,7 +101,7 @@ class AutoInducing(Guide):
         }
         values = {n: v for n, v in layout.constrain(start)[0].items() if n not in local}
         with torch.enable_grad():
-            survey, run = self._survey(values)
+            survey, run, seen = self._survey(values)
         if survey.layers and local:
             raise UnsupportedProgramError(
                 f"the site '{min(local)}' has values for each datum, and AutoInducing runs the "
@@ -114,9 +117,9 @@ class AutoInducing(Guide):
         scale = torch.full_like(loc, self.init_scale)
         self.scale = PyroParam(scale, constraints.softplus_positive)
         if self.layers:
-            pseudo = [self._start_of(found) for found in survey.layers.values()]
-            pseudo[-1] = self._data(run, *pseudo[-1], count)
-            targets, precisions = zip(*pseudo, strict=True)
+            pseudo = {site: self._start_of(found) for site, found in survey.layers.items()}
+            pseudo |= self._data(run, seen, count)
+            targets, precisions = zip(*pseudo.values(), strict=True)
             self.targets = nn.Parameter(torch.cat([v.reshape(-1) for v in targets]).to(start))
             self.log_precision = nn.Parameter(torch.cat(precisions).log().to(start))
 
@@ -150,8 +153,9 @@ class AutoInducing(Guide):
         ]
         return tree_unflatten(leaves, self._structure)
 
-    def _survey(self, values: dict[str, Tensor]) -> tuple[Survey, Run]:
-        """The layers at some latents, and the run; inputs that they depend on become parameters."""
+    def _survey(self, values: dict[str, Tensor]) -> tuple[Survey, Run, LastLayer]:
+        """The layers at some latents, and a run with its operations; inputs that they depend on
+        become parameters."""
         model, (args, kwargs) = self.program_model, self._arguments()
         inputs = {n: b for n, b in self.named_buffers(recurse=False) if n.startswith("inducing_")}
         real = {name: leaf for name, leaf in inputs.items() if leaf.is_floating_point()}
@@ -159,7 +163,8 @@ class AutoInducing(Guide):
             leaf.requires_grad_()
         leaves = {name: value.detach().clone().requires_grad_() for name, value in values.items()}
         with evaluation_mode(model):
-            run = record(model, leaves, args, kwargs)
+            with LastLayer(leaves) as seen:
+                run = record(model, leaves, args, kwargs)
             survey = Survey(leaves, run.latents)
             with survey:
                 record(model, leaves, args, kwargs)
@@ -169,7 +174,7 @@ class AutoInducing(Guide):
                 setattr(self, name, nn.Parameter(leaf.detach()))
             else:
                 leaf.requires_grad_(False)
-        return survey, run
+        return survey, run, seen
 
     def _start_of(self, found: Found) -> tuple[Tensor, Tensor]:
         """A layer's pseudo-outputs (rows, outputs), its own, and their precisions (rows,)."""
@@ -178,17 +183,32 @@ class AutoInducing(Guide):
         power = torch.where(power > 0, power, torch.ones_like(power))
         return outcomes, (self.init_precision / power).expand(len(outcomes))
 
-    @staticmethod
-    def _data(run: Run, outcomes: Tensor, precisions: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Where the last layer's outputs are observed by a Normal, the data, with the noise's
-        precision for each of ``count`` rows; else the same pseudo-outputs and precisions."""
+    def _data(self, run: Run, seen: LastLayer, count: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """For each layer whose output is the location of a Normal observation, the data as
+        pseudo-outputs (rows, outputs), with the noise's precision for each of ``count`` rows."""
+        found = {}
         for site in run.observed.values():
             normal: Any = base_distribution(site.distribution)
-            if type(normal).__name__ == "Normal" and site.value.numel() == outcomes.numel():
-                share = max(site.subsampling, count / len(outcomes))
-                noise = normal.scale.detach().expand(site.value.shape).reshape(outcomes.shape)
-                return site.value.reshape(outcomes.shape), share * noise.pow(-2).mean(1)
-        return outcomes, precisions
+            tag = tags_of(site, seen).get("loc")
+            is_output = tag is not None and tag.path is Path.SAME and seen.left is None
+            if not is_output or not isinstance(normal, Normal) or site.mask is not None:
+                continue
+            for own in seen.layers:
+                layer = self.layers.get(own.sites[0])
+                if own.output is not tag.root or layer is None or layer.sites != own.sites:
+                    continue
+                index, numbers = (
+                    tag.index().reshape(-1),
+                    torch.arange(tag.root.numel(), device="cpu"),
+                )
+                if site.value is None or not torch.equal(index.sort().values.cpu(), numbers):
+                    continue
+                places = own.as_rows(index.argsort().view(tag.root.shape))
+                noise = normal.scale.detach().expand(site.value.shape).reshape(-1)[places]
+                share = max(site.subsampling, count / len(self.rows))
+                precisions = share * noise.pow(-2).mean(1)
+                found[own.sites[0]] = site.value.reshape(-1)[places], precisions
+        return found
 
     # Draws and densities
 
@@ -241,6 +261,9 @@ class AutoInducing(Guide):
         return self._vectors(torch.randn(size, dtype=like.dtype, device=like.device))
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        if vector.dim() > 1:  # several, with the passes over the inducing inputs at once
+            every = {"vector": vector.flatten(0, -2), "log_det": log_det.reshape(-1)}
+            return self._map(lambda one: self.log_density(**one), every).view(log_det.shape)
         layout, total = self.require_layout(), -log_det
         if self.rest.latents:
             q = dist.Normal(self.parameter("loc"), self.parameter("scale"))

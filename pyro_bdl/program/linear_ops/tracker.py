@@ -8,7 +8,7 @@ layer find weights in them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -152,7 +152,7 @@ class Tracker(TorchFunctionMode):
                 return _tensors(func(values, *args[1:], **kwargs))[number]
 
             whole = tag.whole and is_cast
-            self.tags[id(output)] = Tag(tag.site, tag.root, output, view, whole)
+            self.tags[id(output)] = replace(tag, tensor=output, view=view, whole=whole)
         return result
 
 
@@ -161,7 +161,10 @@ _SHAPES = {
     "randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
     "requires_grad_",
 }  # fmt: skip
-_NUMBERS = {"item", "tolist", "numpy", "__float__", "__int__", "__bool__"}
+_NUMBERS = {
+    "item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__float__",
+    "__int__", "__bool__", "__index__", "__complex__", "__contains__",
+}  # fmt: skip
 
 
 def tells_numbers(func: Any, result: Any) -> bool:
