@@ -21,6 +21,7 @@ output's ``logits``, as in networks of the Hugging Face kind.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -32,8 +33,10 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.nn.functional import softplus
 
-from pyro_bdl.program.batches import as_dicts
+from pyro_bdl.errors import warn
+from pyro_bdl.program.batches import as_dicts, leading_size
 from pyro_bdl.program.gaussian_prior import TaskPrior
+from pyro_bdl.program.linear_ops.probabilities import Probabilities
 from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.scales import Hyperprior, Scale, checked, hyperparameter, on_device
@@ -68,6 +71,8 @@ class ObservationModel(TaskPrior, OwnParameters):
     """
 
     _head: str | None = None  # the name of a head of MultiOutput
+    _takes_logits = False
+    _was_called = False
 
     def __init__(
         self,
@@ -101,16 +106,44 @@ class ObservationModel(TaskPrior, OwnParameters):
             raise TypeError(
                 f"{type(self).__name__} has no network: pass it, or make this a head of MultiOutput"
             )
+        seen = None if self._was_called else Probabilities()
+        self._was_called = True
         with self._under_task_prior():
-            return self._observe(_called(self.network, x, inputs), y)
+            with nullcontext() if seen is None else seen:
+                found = _called(self.network, x, inputs)
+            return self._observe(found, y, leading_size((x, inputs)), seen)
 
-    def _observe(self, found: Any, y: Any) -> Any:
-        return self._sampled({"y": (self, _selected(found, self.output), y)})["y"]
+    def _observe(self, found: Any, y: Any, rows: int, seen: "Probabilities | None") -> Any:
+        return self._sampled({"y": (self, _selected(found, self.output), y)}, rows, seen)["y"]
 
-    def _sampled(self, heads: "Mapping[str, tuple[ObservationModel, Any, Any]]") -> dict[str, Any]:
-        """Observe or sample the targets of each site, given its program, f(x) and targets."""
+    def _sampled(
+        self,
+        heads: "Mapping[str, tuple[ObservationModel, Any, Any]]",
+        rows: int,
+        seen: "Probabilities | None",
+    ) -> dict[str, Any]:
+        """Observe or sample the targets of each site, given its program, f(x) and targets.
+
+        :param rows: those of the inputs; ``seen`` what the network computed, in the first call.
+        """
         outputs: dict[str, Tensor] = {}
-        for site, (_, output, _) in heads.items():
+        for site, (head, output, _) in heads.items():
+            end = None if seen is None or not head._takes_logits else seen.name(output)
+            if end is not None:
+                warn(
+                    f"the network's outputs for {head._targets_name} are probabilities (its last "
+                    f"operation is {end}), but {type(head).__name__} takes logits, "
+                    "of which it computes the probabilities itself: remove that layer",
+                    "probabilities-as-logits",
+                    stacklevel=3,
+                )
+            if isinstance(output, Tensor) and not output.dim():
+                if rows != 1:
+                    raise ValueError(
+                        f"the network's output is a single number for {rows} rows: return one for "
+                        "each row, (N,) or (N, targets)"
+                    )
+                output = output[None]  # a network that ends in squeeze(), at one row
             outputs[site] = output = uncast(_without_single_column(output))
             batch = output.shape[0]
             if not batch:
@@ -327,6 +360,8 @@ class Classification(ObservationModel):
         (torch.Size([10, 5, 3]), torch.Size([10, 5]))
     """
 
+    _takes_logits = True
+
     def likelihood(self, output: Tensor) -> Distribution:
         shape = self.observation_shape(output)
         return dist.Categorical(logits=self.record(output)).to_event(len(shape) - 1)
@@ -359,6 +394,8 @@ class BinaryClassification(ObservationModel):
         >>> draws["f"].shape, draws["y"].shape
         (torch.Size([10, 5]), torch.Size([10, 5]))
     """
+
+    _takes_logits = True
 
     def likelihood(self, output: Tensor) -> Distribution:
         return dist.Bernoulli(logits=self.record(output)).to_event(output.dim() - 1)
@@ -422,7 +459,9 @@ class MultiOutput(ObservationModel):
         """The programs of the outputs, by name."""
         return {name: getattr(self, f"head_{name}") for name in self._heads}
 
-    def _observe(self, found: Any, y: Any) -> dict[str, Any]:
+    def _observe(
+        self, found: Any, y: Any, rows: int, seen: "Probabilities | None"
+    ) -> dict[str, Any]:
         y = dict.fromkeys(self._heads) if y is None else y
         if not isinstance(y, Mapping) or set(y) != set(self._heads):
             given = sorted(y) if isinstance(y, Mapping) else type(y).__name__
@@ -436,7 +475,7 @@ class MultiOutput(ObservationModel):
             own = place if is_tuple else name
             output = _selected(found, own if head.output is None else head.output)
             heads[name] = head, output, y[name]
-        return self._sampled(heads)
+        return self._sampled(heads, rows, seen)
 
 
 def _called(network: nn.Module, x: Any, inputs: Mapping[str, Any]) -> Any:

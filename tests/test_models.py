@@ -1,6 +1,7 @@
 """The ready-made programs have the documented densities."""
 
 import math
+import warnings
 from collections import UserDict
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,7 +19,8 @@ from torch.distributions import constraints
 from pyro_bdl import Predictive, Program, Samples, bayesianize, handlers, models
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.elbo import TemperedTrace_ELBO
-from pyro_bdl.guides import AutoMAP, AutoMeanField
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP, AutoMeanField
 from pyro_bdl.program import record
 
 D = torch.float64
@@ -424,3 +426,99 @@ def test_the_noise_of_a_heteroscedastic_network_has_a_floor():
     assert (raw > 0).all()
     distribution = base_distribution(trace.nodes["y"]["fn"])
     assert torch.equal(distribution.scale.flatten(), trace.nodes["noise"]["value"].flatten())
+
+
+# What the network returns
+
+
+class _Squeezed(nn.Module):
+    def __init__(self, outputs=1):
+        super().__init__()
+        self.layer = nn.Linear(2, outputs)
+
+    def forward(self, x):
+        return self.layer(x).squeeze()
+
+
+def test_a_network_that_squeezes_takes_a_batch_of_one_row():
+    net = _Squeezed().to(D)
+    model = models.Regression(bayesianize(net), noise=0.3, num_data=5)
+    kind = {name: value.detach() for name, value in net.named_parameters()}
+    y = torch.randn(5, dtype=D)
+    whole = Program(model, XS[:5], y).log_likelihood(kind)["y"]
+    for row in range(5):
+        part = Program(model, XS[row : row + 1], y[row : row + 1]).log_likelihood(kind)["y"]
+        torch.testing.assert_close(part, whole[row : row + 1])
+    guide = AutoMeanField(model).prototype(XS[:5], y)
+    for start in (0, 3):  # the last batch of a loader has one row
+        rows = slice(start, start + 4)
+        assert TemperedTrace_ELBO().loss(model, guide, XS[:5][rows], y[rows]) > 0
+    full, kron = (
+        AutoLaplaceGGN(model, structure=name).laplace_approximation((XS[:5], y))
+        for name in ("full", "kron")
+    )
+    torch.testing.assert_close(full.location(), kron.location())
+    features = torch.cat([XS[:5], torch.ones(5, 1, dtype=D)], 1)
+    exact = features.T @ features / 0.3**2 + torch.eye(3, dtype=D)
+    torch.testing.assert_close(full.variances(), exact.inverse().diagonal())
+
+
+def test_one_number_for_several_rows_is_refused():
+    class Summed(_Squeezed):
+        def forward(self, x):
+            return self.layer(x).sum()
+
+    model = models.Regression(bayesianize(Summed().to(D)), noise=0.3)
+    with pytest.raises(ValueError, match="a single number for 6 rows"):
+        Program(model, XS, REAL)
+
+
+ENDS = {
+    "softmax": (3, lambda z: z.softmax(-1), True),
+    "a module": (3, nn.Softmax(-1), True),
+    "in a view": (3, lambda z: torch.softmax(z[None], -1)[0], True),
+    "log-softmax": (3, nn.LogSoftmax(-1), False),
+    "attention": (3, lambda z: z.softmax(-1) @ torch.ones(3, 3, dtype=D), False),
+    "logits": (3, nn.Identity(), False),
+    "sigmoid": (1, nn.Sigmoid(), True),
+    "squeezed": (1, lambda z: torch.sigmoid(z).squeeze(-1), True),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_probabilities_in_the_place_of_logits_are_told_once(name):
+    outputs, end, told = ENDS[name]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, outputs)
+
+        def forward(self, x):
+            return end(self.layer(x))
+
+    kind = models.Classification if outputs > 1 else models.BinaryClassification
+    model = kind(bayesianize(Net().to(D)))
+    y = CLASSES if outputs > 1 else BITS
+    for first in (True, False):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Program(model, XS, y)
+        found = [str(w.message) for w in caught if "takes logits" in str(w.message)]
+        assert len(found) == (told and first)
+
+
+def test_probabilities_of_a_head_are_told_and_other_outputs_are_not():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 4)
+
+        def forward(self, x):
+            z = self.layer(x)
+            return {"share": z[:, :1].sigmoid(), "kind": z[:, 1:].softmax(-1)}
+
+    heads = {"share": models.Regression(noise=0.1), "kind": models.Classification()}
+    model = models.MultiOutput(bayesianize(Net().to(D)), heads)
+    with pytest.warns(BdlWarning, match=r"y\['kind'\] are probabilities .*softmax.*Classification"):
+        Program(model, XS, {"share": REAL, "kind": CLASSES})

@@ -15,7 +15,7 @@ from pyro_bdl import LinearizedPredictive, Program, bayesianize, evidence, model
 from pyro_bdl.bayesian_linear import SufficientStatistics, maximize, predict
 from pyro_bdl.bayesian_linear import posterior as linear_posterior
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
-from pyro_bdl.guides import AutoLastLayer
+from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer
 from pyro_bdl.guides.mode import find_mode
 
 D = torch.float64
@@ -338,6 +338,50 @@ def test_other_structures_are_refused():
     model, x, y = regression()
     with pytest.raises(ValueError, match='AutoLaplaceGGN with subset="last-layer"'):
         AutoLastLayer(model).laplace_approximation((x, y), structure="kron")
+
+
+def test_another_structure_is_refused_where_the_guide_is_made():
+    with pytest.raises(ValueError, match=r'AutoLaplaceGGN with subset="last-layer".*"kron"'):
+        AutoLastLayer(regression()[0], structure="kron")
+    assert AutoLastLayer(regression()[0], structure="full").config.structure.name == "full"
+
+
+@pytest.mark.parametrize("spelling", ["last-layer", "last_layer"])
+def test_both_spellings_are_the_last_layer(spelling):
+    model, x, y = regression()
+    posterior = AutoLaplaceGGN(model, subset=spelling).laplace_approximation((x, y))
+    assert posterior.subset.sites == ("2.weight", "2.bias")
+
+
+# location of z, noise of z, whether log p(y, w) is quadratic in w
+HEADS = {
+    "itself": (lambda z: z, None, True),
+    "scaled": (lambda z: 3.0 - 2.0 * z / 5.0, None, True),
+    "summed": (lambda z: z + z.sum() + torch.cat([z[1:], z[:1]]), None, True),
+    "positive here": (lambda z: (z + 100.0).clamp(min=0.0), None, False),
+    "absolute": (lambda z: (z + 100.0).abs(), None, False),
+    "squared": (lambda z: z * z, None, False),
+    "with its noise": (lambda z: z, lambda z: 0.3 + 1e-9 * z.square(), False),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_whether_it_is_linear_regression_is_told_by_the_operations(name):
+    location, noise, closed = HEADS[name]
+    x, y = inputs(), targets(inputs())
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(3), 1.0).to_event(1))
+        z = x @ w
+        spread = 0.3 if noise is None else noise(z)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(location(z), spread), obs=y)
+
+    guide = AutoLastLayer(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)
+        posterior = guide.laplace_approximation((x, y))
+    assert posterior.mode == ("closed" if closed else "steps")
 
 
 VECTORS = {
