@@ -17,7 +17,7 @@ from pyro_bdl.data.programs import Activation, Noise, program
 
 _USUAL = {"steps": None, "chains": 4, "warmup": 500, "draws": 500}
 _QUICK = {"steps": 500, "chains": 2, "warmup": 100, "draws": 100}
-_OF_FILES = ("target", "task", "thousands", "dates", "one_hot", "impute")
+_OF_FILES = ("target", "task", "thousands", "dates", "missing", "one_hot", "impute")
 _OF_PROGRAM = ("hidden", "activation", "noise", "prior_gain")
 
 
@@ -58,6 +58,10 @@ class Options:
     dates: Annotated[
         list[str] | None,
         _data(help="A column of dates such as 2024-12-31; several times for several columns."),
+    ] = None
+    missing: Annotated[
+        list[str] | None,
+        _data(help="A text that stands for a missing value in every column; several times."),
     ] = None
     task: Annotated[Task | None, _data(help="Found from the target if it is not given.")] = None
     one_hot: Annotated[bool, _data("--one-hot", help="Columns of text as zeros and ones.")] = False
@@ -179,8 +183,8 @@ class Options:
             )
         return load_csv(
             self.data, self.target, self.task, separator=separator, decimal=self.decimal,
-            thousands=self.thousands, dates=self.dates or (), one_hot=self.one_hot,
-            impute=self.impute, **split,
+            thousands=self.thousands, dates=self.dates or (), missing=self.missing or (),
+            one_hot=self.one_hot, impute=self.impute, **split,
         ).to(self.device)  # fmt: skip
 
     def program(self, data: Dataset) -> tuple[nn.Module, dict[str, str]]:

@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pyro_bdl.data.dataset import Dataset, prepare, quoted
 
 _MIN_TEXTS = 10  # up to this many different texts are always turned into indicators
 _DATE = r"\d{4}-\d{1,2}-\d{1,2}.*"
+_MISSING = ("na", "n/a", "nan", "null", "none", "<na>", "#n/a")  # where all else are numbers
 _PARTS = ("year", "month", "day", "day_of_week", "hour", "minute")
 
 
@@ -26,12 +28,16 @@ def load_csv(
     decimal: str = ".",
     thousands: str | None = None,
     dates: Sequence[str] = (),
+    missing: Sequence[str] = (),
     one_hot: bool = False,
     **options: Any,
 ) -> Dataset:
     """Read a CSV file with a header; every column but the target is a feature.
 
-    How numbers and dates are written is not guessed: it is said here.
+    How numbers and dates are written is not guessed: it is said here. Spaces around entries are
+    cut. Empty cells are missing values; in columns of numbers and dates NA, NaN, null, None and
+    N/A, in small or capital letters, are too. In columns of categories these are values like
+    others.
 
     :param path: the file.
     :param target: name of the target column.
@@ -43,6 +49,7 @@ def load_csv(
     :param thousands: the mark between groups of three digits; None: there is none.
     :param dates: columns of dates such as 2024-12-31 or 2024-12-31 23:59. They become year, month,
         day, weekday, hour and minute, as far as these differ between rows.
+    :param missing: texts that stand for missing values in every column, such as ``["NA", "?"]``.
     :param one_hot: turn each column of text into one column of zeros and ones for each of its
         values in the training part, named ``column=value``.
     :param options: ``impute``, ``test_fraction``, ``seed`` and ``fold``, see :func:`prepare`.
@@ -56,23 +63,32 @@ def load_csv(
             f"decimal={decimal!r} (--decimal) must be one character and another one than "
             f"thousands={thousands!r} (--thousands)"
         )
-    frame = read_csv(path, separator)
+    frame, notes = _table(path, separator, missing)
     for name in (target, *dates):
         if name not in frame.columns:
             near = difflib.get_close_matches(name, frame.columns, n=3, cutoff=0.5)
             hint = f"did you mean {quoted(near)}?" if near else f"it has {quoted(frame.columns)}"
             raise ValueError(f"data: {path} has no column {name!r}; {hint}")
     numbers = frame.apply(_numbers, decimal=decimal, thousands=thousands)
+    usual = frame.apply(lambda column: column.str.lower()).isin(_MISSING)
     is_text = numbers.isna() & frame.notna()
+    of_numbers = numbers.notna().any() & ~(is_text & ~usual).any()
+    is_text &= ~of_numbers
     if not one_hot:
         _refuse_texts(frame, is_text.drop(columns=[target, *dates]), path)
     features: dict[str, pd.Series] = {}
-    notes = []
     for name in frame.columns.drop(target):
         if name in dates:
-            features |= _date_parts(frame[name])
+            features |= _date_parts(frame[name].mask(usual[name]))
         elif is_text[name].any():
+            if is_text[name].sum() < numbers[name].notna().sum():
+                raise ValueError(
+                    f"data: column {name!r} holds numbers but for "
+                    f"{_first(frame[name], is_text[name])}; correct it, or name texts that stand "
+                    "for missing values with missing= (--missing)"
+                )
             features[name] = _few_texts(frame[name])
+            notes += _values_of_their_own(frame[name], usual[name])
         else:
             features[name] = numbers[name]
             if (numbers[name].diff()[1:] == 1).all():
@@ -87,6 +103,7 @@ def load_csv(
                 "task='classification' (--task classification)"
             )
         y = frame[target].astype(object)
+        notes += _values_of_their_own(frame[target], usual[target])
     made = prepare(
         pd.DataFrame(features), y.to_numpy(),
         feature_names=tuple(features), target_name=target, task=task, **options,
@@ -95,27 +112,61 @@ def load_csv(
 
 
 def read_csv(path: str | Path, separator: str = ",") -> pd.DataFrame:
-    """Read all columns as text, missing entries as NaN.
+    """Read all columns as text, empty cells as NaN.
 
     :param separator: the character between columns.
     :raises OSError: if there is no such file.
     :raises ValueError: for a file that is no table in UTF-8 with a header of different names.
     """
+    return _table(path, separator)[0]
+
+
+def _table(
+    path: str | Path, separator: str, missing: Sequence[str] = ()
+) -> tuple[pd.DataFrame, list[str]]:
+    """The columns as text, missing entries as NaN, and notes on what was left out."""
     hint = f"if its columns are not parted by {separator!r}, say separator= (--separator)"
     if len(separator) != 1:
         raise ValueError(f"separator={separator!r} (--separator) must be one character")
-    try:  # the header is read as a row: pandas would rename repeated columns
-        table = pd.read_csv(
-            path, header=None, dtype=str, sep=separator, skipinitialspace=True, encoding="utf-8-sig"
-        )
+    # the header is read as a row: pandas would rename repeated columns
+    read = partial(
+        pd.read_csv, path, header=None, dtype=str, sep=separator, skipinitialspace=True,
+        keep_default_na=False, encoding="utf-8-sig",
+    )  # fmt: skip
+    try:
+        width = read(nrows=1).shape[1]
+        table = read(names=range(width + 1))  # a mark behind the last column makes one more
     except (pd.errors.EmptyDataError, pd.errors.ParserError, UnicodeDecodeError) as error:
         raise ValueError(f"data: {path} is no table of text in UTF-8 ({error}); {hint}") from error
-    names = [str(name).strip() for name in table.iloc[0]]
-    if table.iloc[0].isna().any() or len(set(names)) < len(names):
+    table = table.apply(lambda column: column.str.strip())
+    longer = np.flatnonzero(table[width].fillna("") != "")
+    if len(longer):
+        raise ValueError(
+            f"data: {path} is no table of text in UTF-8 (row {longer[0]} has more entries than the "
+            f"header); {hint}"
+        )
+    header, table = table.iloc[0], table.iloc[1:]
+    table = table.mask(table.isin(["", *missing])).reset_index(drop=True)
+    empty = table.columns[(header == "") & table.isna().all()]
+    table, notes = table.drop(columns=empty), []
+    if len(table.columns) > 1 and header[0] == "" and 0 in table.columns:
+        table = table.drop(columns=0)
+        notes.append("The first column has no name, as a table's index, and is left out.")
+    names = list(header[table.columns])
+    if "" in names or len(set(names)) < len(names):
         raise ValueError(f"data: {path} has the columns {quoted(names)}: give each its own name")
     if len(names) == 1:
         raise ValueError(f"data: {path} has only the column {names[0]!r}; {hint}")
-    return table.iloc[1:].reset_index(drop=True).set_axis(names, axis=1)
+    return table.set_axis(names, axis=1), notes
+
+
+def _values_of_their_own(column: pd.Series, usual: pd.Series) -> list[str]:
+    """A note on categories that could be meant as missing values."""
+    return [
+        f"{column.name}: {text!r} is a category of its own, in {count} rows; if it stands for a "
+        f"missing value, say --missing {text}."
+        for text, count in column[usual].value_counts().items()
+    ]
 
 
 def _numbers(column: pd.Series, decimal: str, thousands: str | None) -> pd.Series:

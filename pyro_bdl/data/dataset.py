@@ -186,11 +186,15 @@ def prepare(
         y_mean, y_sd = (y_mean, y_sd) if task == "regression" else (0.0, 1.0)
         y = (y - y_mean) / y_sd
     features, x_mean, x_sd = _features(frame, ~test, impute)
-    if impute and frame.isna().any(axis=None):
-        notes.append(
-            f"{frame.isna().sum().sum()} missing values filled in with the "
-            f"{impute.replace('_', ' ')} of the training rows."
-        )
+    if impute:
+        texts = frame.columns.drop(frame.select_dtypes("number").columns)
+        ways = {"most frequent text": frame[texts], impute: frame.drop(columns=texts)}
+        notes += [
+            f"{count} missing values filled in with the {way.replace('_', ' ')} of the training "
+            "rows."
+            for way, part in ways.items()
+            if (count := int(part.isna().sum().sum()))
+        ]
     y_dtype = torch.int64 if task == "classification" else dtype
     share = f"{test_fraction:.3g} of the rows"
     if fold is not None:

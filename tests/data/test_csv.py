@@ -140,13 +140,76 @@ def test_the_task_is_found_from_the_target_and_said(write, y, task, found, class
     assert len(data.notes) == bool(words) and re.search(words, "".join(data.notes))
 
 
+def test_the_index_of_a_table_is_left_out(write):
+    named = load_csv(write(table("ay", NUMBERS, NUMBERS)), "y")
+    data = load_csv(write(table(["", "a", "y"], range(20), NUMBERS, NUMBERS)), "y")
+    assert data.feature_names == ("a",) and torch.equal(data.x_train, named.x_train)
+    assert "no name" in data.notes[0]
+
+
+@pytest.mark.parametrize("where", ["header and rows", "rows", "header"])
+def test_a_mark_at_the_end_of_lines_makes_no_column(write, where):
+    named = load_csv(write(table("ay", NUMBERS, NUMBERS)), "y")
+    header, *rows = table("ay", NUMBERS, NUMBERS).splitlines()
+    header += "," * ("header" in where)
+    rows = [row + "," * ("rows" in where) for row in rows]
+    data = load_csv(write("\n".join([header, *rows])), "y")
+    assert data.feature_names == ("a",) and torch.equal(data.x_train, named.x_train)
+
+
+def test_spaces_around_entries_are_cut(write):
+    texts, classes = ["no", "no ", " yes", "yes  "] * 5, ["u ", "u", "v\t", "v"] * 5
+    data = load_csv(write(table((" b ", "y "), texts, classes)), "y", one_hot=True)
+    assert data.feature_names == ("b=no", "b=yes") and data.class_names == ("u", "v")
+
+
+TEXTS = ["NA", "None", "null", "nan", "Pave"] * 4
+
+
+def test_texts_such_as_na_are_categories(write):
+    path = write(table("aby", NUMBERS, TEXTS, TEXTS))
+    data = load_csv(path, "y", one_hot=True, impute="median")
+    levels = sorted(set(TEXTS))
+    assert data.feature_names == ("a", *(f"b={level}" for level in levels))
+    assert list(data.class_names) == levels
+    notes = "".join(data.notes)
+    assert "b: 'NA' is a category of its own, in 4 rows" in notes and "filled in" not in notes
+
+
+@pytest.mark.parametrize("text", ["NA", "None", "null", "NaN", "n/a", "N/A", ""])
+def test_among_numbers_they_are_missing(write, text):
+    """And in a column of dates: filled in as an empty cell is."""
+    days = [f"2024-03-{1 + row:02}" for row in range(20)]
+    read = []
+    for entry in (text, ""):
+        numbers, dates = [*NUMBERS[:-1], entry], [*days[:-1], entry]
+        path = write(table("abdy", numbers, NUMBERS, dates, NUMBERS))
+        read.append(load_csv(path, "y", impute="mean", dates=["d"]))
+    assert torch.equal(read[0].x_train, read[1].x_train)
+    # the number, the day and the weekday
+    assert "3 missing values filled in with the mean" in "".join(read[0].notes)
+
+
+def test_declared_texts_are_missing_in_every_column(write):
+    texts, numbers = ["?", "u", "v", "v", "v"] * 4, [*NUMBERS[:-1], "?"]
+    path = write(table("aby", numbers, texts, NUMBERS))
+    options = {"one_hot": True, "impute": "median"}
+    with pytest.raises(ValueError, match=r"'a' holds numbers but for '\?' in row 20.*--missing"):
+        load_csv(path, "y", **options)
+    data = load_csv(path, "y", missing=["?"], **options)
+    assert data.feature_names == ("a", "b=u", "b=v")
+    notes = "".join(data.notes)
+    assert "4 missing values filled in with the most frequent text" in notes
+    assert "1 missing values filled in with the median" in notes
+
+
 REFUSALS = {
     "no table of text in UTF-8": [("", "y", {}), ("a,y\n1,2\n1,2,3\n", "y", {})],
     "there are 0 rows": [("a,y\n", "y", {})],
     "only the column 'a;y'.*--separator": [(table("ay", NUMBERS, NUMBERS, separator=";"), "y", {})],
     "give each its own name": [
         (table("aay", NUMBERS, NUMBERS, NUMBERS), "y", {}),
-        (table(["", "a", "y"], NUMBERS, NUMBERS, NUMBERS), "y", {}),
+        (table(["a", "", "y"], NUMBERS, NUMBERS, NUMBERS), "y", {}),
     ],
     "did you mean 'price'": [(table(["age", "price"], NUMBERS, NUMBERS), "Price", {})],
     "it has 'a', 'y'": [
