@@ -99,8 +99,8 @@ class DiagonalPlusLowRank:
     def _weights(self, z: Tensor) -> Tensor:
         """K^-1 F' z, (..., rank)."""
         projected = (z @ self.columns).double()
-        columns = projected.reshape(z.shape[:-1].numel(), len(self.gram)).mT
-        return torch.cholesky_solve(columns, self.tril.double()).mT.reshape(projected.shape).to(z)
+        columns = projected[None].flatten(0, -2).mT  # no numbers of sizes, for Pyro's Jit ELBOs
+        return torch.cholesky_solve(columns, self.tril.double()).mT.reshape_as(projected).to(z)
 
     def sample(self, num_samples: int) -> Tensor:
         """Return draws (S, P) of N(0, M)."""

@@ -136,7 +136,7 @@ def read_head(run: Run, seen: LastLayer) -> Head:
         else depends on them.
     """
     _check_others(run, seen)
-    outputs = len(seen.layers[-1].terms[0].where)
+    outputs = seen.layers[-1].outputs
     partner = torch.arange(outputs, device="cpu")
     second = torch.zeros(outputs, device="cpu")
     paired = torch.zeros(outputs, device="cpu")  # outputs with a partner

@@ -5,7 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import Predictive, Trace_ELBO
+from pyro.infer import JitTrace_ELBO, Predictive, Trace_ELBO
 from torch import Tensor
 
 from pyro_bdl.guides import AutoEnsemble, AutoLowRank
@@ -68,6 +68,18 @@ def test_the_bound_is_the_mean_over_the_particles(guide, linear):
         for u in guide.sample_vectors(5)
     ]
     assert loss == pytest.approx(torch.stack(terms).mean().item(), rel=1e-10)
+
+
+@pytest.mark.parametrize("vectorized", [False, True])
+def test_pyros_traced_bound_is_the_plain_one(guide, linear, vectorized):
+    (_, x, y), program = linear, guide.program_model
+    options = {"num_particles": 3, "vectorize_particles": vectorized, "max_plate_nesting": 1}
+    losses = []
+    for bound in (Trace_ELBO(**options), JitTrace_ELBO(**options, ignore_jit_warnings=True)):
+        bound.loss(program, guide, x, y)
+        torch.manual_seed(4)
+        losses.append(bound.loss(program, guide, x, y))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-8)
 
 
 @pytest.mark.parametrize("family", [AutoLowRank, AutoEnsemble])

@@ -101,13 +101,19 @@ class Layer:
     def sites(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(term.site for term in self.terms))
 
+    @property
+    def outputs(self) -> int:
+        """The number of outputs K, or of a convolution's channels."""
+        op = self.terms[0].op
+        return len(op.as_matrix(op.weight) if op.kind == "product" else op.weight)
+
     def as_rows(self, values: Tensor) -> Tensor:
         """Values of the output's shape as (rows, outputs), of a convolution with a row for each
         position."""
         op = self.terms[0].op
         if op.kind == "convolution":
             return values.flatten(op.input_dim + 1).mT.flatten(0, -2)
-        return op.turned(values).reshape(-1, len(self.terms[0].where))
+        return op.turned(values).reshape(-1, self.outputs)
 
 
 _IN_PLACE = {"__setitem__"} | {
@@ -243,10 +249,13 @@ class LastLayer(Tracker):
             if weight is None or not is_weight or self.is_latent(op.inputs):
                 return []
             return [Term(weight.site, op, weight, result, is_bias=False), *added]
-        is_bias = op.is_plain and op.sign > 0 and bias is not None and bias.tensor.dim() <= 1
-        if op.kind == "addition" and is_bias and self._layer_of(op.inputs) is not None:
-            return added if result.shape == op.inputs.shape else []
-        return []
+        layer = self._layer_of(op.inputs) if op.kind == "addition" else None
+        if layer is None or bias is None or not (op.is_plain and op.sign > 0):
+            return []
+        of_each = op.inputs is layer.output and bias.tensor.shape == result.shape[-1:]
+        is_single = bias.tensor.numel() == 1
+        fits = bias.tensor.numel() == layer.outputs and (of_each or is_single)
+        return added if fits and result.shape == op.inputs.shape else []
 
     def _layer_of(self, value: Any) -> Layer | None:
         """The layer whose output a tensor is, or whose only output."""
