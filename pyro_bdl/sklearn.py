@@ -1,7 +1,10 @@
 """Estimators for scikit-learn: Bayesian networks in pipelines, searches and cross-validation."""
 
+import copy
+import difflib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.validation import whole_number
 
 __all__ = ["BayesianClassifier", "BayesianRegressor"]
 
@@ -42,26 +46,54 @@ class _BayesianNetwork(BaseEstimator):
     random_state: Any
 
     def _fit(self, x: np.ndarray, y: Tensor, outputs: int, likelihood: str) -> None:
+        options = self._options()
         self.scaler_ = StandardScaler().fit(x)
+        if not np.isfinite(self.scaler_.scale_).all():
+            raise ValueError("the features' squares overflow: give them in larger units")
         inputs = self._inputs(x)
         generator = check_random_state(self.random_state)
         self.seed_ = int(generator.randint(np.iinfo(np.int32).max))
         with seeded(self.seed_):  # of the network's first weights
             if self.network is None:
-                net: nn.Module = perceptron([x.shape[1], *self.hidden, outputs], self.activation)
-            else:
-                net = self.network(x.shape[1], outputs)
+                sizes = [x.shape[1], *self._hidden(), outputs]
+                # drawn in float32, so that they do not depend on torch's default
+                net: nn.Module = perceptron(sizes, self.activation, torch.float32)
+            else:  # which may be the user's own, and stays as it is
+                net = copy.deepcopy(self.network(x.shape[1], outputs))
             prior = priors.FanIn(1.0) if self.prior is None else self.prior
             model, _ = MODELS[likelihood]
             self.model_ = model(bayesianize(net.double(), prior), num_data=len(y)).double()
-        more = {} if self.options is None else dict(self.options)
-        options = posteriors.Options(seed=self.seed_, steps=self.steps, **more)
+        options = replace(options, seed=self.seed_)
         fit = posteriors.fit(self.posterior, posteriors.Problem(self.model_, inputs, y, options))
         if fit.interrupted:
             raise KeyboardInterrupt
         self.posterior_, costs = fit.posterior, fit.costs
         self.evidence_ = costs.elbo if costs.log_evidence is None else costs.log_evidence
         self._set_predictive()
+
+    def _options(self) -> posteriors.Options:
+        """The options of the fit.
+
+        :raises ValueError: for one that is not known.
+        """
+        known = [f.name for f in fields(posteriors.Options) if f.name not in ("seed", "steps")]
+        more = {} if self.options is None else dict(self.options)
+        for name in more.keys() - set(known):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise ValueError(f"options has no {name!r}: {hint}")
+        return posteriors.Options(steps=self.steps, **more)
+
+    def _hidden(self) -> list[int]:
+        """The units of each hidden layer.
+
+        :raises ValueError: for anything but a sequence of whole numbers.
+        """
+        if isinstance(self.hidden, str) or not isinstance(self.hidden, Sequence | np.ndarray):
+            raise ValueError(
+                f"hidden must be the units of each hidden layer, as in (50,), got {self.hidden!r}"
+            )
+        return [whole_number(units, "hidden") for units in self.hidden]
 
     def _set_predictive(self) -> None:
         """Fix the draws, so that a prediction does not depend on the others."""
@@ -150,7 +182,9 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
         """Fit the posterior to features (N, D) and targets (N,)."""
         x, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
         y = np.asarray(y, dtype=np.float64)
-        self.mean_, self.sd_ = float(y.mean()), float(y.std()) or 1.0
+        size = float(np.abs(y).max()) or 1.0  # whose square may overflow
+        self.mean_ = size * float((y / size).mean())
+        self.sd_ = size * float((y / size).std()) or 1.0
         if self.noise not in ("normal", "heteroscedastic", "robust"):
             raise ValueError(
                 f'noise must be "normal", "heteroscedastic" or "robust", got {self.noise!r}'
@@ -231,6 +265,10 @@ class BayesianClassifier(ClassifierMixin, _BayesianNetwork):
         check_classification_targets(y)
         encoder = LabelEncoder().fit(y)
         self.classes_ = encoder.classes_
+        if len(self.classes_) < 2:
+            raise ValueError(
+                f"the labels have the single class {self.classes_[0]}: at least two are needed"
+            )
         labels = torch.from_numpy(encoder.transform(y))
         self._fit(x, labels, len(self.classes_), "classification")
         return self

@@ -117,9 +117,66 @@ def test_the_posterior_is_that_of_the_package():
     )
 
 
-def test_refusals():
+def test_the_users_network_stays_as_it_is():
+    x, y = data()
+    own = nn.Linear(3, 1)
+    before = own.weight.detach().clone()
+    regressor = BayesianRegressor("map", network=lambda inputs, outputs: own, steps=3).fit(x, y)
+    assert own.weight.dtype == torch.float32 and torch.equal(own.weight, before)
+    assert regressor.model_.network.network is not own
+
+
+def test_the_default_dtype_does_not_matter():
+    x, y = data()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            found.append(BayesianRegressor("map", steps=20, **SMALL).fit(x, y).predict(x))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    np.testing.assert_array_equal(*found)
+
+
+def test_without_gradients_it_fits_all_the_same():
+    x, y = data()
+    expected = BayesianRegressor("laplace", steps=20, **SMALL).fit(x, y).predict(x)
+    with torch.no_grad():
+        found = BayesianRegressor("laplace", steps=20, **SMALL).fit(x, y).predict(x)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("unit", [1e200, 1e-200])
+def test_targets_in_any_unit(unit):
+    x, y = data()
+    small, large = (
+        BayesianRegressor("map", steps=50, **SMALL).fit(x, factor * y).predict(x, return_std=True)
+        for factor in (1.0, unit)
+    )
+    np.testing.assert_allclose(large, unit * np.array(small), rtol=1e-6)
+
+
+REFUSED = {
+    "noise": {"noise": "loud"},
+    "did you mean 'laplace'": {"posterior": "laplac"},
+    r"hidden must be the units of each hidden layer, as in \(50,\), got 5": {"hidden": 5},
+    "hidden must be at least 1": {"hidden": (0,)},
+    "activation must be one of 'tanh', .*'gelu'": {"activation": "gelu"},
+    "options has no 'chain': did you mean 'chains'": {"options": {"chain": 1}},
+    "options has no 'seed'": {"options": {"seed": 1}},
+    "steps must be at least 1, got 0": {"steps": 0},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refusals(words):
+    with pytest.raises(ValueError, match=words):
+        BayesianRegressor(**{"posterior": "map", "steps": 3} | REFUSED[words]).fit(*data(rows=10))
+
+
+def test_a_single_class_and_features_that_overflow():
     x, y = data(rows=10)
-    with pytest.raises(ValueError, match="noise"):
-        BayesianRegressor(noise="loud").fit(x, y)
-    with pytest.raises(ValueError, match="did you mean 'laplace'"):
-        BayesianRegressor("laplac").fit(x, y)
+    with pytest.raises(ValueError, match="the single class cat"):
+        BayesianClassifier("map").fit(x, np.full(10, "cat"))
+    with pytest.raises(ValueError, match="features' squares overflow"):
+        BayesianRegressor("map").fit(1e200 * x, y)

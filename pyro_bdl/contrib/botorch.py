@@ -20,6 +20,7 @@ try:
     from botorch.exceptions.errors import UnsupportedError
     from botorch.models.deterministic import GenericDeterministicModel
     from botorch.models.model import FantasizeMixin, Model
+    from botorch.models.transforms.input import AffineInputTransform
     from botorch.posteriors import GPyTorchPosterior, Posterior
     from botorch.posteriors.ensemble import EnsemblePosterior
     from botorch.sampling.get_sampler import GetSampler
@@ -47,6 +48,10 @@ class PosteriorModel(Model, FantasizeMixin):
     :param site: the deterministic site of f; the ready-made programs name it "f".
     :param seed: of the draws.
     :param input_transform: of BoTorch, applied to X; ``outcome_transform``: undone on f.
+    :param train_inputs: X (N, d) before the transform, from which an input transform that learns
+        its coefficients, such as ``Normalize(d)``, takes them; one that was called in training mode
+        has them already.
+    :raises ValueError: for an input transform that has not learned them.
     """
 
     likelihood = None  # which ``fantasize`` looks at
@@ -62,6 +67,7 @@ class PosteriorModel(Model, FantasizeMixin):
         seed: int = 0,
         input_transform: Any = None,
         outcome_transform: Any = None,
+        train_inputs: Tensor | None = None,
     ) -> None:
         super().__init__()
         posterior = samples_of_mcmc(posterior)
@@ -80,7 +86,7 @@ class PosteriorModel(Model, FantasizeMixin):
         self._outputs = list(range(num_outputs))
         self._observed: tuple[Tensor, ...] | None = None  # X, Y and the variance of the noise
         if input_transform is not None:
-            self.input_transform = input_transform
+            self.input_transform = _learned(input_transform, train_inputs)
         if outcome_transform is not None:
             self.outcome_transform = outcome_transform
 
@@ -149,6 +155,20 @@ class PosteriorModel(Model, FantasizeMixin):
             return value if transform is None else transform.untransform(value, X=X)[0]
 
         return GenericDeterministicModel(function, self.num_outputs)
+
+    def fantasize(self, *args: Any, **kwargs: Any) -> "PosteriorModel":
+        """The model given observations that it draws itself.
+
+        :raises UnsupportedError: unless f is Gaussian.
+        """
+        if not self._is_gaussian:
+            raise UnsupportedError(
+                "acquisition functions that look ahead by fantasies (knowledge gradient, negative "
+                "integrated posterior variance) need a linearized Gaussian, as of "
+                "laplace_approximation, and this posterior is draws of f: use one that does not "
+                "look ahead, such as qLogExpectedImprovement"
+            )
+        return super().fantasize(*args, **kwargs)
 
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
@@ -268,6 +288,13 @@ class PosteriorModel(Model, FantasizeMixin):
 class _DrawsPosterior(EnsemblePosterior):
     """Draws of f that acquisition functions take in turn, the same at all points."""
 
+    @property
+    def base_sample_shape(self) -> torch.Size:
+        raise UnsupportedError(
+            "draws of f have no Normal base samples, which the acquisition function or its sampler "
+            "asks for: leave the sampler to it (get_sampler), or use a linearized Gaussian"
+        )
+
 
 class _InTurn(IndexSampler):
     """Sample i of n is draw number i S / n of S, in every batch: ``IndexSampler`` chooses others
@@ -286,6 +313,30 @@ def _sampler(
     posterior: _DrawsPosterior, sample_shape: torch.Size, *, seed: int | None = None
 ) -> IndexSampler:
     return _InTurn(sample_shape, seed=seed)
+
+
+def _learned(transform: Any, train_inputs: Tensor | None) -> Any:
+    """An input transform with the coefficients that it learns."""
+    learns = [
+        part
+        for part in transform.modules()
+        if isinstance(part, AffineInputTransform) and part.learn_coefficients
+    ]
+    if learns and train_inputs is not None:
+        transform.train()
+        transform(train_inputs)
+    elif any(_is_identity(part) for part in learns):
+        raise ValueError(
+            f"the input transform ({type(transform).__name__}) learns its coefficients from data "
+            "and has not seen any, so that it would change nothing: pass train_inputs=X, those "
+            "that the posterior's inputs were made of, or give it bounds"
+        )
+    return transform
+
+
+def _is_identity(transform: Any) -> bool:
+    start = 0.5 - getattr(transform, "center", 0.5)
+    return bool((transform.coefficient == 1).all() and (transform.offset == start).all())
 
 
 def _joined(first: Tensor, second: Tensor) -> Tensor:

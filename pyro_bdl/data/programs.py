@@ -4,10 +4,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import nn
 
 from pyro_bdl import models
-from pyro_bdl.data.dataset import Dataset
+from pyro_bdl.data.dataset import Dataset, quoted
 from pyro_bdl.nn import bayesianize
 from pyro_bdl.priors import FanIn
 from pyro_bdl.utils.memory import available_memory
@@ -30,14 +31,20 @@ MODELS: dict[str, tuple[type[models.ObservationModel], dict[str, str]]] = {
 _COPIES = 10  # of the weights during a fit: parameters, gradients, moments of Adam, draws
 
 
-def perceptron(sizes: Sequence[int], activation: str) -> nn.Sequential:
+def perceptron(
+    sizes: Sequence[int], activation: str, dtype: torch.dtype | None = None
+) -> nn.Sequential:
     """Linear layers between the sizes, with an activation between them.
 
     :param activation: "tanh", "relu" or "silu".
+    :param dtype: of the weights; by default torch's default.
+    :raises ValueError: for another activation.
     """
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation must be one of {quoted(_ACTIVATIONS)}, got {activation!r}")
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(sizes):
-        layers += [nn.Linear(before, after), _ACTIVATIONS[activation]()]
+        layers += [nn.Linear(before, after, dtype=dtype), _ACTIVATIONS[activation]()]
     return nn.Sequential(*layers[:-1])
 
 

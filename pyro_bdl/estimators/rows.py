@@ -99,7 +99,16 @@ class RowwiseLikelihood:
             terms[first] = nan_outside_support(terms[first], found)
             return terms, {name: site.value for name, site in found.observed.items()}
 
-        terms, targets = self._map(of_row, args, kwargs)
+        try:
+            terms, targets = self._map(of_row, args, kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # such as torch's, for noise inside the network's own vmap
+            raise UnsupportedProgramError(
+                f"{self.name} runs the program on one row of its arguments at a time, with noise "
+                f"in its products, and it cannot run so ({str(error).splitlines()[0]}): give "
+                f"batches to a network that calls torch.vmap itself, or {_INSTEAD}"
+            ) from error
         (found,) = last  # its latents and their priors are the same for all rows
         for site, value in targets.items():
             found.observed[site] = found.observed[site]._replace(value=value)

@@ -225,7 +225,7 @@ class AutoEnsemble(Guide):
         return guides
 
     def laplace_approximation(
-        self, data: Any, *, progress: bool | None = None, **options: Any
+        self, data: Any = None, *, progress: bool | None = None, **options: Any
     ) -> MixtureGuide:
         """The mixture of the members' Laplace approximations (Eschenhagen et al. 2021).
 
@@ -233,7 +233,7 @@ class AutoEnsemble(Guide):
         :param progress: show a bar over batches; by default in terminals and notebooks.
         :param options: arguments of ``AutoLaplaceGGN``, such as ``structure``.
         """
-        batches = Batches(data)
+        batches = Batches([()] if data is None else data)
         args, kwargs = batches.first()
         self.prototype(*args, **kwargs)
         guides = self.as_guides(AutoLaplaceGGN, **options)

@@ -89,7 +89,12 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         return (*super()._shared_on_copy(), "_selection")
 
     def laplace_approximation(
-        self, data: Any, *, held_out: Any = None, progress: bool | None = None, **changes: Any
+        self,
+        data: Any = None,
+        *,
+        held_out: Any = None,
+        progress: bool | None = None,
+        **changes: Any,
     ) -> LaplaceGuide:
         """The Gaussian posterior around the current MAP; nothing of the model is changed.
 
@@ -102,7 +107,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         (``track_running_stats=False``) is refused.
 
         :param data: the program's arguments ``(x, y)``, or an iterable of batches of them; each
-            datum counts once.
+            datum counts once. A program without arguments needs none.
         :param held_out: the same for rows that the weights were not trained on, some hundreds.
         :param progress: show a bar over batches; by default in terminals and notebooks.
         :param changes: ``structure``, ``curvature``, ``subset`` or ``num_draws`` for this
@@ -115,7 +120,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         """
         subset = changes.pop("subset", self.subset)
         config = replace(self.config, **changes)
-        batches = Batches(data)
+        batches = Batches([()] if data is None else data)
         if held_out is not None:  # before the fit, which they come after
             held_out = Batches(held_out)
             check_held_out(self.program_model, held_out)

@@ -91,7 +91,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
 
     def laplace_approximation(
         self,
-        data: Any,
+        data: Any = None,
         *,
         select: Selector | None = None,
         size: Size = None,
@@ -102,7 +102,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
         :param data: as in ``AutoLaplaceGGN.laplace_approximation``, which takes the options too.
         :raises MemoryError: if the matrix does not fit; raised before any work.
         """
-        batches = Batches(data)
+        batches = Batches([()] if data is None else data)
         chosen = self.choose(batches, select=select, size=size)
         return super().laplace_approximation(batches, subset=chosen, **options)
 

@@ -312,6 +312,12 @@ def bayesianize(
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net must be a torch.nn.Module, got {type(net).__name__}")
+    inner = [part for part in net.modules() if isinstance(part, BayesianModule)]
+    if any(part is net or part.learnable for part in inner):
+        raise TypeError(
+            "the network is one of bayesianize or rank_one, which has its priors already: pass the "
+            "plain network, or use it as it is"
+        )
     if prior is not None:
         check_prior(prior, "prior")
     prior = Normal(1.0) if prior is None else prior

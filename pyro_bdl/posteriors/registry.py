@@ -16,6 +16,7 @@ from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.training.svi import estimate_elbo, train
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.validation import whole_number
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Options:
     :param rounds: of MAP training and hyperparameters by turns, for Laplace approximations.
     :param snapshots: points of SGD that SWAG collects.
     :param settling: steps of SGHMC at each of two smaller step sizes, before its warm-up.
+    :raises ValueError: for fewer than one step.
     """
 
     seed: int = 0
@@ -42,6 +44,10 @@ class Options:
     rounds: int = 4
     snapshots: int = 40
     settling: int = 250
+
+    def __post_init__(self) -> None:
+        if self.steps is not None:
+            whole_number(self.steps, "steps")
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,18 @@ from botorch.acquisition import (
     qLogExpectedImprovement,
     qMaxValueEntropy,
 )
+from botorch.acquisition.active_learning import qNegIntegratedPosteriorVariance
 from botorch.acquisition.analytic import ExpectedImprovement, PosteriorMean
 from botorch.acquisition.logei import qLogNoisyExpectedImprovement
 from botorch.acquisition.objective import ScalarizedPosteriorTransform
 from botorch.exceptions.errors import UnsupportedError
 from botorch.models.transforms import Normalize, Standardize
+from botorch.models.transforms.input import ChainedInputTransform, InputStandardize
 from botorch.optim import optimize_acqf
 from botorch.posteriors import GPyTorchPosterior
 from botorch.posteriors.ensemble import EnsemblePosterior
 from botorch.sampling.get_sampler import get_sampler
+from botorch.sampling.normal import SobolQMCNormalSampler
 
 from pyro_bdl.contrib.botorch import PosteriorModel
 
@@ -279,6 +282,34 @@ def test_transforms_of_inputs_and_outcomes():
     assert draws.posterior(10.0 * new).mean == pytest.approx(found.mean.numpy(), abs=2.0)
 
 
+LEARNING = {
+    "Normalize": lambda: Normalize(d=INPUTS),
+    "Normalize around 0": lambda: Normalize(d=INPUTS, center=0.0),
+    "InputStandardize": lambda: InputStandardize(d=INPUTS),
+    "a chain": lambda: ChainedInputTransform(
+        first=Normalize(d=INPUTS, bounds=torch.tensor([[0.0] * 2, [3.0] * 2], **DOUBLE)),
+        second=InputStandardize(d=INPUTS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_a_transform_that_learns_takes_the_training_inputs(name):
+    model, posterior, *_ = linear()
+    x = 5.0 + 10.0 * data()[0]
+    with pytest.raises(ValueError, match=r"has not seen any.*pass train_inputs"):
+        PosteriorModel(model, posterior, input_transform=LEARNING[name]().double())
+    called = LEARNING[name]().double()
+    inside = called(x)
+    expected = PosteriorModel(model, posterior).posterior(inside).mean
+    learned = LEARNING[name]().double()
+    for options in ({"input_transform": called}, {"input_transform": learned, "train_inputs": x}):
+        found = PosteriorModel(model, posterior, **options)
+        torch.testing.assert_close(found.posterior(x).mean, expected)
+        found.posterior(x + 100.0)  # which teaches it nothing
+        torch.testing.assert_close(found.posterior(x).mean, expected)
+
+
 def network_free(posterior):
     return bdl.Samples({k: v[None] for k, v in posterior.sample_latents(50).items()})
 
@@ -322,6 +353,22 @@ def test_acquisitions_that_need_a_gaussian_run():
     assert qMaxValueEntropy(surrogate_model, box)(new).isfinite().all()
     gradient = qKnowledgeGradient(surrogate_model, num_fantasies=3)
     assert gradient(torch.rand(2, 4, INPUTS, **DOUBLE)).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["guide", "samples"])
+def test_acquisitions_that_look_ahead_refuse_draws(kind):
+    surrogate_model, *_ = network_model(kind)
+    new = torch.rand(2, 4, INPUTS, **DOUBLE)
+    with pytest.raises(UnsupportedError, match=r"look ahead by fantasies .knowledge gradient"):
+        qKnowledgeGradient(surrogate_model, num_fantasies=3)(new)
+    variance = qNegIntegratedPosteriorVariance(surrogate_model, mc_points=new[0])
+    with pytest.raises(UnsupportedError, match="need a linearized Gaussian"):
+        variance(new[:, :1])
+    improvement = qExpectedImprovement(
+        surrogate_model, best_f=0.0, sampler=SobolQMCNormalSampler(torch.Size([4]))
+    )
+    with pytest.raises(UnsupportedError, match="no Normal base samples"):
+        improvement(new[:, :1])
 
 
 def test_what_has_no_answer_is_refused():

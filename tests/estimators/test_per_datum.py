@@ -281,6 +281,11 @@ REFUSED |= {
     "points": (ONE, AutoDelta, NO_LAYER),
     "no layer": (program_of(lambda x, w: (x * w).exp(), w=(3,)), AutoMeanField, NO_LAYER),
     "its own rows": (subsampling, wide, "one row of its arguments"),
+    "a map of the network's own": (
+        program_of(lambda x, w: torch.vmap(lambda row: F.linear(row, w))(x), w=(1, 3)),
+        AutoMeanField,
+        "calls torch.vmap itself, or use plain sampling",
+    ),
     "local latents": (local_latents, AutoMeanField, "'z' has values for 6 rows of the plate"),
 }
 

@@ -17,7 +17,7 @@ from pyro_bdl.curvature import Diagonal, LowRank
 from pyro_bdl.curvature.structures import STRUCTURES
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
-from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer, AutoSubnetwork
+from pyro_bdl.guides import AutoEnsemble, AutoLaplaceGGN, AutoLastLayer, AutoSubnetwork
 from pyro_bdl.program import Program
 
 # Exact posteriors
@@ -365,3 +365,28 @@ def test_on_another_device(trained, structure, device):
     half = guide.laplace_approximation([(x[:20], y[:20])]).update((x[20:], y[20:]))
     if structure != "ekfac":
         torch.testing.assert_close(half.variances(), laplace.variances(), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", [AutoLaplaceGGN, AutoEnsemble])
+def test_a_program_without_arguments_needs_no_data(family):
+    """As Pyro's own ``laplace_approximation()``: w ~ N(0, 1), y = 1 ~ N(w, 0.5^2)."""
+
+    def model():
+        w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+        pyro.sample("y", dist.Normal(w, 0.5), obs=torch.tensor(1.0, dtype=torch.float64))
+
+    guide = family(model).prototype()
+    with torch.no_grad():
+        for parameter in guide.parameters():
+            parameter.fill_(0.8)
+    posterior = guide.laplace_approximation()
+    expected = dist.Normal(0.8, 0.2**0.5)
+    at, density = torch.ones(1, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    found = posterior.log_density(at, density).item()
+    assert found == pytest.approx(expected.log_prob(torch.tensor(1.0)).item(), rel=1e-6)
+
+
+def test_data_that_a_program_needs_are_asked_for():
+    model = models.Regression(bayesianize(nn.Linear(3, 1)), noise=0.3)
+    with pytest.raises(TypeError, match="pass x, or its keywords"):
+        AutoLaplaceGGN(model).laplace_approximation()

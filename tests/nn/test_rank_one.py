@@ -228,6 +228,9 @@ def test_refusals():
         rank_one(dense(), prior=bdl.priors.Normal(dist.HalfNormal(1.0)))
     with pytest.raises(TypeError, match="one of bayesianize"):
         rank_one(bdl.bayesianize(dense()))
+    for network in (rank_one(dense()), nn.Sequential(rank_one(dense())), bdl.bayesianize(dense())):
+        with pytest.raises(TypeError, match="has its priors already: pass the plain network"):
+            bdl.bayesianize(network)
 
 
 def test_products_are_weights_of_the_plain_network():

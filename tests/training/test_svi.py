@@ -1,15 +1,18 @@
 """Training reaches the known optimum, in full and small batches; Ctrl-C keeps the parameters so
 far."""
 
+import contextlib
 import itertools
 import math
 
+import pyro
 import pytest
 import torch
+from pyro.infer import SVI
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_bdl import bayesianize, guides, models, priors, training
-from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
+from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
 
 
@@ -48,6 +51,27 @@ def test_no_training_without_gradients(conjugate):
                       lambda: training.collect_swag(*arguments)):  # fmt: skip
             with pytest.raises(RuntimeError, match="train outside of it"):
                 train()
+
+
+def test_training_turns_gradients_on(conjugate):
+    """Inside torch.no_grad() the same steps are taken."""
+    arguments = conjugate.x, conjugate.y
+    trained = []
+    for context in (contextlib.nullcontext(), torch.no_grad()):
+        with context:
+            pyro.set_rng_seed(1)
+            guide = guides.AutoSWAG(conjugate.model).prototype(*arguments)
+            run = training.train(conjugate.model, guide, *arguments, steps=5)
+            training.collect_swag(
+                conjugate.model, guide, *arguments, snapshots=3, batch_size=len(conjugate.x)
+            )
+            optimizer = pyro.optim.Adam({"lr": 0.1})
+            svi = SVI(conjugate.model, guide, optimizer, TemperedTrace_ELBO())
+            loss = svi.step(*arguments)
+        trained.append((guide.location(), run.losses, loss))
+    (loc, losses, loss), (other_loc, other_losses, other_loss) = trained
+    assert torch.equal(loc, other_loc) and torch.equal(losses, other_losses)
+    assert loss == other_loss
 
 
 def test_elbo_estimate_is_the_exact_one(conjugate):
