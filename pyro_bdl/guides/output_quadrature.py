@@ -102,11 +102,13 @@ Ways = tuple[tuple[str, str, Path, tuple[str, ...]], ...]
 def ways_of(run: Run, seen: LastLayer) -> Ways:
     """The operations from a layer's output to the parameters of a run's observed sites.
 
-    Two runs with the same ways have the same head.
+    Two runs with the same ways have the same head. Factors that depend on the output count too,
+    and numbers that left it.
     """
-    return tuple(
+    left: Ways = () if seen.left is None else (("", seen.left, Path.MIXED, ()),)
+    return left + tuple(
         (name, key, tag.path, tag.steps)
-        for name, site in run.observed.items()
+        for name, site in (run.observed | run.factors).items()
         for key, tag in tags_of(site, seen).items()
     )
 

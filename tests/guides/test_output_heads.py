@@ -219,6 +219,7 @@ CLASSES = {
         lambda z: dist.OneHotCategorical(logits=z - z.logsumexp(-1, keepdim=True)), "bound",
     ),
     "tempered": (lambda z: dist.Categorical(logits=z / 2.0), "draws"),
+    "shifted": (lambda z: dist.Categorical(logits=z + torch.arange(3.0)), "draws"),
     "reversed": (lambda z: dist.Categorical(logits=z.flip(-1)), "draws"),
     "some of them": (lambda z: dist.Categorical(logits=z[:, :2]), "draws"),
     "in another order": (lambda z: dist.Categorical(logits=z[:, [2, 0, 1]]), "draws"),
@@ -248,7 +249,11 @@ def test_a_program_that_changes_its_head_is_read_again():
 
     def model(x, flag, y=None):
         z = bnn(x)
-        f = {"one": z[:, 0], "other": z[:, 1], "both": torch.maximum(*z.T)}[flag]
+        if flag == "penalized":
+            pyro.factor("penalty", -z.square().sum())
+        f = {"penalized": z[:, 1], "one": z[:, 0], "other": z[:, 1], "both": torch.maximum(*z.T)}[
+            flag
+        ]
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(f, F.softplus(z[:, 1]) if flag == "one" else 0.5), obs=y)
 
@@ -264,5 +269,8 @@ def test_a_program_that_changes_its_head_is_read_again():
         assert guide.quadrature == expected
         error = values.std().item() / len(values) ** 0.5
         assert abs(elbo.expected_log_likelihood.item() - values.mean().item()) < 4 * error
+    with pytest.warns(BdlWarning, match="more than the observations depends on the layer"):
+        elbo.loss(model, guide, X, "penalized", Y)
+    guide = AutoVariationalLastLayer(model).prototype(X, "other", Y)
     with pytest.warns(BdlWarning, match="at draws: the parameter 'loc'.*'maximum'"):
         elbo.loss(model, guide, X, "both", Y)

@@ -18,7 +18,7 @@ from pyro_bdl.guides.inducing.layers import (
     Found,
     Layer,
     Pass,
-    Survey,
+    find_layers,
     is_changed,
 )
 from pyro_bdl.guides.kl import diagonal_normal_kl
@@ -101,14 +101,14 @@ class AutoInducing(Guide):
         }
         values = {n: v for n, v in layout.constrain(start)[0].items() if n not in local}
         with torch.enable_grad():
-            survey, run, seen = self._survey(values)
-        if survey.layers and local:
+            layers, run, seen = self._survey(values)
+        if layers and local:
             raise UnsupportedProgramError(
                 f"the site '{min(local)}' has values for each datum, and AutoInducing runs the "
                 "program on inducing inputs: give it to AutoAmortized(model, encoders, "
                 "guide=AutoInducing), or integrate it out (handlers.integrate)"
             )
-        self.layers = {site: found.layer for site, found in survey.layers.items()}
+        self.layers = {site: found.layer for site, found in layers.items()}
         layered = {site for layer in self.layers.values() for site in layer.sites}
         rest = [latent for name, latent in layout.latents.items() if name not in layered]
         self.rest = Layout(rest)
@@ -117,7 +117,7 @@ class AutoInducing(Guide):
         scale = torch.full_like(loc, self.init_scale)
         self.scale = PyroParam(scale, constraints.softplus_positive)
         if self.layers:
-            pseudo = {site: self._start_of(found) for site, found in survey.layers.items()}
+            pseudo = {site: self._start_of(found) for site, found in layers.items()}
             pseudo |= self._data(run, seen, count)
             targets, precisions = zip(*pseudo.values(), strict=True)
             self.targets = nn.Parameter(torch.cat([v.reshape(-1) for v in targets]).to(start))
@@ -153,7 +153,7 @@ class AutoInducing(Guide):
         ]
         return tree_unflatten(leaves, self._structure)
 
-    def _survey(self, values: dict[str, Tensor]) -> tuple[Survey, Run, LastLayer]:
+    def _survey(self, values: dict[str, Tensor]) -> tuple[dict[str, Found], Run, LastLayer]:
         """The layers at some latents, and a run with its operations; inputs that they depend on
         become parameters."""
         model, (args, kwargs) = self.program_model, self._arguments()
@@ -165,16 +165,14 @@ class AutoInducing(Guide):
         with evaluation_mode(model):
             with LastLayer(leaves) as seen:
                 run = record(model, leaves, args, kwargs)
-            survey = Survey(leaves, run.latents)
-            with survey:
-                record(model, leaves, args, kwargs)
+            layers = find_layers(seen, run.latents)
         for name, leaf in real.items():
-            if any(reaches(found.features, [leaf]) for found in survey.layers.values()):
+            if any(reaches(found.features, [leaf]) for found in layers.values()):
                 delattr(self, name)
                 setattr(self, name, nn.Parameter(leaf.detach()))
             else:
                 leaf.requires_grad_(False)
-        return survey, run, seen
+        return layers, run, seen
 
     def _start_of(self, found: Found) -> tuple[Tensor, Tensor]:
         """A layer's pseudo-outputs (rows, outputs), its own, and their precisions (rows,)."""

@@ -1,6 +1,6 @@
 """Layers of a program on inducing inputs: which there are, and the law of their weights."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import pyro.distributions as dist
@@ -12,8 +12,9 @@ from pyro_bdl.distributions.copies import on_device_of
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.estimators.product import DataProduct, Operand, data_product
 from pyro_bdl.guides.inducing.conditional import Conditional
+from pyro_bdl.program.linear_ops.last_layer import LastLayer
 from pyro_bdl.program.linear_ops.recognize import AffineOp, recognize
-from pyro_bdl.program.linear_ops.tracker import Tag, Tracker, tells_numbers
+from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
 from pyro_bdl.program.trace import Site, sum_out_discrete
 from pyro_bdl.utils.trees import tree_map
 
@@ -53,50 +54,32 @@ class Found(NamedTuple):
         return (self.features @ self.matrix.mT).movedim(0, 1).flatten(1).detach()
 
 
-class Survey(Tracker):
-    """Tracker that finds the latents whose first use is the weight of a layer.
+def find_layers(seen: LastLayer, priors: Mapping[str, Site]) -> dict[str, Found]:
+    """The layers of a run, by their weight: operations that are the first use of all of a latent.
 
-    :param latents: values that take gradients.
-    :param priors: the statements of a run at these values.
+    :param seen: the run's operations, on latents that take gradients.
+    :param priors: the latents' statements.
+    :raises UnsupportedProgramError: for a layer without a Normal prior.
     """
+    layers = {}
 
-    def __init__(self, latents: Mapping[str, Tensor], priors: Mapping[str, Site]) -> None:
-        super().__init__(latents)
-        self.priors = priors
-        self.layers: dict[str, Found] = {}  # by their weight
-        self._used: set[str] = set()
+    def operand(value: Any) -> Operand:
+        tag = seen.tag(value) if seen.is_latent(value) else None
+        return Operand(value, tag, None if tag is None else priors[tag.site].distribution)
 
-    def _operand(self, value: Any) -> Operand:
-        tag = self.tag(value)
-        return Operand(value, tag, None if tag is None else self.priors[tag.site].distribution)
-
-    def _is_whole(self, operand: Operand) -> bool:
-        """Return whether an operand holds all numbers of a latent that had no use before."""
-        tag = operand.tag
-        if tag is None or tag.site in self._used:
-            return False
-        return tag.tensor.numel() == tag.root.numel()
-
-    def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
-        op = recognize(func, args, kwargs, self.is_latent)
-        product = data_product(op, self._operand)
-        if op is not None and product is not None and not product.is_lookup:
-            # a single image has no axis of rows
-            has_rows = op.kind != "convolution" or op.input_dim == 1
-            if has_rows and self._is_whole(product.weight):
-                self._add(op, product)
-        result = func(*args, **kwargs)
-        if tells_numbers(func, result):
-            self._used |= {tag.site for tag in tagged}
-        return result
-
-    def _add(self, op: AffineOp, product: DataProduct) -> None:
+    for layer in seen.layers:
+        op, first = layer.terms[0].op, {term.site for term in layer.terms if term.is_first}
+        product = data_product(op, operand)
+        # a single image has no axis of rows
+        has_rows = op.kind != "convolution" or op.input_dim == 1
+        if product is None or not has_rows or not _is_whole(product.weight, first):
+            continue
         bias, parts = product.bias, [product.weight]
-        if bias is not None and self._is_whole(bias) and bias.normal is not None:
+        if bias is not None and _is_whole(bias, first) and bias.normal is not None:
             parts.append(bias)
         sites = tuple(part.tag.site for part in parts if part.tag is not None)
         for site, part in zip(sites, parts, strict=True):
-            if part.normal is None or is_changed(self.priors[site]):
+            if part.normal is None or is_changed(priors[site]):
                 raise UnsupportedProgramError(
                     f"AutoInducing conditions Normal priors, and the weights '{site}' have another "
                     f"({type(part.base).__name__}): give them a Normal of any scale, or take "
@@ -106,8 +89,15 @@ class Survey(Tracker):
         matrix = _matrix([part.value for part in parts], product.groups)
         is_shared = all(_is_shared(part.scale, product.groups) for part in parts)
         _, rows, columns = features.shape
-        layer = Layer(sites, is_shared, rows, matrix[..., 0].numel(), columns)
-        self.layers[sites[0]] = Found(layer, features, matrix)
+        own = Layer(sites, is_shared, rows, matrix[..., 0].numel(), columns)
+        layers[sites[0]] = Found(own, features, matrix)
+    return layers
+
+
+def _is_whole(operand: Operand, first: Collection[str]) -> bool:
+    """Return whether an operand holds all numbers of a latent that had no use before."""
+    tag = operand.tag
+    return tag is not None and tag.site in first and tag.tensor.numel() == tag.root.numel()
 
 
 class Drawn(NamedTuple):

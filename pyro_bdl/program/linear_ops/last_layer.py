@@ -70,6 +70,7 @@ class Term:
 
     :param op: the operation; ``tag``: the view of the latent in it.
     :param output: the operation's result.
+    :param is_first: whether the latent had no use before.
     """
 
     site: str
@@ -77,6 +78,7 @@ class Term:
     tag: Tag
     output: Tensor
     is_bias: bool
+    is_first: bool
 
     @property
     def inputs(self) -> Tensor | None:
@@ -164,6 +166,7 @@ class LastLayer(Tracker):
         self.functions = _KNOWN | set(functions)
         self.layers: list[Layer] = []
         self.others: dict[str, str] = {}
+        self._used: set[str] = set()
         self.deep = False
         self.left: str | None = None
 
@@ -216,6 +219,7 @@ class LastLayer(Tracker):
         """Take up an operation on latents."""
         op = recognize(func, args, kwargs, self.is_latent)
         terms = [] if op is None else self._terms(op, result)
+        self._used |= {tag.site for tag in latents}
         entered = {id(term.tag) for term in terms}
         for tag in latents:
             if id(tag) not in entered:
@@ -243,12 +247,16 @@ class LastLayer(Tracker):
         weight, bias = self.tag(op.weight), self.tag(op.bias)
         if not isinstance(result, Tensor):
             return []
-        added = [] if bias is None else [Term(bias.site, op, bias, result, is_bias=True)]
+
+        def term(tag: Tag, is_bias: bool) -> Term:
+            return Term(tag.site, op, tag, result, is_bias, tag.site not in self._used)
+
+        added = [] if bias is None else [term(bias, True)]
         if op.kind in ("product", "convolution"):
             is_weight = weight is not None and not isinstance(weight, OutputTag)
             if weight is None or not is_weight or self.is_latent(op.inputs):
                 return []
-            return [Term(weight.site, op, weight, result, is_bias=False), *added]
+            return [term(weight, False), *added]
         layer = self._layer_of(op.inputs) if op.kind == "addition" else None
         if layer is None or bias is None or not (op.is_plain and op.sign > 0):
             return []
@@ -330,7 +338,7 @@ class LastLayer(Tracker):
         """What an operation makes of outputs."""
         first = tags[0]
         if len(tags) > 1:
-            of_same = first.path in (Path.SAME, Path.SHIFTED, Path.LOGITS)
+            of_same = first.path in (Path.SAME, Path.LOGITS)
             is_log_softmax = func in _DIFFERENCES and tags[1].normalizes is first.tensor
             if of_same and is_log_softmax and len(args) == 2:
                 return Path.LOGITS
@@ -338,7 +346,7 @@ class LastLayer(Tracker):
         if len(tags) > 1:
             return Path.LINEAR if linear and func in _LINEAR else Path.MIXED
         if func in _LOG_SOFTMAX:
-            of_same = first.path in (Path.SAME, Path.SHIFTED, Path.LOGITS)
+            of_same = first.path in (Path.SAME, Path.LOGITS)
             return Path.LOGITS if of_same and _over_last(first.tensor, args, kwargs) else Path.MIXED
         if func in self.functions and first.path.is_alone:
             is_exp = func in _EXP and first.path.is_linear
