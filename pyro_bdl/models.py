@@ -149,9 +149,9 @@ class ObservationModel(TaskPrior, OwnParameters):
             if not batch:
                 raise ValueError("the batch has no rows: pass at least one datum")
             if batch != next(iter(outputs.values())).shape[0]:
-                rows = {name: value.shape[0] for name, value in outputs.items()}
+                counts = {name: value.shape[0] for name, value in outputs.items()}
                 raise ValueError(
-                    f"the outputs of the network have different numbers of rows: {rows}"
+                    f"the outputs of the network have different numbers of rows: {counts}"
                 )
         likelihoods: dict[str, Any] = {}  # Distribution, which Pyro extends
         targets, size = {}, batch

@@ -188,8 +188,9 @@ class AutoInducing(Guide):
         for site in run.observed.values():
             normal: Any = base_distribution(site.distribution)
             tag = tags_of(site, seen).get("loc")
-            is_output = tag is not None and tag.path is Path.SAME and seen.left is None
-            if not is_output or not isinstance(normal, Normal) or site.mask is not None:
+            if tag is None or tag.path is not Path.SAME or seen.left is not None:
+                continue
+            if not isinstance(normal, Normal) or site.mask is not None:
                 continue
             for own in seen.layers:
                 layer = self.layers.get(own.sites[0])

@@ -114,7 +114,8 @@ class Layer:
         position."""
         op = self.terms[0].op
         if op.kind == "convolution":
-            return values.flatten(op.input_dim + 1).mT.flatten(0, -2)
+            positions = values.dim() - op.weight.dim() + 2
+            return values.flatten(positions).mT.flatten(0, -2)
         return op.turned(values).reshape(-1, self.outputs)
 
 
@@ -303,13 +304,9 @@ class LastLayer(Tracker):
 
     def _tag_expanded(self, value: Any, result: Tensor) -> None:
         tag = self.tag(value)
-        if tag is None or result is value:
-            return
-
-        def expanded(values: Tensor) -> Tensor:
-            return tag.of(values).expand(result.shape)
-
-        self.tags[id(result)] = replace(tag, tensor=result, view=expanded, whole=False)
+        if tag is not None and result is not value:
+            view = _expanded(tag, result.shape)
+            self.tags[id(result)] = replace(tag, tensor=result, view=view, whole=False)
 
     def _tag_results(
         self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag], result: Any
@@ -322,11 +319,8 @@ class LastLayer(Tracker):
             tag = OutputTag("", output, output, path=path)
             if path.is_alone or path is Path.LOGITS:
                 # the same cells of z as the operand's, which a constant may have expanded
-                shape = output.shape
-                tag = replace(
-                    first, tensor=output, path=path,
-                    view=lambda values, of=first.of, shape=shape: of(values).expand(shape),
-                )  # fmt: skip
+                view = _expanded(first, output.shape)
+                tag = replace(first, tensor=output, path=path, view=view, whole=False)
             elif func in _LOG_SUM_EXP and _over_last(first.tensor, args, kwargs, keepdim=True):
                 tag.normalizes = first.tensor
             known = first.path is not Path.MIXED
@@ -408,6 +402,11 @@ def functions_in(declared: Callable | Iterable[Callable]) -> tuple[Callable, ...
             function(torch.ones(1, device="cpu"))
     affine = FUNCTIONS | _NEGATIONS | _QUOTIENTS
     return tuple(function for function in dict.fromkeys(seen.called) if function not in affine)
+
+
+def _expanded(tag: Tag, shape: torch.Size) -> Callable[[Tensor], Tensor]:
+    """The view of a tag, expanded."""
+    return lambda values: tag.of(values).expand(shape)
 
 
 def _over_last(value: Tensor, args: tuple, kwargs: dict, *, keepdim: bool = False) -> bool:
