@@ -135,10 +135,14 @@ def _check_used_once(subset: Subset, seen: LastLayer) -> None:
     :raises UnsupportedProgramError: if weights enter several operations.
     """
     for name in subset.parts:
+        terms = [term for layer in seen.layers for term in layer.terms if term.site == name]
+        vectors = [term for term in terms if not term.is_bias and term.tag.tensor.dim() == 1]
+        # a vector of weights may enter a prior too, as one of operations on the whole
+        whole = name in seen.others or bool(vectors)
         size = subset.layout.latents[name].shape.numel()
-        count = torch.full((size,), int(name in seen.others), device="cpu")
-        for term in (term for layer in seen.layers for term in layer.terms):
-            if term.site == name:
+        count = torch.full((size,), int(whole), device="cpu")
+        for term in terms:
+            if all(term is not vector for vector in vectors):
                 count[term.tag.index().reshape(-1).unique().cpu()] += 1
         if bool((count > 1).any()):
             raise UnsupportedProgramError(
