@@ -70,11 +70,11 @@ class CheckedLoss:
         check = partial(self.check_data, model, guide, args, kwargs)
         return _guarded(loss, check) if self.checks_loss else loss
 
-    @torch.enable_grad()
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return -L(eta) in nats and add its gradients to the parameters' gradients."""
         require_gradients()
-        loss = self.unchecked_loss(model, guide, args, kwargs)
+        with torch.enable_grad():
+            loss = self.unchecked_loss(model, guide, args, kwargs)
         value = check_value(loss.item(), partial(self.check_data, model, guide, args, kwargs))
         if loss.requires_grad:
             loss.backward(retain_graph=self.retain_graph)

@@ -190,7 +190,7 @@ class Descent:
         """
         rows = self.batches.next()
         args = self._rows_of(rows)
-        with unchecked(self.objective.elbo):
+        with torch.enable_grad(), unchecked(self.objective.elbo):
             loss = self.objective(*args) * self.scale
         self.optimizer.zero_grad()
         loss.backward()

@@ -30,7 +30,6 @@ _PARTICLES_AT_ONCE = 16
 _SPREAD = 0.1  # of the unconstrained latents at which the data are recognized
 
 
-@torch.enable_grad()
 def train(
     model: Callable,
     guide: Guide,

@@ -20,7 +20,6 @@ from pyro_bdl.utils.validation import whole_number
 _RATES = tuple(first * 10.0**-power for power in range(8) for first in (1.0, 0.3))
 
 
-@torch.enable_grad()
 def collect_swag(
     model: Callable,
     guide: AutoSWAG | AutoMultiSWAG,
