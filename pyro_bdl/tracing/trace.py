@@ -33,7 +33,7 @@ from pyro_bdl.tracing.graph import (
     tagged,
 )
 from pyro_bdl.utils.module_state import vmappable
-from pyro_bdl.utils.trees import tree_map_only
+from pyro_bdl.utils.trees import tree_leaves, tree_map_only
 
 _FOLDERS = [Path(str(file)).parent for file in (__file__, torch.__file__, pyro.__file__)]
 _LIBRARIES = ("<string>", "<frozen", *(f"{folder}{os.sep}" for folder in _FOLDERS))
@@ -92,10 +92,16 @@ class _Outside(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags:
             args = tree_map_only(Tensor, torch.ops.aten.detach.default, args)
         if func._schema.is_mutable:
-            tensors = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Tensor)]
+            given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+            given |= kwargs or {}
+            written = [
+                given.get(argument.name)
+                for argument in func._schema.arguments
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
             with _disable_current_modes():
-                for tensor in tensors:
-                    if id(tensor) not in self.saved:
+                for tensor in tree_leaves(written):
+                    if isinstance(tensor, Tensor) and id(tensor) not in self.saved:
                         self.saved[id(tensor)] = tensor, tensor.detach().clone()
         return func(*args, **(kwargs or {}))
 
@@ -263,6 +269,7 @@ def plain_torch() -> Iterator[None]:
         vmappable(),
         _without_onednn(),
         torch.backends.cudnn.flags(enabled=False),
+        torch.backends.nnpack.flags(enabled=False),  # which is chosen by the number of rows
         pyro.validation_enabled(False),
     ):
         yield
@@ -289,14 +296,14 @@ def trace_pure(
         graph, places = record(function, examples, decompositions)
         refuse_reads(graph, graph.graph.find_nodes(op="placeholder"), places)
         graph.graph.eliminate_dead_code(lambda node: is_border(node) or bool(changed(node)))
+        for node in graph.graph.nodes:
+            if any(base(part).op in ("placeholder", "get_attr") for part in changed(node)):
+                raise NotTraceable(
+                    "it changes a tensor that it did not make, in place (a module in train mode?)",
+                    str(node.target),
+                )
         if any(map(changed, graph.graph.nodes)):
             graph = _functional(graph, examples, decompositions)
-    for node in graph.graph.nodes:
-        if changed(node):
-            raise NotTraceable(
-                "it changes a tensor that it did not make, in place (a module in train mode?)",
-                str(node.target),
-            )
     graph.graph.eliminate_dead_code(is_border)
     graph.recompile()
     return graph
