@@ -38,10 +38,20 @@ class NormalGuide(Guide):
     def has_density(self) -> bool:
         return self.subset.complete
 
+    @property
+    def numbers_drawn(self) -> int:
+        return self.subset.size
+
     def sample_vectors(self, num_samples: int) -> Tensor:
+        return self.subset.put(self.location(), self._subset_draws(num_samples))
+
+    def sample_latents(self, num_samples: int) -> dict[str, Tensor]:
+        return self.subset.latents(self.location(), self._subset_draws(num_samples))
+
+    def _subset_draws(self, num_samples: int) -> Tensor:
+        """Draws (num_samples, p) of the latents in the subset."""
         loc = self.location()
-        draws = self.precision.sample(num_samples).to(loc)
-        return self.subset.put(loc, self.subset.take(loc) + draws)
+        return self.subset.take(loc) + self.precision.sample(num_samples).to(loc)
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """log q(w) of the latents in the subset."""
