@@ -414,15 +414,27 @@ def of_two(x, offsets, y=None):
         pyro.sample("y", dist.Normal(x @ weights + offsets, 1.0), obs=y)
 
 
+class OfTwo(nn.Module):
+    """``frozen`` with names for its inputs, which any version of torch can export."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        self.frozen = frozen
+
+    def forward(self, x, offsets):
+        return self.frozen(x, offsets)
+
+
 def test_two_inputs():
     samples = bdl.Samples({"w": torch.randn(1, 3, 4)})
     x, offsets = torch.randn(5, 4), torch.randn(5)
     frozen = bdl.freeze(of_two, samples, x[:1], offsets[:1], draws=3)
     rows = {0: Dim("n")}
-    exported = torch.export.export(frozen, (x, offsets), dynamic_shapes=(rows, (rows,))).module()
+    torch.export.export(frozen, (x, offsets), dynamic_shapes=(rows, (rows,)))
+    exported = torch.export.export(OfTwo(frozen), (x, offsets), dynamic_shapes=(rows, rows))
     mean = x @ samples.latents["w"][0].mean(0) + offsets
     for count in (5, 1):
-        found, _ = exported(x[:count], offsets[:count])
+        found, _ = exported.module()(x[:count], offsets[:count])
         torch.testing.assert_close(found, mean[:count])
 
 
