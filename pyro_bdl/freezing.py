@@ -33,6 +33,7 @@ _SQUEEZE = (
     "write squeeze(-1) in place of squeeze(), which takes the axis of one row too, and do not "
     "branch on the number of rows"
 )
+_NUMBERS_AT_ONCE = 2**22  # in draws that are made at a time
 _PLACES = ("constants", "center", "draws")
 
 _Weights = dict[str, Tensor]
@@ -42,14 +43,14 @@ _Observed = Callable[[_Weights, tuple], Distribution]  # of latents and data
 class _Parts(NamedTuple):
     """What is frozen.
 
-    :param at_draw: y's distribution, given the weights of both kinds and the data.
+    :param at_draw: y's distribution, given both kinds of weights and the data.
     :param run: the same without draws: the run of the program that it rests on.
     :param center: weights that all draws share.
     :param varying: weights of each draw, (K, ...).
     :param latents: draws of the latents, to be checked.
     """
 
-    at_draw: _Observed
+    at_draw: Callable[[_Weights, _Weights, tuple], Distribution]
     run: Callable[[tuple], Distribution]
     center: _Weights
     varying: _Weights
@@ -151,16 +152,13 @@ def freeze(
         classes = observation_kind(run(args)) in _CLASSES
 
         def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-            names, data = [*center, *varying], tensors[len(center) + len(varying) :]
-            values = dict(zip(names, tensors, strict=False))
-            fixed = {name: values[name] for name in center}
+            numbers, data = tensors[: len(weights)], tensors[len(weights) :]
+            fixed = dict(zip(center, numbers, strict=False))
+            draws = dict(zip(varying, numbers[len(center) :], strict=True))
             if not varying:
-                moments = observation_moments(at_draw(fixed, data))
-                return tuple(value.expand(count, *value.shape) for value in moments)  # type: ignore[return-value]
-            return map_draws(
-                lambda draw: observation_moments(at_draw(fixed | draw, data)),
-                {name: values[name] for name in varying},
-            )
+                mean, variance = observation_moments(at_draw(fixed, {}, data))
+                return mean.expand(count, *mean.shape), variance.expand(count, *variance.shape)
+            return map_draws(lambda draw: observation_moments(at_draw(fixed, draw, data)), draws)
 
         weights = [*center.values(), *varying.values()]
         try:
@@ -252,9 +250,33 @@ def _at_network(posterior: Any, count: int, observed: _Observed, args: tuple) ->
     latents = latent_draws(posterior, count, *args)
     first = {name: value[0] for name, value in latents.items()}
     shared = {name for name, value in latents.items() if is_shared(value)}
-    center = {name: latents[name][0].clone() for name in shared}
+    center = {name: v[0].clone() for name, v in latents.items() if name in shared}
     varying = {name: v.clone() for name, v in latents.items() if name not in shared}
-    return _Parts(observed, lambda data: observed(first, data), center, varying, latents)
+    return _Parts(
+        lambda fixed, draw, data: observed(fixed | draw, data),
+        lambda data: observed(first, data),
+        center,
+        varying,
+        latents,
+    )
+
+
+def _offsets(guide: LaplaceGuide, count: int) -> _Weights:
+    """K offsets of the sites in the subset, (K, *shape), with mean zero and the right variances."""
+    subset, loc = guide.subset, guide.location()
+    at_once = max(1, _NUMBERS_AT_ONCE // subset.size) if guide.independent_draws else count
+    result: _Weights = {}
+    for start in range(0, count, at_once):
+        values = guide.precision.sample(min(at_once, count - start)).to(loc)
+        for name, part in subset.by_site(torch.zeros_like(loc), values).items():
+            if not start:
+                result[name] = part.new_empty(count, *part.shape[1:])
+            result[name][start : start + len(part)] = part
+    if count > 1:
+        for value in result.values():
+            value -= value.mean(0)
+            value *= (count / (count - 1)) ** 0.5
+    return result
 
 
 def _linearized(guide: LaplaceGuide, count: int, observed: _Observed, args: tuple) -> _Parts:
@@ -263,25 +285,16 @@ def _linearized(guide: LaplaceGuide, count: int, observed: _Observed, args: tupl
     subset, loc = guide.subset, guide.location()
     layout = subset.layout
     center = {name: value.clone() for name, value in layout.unflatten(loc).items()}
-    offsets = guide.precision.sample(count).to(loc)
-    if count > 1:
-        offsets -= offsets.mean(0)
-        offsets *= (count / (count - 1)) ** 0.5
-    varying = {
-        f"offset of {name}": value
-        for name, value in subset.by_site(torch.zeros_like(loc), offsets).items()
-    }
+    offsets = _offsets(guide, count)
 
-    def at_draw(values: _Weights, data: tuple) -> Distribution:
+    def at_draw(fixed: _Weights, slopes: _Weights, data: tuple) -> Distribution:
         seen = []
-        fixed = {name: values[name] for name in center}
 
         def parameters(moving: _Weights) -> _Weights:
             seen.append(observed(layout.to_supports(fixed | moving), data))
             return unconstrained_parameters(seen[-1])
 
         start = {name: fixed[name] for name in subset.parts}
-        slopes = {name: values[f"offset of {name}"] for name in subset.parts}
         # PyTorch declares a third result, which only has_aux=True gives
         found, change = torch.func.jvp(parameters, (start,), (slopes,))  # type: ignore[misc]
         moved = {name: value + change[name] for name, value in found.items()}
@@ -294,4 +307,4 @@ def _linearized(guide: LaplaceGuide, count: int, observed: _Observed, args: tupl
         return with_unconstrained(found, unconstrained_parameters(found))
 
     draw = {name: value[None] for name, value in latents.items()}
-    return _Parts(at_draw, run, center, varying, draw)
+    return _Parts(at_draw, run, center, offsets, draw)

@@ -311,7 +311,9 @@ def test_len_is_what_it_was():
     assert len is before and len([1, 2]) == 2
 
 
-def test_sites_of_any_name(names=("graph", "classes", "a.0.weight", "a__0.weight", "draws", "x")):
+def test_sites_of_any_name():
+    names = ("graph", "classes", "a.0.weight", "a__0.weight", "draws", "offset of draws")
+
     def program(x, y=None):
         total = 0.0
         for number, name in enumerate(names):
@@ -325,6 +327,9 @@ def test_sites_of_any_name(names=("graph", "classes", "a.0.weight", "a__0.weight
     slope = sum(number * samples.latents[name][0] for number, name in enumerate(names))
     torch.testing.assert_close(frozen.at_draws(x).mean, slope[:, None] * x)
     assert frozen.sites["draws"] == names
+    point = bdl.guides.AutoLaplaceGGN(program, structure="full").prototype(x, x)
+    frozen = bdl.freeze(program, point.laplace_approximation((x, x)), x, draws=3)
+    assert frozen.sites["center"] == frozen.sites["draws"] == names
 
 
 @pytest.mark.parametrize(
