@@ -33,7 +33,7 @@ _SQUEEZE = (
     "write squeeze(-1) in place of squeeze(), which takes the axis of one row too, and do not "
     "branch on the number of rows"
 )
-_NUMBERS_AT_ONCE = 2**22  # in draws that are made at a time
+_NUMBERS_AT_ONCE = 2**20  # in draws that are made at a time
 _PLACES = ("constants", "center", "draws")
 
 _Weights = dict[str, Tensor]

@@ -219,8 +219,10 @@ def trace_rows(
 def _traced(
     function: Callable[..., Any], constant: Sequence[Tensor], data: Sequence[Tensor], count: int
 ) -> fx.GraphModule:
+    # tensors without numbers: the draws of all weights would each make all activations
+    fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=True)
     try:
-        return trace_pure(function, [*constant, *data], _PLAIN)
+        return trace_pure(function, list(map(fake.from_tensor, [*constant, *data])), _PLAIN, fake)
     except NOT_WITH_OTHERS as error:
         raise NotTraceable(f"it fails with {count} rows ({_first_line(error)})") from error
 

@@ -17,7 +17,11 @@ import pyro
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -146,10 +150,12 @@ def record(
     function: Callable[..., Any],
     examples: Sequence[Tensor],
     decompositions: Mapping[Any, Callable] | None = None,
+    fake: FakeTensorMode | None = None,
 ) -> tuple[fx.GraphModule, list[str]]:
     """Run a function once and return its operators as a graph, without checks of reads and changes.
 
     :param decompositions: operators to be replaced by simpler ones, as in ``make_fx``.
+    :param fake: the mode of the examples, if these are fake tensors, which hold no numbers.
     :returns: the graph, and the lines of the user's files that read values of tensors.
     """
     methods, outside = _Methods(), _Outside()
@@ -159,7 +165,13 @@ def record(
             return function(*tensors)
 
     try:
-        return operators_of(followed, examples, decompositions), methods.places
+        return operators_of(followed, examples, decompositions, fake), methods.places
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        place = methods.places[-1] if methods.places else ""
+        raise NotTraceable(
+            f"it reads numbers that change from step to step{place}, as control flow does",
+            str(error.func),
+        ) from error
     finally:
         outside.put_back()
 
@@ -168,6 +180,7 @@ def operators_of(
     function: Callable[..., Any],
     examples: Sequence[Tensor],
     decompositions: Mapping[Any, Callable] | None = None,
+    fake: FakeTensorMode | None = None,
 ) -> fx.GraphModule:
     """``make_fx`` in less than half the time, with reads of values in the graph.
 
@@ -177,7 +190,7 @@ def operators_of(
     """
     # Which reads of values are allowed is decided on the complete graph.
     make = make_fx(function, decompositions, _error_on_data_dependent_ops=False)  # type: ignore[arg-type]
-    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+    with tracing(TracingContext(fake or FakeTensorMode(allow_fallback_kernels=True))):
         return make(*examples)
 
 
@@ -279,6 +292,7 @@ def trace_pure(
     function: Callable,
     examples: Sequence[Tensor],
     decompositions: Mapping[Any, Callable] | None = None,
+    fake: FakeTensorMode | None = None,
 ) -> fx.GraphModule:
     """The graph of a pure function of tensors, without operators that change a tensor in place.
 
@@ -288,12 +302,13 @@ def trace_pure(
 
     :param function: returns a pytree of tensors.
     :param decompositions: operators to be replaced by simpler ones, as in ``make_fx``.
+    :param fake: the mode of the examples, if these are fake tensors, which hold no numbers.
     :raises NotTraceable: if control flow or a shape depends on the arguments, or if the function
         changes a tensor in place that it did not make.
     """
     examples = [example.detach() for example in examples]
     with plain_torch():
-        graph, places = record(function, examples, decompositions)
+        graph, places = record(function, examples, decompositions, fake)
         refuse_reads(graph, graph.graph.find_nodes(op="placeholder"), places)
         graph.graph.eliminate_dead_code(lambda node: is_border(node) or bool(changed(node)))
         for node in graph.graph.nodes:
@@ -303,7 +318,7 @@ def trace_pure(
                     str(node.target),
                 )
         if any(map(changed, graph.graph.nodes)):
-            graph = _functional(graph, examples, decompositions)
+            graph = _functional(graph, examples, decompositions, fake)
     graph.graph.eliminate_dead_code(is_border)
     graph.recompile()
     return graph
@@ -313,6 +328,7 @@ def _functional(
     graph: fx.GraphModule,
     examples: Sequence[Tensor],
     decompositions: Mapping[Any, Callable] | None,
+    fake: FakeTensorMode | None,
 ) -> fx.GraphModule:
     """The graph without in-place operators; ``functionalize`` needs all tensors as inputs."""
     constants = lift(graph.graph, outside_tensors(graph)).values()
@@ -322,7 +338,7 @@ def _functional(
         return graph(*tensors)
 
     functional = operators_of(
-        torch.func.functionalize(run), [*examples, *constants], decompositions
+        torch.func.functionalize(run), [*examples, *constants], decompositions, fake
     )
     inputs = list(functional.graph.find_nodes(op="placeholder"))[len(examples) :]
     for number, (node, value) in enumerate(zip(inputs, constants, strict=True)):
