@@ -40,17 +40,19 @@ class NormalGuide(Guide):
 
     @property
     def numbers_drawn(self) -> int:
+        self.require_layout()
         return self.subset.size
 
     def sample_vectors(self, num_samples: int) -> Tensor:
-        return self.subset.put(self.location(), self._subset_draws(num_samples))
+        loc = self.location()
+        return self.subset.put(loc, self._subset_draws(loc, num_samples))
 
     def sample_latents(self, num_samples: int) -> dict[str, Tensor]:
-        return self.subset.latents(self.location(), self._subset_draws(num_samples))
-
-    def _subset_draws(self, num_samples: int) -> Tensor:
-        """Draws (num_samples, p) of the latents in the subset."""
         loc = self.location()
+        return self.subset.latents(loc, self._subset_draws(loc, num_samples))
+
+    def _subset_draws(self, loc: Tensor, num_samples: int) -> Tensor:
+        """Draws (num_samples, p) of the latents in the subset."""
         return self.subset.take(loc) + self.precision.sample(num_samples).to(loc)
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
