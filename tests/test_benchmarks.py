@@ -337,3 +337,11 @@ def test_bayesian_optimization_goes_on_from_its_rows(tmp_path):
         assert 0.0 <= found[f"jump, {surrogate}"]["regret"] < 3.0
     assert is_png(tmp_path / "regret.png")
     assert run("bayesian_optimization", options) == found
+
+
+def test_a_posterior_around_a_large_network():
+    result = run("large_trained", "--quick --threads 1")
+    assert result["last layer: frozen, forwards"] < 2
+    assert result["last layer: Predictive, forwards"] < 4
+    assert result["all weights: frozen, forwards"] < 2 * 6 + 1
+    assert result["all weights: mean of draws, forwards"] < 40

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.utils.flop_counter import FlopCounterMode
 
 import pyro_bdl as bdl
 
@@ -135,6 +136,313 @@ def test_laplace_is_linearized_around_its_exact_mean():
     torch.testing.assert_close(log_scale.mean(0), exact.mean["scale"], atol=1e-4, rtol=1e-4)
 
 
+def _mixture(f):
+    parts = dist.Normal(torch.stack([f, f + 1.0], -1), torch.ones(2))
+    return dist.MixtureSameFamily(dist.Categorical(torch.ones(len(f), 2)), parts)
+
+
+# each family that a program can observe and whose moments have a closed form, at f(x) (N,)
+FAMILIES = {
+    "Normal": lambda f: dist.Normal(f, 0.5),
+    "LogNormal": lambda f: dist.LogNormal(f, 0.5),
+    "Laplace": lambda f: dist.Laplace(f, f.exp()),
+    "Cauchy": lambda f: dist.Cauchy(f, 1.0),
+    "StudentT": lambda f: dist.StudentT(4.0, f, 0.5),
+    "StudentT without variance": lambda f: dist.StudentT(1.5, f, 0.5),
+    "StudentT of rows": lambda f: dist.StudentT(f.exp() + 0.5, f, 0.5),
+    "MultivariateStudentT": lambda f: dist.MultivariateStudentT(
+        torch.tensor(4.0), f[:, None].expand(-1, 2), torch.eye(2)
+    ),
+    "Poisson": lambda f: dist.Poisson(f.exp()),
+    "Bernoulli": lambda f: dist.Bernoulli(logits=f),
+    "Binomial": lambda f: dist.Binomial(5, logits=f),
+    "NegativeBinomial": lambda f: dist.NegativeBinomial(3.0, logits=f),
+    "Categorical": lambda f: dist.Categorical(logits=torch.stack([f, -f], -1)),
+    "OneHotCategorical": lambda f: dist.OneHotCategorical(logits=torch.stack([f, -f], -1)),
+    "OrderedLogistic": lambda f: dist.OrderedLogistic(f, torch.tensor([-1.0, 1.0])),
+    "MultivariateNormal": lambda f: dist.MultivariateNormal(
+        torch.stack([f, -f], -1), torch.tensor([[1.0, 0.5], [0.5, 2.0]])
+    ),
+    "LowRankMultivariateNormal": lambda f: dist.LowRankMultivariateNormal(
+        torch.stack([f, -f], -1), torch.ones(2, 1), torch.ones(2)
+    ),
+    "Gamma": lambda f: dist.Gamma(2.0, f.exp()),
+    "InverseGamma": lambda f: dist.InverseGamma(4.0, f.exp()),
+    "Beta": lambda f: dist.Beta(f.exp(), 2.0),
+    "Gumbel": lambda f: dist.Gumbel(f, 2.0),
+    "Exponential": lambda f: dist.Exponential(f.exp()),
+    "HalfNormal": lambda f: dist.HalfNormal(f.exp()),
+    "HalfCauchy": lambda f: dist.HalfCauchy(f.exp()),
+    "Geometric": lambda f: dist.Geometric(logits=f),
+    "Weibull": lambda f: dist.Weibull(f.exp(), torch.tensor(2.0)),
+    "Pareto": lambda f: dist.Pareto(f.exp(), torch.tensor(3.0)),
+    "FisherSnedecor": lambda f: dist.FisherSnedecor(3.0, 5.0 + f.exp()),
+    "Uniform": lambda f: dist.Uniform(f, f + 1.0),
+    "VonMises": lambda f: dist.VonMises(f, 2.0),
+    "Multinomial": lambda f: dist.Multinomial(4, logits=torch.stack([f, -f], -1)),
+    "DirichletMultinomial": lambda f: dist.DirichletMultinomial(
+        torch.stack([f, -f], -1).exp(), torch.tensor(4.0)
+    ),
+    "Dirichlet": lambda f: dist.Dirichlet(torch.stack([f, -f], -1).exp()),
+    "BetaBinomial": lambda f: dist.BetaBinomial(f.exp(), 2.0, 5.0),
+    "GammaPoisson": lambda f: dist.GammaPoisson(f.exp(), 2.0),
+    "ContinuousBernoulli": lambda f: dist.ContinuousBernoulli(logits=f),
+    "MixtureSameFamily": _mixture,
+    "ZeroInflatedPoisson": lambda f: dist.ZeroInflatedPoisson(f.exp(), gate=torch.tensor(0.3)),
+    "Independent": lambda f: dist.Normal(f[:, None].expand(-1, 2), 1.0).to_event(1),
+}
+
+
+def observing(family):
+    def program(x, y=None):
+        weights = pyro.sample("w", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", FAMILIES[family](x @ weights), obs=y)
+
+    return program
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_that_of_the_predictive(family):
+    model, x = observing(family), torch.randn(7, 4)
+    samples = bdl.Samples({"w": 0.5 * torch.randn(1, 3, 4)})
+    frozen = bdl.freeze(model, samples, x[:2], draws=3)
+    moments = bdl.Predictive(model, samples).draw_moments(x)["y"]
+    for rows in (7, 2, 1):
+        found = frozen.at_draws(x[:rows])
+        for value, other in zip(found, moments, strict=True):
+            torch.testing.assert_close(value, other[:, :rows], atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def with_classes(x, y=None):
+    """A discrete site for each datum, which predictions sum out."""
+    weights = pyro.sample("w", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        kind = pyro.sample("kind", dist.Bernoulli(0.3))
+        pyro.sample("y", dist.Normal(x @ weights + 2.0 * kind, 0.5), obs=y)
+
+
+def test_discrete_sites_are_summed_out():
+    x, samples = torch.randn(6, 4), bdl.Samples({"w": torch.randn(1, 3, 4)})
+    frozen = bdl.freeze(with_classes, samples, x[:1], draws=3)
+    mean, variance = frozen.at_draws(x)
+    loc = torch.einsum("nd,cd->cn", x, samples.latents["w"][0])
+    torch.testing.assert_close(mean, loc + 0.6)
+    torch.testing.assert_close(variance, torch.full_like(mean, 0.25 + 4.0 * 0.3 * 0.7))
+
+
+class Network(nn.Module):
+    """Of four inputs, with rows as a function of all of them and of a layer."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.layer, self.rows = nn.Linear(4, 1), rows
+        self.register_buffer("fixed", torch.randn(9, 1))
+
+    def forward(self, x):
+        return self.rows(self, x)
+
+
+def by_pairs(net, x):
+    n = len(x)
+    pairs = (x[:, None] - x).reshape(n * n, 4)
+    return net.layer(pairs.tanh()).reshape(n, n).sum(1, keepdim=True)
+
+
+def in_blocks(net, x):
+    padded = nn.functional.pad(net.layer(x), (0, 0, 0, -len(x) % 8))
+    return padded[: len(x)]
+
+
+DEPENDING = {
+    "long": (lambda net, x: net.layer(x) * (2.0 if len(x) > 70 else 1.0), "n <= 70"),
+    "single": (lambda net, x: net.layer(x) * (3.0 if len(x) == 1 else 1.0), "special if it is one"),
+    "odd": (lambda net, x: net.layer(x) * (1 + len(x) % 2), "n"),
+    "at 1000": (lambda net, x: net.layer(x) * (2.0 if x.shape[0] == 1000 else 1.0), "1000"),
+    "at 61": (lambda net, x: net.layer(x) * (2.0 if x.shape[0] == 61 else 1.0), "61"),
+    "numel": (lambda net, x: net.layer(x) * (2.0 if x.numel() > 4000 else 1.0), "n"),
+    "pairs": (by_pairs, r"n\*\*2"),
+    "blocks": (in_blocks, "n"),
+    "parts": (lambda net, x: torch.cat([net.layer(part) for part in x.split(50)]), "n"),
+    "loop": (lambda net, x: torch.stack([net.layer(x[i]) for i in range(len(x))]), "n"),
+    "fixed": (lambda net, x: net.layer(x) + net.fixed, "fails with 3 rows .*9"),
+    "squeeze": (lambda net, x: net.layer(x).squeeze(), r"one row .*squeeze\(-1\)"),
+}
+
+
+@pytest.mark.parametrize("kind", ["draws", "Laplace"])
+@pytest.mark.parametrize("name", DEPENDING)
+def test_what_depends_on_the_number_of_rows_is_refused(name, kind):
+    function, words = DEPENDING[name]
+    model = bdl.models.Regression(bdl.bayesianize(Network(function)), noise=0.3)
+    x, y = torch.randn(9, 4), torch.randn(9)
+    guide = bdl.guides.AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    posterior = guide.laplace_approximation((x, y)) if kind == "Laplace" else drawn(model, x, y)
+    with pytest.raises(bdl.errors.UnsupportedProgramError, match=words):
+        bdl.freeze(model, posterior, x, draws=4)
+
+
+ALLOWED = {
+    "len": lambda net, x: net.layer(x) / len(x) ** 0 + torch.zeros(len(x), 1),
+    "ones": lambda net, x: net.layer(torch.cat([x[:, :3], x.new_ones(x.shape[0], 1)], 1)),
+    "tokens": lambda net, x: net.layer(x.repeat(2, 1)).reshape(2, len(x), 1).mean(0),
+    "constants": lambda net, x: net.layer(x) * (2.0 if net.fixed.sum() > -1e9 else 1.0),
+    "distances": lambda net, x: net.layer(torch.cdist(x, net.fixed[:4].mT.expand(4, 4))),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_sizes_and_constants_may_be_used(name):
+    model = bdl.models.Regression(bdl.bayesianize(Network(ALLOWED[name])), noise=0.3)
+    x, y = torch.randn(9, 4), torch.randn(9)
+    samples = drawn(model, x, y)
+    frozen = bdl.freeze(model, samples, x[:1], draws=4)
+    moments = bdl.Predictive(model, samples).moments(torch.cat([x] * 9))["y"]
+    close(frozen(torch.cat([x] * 9)), (moments.mean, moments.variance.sqrt()))
+
+
+def test_len_is_what_it_was():
+    before = len
+    model = bdl.models.Regression(bdl.bayesianize(Network(DEPENDING["long"][0])), noise=0.3)
+    with pytest.raises(bdl.errors.UnsupportedProgramError):
+        bdl.freeze(
+            model, drawn(model, torch.randn(9, 4), torch.randn(9)), torch.randn(9, 4), draws=4
+        )
+    assert len is before and len([1, 2]) == 2
+
+
+def test_sites_of_any_name():
+    names = ("graph", "classes", "a.0.weight", "a__0.weight", "draws", "offset of draws")
+
+    def program(x, y=None):
+        total = 0.0
+        for number, name in enumerate(names):
+            total = total + number * pyro.sample(name, dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(total * x, 1.0), obs=y)
+
+    samples = bdl.Samples({name: torch.randn(1, 3) for name in names})
+    x = torch.randn(5)
+    frozen = bdl.freeze(program, samples, x, draws=3)
+    slope = sum(number * samples.latents[name][0] for number, name in enumerate(names))
+    torch.testing.assert_close(frozen.at_draws(x).mean, slope[:, None] * x)
+    assert frozen.sites["draws"] == names
+    point = bdl.guides.AutoLaplaceGGN(program, structure="full").prototype(x, x)
+    frozen = bdl.freeze(program, point.laplace_approximation((x, x)), x, draws=3)
+    assert frozen.sites["center"] == frozen.sites["draws"] == names
+
+
+@pytest.mark.parametrize(
+    "args", [(), (torch.randn(0, 4),), (torch.tensor(1.0),), (torch.randn(3, 4), torch.randn(2))]
+)
+def test_examples_are_tensors_with_rows(args):
+    samples = bdl.Samples({"w": torch.randn(1, 3, 4, 1), "scale": torch.ones(1, 3)})
+    with pytest.raises(bdl.errors.ArgumentError, match="freeze needs the program's arguments"):
+        bdl.freeze(by_hand, samples, *args)
+    with pytest.raises(bdl.errors.ArgumentError, match="ndarray"):
+        bdl.freeze(by_hand, samples, torch.randn(3, 4).numpy())
+
+
+def deep(outputs=1):
+    hidden = [nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh()]
+    return nn.Sequential(*hidden, nn.Linear(40, outputs))
+
+
+def flops(function):
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+def last_layer(model, data):
+    return bdl.guides.AutoLaplaceGGN(model, subset="last-layer").prototype(*data)
+
+
+OF_LAST_LAYER = {
+    "Laplace": lambda model, data: last_layer(model, data).laplace_approximation(data),
+    "AutoLastLayer": lambda model, data: (
+        bdl.guides.AutoLastLayer(model).prototype(*data).laplace_approximation(data)
+    ),
+    "variational": lambda model, data: bdl.guides.AutoVariationalLastLayer(model).prototype(*data),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pyro_bdl.errors.BdlWarning")
+@pytest.mark.parametrize("kind", OF_LAST_LAYER)
+def test_only_what_varies_is_kept_and_computed_for_each_draw(kind):
+    x, y, count = torch.randn(30, 4), torch.randn(30), 20
+    net = deep()
+    model = bdl.models.Regression(bdl.bayesianize(net), noise=0.3)
+    frozen = bdl.freeze(model, OF_LAST_LAYER[kind](model, (x, y)), x[:1], draws=count)
+    network, head = flops(lambda: net(x)), 2 * 30 * 40
+    assert flops(lambda: frozen(x)) <= network + (count + 1) * head
+    numbers = sum(value.numel() for value in frozen.state_dict().values())
+    assert numbers <= sum(p.numel() for p in net.parameters()) + count * 41 + 10
+
+
+def test_all_weights_cost_two_passes_a_draw():
+    x, y, count = torch.randn(30, 4), torch.randn(30), 20
+    net = deep()
+    model = bdl.models.Regression(bdl.bayesianize(net), noise=0.3)
+    guide = bdl.guides.AutoLaplaceGGN(model, structure="diag").prototype(x, y)
+    posterior = guide.laplace_approximation((x, y))
+    frozen = bdl.freeze(model, posterior, x[:1], draws=count)
+    assert flops(lambda: frozen(x)) <= (2 * count + 1) * flops(lambda: net(x))
+    numbers = sum(value.numel() for value in frozen.state_dict().values())
+    assert numbers <= (count + 1) * sum(p.numel() for p in net.parameters()) + 10
+
+
+def test_a_subset_of_entries_and_a_point():
+    """Half of a layer's entries vary, then none: the mean is the network at the center."""
+    x, y = torch.randn(9, 4), torch.randn(9)
+    model = bdl.models.Regression(bdl.bayesianize(deep()), noise=0.3)
+    chosen = torch.arange(10, 60)
+    guide = bdl.guides.AutoLaplaceGGN(model, structure="full", subset=chosen).prototype(x, y)
+    posterior = guide.laplace_approximation((x, y))
+    frozen = bdl.freeze(model, posterior, x, draws=500)
+    exact = bdl.LinearizedPredictive(model, posterior).moments(x)["y"]
+    mean, sd = frozen(x)
+    torch.testing.assert_close(mean, exact.mean["loc"], atol=1e-4, rtol=1e-4)
+    # the sd of S Normal draws has a relative error of 1 / sqrt(2 S)
+    spread = (sd.square() - 0.3**2) / exact.variance["loc"]
+    assert (spread - 1).abs().max() < 5 * (2 / 500) ** 0.5
+    point = bdl.guides.AutoMAP(model).prototype(x, y)
+    frozen = bdl.freeze(model, point, x, draws=5)
+    means, _ = frozen.at_draws(x)
+    assert means.shape == (5, 9) and not frozen.sites["draws"]
+    torch.testing.assert_close(means, bdl.Predictive(model, point, 5).mean(x)["y"])
+
+
+def of_two(x, offsets, y=None):
+    weights = pyro.sample("w", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ weights + offsets, 1.0), obs=y)
+
+
+class OfTwo(nn.Module):
+    """``frozen`` with names for its inputs, which any version of torch can export."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        self.frozen = frozen
+
+    def forward(self, x, offsets):
+        return self.frozen(x, offsets)
+
+
+def test_two_inputs():
+    samples = bdl.Samples({"w": torch.randn(1, 3, 4)})
+    x, offsets = torch.randn(5, 4), torch.randn(5)
+    frozen = bdl.freeze(of_two, samples, x[:1], offsets[:1], draws=3)
+    rows = {0: Dim("n")}
+    torch.export.export(frozen, (x, offsets), dynamic_shapes=(rows, (rows,)))
+    exported = torch.export.export(OfTwo(frozen), (x, offsets), dynamic_shapes=(rows, rows))
+    mean = x @ samples.latents["w"][0].mean(0) + offsets
+    for count in (5, 1):
+        found, _ = exported.module()(x[:count], offsets[:count])
+        torch.testing.assert_close(found, mean[:count])
+
+
 def with_two_sites(x, y=None):
     weight = pyro.sample("w", dist.Normal(0.0, 1.0))
     with pyro.plate("data", len(x)):
@@ -166,7 +474,7 @@ def without_moments(x, y=None):
         (without_moments, "random numbers"),
         (with_two_sites, "site="),
         (branching, "control flow"),
-        (of_three_rows, "number of rows"),
+        (of_three_rows, "number (n )?of rows"),
     ],
 )
 def test_refusals(model, words):

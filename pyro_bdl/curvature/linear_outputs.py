@@ -6,6 +6,7 @@ Jacobian J as factors, and products of J with a vector.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -99,6 +100,11 @@ class LinearOutputs:
         parts = [self.values[key].reshape(self.num_data, -1) for key in self.moving]
         like = next(iter(self.values.values()))
         return torch.cat(parts, -1) if parts else like.new_zeros(self.num_data, 0)
+
+    @property
+    def columns(self) -> int:
+        """K, the number of numbers of each datum that depend on the latents."""
+        return sum(self.values[key].numel() for key in self.moving) // self.num_data
 
     @property
     def jacobian(self) -> Jacobian:
@@ -248,10 +254,17 @@ class LinearOutputs:
         values = {
             key: value.expand(len(offsets), *value.shape) for key, value in self.values.items()
         }
-        if self.moving:
-            change = self.kept(offsets.apply(self.jacobian))
-            values |= self.split(self.mean + change.to(self.mean))
-        return values
+        moved = self._products(offsets) if self.moving else {}
+        return values | {key: self.values[key] + change for key, change in moved.items()}
+
+    def _products(self, offsets: LinearDraws) -> dict[str, Tensor]:
+        """J times S offsets, by name, (S, *shape): S products of J with a vector where these are
+        fewer than its columns, and no gradient is taken of them; else the Jacobian's."""
+        if self._jacobian is None and not self.at.differentiable and len(offsets) < self.columns:
+            with suppress(RuntimeError):  # operators without a second derivative
+                return self.times(offsets.vectors())
+        change = self.kept(offsets.apply(self.jacobian))
+        return self.split(change.to(self.mean))
 
     def gaussian(self, precision: Precision) -> "GaussianOutputs":
         """The Gaussian distribution of the outputs if the subset's offset is N(0, precision^-1)."""

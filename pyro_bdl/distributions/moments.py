@@ -1,5 +1,6 @@
 """Moments of observations; those of classes are moments of their indicators."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,11 +38,39 @@ def observation_moments(distribution: Distribution) -> tuple[Tensor, Tensor]:
     classes = _class_probabilities(base)
     if classes is not None:
         return classes, classes * (1.0 - classes)
+    closed = _CLOSED.get(type(base).__name__)
     try:
-        return base.mean, base.variance
+        return (base.mean, base.variance) if closed is None else closed(base)
     except NotImplementedError:
         draws = base.sample(torch.Size([_DRAWS]))
         return draws.mean(0), draws.var(0, correction=0)
+
+
+def _student_t(base: Any) -> tuple[Tensor, Tensor]:
+    """torch's and Pyro's own select entries by a mask and write into them, which no graph and no
+    ``vmap`` can follow; so that of an F distribution."""
+    if hasattr(base, "scale_tril"):
+        df, squares = base.df[..., None], base.scale_tril.square().sum(-1)
+    else:
+        df, squares = base.df, base.scale.square()
+    df, loc, squares = torch.broadcast_tensors(df, base.loc, squares)
+    finite = squares * df / (df - 2.0).clamp(min=torch.finfo(df.dtype).tiny)
+    heavy = torch.where(df > 1.0, torch.inf, torch.nan)
+    return torch.where(df > 1.0, loc, torch.nan), torch.where(df > 2.0, finite, heavy)
+
+
+def _fisher_snedecor(base: Any) -> tuple[Tensor, Tensor]:
+    a, b = torch.broadcast_tensors(base.df1, base.df2)
+    mean = b / (b - 2.0)
+    variance = 2.0 * mean.square() * (a + b - 2.0) / (a * (b - 4.0))
+    return torch.where(b > 2.0, mean, torch.nan), torch.where(b > 4.0, variance, torch.nan)
+
+
+_CLOSED: dict[str, Callable[[Any], tuple[Tensor, Tensor]]] = {
+    "StudentT": _student_t,
+    "MultivariateStudentT": _student_t,
+    "FisherSnedecor": _fisher_snedecor,
+}
 
 
 def observation_covariance(distribution: Distribution) -> tuple[Tensor, Tensor]:

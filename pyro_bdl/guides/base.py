@@ -219,8 +219,14 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
 
     # Summaries
 
+    @property
+    def numbers_drawn(self) -> int:
+        """How many numbers of the vector differ between draws."""
+        return self.require_layout().size
+
     def sample_latents(self, num_samples: int) -> dict[str, Tensor]:
-        """Independent draws as a dict site -> (num_samples, *shape)."""
+        """Independent draws as a dict site -> (num_samples, *shape); those of a site that the guide
+        holds at a point are views of one value."""
         layout = self.require_layout()
         return layout.constrain(self.sample_vectors(num_samples))[0]
 

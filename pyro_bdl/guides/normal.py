@@ -38,10 +38,22 @@ class NormalGuide(Guide):
     def has_density(self) -> bool:
         return self.subset.complete
 
+    @property
+    def numbers_drawn(self) -> int:
+        self.require_layout()
+        return self.subset.size
+
     def sample_vectors(self, num_samples: int) -> Tensor:
         loc = self.location()
-        draws = self.precision.sample(num_samples).to(loc)
-        return self.subset.put(loc, self.subset.take(loc) + draws)
+        return self.subset.put(loc, self._subset_draws(loc, num_samples))
+
+    def sample_latents(self, num_samples: int) -> dict[str, Tensor]:
+        loc = self.location()
+        return self.subset.latents(loc, self._subset_draws(loc, num_samples))
+
+    def _subset_draws(self, loc: Tensor, num_samples: int) -> Tensor:
+        """Draws (num_samples, p) of the latents in the subset."""
+        return self.subset.take(loc) + self.precision.sample(num_samples).to(loc)
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """log q(w) of the latents in the subset."""

@@ -199,10 +199,20 @@ class SubsetNormal(JointGuide):
     def location(self) -> Tensor:
         return self.subset.put(self.fixed, self.parameter("loc"))
 
+    @property
+    def numbers_drawn(self) -> int:
+        return self.subset.size
+
     def sample_vectors(self, num_samples: int) -> Tensor:
+        return self.subset.put(self.fixed, self._subset_draws(num_samples))
+
+    def sample_latents(self, num_samples: int) -> dict[str, Tensor]:
+        return self.subset.latents(self.location(), self._subset_draws(num_samples))
+
+    def _subset_draws(self, num_samples: int) -> Tensor:
         loc, factor = self.parameter("loc"), self.parameter("scale_tril")
         noise = torch.randn(num_samples, len(loc), dtype=loc.dtype, device=loc.device)
-        return self.subset.put(self.fixed, loc + noise @ factor.mT)
+        return loc + noise @ factor.mT
 
     def as_prior(self) -> GaussianPrior:
         """A Gaussian prior over the subset, with the other latents fixed; see ``Guide.as_prior``.

@@ -38,7 +38,14 @@ from pyro_bdl.program.trace import (
     sample_any_open,
     sample_open,
 )
-from pyro_bdl.program.vmap import DrawMap, Draws, joined, measured, number_of_draws
+from pyro_bdl.program.vmap import (
+    DrawMap,
+    Draws,
+    bytes_of_another,
+    joined,
+    measured,
+    number_of_draws,
+)
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.autograd import wants_gradients
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -260,7 +267,7 @@ class Predictive(DrawPredictions):
         total = DEFAULT_DRAWS if total is None else whole_number(total, "num_samples")
         most = total
         if guide.independent_draws and self.batch_norm_data is None:
-            most = max(1, DRAWS_AT_ONCE // max(1, guide.require_layout().size))
+            most = max(1, DRAWS_AT_ONCE // max(1, guide.numbers_drawn))
         for start in range(0, total, most):
             yield total, latent_draws(guide, min(most, total - start))
 
@@ -302,7 +309,7 @@ class Predictive(DrawPredictions):
                     self._statistics = layers, statistics
                 draws, choose = draws | statistics, _with_statistics(layers, choose)
             needed, (function, finish) = measured(choose, draws)
-            chunk_size = max(1, self.memory // needed)
+            chunk_size = max(1, self.memory // bytes_of_another(function, draws, needed))
             evaluate = functools.partial(DrawMap(), function, chunk_size=chunk_size, finish=finish)
             all_draws = chain([draws], (part for _, part in parts))
             return joined(((number_of_draws(part), evaluate(part)) for part in all_draws), total)

@@ -241,7 +241,7 @@ class WholeData(Messenger):
         super().__init__()
         self.advice = advice
         tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
-        self.rows = {len(tensor) for tensor in tensors if tensor.dim()}
+        self.rows = [len(tensor) for tensor in tensors if tensor.dim()]
 
     def _pyro_sample(self, msg: Any) -> None:
         plate = msg["fn"]

@@ -69,6 +69,29 @@ class Subset:
         whole = vector.expand(*values.shape[:-1], -1)
         return whole.index_copy(-1, self.indices.to(vector.device), values)  # also under vmap
 
+    def by_site(self, vector: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """The sites with entries in the subset, unconstrained, site -> (S, *shape): those of the
+        vector (P,) with ``values`` (S, p) at the chosen entries."""
+        found = {}
+        for name, part in self.parts.items():
+            own, chosen = values[:, part], self.chosen[name]
+            if chosen is not None:
+                whole = vector[self.layout.slices[name]].expand(len(values), -1)
+                own = whole.index_copy(-1, chosen.to(vector.device), own)
+            found[name] = own.reshape(-1, *self.layout.latents[name].unconstrained_shape)
+        return found
+
+    def latents(self, vector: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """All latents in their supports, site -> (S, *shape), at the vector (P,) with ``values``
+        (S, p) at the chosen entries; those of other sites are views of one value."""
+        center = {name: value.clone() for name, value in self.layout.unflatten(vector).items()}
+        moved = self.by_site(vector, values)
+        found = self.layout.to_supports(center | moved)
+        return {
+            name: value if name in moved else value.expand(len(values), *value.shape)
+            for name, value in found.items()
+        }
+
 
 def select(layout: Layout, selection: Any = None, *, model: Any = None) -> Subset:
     """The subset for a user's selection.

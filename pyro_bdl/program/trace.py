@@ -110,7 +110,8 @@ class Run:
         value = None if infer.get("_placeholder") else msg["value"]
         subsampling, plates = 1.0, []
         for frame in msg["cond_indep_stack"]:
-            subsampling *= (frame.full_size or frame.size) / frame.size
+            if frame.full_size and frame.full_size != frame.size:
+                subsampling *= frame.full_size / frame.size
             if frame.dim is not None:
                 plates.append((frame.name, frame.dim))
         distribution = distribution_of_targets(msg) if msg["is_observed"] else msg["fn"]

@@ -4,6 +4,7 @@ A program runs on a row x[n:n+1], with plates of size one, under ``vmap`` over n
 has an axis that numbers the data, wherever the network puts it, so that none can be mistaken.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,11 @@ def number_of_draws(draws: Draws) -> int:
     return next(iter(draws.values())).shape[0]
 
 
+def is_shared(values: Tensor) -> bool:
+    """Return whether all draws are one value in memory, as ``Tensor.expand`` makes them."""
+    return len(values) > 1 and values.stride(0) == 0
+
+
 def joined(parts: Iterable[tuple[int, Any]], total: int) -> Any:
     """Put trees of tensors together along their leading axis, one after the other.
 
@@ -50,10 +56,11 @@ def joined(parts: Iterable[tuple[int, Any]], total: int) -> Any:
 class DrawMap:
     """Map over draws that stacks function(draw), with different random numbers for each draw.
 
-    It uses ``vmap`` for chunks of several draws. If that raises a ``RuntimeError``, as for an
-    operator without a batching rule, and a loop over the draws does not, it warns once and loops
-    from then on. BatchNorm layers in training mode
-    update their running statistics as in a loop.
+    It uses ``vmap`` for chunks of several draws. Latents that all draws share are no inputs of it,
+    so that what depends on them alone is computed once for a chunk. If ``vmap`` raises a
+    ``RuntimeError``, as for an operator without a batching rule, and a loop over the draws does
+    not, it warns once and loops from then on. BatchNorm layers in training mode update their
+    running statistics as in a loop.
 
     :param over: what there are several of, for that message.
     :param batch_norm: whether there may be BatchNorm layers that keep running statistics.
@@ -61,7 +68,7 @@ class DrawMap:
 
     def __init__(self, *, over: str = "draws", batch_norm: bool = True) -> None:
         self.over = over
-        self._loops = False
+        self._loops, self._shares = False, True
         self._modules: list[nn.Module] | None = None if batch_norm else []
 
     def __call__(
@@ -97,12 +104,21 @@ class DrawMap:
         if self._modules is None:
             self._modules = modules_of(function)
         normalizing = any(m.training and keeps_statistics(m) for m in self._modules)
-        try:
-            if normalizing:
-                return _vmapped_with_batch_norm(self._modules, function, draws)
-            return _vmapped(function, draws)
-        except RuntimeError as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+        while True:
+            fixed = {n: v[0] for n, v in draws.items() if self._shares and is_shared(v)}
+            varying = {name: value for name, value in draws.items() if name not in fixed}
+            at = functools.partial(_with_fixed, function, fixed)
+            try:
+                if normalizing:
+                    return _vmapped_with_batch_norm(
+                        self._modules, at, varying, number_of_draws(draws)
+                    )
+                return _vmapped(at, varying, number_of_draws(draws))
+            except RuntimeError as error:
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+            if not fixed:
+                break
+            self._shares = False  # such as an update in place of what all draws share
         result = looped(function, draws)  # which raises what is wrong without vmap too
         warn(
             f"the network cannot be vectorized over {self.over}, which are taken one by one "
@@ -119,13 +135,19 @@ def map_draws(function: Callable[[Draws], Any], draws: Draws, **options: Any) ->
     return DrawMap()(function, draws, **options)
 
 
-def _vmapped(function: Callable[[Draws], Any], draws: Draws) -> Any:
+def _with_fixed(function: Callable[[Draws], Any], fixed: Draws, draw: Draws) -> Any:
+    return function(fixed | draw)
+
+
+def _vmapped(function: Callable[[Draws], Any], draws: Draws, count: int) -> Any:
+    lanes = torch.zeros(count, device="cpu")  # there may be no draws
     with vmappable():
-        return torch.vmap(function, randomness="different")(draws)
+        result = torch.vmap(lambda lane, draw: function(draw), randomness="different")(lanes, draws)
+    return tree_map(lambda leaf: leaf.clone() if is_shared(leaf) else leaf, result)
 
 
 def _vmapped_with_batch_norm(
-    modules: list[nn.Module], function: Callable[[Draws], Any], draws: Draws
+    modules: list[nn.Module], function: Callable[[Draws], Any], draws: Draws, count: int
 ) -> Any:
     layers: list[Any] = []
 
@@ -135,7 +157,7 @@ def _vmapped_with_batch_norm(
         layers[:] = [call.layer for call in calls]
         return result, [(call.mean, call.variance) for call in calls]
 
-    result, statistics = _vmapped(evaluate, draws)
+    result, statistics = _vmapped(evaluate, draws, count)
     take_up([BatchStatistics(l, *values) for l, values in zip(layers, statistics, strict=True)])
     return result
 
@@ -155,6 +177,15 @@ def measured(function: Callable[[Draws], Any], draws: Draws) -> tuple[int, Any]:
     with Allocations() as allocations:
         result = function({name: value[0] for name, value in draws.items()})
     return max(1, allocations.bytes), result
+
+
+def bytes_of_another(function: Callable[[Draws], Any], draws: Draws, of_one: int) -> int:
+    """The bytes of the tensors that a further draw adds to ``of_one`` of the first."""
+    if not any(map(is_shared, draws.values())):
+        return of_one
+    with Allocations() as allocations:
+        DrawMap()(function, {name: value[:2] for name, value in draws.items()})
+    return max(1, allocations.bytes - of_one)
 
 
 class RowMap:

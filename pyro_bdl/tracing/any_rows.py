@@ -1,38 +1,198 @@
-"""A graph of ATen operators that is valid for any number of rows of the data."""
+"""A graph of ATen operators that is valid for any number of rows of the data.
 
+``require_any_rows`` proves that a function's operators are the same for all n >= 2 rows, and that
+all its sizes are a n + b. ``trace_rows`` then needs the graphs of two sizes only.
+"""
+
+import builtins
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import SymBool, SymFloat, SymInt, Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyro_bdl.tracing.trace import NotTraceable, tensor_of, trace_pure
+from pyro_bdl.tracing.trace import NotTraceable, plain_torch, tensor_of, trace_pure
+from pyro_bdl.utils.trees import tree_leaves
 
 _SIZES = (3, 5)  # rows of the two graphs
+_HINT = 61  # rows of the example for the proof, a size like any other
+_SYMBOLS = (SymInt, SymFloat, SymBool)
+_OF_VALUES = (
+    GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException,
+)  # fmt: skip
+# what programs raise that cannot run with other numbers of rows than they were written for
+NOT_WITH_OTHERS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 
 
 def _zeros(tangent: Tensor, like: Tensor, *, self_num_batch_dims: int = 0) -> Tensor:
     return like.new_zeros(tangent.shape[:self_num_batch_dims] + like.shape)
 
 
-# what torch's jvp leaves in a graph, and symbolic shapes do not know
+# what torch's jvp leaves in a graph, and exporters do not know
 _PLAIN = {torch.ops.aten._new_zeros_with_same_feature_meta.default: _zeros}
+
+
+# ------------------------------------------------------------------------------------ the proof
+
+
+class _Symbolic(TorchDispatchMode):
+    """Mode that runs operators of tensors or sizes with symbols on fake tensors, and all others as
+    they are; each size must be a n + b."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self.fake = fake
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        given = tree_leaves((args, kwargs or {}))
+        if not any(isinstance(value, (FakeTensor, *_SYMBOLS)) for value in given):
+            return func(*args, **(kwargs or {}))
+        if torch.Tag.data_dependent_output in func.tags:
+            raise NotTraceable("it reads numbers of a tensor with a row for each datum", str(func))
+        with self.fake:
+            result = func(*args, **(kwargs or {}))
+        for value in [*given, *tree_leaves(result)]:
+            # of sizes whose product is a n + b only one depends on n, and so all products are
+            size = value.numel() if isinstance(value, FakeTensor) else value
+            if isinstance(size, _SYMBOLS) and not _is_multiple(size):
+                raise NotTraceable(
+                    f"a size in it, {_of_n(size)} for n rows, is not a n + b with fixed a and b",
+                    str(func),
+                )
+        return result
+
+
+class _Distances(TorchFunctionMode):
+    """Mode in which ``torch.cdist`` does not choose its algorithm by the number of rows."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.cdist:
+            mode = {"compute_mode": "donot_use_mm_for_euclid_dist"}
+            return func(*args[:3], **(kwargs or {}) | mode)
+        return func(*args, **(kwargs or {}))
+
+
+def require_any_rows(function: Callable[..., Any], data: Sequence[Tensor]) -> None:
+    """Check that a function runs the same operators for all numbers n >= 2 of rows of the data,
+    with sizes a n + b.
+
+    The function runs once on tensors without numbers, whose length is the symbol n. PyTorch
+    records each comparison of sizes that is not the same for all n >= 2, and each size that is
+    made a plain number.
+
+    :param data: tensors with rows in front.
+    :raises NotTraceable: otherwise.
+    """
+    sizes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True, allow_fallback_kernels=True)
+    examples = [_with_symbol(mode, value) for value in data]
+    try:
+        with (
+            plain_torch(),
+            _symbolic_len(),
+            enable_python_dispatcher(),
+            _Distances(),
+            _Symbolic(mode),
+        ):
+            function(*examples)
+    except _OF_VALUES as error:
+        raise NotTraceable("a shape depends on numbers of a tensor with rows") from error
+    except NOT_WITH_OTHERS as error:
+        if not sizes.guards:
+            raise NotTraceable(
+                f"it fails for some numbers of rows ({_first_line(error)})"
+            ) from error
+    if sizes.guards:
+        condition = _of_n(sizes.guards[0].expr)
+        raise NotTraceable(f"what it computes depends on the number n of rows, by {condition}")
+
+
+def _with_symbol(mode: FakeTensorMode, value: Tensor) -> Tensor:
+    """A fake tensor like ``value`` with n rows; all data have the same n."""
+    rest = [DimDynamic.STATIC for _ in value.shape[1:]]
+    return mode.from_tensor(
+        value.new_empty(_HINT, *value.shape[1:]),
+        symbolic_context=StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK, *rest]),
+    )
+
+
+def _is_multiple(size: Any) -> bool:
+    """Return whether a size is a n + b, or a number that is no size does not depend on n."""
+    expression = size.node.expr
+    if not expression.free_symbols:
+        return True
+    if not isinstance(size, SymInt) or not expression.is_polynomial(*expression.free_symbols):
+        return False
+    return expression.as_poly(*expression.free_symbols).total_degree() <= 1
+
+
+def _of_n(expression: Any) -> str:
+    """A size or a condition as text, with n for the number of rows."""
+    expression = getattr(getattr(expression, "node", None), "expr", expression)
+    return str(expression.subs({symbol: "n" for symbol in expression.free_symbols}))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def _symbolic_len() -> Iterator[None]:
+    """Let ``len`` of a tensor be its symbol; Python itself makes a plain number of any length.
+
+    Of all other tensors, as those of other threads, it is the same as before. ``torch.export``
+    replaces ``min`` and ``max`` in this way.
+    """
+    plain = builtins.len
+
+    def length(value: Any) -> Any:
+        return value.shape[0] if isinstance(value, Tensor) and value.dim() else plain(value)
+
+    builtins.len = length  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        builtins.len = plain
+
+
+# ------------------------------------------------------------------------------------ the graph
 
 
 def trace_rows(
     function: Callable[..., Any], constant: Sequence[Tensor], data: Sequence[Tensor]
 ) -> fx.GraphModule:
-    """The graph of ``function(*constant, *data)``, valid for any number n of rows of the data.
+    """The graph of ``function(*constant, *data)``, valid for any number n >= 2 of rows of data for
+    which ``require_any_rows`` passes.
 
     The function is traced with 3 and with 5 rows. Both graphs must have the same operators; an
-    integer i(n) in which they differ, a size or an index, is a n + b.
+    integer in which they differ, a size or an index, is a n + b.
 
     :param data: tensors with rows in front, at least one tensor and one row.
     :raises NotTraceable: if the graphs differ otherwise.
     """
     graph, other = (
-        trace_pure(function, [*constant, *(_of_length(value, count) for value in data)], _PLAIN)
+        _traced(function, constant, [of_length(value, count) for value in data], count)
         for count in _SIZES
     )
     nodes = list(graph.graph.nodes)
@@ -56,6 +216,17 @@ def trace_rows(
     return graph
 
 
+def _traced(
+    function: Callable[..., Any], constant: Sequence[Tensor], data: Sequence[Tensor], count: int
+) -> fx.GraphModule:
+    # tensors without numbers: the draws of all weights would each make all activations
+    fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=True)
+    try:
+        return trace_pure(function, list(map(fake.from_tensor, [*constant, *data])), _PLAIN, fake)
+    except NOT_WITH_OTHERS as error:
+        raise NotTraceable(f"it fails with {count} rows ({_first_line(error)})") from error
+
+
 class _Sizes:
     """Nodes of a graph for integers a n + b, each made once."""
 
@@ -74,7 +245,7 @@ class _Sizes:
         return self._nodes[factor, shift]
 
 
-def _of_length(value: Tensor, count: int) -> Tensor:
+def of_length(value: Tensor, count: int) -> Tensor:
     """The first rows, over and over, as many as asked for."""
     return value[torch.arange(count, device=value.device) % len(value)]
 

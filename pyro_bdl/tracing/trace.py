@@ -17,7 +17,11 @@ import pyro
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -105,10 +109,16 @@ class _Outside(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags:
             args = tree_map_only(Tensor, torch.ops.aten.detach.default, args)
         if func._schema.is_mutable:
-            tensors = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Tensor)]
+            given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+            given |= kwargs or {}
+            written = [
+                given.get(argument.name)
+                for argument in func._schema.arguments
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
             with _disable_current_modes():
-                for tensor in tensors:
-                    if id(tensor) not in self.saved:
+                for tensor in tree_leaves(written):
+                    if isinstance(tensor, Tensor) and id(tensor) not in self.saved:
                         self.saved[id(tensor)] = tensor, tensor.detach().clone()
         return func(*args, **(kwargs or {}))
 
@@ -153,12 +163,14 @@ def record(
     function: Callable[..., Any],
     examples: Sequence[Tensor],
     decompositions: Mapping[Any, Callable] | None = None,
+    fake: FakeTensorMode | None = None,
     *,
     marks_constants: bool = False,
 ) -> tuple[fx.GraphModule, list[str]]:
     """Run a function once and return its operators as a graph, without checks of reads and changes.
 
     :param decompositions: operators to be replaced by simpler ones, as in ``make_fx``.
+    :param fake: the mode of the examples, if these are fake tensors, which hold no numbers.
     :param marks_constants: put a ``detach`` behind functions under ``torch.no_grad``.
     :returns: the graph, and the lines of the user's files that read values of tensors.
     """
@@ -169,7 +181,13 @@ def record(
             return function(*tensors)
 
     try:
-        return operators_of(followed, examples, decompositions), methods.places
+        return operators_of(followed, examples, decompositions, fake), methods.places
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        place = methods.places[-1] if methods.places else ""
+        raise NotTraceable(
+            f"it reads numbers that change from step to step{place}, as control flow does",
+            str(error.func),
+        ) from error
     finally:
         outside.put_back()
 
@@ -178,6 +196,7 @@ def operators_of(
     function: Callable[..., Any],
     examples: Sequence[Tensor],
     decompositions: Mapping[Any, Callable] | None = None,
+    fake: FakeTensorMode | None = None,
 ) -> fx.GraphModule:
     """``make_fx`` in less than half the time, with reads of values in the graph.
 
@@ -187,7 +206,7 @@ def operators_of(
     """
     # Which reads of values are allowed is decided on the complete graph.
     make = make_fx(function, decompositions, _error_on_data_dependent_ops=False)  # type: ignore[arg-type]
-    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+    with tracing(TracingContext(fake or FakeTensorMode(allow_fallback_kernels=True))):
         return make(*examples)
 
 
@@ -279,6 +298,7 @@ def plain_torch() -> Iterator[None]:
         vmappable(),
         _without_onednn(),
         torch.backends.cudnn.flags(enabled=False),
+        torch.backends.nnpack.flags(enabled=False),  # which is chosen by the number of rows
         pyro.validation_enabled(False),
     ):
         yield
@@ -288,6 +308,7 @@ def trace_pure(
     function: Callable,
     examples: Sequence[Tensor],
     decompositions: Mapping[Any, Callable] | None = None,
+    fake: FakeTensorMode | None = None,
     *,
     differentiable: bool = False,
 ) -> fx.GraphModule:
@@ -299,6 +320,7 @@ def trace_pure(
 
     :param function: returns a pytree of tensors.
     :param decompositions: operators to be replaced by simpler ones, as in ``make_fx``.
+    :param fake: the mode of the examples, if these are fake tensors, which hold no numbers.
     :param differentiable: run the function with gradients enabled, as training does, and detach
         what it computes without them.
     :raises NotTraceable: if control flow or a shape depends on the arguments, or if the function
@@ -308,18 +330,18 @@ def trace_pure(
     with plain_torch():
         with torch.set_grad_enabled(differentiable):
             graph, places = record(
-                function, examples, decompositions, marks_constants=differentiable
+                function, examples, decompositions, fake, marks_constants=differentiable
             )
         refuse_reads(graph, graph.graph.find_nodes(op="placeholder"), places)
         graph.graph.eliminate_dead_code(lambda node: is_border(node) or bool(changed(node)))
+        for node in graph.graph.nodes:
+            if any(base(part).op in ("placeholder", "get_attr") for part in changed(node)):
+                raise NotTraceable(
+                    "it changes a tensor that it did not make, in place (a module in train mode?)",
+                    str(node.target),
+                )
         if any(map(changed, graph.graph.nodes)):
-            graph = _functional(graph, examples, decompositions)
-    for node in graph.graph.nodes:
-        if changed(node):
-            raise NotTraceable(
-                "it changes a tensor that it did not make, in place (a module in train mode?)",
-                str(node.target),
-            )
+            graph = _functional(graph, examples, decompositions, fake)
     graph.graph.eliminate_dead_code(is_border)
     graph.recompile()
     return graph
@@ -329,6 +351,7 @@ def _functional(
     graph: fx.GraphModule,
     examples: Sequence[Tensor],
     decompositions: Mapping[Any, Callable] | None,
+    fake: FakeTensorMode | None,
 ) -> fx.GraphModule:
     """The graph without in-place operators; ``functionalize`` needs all tensors as inputs."""
     constants = lift(graph.graph, outside_tensors(graph)).values()
@@ -338,7 +361,7 @@ def _functional(
         return graph(*tensors)
 
     functional = operators_of(
-        torch.func.functionalize(run), [*examples, *constants], decompositions
+        torch.func.functionalize(run), [*examples, *constants], decompositions, fake
     )
     inputs = list(functional.graph.find_nodes(op="placeholder"))[len(examples) :]
     for number, (node, value) in enumerate(zip(inputs, constants, strict=True)):

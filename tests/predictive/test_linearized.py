@@ -15,6 +15,7 @@ from helpers.linearized_programs import (
     observing,
 )
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from pyro_bdl import (
     LinearizedPredictive,
@@ -28,6 +29,7 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP, MixtureGuide
 from pyro_bdl.predictive import linearized_component as module
 from pyro_bdl.program import Program
+from pyro_bdl.utils.random_state import seeded
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -435,3 +437,49 @@ def test_joint_moments_of_groups_are_blocks_of_those_of_all_rows(structure):
     torch.testing.assert_close(blocks, torch.stack([parts[0, :, 0], parts[1, :, 1]]))
     with pytest.raises(ValueError, match="groups of 4"):
         predictive.joint_covariance(inputs, group=4)
+
+
+@pytest.mark.parametrize("subset", [None, "last-layer"])
+@pytest.mark.parametrize("draws", [3, 20])
+def test_draws_are_linear_functions_of_the_weights(structure, subset, draws):
+    """f(w*) + J (w_s - w*) with J by autograd, with fewer and with more draws than
+    outputs; with gradients in x, which take the Jacobian, too."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 7))
+    model = models.Classification(bayesianize(net))
+    x, y = torch.randn(6, 2, 4), torch.randint(7, (6,))
+    guide = AutoLaplaceGGN(model, structure=structure, subset=subset).prototype(x, y)
+    with warnings.catch_warnings(action="ignore", category=BdlWarning):
+        posterior = guide.laplace_approximation((x, y))
+    with seeded(5):
+        vectors = posterior.precision.draw(draws).vectors()
+    whole = posterior.subset.put(torch.zeros_like(posterior.loc), vectors)
+    layout = posterior.require_layout()
+
+    def outputs(vector):
+        weights = layout.unflatten(vector)
+        return torch.func.functional_call(net, dict(weights), (x,))
+
+    matrix = torch.func.jacrev(outputs)(posterior.loc)
+    expected = outputs(posterior.loc) + torch.einsum("nkp,sp->snk", matrix, whole)
+    predictive = LinearizedPredictive(model, posterior, num_samples=draws, seed=5)
+    found = predictive.mean(x)["y"]
+    torch.testing.assert_close(found, expected.softmax(-1), rtol=1e-11, atol=1e-13)
+    leaf = x.clone().requires_grad_()
+    torch.testing.assert_close(predictive.mean(leaf)["y"].detach(), found, rtol=1e-11, atol=1e-13)
+
+
+def test_few_draws_of_many_classes_cost_passes_for_draws_and_not_for_classes():
+    net = nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 200))
+    model = models.Classification(bayesianize(net))
+    x, y = torch.randn(8, 4), torch.randint(200, (8,))
+    guide = AutoLaplaceGGN(model, structure="diag", curvature="ggn-mc").prototype(x, y)
+    with warnings.catch_warnings(action="ignore", category=BdlWarning):
+        posterior = guide.laplace_approximation((x, y))
+    predictive = LinearizedPredictive(model, posterior, num_samples=5)
+    predictive.mean(x)
+    with FlopCounterMode(display=False) as forward:
+        net(x)
+    with FlopCounterMode(display=False) as counter:
+        predictive.mean(x)
+    assert counter.get_total_flops() < 8 * 5 * forward.get_total_flops()

@@ -63,6 +63,23 @@ def test_constants_may_be_read_and_indexed_with():
     assert torch.equal(graph(2 * X)[1], 2 * X[[0, 2]])
 
 
+@pytest.mark.parametrize("make", [torch.zeros, lambda *shape: torch.zeros(shape).sin()])
+def test_only_tensors_that_are_written_are_put_back(make):
+    """One number that stands for all, which an operator that writes reads only."""
+    total, one = torch.ones(3), torch.tensor(2.0).expand(3)
+
+    def accumulated(x):
+        result = make(3).index_put_((torch.tensor([0, 1, 2]),), one)
+        total.add_(one)
+        return (result + x + total,)
+
+    with pytest.raises(NotTraceable, match="changes a tensor that it did not make"):
+        trace_pure(accumulated, [X])
+    torch.testing.assert_close(total, torch.ones(3))
+    graph = trace_pure(lambda x: (make(3).index_put_((torch.tensor([0, 2]),), one[:2]) + x,), [X])
+    torch.testing.assert_close(graph(X)[0], torch.tensor([2.0, 0.0, 2.0]) + X)
+
+
 def test_data_is_followed():
     graph = trace(lambda x: (x.data * 2.0,), (X,))
     assert torch.equal(graph(3 * X)[0], 6 * X)
