@@ -18,6 +18,7 @@ from torch.distributions import Distribution
 
 from pyro_bdl.distributions.copies import (
     expanded_to_targets,
+    masks_of,
     on_device_of,
     placeholder,
     point_of,
@@ -69,6 +70,25 @@ class Site(NamedTuple):
     def unscaled_log_prob(self) -> Tensor:
         """log p(value) in nats per datum: masked, not scaled."""
         return scale_and_mask(uncast(self.distribution.log_prob(self.value)), 1.0, self.mask)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a mask tensor says of each number whether it counts."""
+        return isinstance(self.mask, Tensor) or bool(masks_of(self.distribution))
+
+    def seen(self) -> Tensor:
+        """A mask of the numbers that count, bool ``(*batch, *event)``; those of the masks around
+        the statement, of the distribution, and inside its ``to_event``."""
+        distribution: Any = self.distribution
+        masks, shape = masks_of(distribution), distribution.shape()
+        if self.mask is not None:
+            masks.append((torch.as_tensor(self.mask, device="cpu"), distribution.batch_shape))
+        devices = [mask.device for mask, _ in masks if mask.dim()]
+        seen = torch.ones(shape, dtype=torch.bool, device=devices[0] if devices else "cpu")
+        for mask, batch in masks:
+            cells = mask.to(seen.device).bool().expand(batch)
+            seen = seen & cells.reshape(*batch, *(1,) * (len(shape) - len(batch)))
+        return seen
 
 
 @dataclass
