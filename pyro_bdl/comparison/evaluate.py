@@ -25,7 +25,12 @@ from pyro_bdl.comparison.regions import regions
 from pyro_bdl.comparison.scores import SCORES, Score
 from pyro_bdl.comparison.setting import Setting, spaced
 from pyro_bdl.errors import UnusableDrawsError, warn
-from pyro_bdl.guides.draws import as_posterior, samples_of_program, to_samples
+from pyro_bdl.guides.draws import (
+    DRAWS_AT_ONCE,
+    as_posterior,
+    samples_of_program,
+    to_samples,
+)
 from pyro_bdl.metrics.calibration import coverage_range
 from pyro_bdl.metrics.monte_carlo import halves
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
@@ -219,7 +224,7 @@ class _Draws:
             self.samples = samples_of_program(kind.latents, self.posterior, self.samples)
         self.seconds = time.perf_counter() - started
         for site, values in self.samples.flat().items():
-            check_draws(f"values of the site {site!r}", ~values.isfinite())
+            check_draws(f"values of the site {site!r}", _not_finite(values))
         total = self.samples.num_chains * self.samples.num_draws
         self.count = setting.num_samples if linear else total
         if self.count < 2:
@@ -273,6 +278,14 @@ class _Draws:
             progress=data.progress,
         )  # fmt: skip
         return {"loo": (loo, by)} if by else {}
+
+
+def _not_finite(draws: Tensor) -> Tensor:
+    """Whether a draw ``(S, ...)`` has a number that is not finite, bool ``(S, 1)``; for a few draws
+    at a time, since all may take much memory."""
+    most = max(1, DRAWS_AT_ONCE // max(1, draws[0].numel()))
+    parts = [~part.isfinite().reshape(len(part), -1).all(1) for part in draws.split(most)]
+    return torch.cat(parts)[:, None]
 
 
 def _scored(

@@ -25,7 +25,7 @@ from pyro_bdl.diagnostics.loo import (
 )
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import log_densities_of
+from pyro_bdl.guides.draws import DRAWS_AT_ONCE, log_densities_of
 from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.batches import as_dicts, device_of_rows, has_rows, leading_size, taken
@@ -338,8 +338,13 @@ def _number_of_draws(predictive: Any, samples: Samples) -> int:
 
 
 def _number_of_values(samples: Samples) -> int:
-    sums = sum(value.double().reshape(len(value), -1).sum(1) for value in samples.flat().values())
-    return len(torch.as_tensor(sums, device="cpu").unique())
+    flat = [value.reshape(len(value), -1) for value in samples.flat().values()]
+    most = max(1, DRAWS_AT_ONCE // max(1, sum(value.shape[1] for value in flat)))
+    sums: list[Any] = [  # in parts, since those in float64 are of a copy
+        sum(value[start : start + most].double().sum(1) for value in flat)
+        for start in range(0, len(flat[0]), most)
+    ]
+    return len(torch.cat(sums).cpu().unique())
 
 
 # -------------------------------------------------------------------------- cross-validation

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
-from pyro import poutine
 from pyro.distributions import TorchDistribution
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.guides import prototype_hide_fn
@@ -90,7 +89,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
 
     @outside_inference_mode()
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        trace = trace_once(poutine.block(self.model, self._prototype_hide_fn), args, kwargs)
+        trace = trace_once(self.model, args, kwargs, self._prototype_hide_fn)
         program = Program.from_trace(self.model, trace, args, kwargs)
         start, full = at_full_size(program, trace)
         if self.master is not None:

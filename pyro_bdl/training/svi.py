@@ -174,7 +174,12 @@ def estimate_elbo(
         batches together.
     :param batch_size: rows that are evaluated at once.
     :param progress: show a bar; by default in terminals and notebooks.
+    :raises UnsupportedProgramError: for a latent of which a mask leaves numbers without a density,
+        for which there is no bound.
     """
+    program = Program(model, *args)
+    with torch.no_grad():
+        program.run(program.initial).refuse_improper("evidence lower bound")
     count = num_rows(model, args)
     elbo = TemperedTraceMeanField_ELBO(num_particles=_PARTICLES_AT_ONCE)
     parts = [args]

@@ -191,7 +191,7 @@ def _in_two_plates(x, seen, y=None):
     """The same, with a plate for the numbers and the mask around the statement."""
     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     f = torch.stack([x @ w, x @ w.flip(0)], -1)
-    with pyro.plate("numbers", 2), pyro.plate("data", len(x)), poutine.mask(mask=seen.T):
+    with pyro.plate("data", len(x)), pyro.plate("numbers", 2), poutine.mask(mask=seen.T):
         return pyro.sample("y", dist.Normal(f.T, 0.5), obs=None if y is None else y.T)
 
 
