@@ -116,6 +116,13 @@ class Kind:
     def probabilities(self, means: Mapping[str, Tensor]) -> Tensor:
         """Class probabilities ``(S, N, C)``; several labels of a row count as several points."""
         by_site = {n: class_probabilities(kind, means[n]) for n, kind in self.sites.items()}
+        return self._of_classes(by_site, means)
+
+    def log_probabilities(self, logs: Mapping[str, Tensor]) -> Tensor:
+        """The same of log probabilities ``(S, ..., C)`` of each site."""
+        return self._of_classes({name: logs[name].flatten(1, -2) for name in self.sites}, logs)
+
+    def _of_classes(self, by_site: Mapping[str, Tensor], means: Mapping[str, Tensor]) -> Tensor:
         first = next(iter(by_site.values()))
         if self.is_last:
             return first

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_bdl.comparison.kind import Kind, Seen, check_fit, class_probabilities
 from pyro_bdl.comparison.metric import evenly
+from pyro_bdl.diagnostics.loo import log_mean_exp
 from pyro_bdl.errors import UnusableDrawsError
 from pyro_bdl.metrics.uncertainty import Uncertainty, entropy_parts, variance_parts
 from pyro_bdl.program.batches import leading_size
@@ -33,6 +34,8 @@ class Block:
     :param log_density: log p(y_n | w_s) in nats, ``(S, K)``; K = 1 for a joint one.
     :param seen: which targets were seen, as ``y``; None where all were.
     :param counts: how many numbers of each datum were seen, ``(K,)``; None where all were.
+    :param log_mean: of classes the log of the mean probabilities over the draws, ``(m, C)``, in
+        float64; from log probabilities, which do not underflow.
     """
 
     rows: int
@@ -44,6 +47,7 @@ class Block:
     log_density: Tensor | None = None
     seen: Tensor | None = None
     counts: Tensor | None = None
+    log_mean: Tensor | None = None
 
     def counted(self, seen: Seen | None) -> "Block":
         """The predictions for the rows and data of which something was seen."""
@@ -66,6 +70,7 @@ class Block:
         return Block(
             int(rows.sum()), part(self.mean, 1), part(self.function, 1), part(self.y, 0),
             part(self.noise, 1), part(self.draws, 1), density, cells, counts[counts > 0],
+            part(self.log_mean, 0),
         )  # fmt: skip
 
     def at(self, rows: Tensor, chains: int, most: int) -> "Block":
@@ -120,7 +125,7 @@ class Block:
         noise = None if self.noise is None else self.noise * scale**2
         return Block(
             self.rows, moved(self.mean), moved(self.function), moved(self.y), noise,
-            moved(self.draws), density, self.seen, self.counts,
+            moved(self.draws), density, self.seen, self.counts, self.log_mean,
         )  # fmt: skip
 
 
@@ -151,7 +156,11 @@ def _observed(predictive: Any, kind: Kind, args: tuple, y: Tensor | None) -> Blo
         p = kind.probabilities(means)
         check_draws("class probabilities", ~p.isfinite())
         rows = leading_size(args) if kind.by_rows else p.shape[1]
-        return Block(rows, p, p, None if y is None else class_labels(y, p[0]), log_density=density)
+        logs = {name: sites[name].log_mean for name in kind.sites}
+        of_draws = kind.log_probabilities(logs) if None not in logs.values() else p.double().log()
+        labels = None if y is None else class_labels(y, p[0])
+        log_mean = log_mean_exp(of_draws.double().movedim(0, -1))
+        return Block(rows, p, p, labels, log_density=density, log_mean=log_mean)
     mean = kind.numbers(means)
     if kind.mixed:
         return Block(mean.shape[1], mean, mean, None, log_density=density)
@@ -247,7 +256,8 @@ def known_block(kind: Kind, known: PredictiveDraws, y: Tensor) -> Block:
             )
         labels = class_labels(y, p[0])
         of_labels = p.double().gather(-1, labels.expand(len(p), -1)[..., None])[..., 0]
-        return Block(known.function.shape[1], p, p, labels, log_density=of_labels.log())
+        density, log_mean = of_labels.log(), p.double().mean(0).log()
+        return Block(len(p[0]), p, p, labels, log_density=density, log_mean=log_mean)
     mean = p if known.targets is None else known.targets
     density = None if known.log_likelihood is None else known.log_likelihood.flatten(1)
     y = _fitting(y, mean[0])

@@ -12,8 +12,8 @@ A metric names its inputs by ``of``:
 ``"density"``           log p(y_n | draw) ``(S, N)`` and the number of rows
 ``"moments"``           mean and variance of the predictions of a Normal observation, ``(N, ...)``
                         each, and the targets
-``"predictions"``       mean and variance (None for classes) of the predictions, ``(N, ...)`` each,
-                        and the targets
+``"predictions"``       mean and variance of the predictions, ``(N, ...)`` each, and the targets; of
+                        classes the log of the mean probabilities and None for the variance
 ``"halves"``            the same of classes and Normal observations, at 20 points or more
 ``"pit"``               the probability integral transforms ``(N, ...)``
 ``"coverage range"``    both ends of the range of the coverage at 90 %
@@ -299,9 +299,13 @@ class Score:
         """Score a batch."""
         mean, y, seen = block.mean.mean(0), block.y, block.seen
         parts, inputs = {"mean": mean}, cast(dict[str, tuple], {})
+        logs = block.log_mean
         if seen is not None and self.kind.task == CLASSES:  # each label is a point
             mean, y = mean[seen], None if y is None else y[seen]
+            logs = None if logs is None else logs[seen]
             seen, parts["labeled mean"] = None, mean
+        if logs is not None:
+            parts["log mean"] = logs
         if seen is not None:
             parts["seen"] = seen
             parts["weights"] = seen.reshape(len(seen), -1).sum(1, dtype=torch.float64)
@@ -347,7 +351,8 @@ class Score:
             return {}
         inputs: dict[str, tuple] = {"mean": (whole["mean"], whole["y"])}
         if classes or "variance" in whole:
-            inputs["predictions"] = whole["mean"], whole.get("variance"), whole["y"]
+            mean = whole["log mean" if classes else "mean"]
+            inputs["predictions"] = mean, whole.get("variance"), whole["y"]
             if (classes or self.kind.is_normal) and len(whole["y"]) >= _LEAST_FOR_HALVES:
                 inputs["halves"] = inputs["predictions"]
         return inputs
