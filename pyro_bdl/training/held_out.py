@@ -64,7 +64,7 @@ class HeldOut:
 
 class EarlyStopping:
     """The best state of a guide and its program so far, by the mean log likelihood of held-back
-    rows in nats.
+    rows in nats, of those that masks do not leave out.
 
     The state is the guide's parameters, and the program's parameters and buffers. Of an ensemble
     each member has its own best step, if the program has neither parameters nor running statistics,
@@ -78,6 +78,7 @@ class EarlyStopping:
         self.model, self.guide, self.patience = model, guide, options.patience
         self.check_every = options.check_every or max(1, steps // _CHECKS)
         self.program = Program(model, *back)
+        self.seen = _seen_rows(self.program)
         self.is_ensemble = isinstance(guide, AutoEnsemble)
         modules = modules_of(model, guide)
         tensors: list[Tensor] = list(guide.parameters())
@@ -112,6 +113,8 @@ class EarlyStopping:
             values = map_draws(lambda draw: self.program.log_likelihood(draw), draws)
         count = leading_size(self.program.args)
         per_row = sum(value.reshape(len(value), count, -1).sum(-1) for value in values.values())
+        if self.seen is not None:
+            per_row = per_row[:, self.seen]
         if self.is_ensemble:
             scores = per_row.mean(-1)
             return scores if self.apart else scores.mean()[None]
@@ -150,3 +153,13 @@ class EarlyStopping:
         self.scores = [score.to(device) for score in state["scores"]]
         self.best = [value.to(device) for value in state["best"]]
         self.steps = list(state["steps"])
+
+
+@torch.no_grad()
+def _seen_rows(program: Program) -> Tensor | None:
+    """The rows of which something counts, bool ``(N,)``; None where no mask leaves any out."""
+    sites = [site for site in program.run(program.initial).observed.values() if site.is_masked]
+    if len(sites) < len(program.observed) or not sites:
+        return None
+    rows = leading_size(program.args)
+    return torch.stack([site.seen().reshape(rows, -1).any(1) for site in sites]).any(0)
