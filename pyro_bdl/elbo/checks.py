@@ -160,10 +160,12 @@ def check_first(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> 
         bias = p.bias_of_minibatches()
         if bias is not None:
             warn(bias, "number-of-data", stacklevel=3)
-        hidden = [*p.imputed, *(() if p.discrete is None else p.discrete.names)]
-        del p  # before Pyro's own run, which needs as much memory
+        hidden = [] if p.discrete is None else list(p.discrete.names)
         shown = poutine.block(model, hide=hidden) if hidden else model
-        Trace_ELBO().loss(shown, guide, *args, **kwargs)
+        imputed = bool(p.imputed)
+        del p  # before Pyro's own run, which needs as much memory
+        if not imputed:  # of which Pyro's ELBO would count the density
+            Trace_ELBO().loss(shown, guide, *args, **kwargs)
 
 
 def values_of(q: Run) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pyro.ops.tensor_utils import periodic_repeat
 from torch import Tensor
 
 from pyro_bdl.curvature.hyperparameters import few_rows
+from pyro_bdl.errors import warn
 from pyro_bdl.guides import summaries
 from pyro_bdl.guides.family import Family
 from pyro_bdl.guides.saved import SavedGuide, sites_of
@@ -23,7 +24,7 @@ from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.layout import Latent, Layout
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
-from pyro_bdl.program.trace import distribution_of_targets
+from pyro_bdl.program.trace import distribution_of_targets, is_marked_imputed, is_recording
 from pyro_bdl.utils.module_state import outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
 
@@ -70,8 +71,10 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
 
     @staticmethod
     def _prototype_hide_fn(msg: Any) -> bool:
-        """Return whether a statement of the first run is not a latent site; check observed
-        sites."""
+        """Return whether a statement of the first run is not a latent site, nor imputed; check
+        observed sites."""
+        if is_marked_imputed(msg):
+            return False
         if msg["type"] == "sample" and msg["is_observed"]:
             distribution_of_targets(msg)
         return prototype_hide_fn(msg)
@@ -280,7 +283,22 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Make a sample statement at every site; returns site -> value."""
         self.prototype(*args, **kwargs)
+        if not is_recording() and "imputed" not in self.told:
+            self._warn_of_imputed()
         return sample_all(self, args, kwargs)
+
+    def _warn_of_imputed(self) -> None:
+        self.told.add("imputed")
+        nodes = self.prototype_trace.nodes.items()
+        for name in [name for name, node in nodes if is_marked_imputed(node)]:
+            warn(
+                f"Pyro's own ELBOs count the density of '{name}', of which this guide has no "
+                "values: a noise that is learned becomes too small. Train by "
+                "bdl.training.train or bdl.elbo.TemperedTrace_ELBO, or write "
+                "poutine.mask(mask=seen) in place of obs_mask; predictions are not concerned",
+                "obs-mask",
+                stacklevel=4,
+            )
 
     def note_step(self, step: Any) -> None:
         """Keep a step of an ELBO of this package for the optimizer that goes on from it."""

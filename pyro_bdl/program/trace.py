@@ -251,6 +251,16 @@ def is_imputed(msg: Any, names: Container[str]) -> bool:
     )
 
 
+def is_marked_imputed(msg: Any) -> bool:
+    """Return whether a message, or a node of the first run's trace, is of an imputed site."""
+    return msg["type"] == "sample" and bool(msg["infer"].get("_imputed"))
+
+
+def is_recording() -> bool:
+    """Return whether a run of this package is going on, and not one of Pyro's own inference."""
+    return any(isinstance(handler, _Recorder) for handler in _PYRO_STACK)
+
+
 class _Recorder(Messenger):
     """Handler that runs a program at given values and records every sample statement.
 

@@ -1,6 +1,7 @@
 """Programs with ``pyro.sample(..., obs=y, obs_mask=seen)``."""
 
 import math
+import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -215,3 +216,15 @@ def test_numbers_that_all_have_a_density_have_an_evidence():
     guide = bdl.guides.AutoMeanField(missing_inputs).prototype(x, nothing, y)
     elbo = bdl.training.estimate_elbo(missing_inputs, guide, x, nothing, y, progress=False)
     assert math.isfinite(elbo)
+
+
+def test_a_bound_of_pyro_is_warned_of():
+    """It adds E log p(y_unobserved | w), which is no part of the bound; ours does not."""
+    data = _data()
+    guide = bdl.guides.AutoMeanField(linear).prototype(*data)
+    with pytest.warns(bdl.errors.BdlWarning, match="count the density of 'y_unobserved'"):
+        Trace_ELBO().loss(linear, guide, *data)
+    guide = bdl.guides.AutoMeanField(linear)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", bdl.errors.BdlWarning)
+        bdl.elbo.TemperedTrace_ELBO().loss(linear, guide, *data)
