@@ -340,11 +340,11 @@ def _number_of_draws(predictive: Any, samples: Samples) -> int:
 def _number_of_values(samples: Samples) -> int:
     flat = [value.reshape(len(value), -1) for value in samples.flat().values()]
     most = max(1, DRAWS_AT_ONCE // max(1, sum(value.shape[1] for value in flat)))
-    sums: list[Any] = [  # in parts, since those in float64 are of a copy
-        sum(value[start : start + most].double().sum(1) for value in flat)
-        for start in range(0, len(flat[0]), most)
-    ]
-    return len(torch.cat(sums).cpu().unique())
+    sums = torch.zeros(len(flat[0]), dtype=torch.float64, device=flat[0].device)
+    for start in range(0, len(sums), most):  # in parts, since a sum in float64 copies its numbers
+        for value in flat:
+            sums[start : start + most] += value[start : start + most].double().sum(1)
+    return len(sums.cpu().unique())
 
 
 # -------------------------------------------------------------------------- cross-validation

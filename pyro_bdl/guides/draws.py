@@ -23,7 +23,7 @@ from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.validation import whole_number
 
 DEFAULT_DRAWS = 100
-DRAWS_AT_ONCE = 2**22  # numbers in draws of the latents that are made, or copied, at a time
+DRAWS_AT_ONCE = 2**20  # numbers in draws of the latents that are made, or copied, at a time
 _NUMBERS = "numbers"  # in ``Samples.info``: of each site that a guide of Pyro draws, no Delta
 
 
@@ -253,24 +253,29 @@ def log_densities_of(
         random numbers besides that are integrated out.
     """
     draws, most = samples.flat(), max(1, DRAWS_AT_ONCE // max(1, program.size))
+    total = number_of_draws(draws)
     of_runs = not isinstance(posterior, Guide) and "log_q" in samples.stats
-    log_p, log_q = [], []
-    for start in range(0, number_of_draws(draws), most):
-        part = {site: value[start : start + most] for site, value in draws.items()}
-        vectors = program.unconstrain(part)  # a copy
-        p, q = log_densities(program, posterior, vectors, target)
-        log_p.append(p)
-        log_q.append(program.constrain(vectors)[1] if of_runs else q)
+
+    def parts() -> Iterator[tuple[int, dict[str, Tensor]]]:
+        for start in range(0, total, most):
+            part = {site: value[start : start + most] for site, value in draws.items()}
+            vectors = program.unconstrain(part)  # a copy
+            log_p, log_q = log_densities(program, posterior, vectors, target)
+            log_q = program.constrain(vectors)[1] if of_runs else log_q
+            yield len(vectors), {"p": log_p} if log_q is None else {"p": log_p, "q": log_q}
+
+    # one tensor for the results: small ones between the freed blocks of each part would keep glibc
+    # from using these again
+    found = joined(parts(), total)
     if not of_runs:
-        return torch.cat(log_p), None if log_q[0] is None else torch.cat(log_q)
+        return found["p"], found.get("q")
     latents, drawn = program.latents, samples.info.get(_NUMBERS, {})
     numbers = sum(
         latents[site].unconstrained_shape.numel() if site in latents else number
         for site, number in drawn.items()
     )
-    if numbers != program.size:
-        return torch.cat(log_p), None
-    return torch.cat(log_p), samples.stats["log_q"][0] + torch.cat(log_q)
+    log_q = samples.stats["log_q"][0] + found["q"]
+    return found["p"], log_q if numbers == program.size else None
 
 
 def log_densities(

@@ -13,6 +13,7 @@ from torch import nn
 import pyro_bdl as bdl
 from pyro_bdl.distributions.moments import observation_mean
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.predictive import sampled
 from pyro_bdl.program.vmap import map_draws
 
 
