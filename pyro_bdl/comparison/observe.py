@@ -87,9 +87,10 @@ class Block:
             points = values.movedim(start, 0).unflatten(0, (self.rows, -1))[rows]
             return points.flatten(0, 1).movedim(0, start)
 
-        fields = map(part, (self.mean, self.function, None, self.noise, self.draws))
         seen = None if self.y is None else part(self.seen, 0)
-        return Block(len(rows), *fields, seen=seen)
+        names = ("mean", "function", "noise", "draws")
+        fields = {name: part(getattr(self, name)) for name in names}
+        return Block(len(rows), y=None, **fields, seen=seen)
 
     @staticmethod
     def joined(blocks: "Sequence[Block]") -> "Block":
@@ -256,8 +257,8 @@ def known_block(kind: Kind, known: PredictiveDraws, y: Tensor) -> Block:
             )
         labels = class_labels(y, p[0])
         of_labels = p.double().gather(-1, labels.expand(len(p), -1)[..., None])[..., 0]
-        density, log_mean = of_labels.log(), p.double().mean(0).log()
-        return Block(len(p[0]), p, p, labels, log_density=density, log_mean=log_mean)
+        rows, log_mean = known.function.shape[1], p.double().mean(0).log()
+        return Block(rows, p, p, labels, log_density=of_labels.log(), log_mean=log_mean)
     mean = p if known.targets is None else known.targets
     density = None if known.log_likelihood is None else known.log_likelihood.flatten(1)
     y = _fitting(y, mean[0])

@@ -289,7 +289,8 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
 
     def _warn_of_imputed(self) -> None:
         self.told.add("imputed")
-        nodes = self.prototype_trace.nodes.items()
+        trace: Any = self.prototype_trace
+        nodes = trace.nodes.items()
         for name in [name for name, node in nodes if is_marked_imputed(node)]:
             warn(
                 f"Pyro's own ELBOs count the density of '{name}', of which this guide has no "

@@ -118,7 +118,13 @@ class DrawPredictions:
         """
         at_draws = self._at_draws(_predictions, args, kwargs, densities=True, deterministic=True)
         sites = {
-            name: SitePredictions(*values[:3], at_draws.densities.get(name), *values[3:])
+            name: SitePredictions(
+                values[0],
+                values[1],
+                values[2],
+                at_draws.densities.get(name),
+                values[3] if len(values) > 3 else None,
+            )
             for name, values in at_draws.values.items()
         }
         return sites, at_draws.deterministic
