@@ -32,6 +32,7 @@ _STATISTICS = {
     "accept_prob": "acceptance_rate",
     "potential_energy": "lp",  # its negative
 }
+_OF_DATA = ("log_likelihood", "posterior_predictive", "observed_data")
 _INDEPENDENT = "independent draws of a guide, for which R-hat and ESS say nothing about the fit"
 
 
@@ -58,6 +59,11 @@ def to_arviz(
     approximation come from the linearized network; their draws are not paired with those in
     ``posterior``. If the likelihood is in ``pyro.factor`` statements only, there is nothing to
     predict, and the groups are ``posterior``, ``sample_stats``, ``prior`` and ``constant_data``.
+
+    Data that masks leave out of the likelihood were not seen. They are left out of
+    ``log_likelihood``, ``observed_data`` and the draws of their site, whose first dimension is then
+    ``site_seen``, with the labels of those that were; single numbers of a datum that were not seen
+    are NaN in ``observed_data``. The attribute ``seen`` of these groups says how many were.
 
     Plates name the dimensions of the sites in them; other dimensions are named ``site_dim_0`` etc.,
     as in ArviZ. Half precision becomes single precision. Both result classes write NetCDF by
@@ -104,18 +110,35 @@ def to_arviz(
         if prior_samples:
             drawn |= _prior(program, prior_samples, list(drawn["posterior"]), targets)
     named = named_arguments(model, args, kwargs).items()
+    masked = {name: site.seen() for name, site in targets.observed.items() if site.is_masked}
+    seen = {name: cells for name, cells in masked.items() if not cells.all()}
     fixed = {
-        "observed_data": {name: site.value for name, site in targets.observed.items()},
+        "observed_data": {
+            name: _nan_unless(seen[name], site.value) if name in seen else site.value
+            for name, site in targets.observed.items()
+        },
         "constant_data": {
             name: value
             for name, value in named
             if isinstance(value, Tensor) and targets.site_of(value) is None
         },
     }
+    of_data = {
+        name: cells.reshape(*targets.observed[name].distribution.batch_shape, -1).any(-1)
+        for name, cells in seen.items()
+    }
     labels = Labels(trace, dims or {}, coords or {})
-    groups = {n: labels.dataset(values, ("chain", "draw")) for n, values in drawn.items() if values}
-    groups |= {name: labels.dataset(values) for name, values in fixed.items() if values}
+    groups = {
+        name: labels.dataset(values, leading, seen=of_data if name in _OF_DATA else {})
+        for part, leading in ((drawn, ("chain", "draw")), (fixed, ()))
+        for name, values in part.items()
+        if values
+    }
     groups["posterior"].attrs |= _about(posterior)
+    for name in _OF_DATA:
+        if seen and name in groups:
+            counts = {site: [int(cells.sum()), cells.numel()] for site, cells in seen.items()}
+            groups[name].attrs["seen"] = json.dumps(counts)
     for group in groups.values():
         group.attrs |= {
             "created_at": datetime.now(UTC).isoformat(),
@@ -172,19 +195,49 @@ class Labels:
         return names
 
     def dataset(
-        self, values: Mapping[str, Tensor], leading: tuple[str, ...] = ()
+        self,
+        values: Mapping[str, Tensor],
+        leading: tuple[str, ...] = (),
+        *,
+        seen: Mapping[str, Tensor],
     ) -> "xarray.Dataset":
-        """A dataset of values with ``leading`` dimensions in front of the site's dimensions."""
+        """A dataset of values with ``leading`` dimensions in front of the site's dimensions.
+
+        :param seen: site to a mask of its data that were seen, bool ``(*batch)``; the others are
+            left out of its values.
+        """
         import xarray  # imported when needed, it takes long
 
         variables: dict[str, Any] = {}
         coords: dict[str, Any] = {}
         for site, value in values.items():
             names = self.names(site, value.shape[len(leading) :])
+            if site in seen:
+                value, names, labels = self._of_seen(value, names, seen[site], f"{site}_seen")
+                coords[f"{site}_seen"] = labels
             variables[site] = ([*leading, *names], _as_numpy(value))
             for name, length in zip([*leading, *names], value.shape, strict=True):
-                coords[name] = list(self.coords.get(name, range(length)))
+                coords.setdefault(name, list(self.coords.get(name, range(length))))
         return xarray.Dataset(variables, coords=coords)
+
+    def _of_seen(
+        self, value: Tensor, names: list[str], seen: Tensor, new: str
+    ) -> tuple[Tensor, list[str], list[Any]]:
+        """Values ``(..., *batch, *event)`` at the data that were seen, the names of their
+        dimensions, and the labels along the new one, of what was seen: that of a plate, or of all
+        cells."""
+        seen, start = seen.to(value.device), value.dim() - len(names)
+        for axis, name in enumerate(names[: seen.dim()]):
+            rows = seen.movedim(axis, 0).reshape(len(seen.movedim(axis, 0)), -1)
+            if torch.equal(rows.any(1), rows.all(1)):  # of each row all cells or none
+                kept = rows.any(1).nonzero().flatten()
+                labels = list(self.coords.get(name, range(len(rows))))
+                names = [*names[:axis], new, *names[axis + 1 :]]
+                of_kept = [labels[place] for place in kept.tolist()]
+                return value.index_select(start + axis, kept), names, of_kept
+        kept = seen.flatten().nonzero().flatten()
+        cells = value.flatten(start, start + seen.dim() - 1)
+        return cells.index_select(start, kept), [new, *names[seen.dim() :]], kept.tolist()
 
 
 def _plates(node: Any) -> dict[int, tuple[str, int]]:
@@ -198,6 +251,13 @@ def _plates(node: Any) -> dict[int, tuple[str, int]]:
         if axis >= 0 and shape[axis] == frame.size:
             names[axis] = frame.name, frame.size
     return names
+
+
+def _nan_unless(seen: Tensor, value: Tensor) -> Tensor:
+    """Observed numbers with NaN where they were not seen; others, such as classes, as they are."""
+    if not value.is_floating_point():
+        return value
+    return value.masked_fill(~seen.to(value.device).reshape(value.shape), torch.nan)
 
 
 def _as_numpy(value: Tensor) -> Any:

@@ -95,11 +95,13 @@ def ratios(
     :param num_samples: S, at least 25, as k-hat requires.
     :param seed: seed of the draws.
     :raises ValueError: for a guide without a density or of another program, or too few draws.
+    :raises UnsupportedProgramError: for a latent of which a mask leaves numbers without a density.
     """
     _check(guide, num_samples)
     with evaluation_mode(model, guide, args), seeded(seed), torch.no_grad():
         program = Program(model, *args, **dict(model_kwargs or {}))
         program.require_observed()
+        program.run(program.initial).refuse_improper("ratio of the posterior and a guide")
         if not isinstance(guide, Guide):
             return _summary(_ratios_of_runs(program, guide, num_samples))
         check_guide(program.latents, guide)

@@ -1,5 +1,6 @@
 """Export to ArviZ, on whichever version is installed."""
 
+import json
 import warnings
 
 import arviz
@@ -223,7 +224,7 @@ def test_dtypes_and_gradients(fitted, dtype):
     samples = Samples({k: v[None].requires_grad_() for k, v in guide.sample_latents(6).items()})
     labels = bdl.arviz_export.Labels(_trace(model, x, y), {}, {})
     halves = {k: v.to(dtype) for k, v in samples.latents.items()}
-    stored = labels.dataset(halves, ("chain", "draw"))["noise"]
+    stored = labels.dataset(halves, ("chain", "draw"), seen={})["noise"]
     assert stored.dtype == (np.float64 if dtype == torch.float64 else np.float32)
     np.testing.assert_array_equal(stored, halves["noise"].detach().to(torch.float64))
     assert to_arviz(model, samples, x, y, prior_samples=0)["posterior"]["noise"].shape == (1, 6)
@@ -349,3 +350,77 @@ def test_random_numbers_and_modes_are_left_as_they_were(fitted):
     key = "posterior_predictive"
     np.testing.assert_array_equal(one[key]["y"], two[key]["y"])
     assert not np.array_equal(one[key]["y"], other[key]["y"])
+
+
+# Data that masks leave out
+
+
+def _masked(x, seen, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(w * x, 0.5).mask(seen), obs=y)
+
+
+def _imputed(x, seen, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(w * x, 0.5), obs=y, obs_mask=seen)
+
+
+def _some_numbers(x, seen, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        cells = torch.stack([seen, seen & (x > 0)], -1)
+        d = dist.Normal(torch.stack([w * x, w * x], -1), 0.5).mask(cells).to_event(1)
+        return pyro.sample("y", d, obs=None if y is None else torch.stack([y, y], -1))
+
+
+def _in_two_plates(x, seen, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)), pyro.plate("numbers", 2):
+        cells = torch.stack([seen, seen & (x > 0)])
+        d = dist.Normal(torch.stack([w * x, w * x]), 0.5).mask(cells)
+        return pyro.sample("y", d, obs=None if y is None else torch.stack([y, y]))
+
+
+@pytest.mark.parametrize(
+    ("model", "site"), [(_masked, "y"), (_imputed, "y_observed"), (_some_numbers, "y")]
+)
+def test_data_that_were_not_seen_are_left_out(model, site):
+    x = torch.linspace(-1, 1, 12)
+    seen = torch.arange(12) % 3 > 0
+    y = torch.where(seen, x, torch.tensor(99.0))
+    draws = bdl.Samples({"w": torch.randn(2, 30)})
+    result = bdl.to_arviz(
+        model, draws, x, seen, y, prior_samples=0, coords={"data": [f"row {i}" for i in range(12)]}
+    )
+    rows = seen.nonzero().flatten().tolist()
+    for group in ("log_likelihood", "observed_data", "posterior_predictive"):
+        values = result[group][site]
+        assert list(values[f"{site}_seen"].values) == [f"row {i}" for i in rows], group
+        assert json.loads(result[group].attrs["seen"])[site][0] == (
+            8 if model is not _some_numbers else 8 + int((seen & (x > 0)).sum())
+        )
+    w = draws.latents["w"][..., None]
+    expected = dist.Normal(w * x, 0.5).log_prob(y)
+    if model is _some_numbers:
+        expected = expected * (1 + (x > 0))
+        assert result["observed_data"][site].isnull().sum() == int((seen & (x <= 0)).sum())
+    else:
+        assert not (result["observed_data"][site] > 2).any()
+    found = torch.as_tensor(result["log_likelihood"][site].values)
+    torch.testing.assert_close(found, expected[..., seen])
+    arviz.loo(result, var_name=site)
+
+
+def test_cells_that_were_not_seen_are_left_out_of_all():
+    x = torch.linspace(-1, 1, 12)
+    seen = torch.arange(12) % 3 > 0
+    draws = bdl.Samples({"w": torch.randn(1, 30)})
+    result = bdl.to_arviz(_in_two_plates, draws, x, seen, x, prior_samples=0)
+    cells = torch.stack([seen, seen & (x > 0)])
+    assert result["log_likelihood"]["y"].dims == ("chain", "draw", "y_seen")
+    assert result["log_likelihood"]["y_seen"].values.tolist() == (
+        cells.flatten().nonzero().flatten().tolist()
+    )
+    assert result["observed_data"]["y"].shape == (int(cells.sum()),)

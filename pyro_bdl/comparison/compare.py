@@ -58,7 +58,8 @@ def compare(
     :param posteriors: name to guide (Pyro's own guides too), ``Samples``, an ``MCMC`` of Pyro or
         NumPyro, a dict of draws, or ``PredictiveDraws`` if only predictions are known.
     :param test: the test inputs and, last, the targets, each ``(N, ...)``, or dicts of tensors. A
-        program of targets alone gets these.
+        program of targets alone gets these. Targets that the program's masks leave out count in no
+        score, and a note says how many there are; nor does a ``pyro.factor``.
     :param reference: name of the posterior with which the others are compared; None for no
         reference.
     :param train: the inputs and, last, the targets that the posteriors were fitted to. They are

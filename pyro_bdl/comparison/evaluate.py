@@ -25,7 +25,12 @@ from pyro_bdl.comparison.regions import regions
 from pyro_bdl.comparison.scores import SCORES, Score
 from pyro_bdl.comparison.setting import Setting, spaced
 from pyro_bdl.errors import UnusableDrawsError, warn
-from pyro_bdl.guides.draws import as_posterior, samples_of_program, to_samples
+from pyro_bdl.guides.draws import (
+    DRAWS_AT_ONCE,
+    as_posterior,
+    samples_of_program,
+    to_samples,
+)
 from pyro_bdl.metrics.calibration import coverage_range
 from pyro_bdl.metrics.monte_carlo import halves
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
@@ -49,10 +54,10 @@ class Evaluation:
     """One posterior at the test inputs; numbers are in the target's units.
 
     :param task: ``"regression"`` or ``"classification"``.
-    :param rows: the number of test points.
-    :param places: the kept test points among them, counted from 0.
+    :param rows: the number of test points: rows of the test data of which some target was seen.
+    :param places: the kept test points among the rows of the test data, counted from 0.
     :param inputs: the kept test points.
-    :param y: their targets.
+    :param y: their targets; NaN where a number was not seen.
     :param regions: which of them are near, between and beyond the training inputs, bool ``(N,)``.
     :param chains: number of Markov chains, whose draws follow each other; 1 for a guide.
     :param function: ``(S, N, ...)``, draws of f or of the observation's mean, or of class
@@ -62,10 +67,14 @@ class Evaluation:
         for classes.
     :param expected: ``(S, N, ...)``, E[y | draw] at the kept points; for regression.
     :param noise: ``(S, N, ...)``, Var[y | draw] at the kept points; for regression.
-    :param pit: the probability integral transforms of all test targets; for regression.
+    :param pit: the probability integral transforms of all test targets; for regression. Where only
+        some numbers of a target were seen, those of these, one after another.
     :param scores: the numbers that need no reference, by key.
     :param points: the scores that are means over all test points, with their errors.
     :param loo: leave-one-out on the training data, if these are given, or cross-validation.
+    :param seen: how many numbers of the test targets were seen, and how many there are; those that
+        masks leave out of the likelihood count in no score.
+    :param factors: the program's factors, which are likelihood that no score counts.
     """
 
     task: str
@@ -84,6 +93,8 @@ class Evaluation:
     scores: Mapping[str, Any] = field(default_factory=dict)
     points: Mapping[str, PointScores] = field(default_factory=dict)
     loo: LeftOut | None = None
+    seen: tuple[int, int] | None = None
+    factors: tuple[str, ...] = ()
 
     @property
     def effective(self) -> float:
@@ -176,6 +187,7 @@ def evaluate_in(
     with seeded(setting.seed), torch.no_grad():
         if isinstance(posterior, PredictiveDraws):
             block, chains = known_block(setting.kind, posterior, setting.y), posterior.chains
+            block = block.counted(setting.seen)
             evaluation, inputs, _ = _scored(setting, [block], chains)
             if chains > 1:
                 inputs["mixing"] = (Mixing.of(evaluation.function, chains),)
@@ -212,7 +224,7 @@ class _Draws:
             self.samples = samples_of_program(kind.latents, self.posterior, self.samples)
         self.seconds = time.perf_counter() - started
         for site, values in self.samples.flat().items():
-            check_draws(f"values of the site {site!r}", ~values.isfinite())
+            check_draws(f"values of the site {site!r}", _not_finite(values))
         total = self.samples.num_chains * self.samples.num_draws
         self.count = setting.num_samples if linear else total
         if self.count < 2:
@@ -246,8 +258,11 @@ class _Draws:
         data = self.setting
         batches = data.kind.batches(data.test, self.count, data.y[0].numel())
         for args, rows in shown(batches, "scores", data.progress):
+            seen = None if data.seen is None else data.seen.at(rows)
+            if seen is not None and not seen.numbers.any():
+                continue
             started = time.perf_counter()
-            block = observe(self.predictive, data.kind, args, data.y[rows])
+            block = observe(self.predictive, data.kind, args, data.y[rows], seen)
             self.seconds += time.perf_counter() - started
             yield block
 
@@ -265,13 +280,25 @@ class _Draws:
         return {"loo": (loo, by)} if by else {}
 
 
+def _not_finite(draws: Tensor) -> Tensor:
+    """Whether a draw ``(S, ...)`` has a number that is not finite, bool ``(S, 1)``; for a few draws
+    at a time, since all may take much memory."""
+    most = max(1, DRAWS_AT_ONCE // max(1, draws[0].numel()))
+    parts = [~part.isfinite().reshape(len(part), -1).all(1) for part in draws.split(most)]
+    return torch.cat(parts)[:, None]
+
+
 def _scored(
     data: Setting, blocks: Iterable[Block], chains: int
 ) -> tuple[Evaluation, dict[str, tuple], Tensor | None]:
-    """The scores of all rows with the draws at some of them, the inputs of the other metrics, and
-    the last batch's density."""
+    """The scores of all rows of which something was seen, with the draws at some of them, the
+    inputs of the other metrics, and the last batch's density."""
     kind, rows, (scale, shift) = data.kind, len(data.y), data.units
     score, chosen_blocks, density, start = Score(kind), [], None, 0
+    seen_rows = torch.arange(rows, device="cpu")
+    if data.seen is not None:
+        seen_rows = data.seen.of_rows().cpu().nonzero().flatten()
+        rows = len(seen_rows)
     places = spaced(rows)
     for block in blocks:
         block = block.in_units(scale, shift)
@@ -280,11 +307,16 @@ def _scored(
         inside = places[(places >= start) & (places < start + block.rows)] - start
         if len(inside):
             inside = inside.to(block.mean.device)
-            chosen_blocks.append(block.at(inside, chains, _NUMBERS // len(places)))
+            most = _NUMBERS // (len(places) * (block.mean[0].numel() // block.rows))
+            chosen_blocks.append(block.at(inside, chains, max(most, 2 * chains)))
         start += block.rows
+    places = seen_rows[places]
     block, chosen = Block.joined(chosen_blocks), places.to(data.y.device)
     x = taken(data.test[:-1], chosen) if kind.by_rows and len(data.test) > 1 else ()
     y, points, whole = data.y[chosen], score.points(), score.whole()
+    if data.seen is not None and kind.task == "regression" and not kind.mixed:
+        unseen = ~data.seen.numbers.to(y.device).reshape(data.y.shape)[chosen]
+        y = y.masked_fill(unseen, torch.nan) if unseen.any() else y
     evaluation = Evaluation(
         task=kind.task,
         rows=rows,
@@ -298,10 +330,12 @@ def _scored(
         predictions=block.draws,
         expected=None if block.noise is None else block.mean,
         noise=block.noise,
-        pit=whole.get("transforms"),
+        pit=score.of_seen().get("transforms"),
         scores={key: score.number for key, score in points.items()}
         | {f"{key}_se": score.error for key, score in points.items()},
         points=points,
+        seen=None if data.seen is None else data.seen.numbers_seen(),
+        factors=kind.factors,
     )
     inputs = score.inputs()
     if evaluation.pit is not None:
@@ -309,5 +343,6 @@ def _scored(
     if (uncertainty := block.uncertainty(kind.task)) is not None:
         inputs["uncertainty"] = (uncertainty,)
     if block.draws is not None and len(block.draws) >= _LEAST_FOR_RANGE:
-        inputs["coverage range"] = tuple(coverage_range(block.draws).tolist())
+        draws = block.draws if block.seen is None else block.draws[:, block.seen]
+        inputs["coverage range"] = tuple(coverage_range(draws).tolist())
     return evaluation, inputs, density

@@ -10,7 +10,7 @@ own terms; if discrete sites that are summed out tie the data to each other, the
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,35 @@ _BY_CLASS = ("Categorical", "OrderedLogistic")  # a probability for each class
 _DRAWS_AT_ONCE = 2**23
 
 
+class Seen(NamedTuple):
+    """What was seen of some data; masks leave out the rest.
+
+    :param numbers: bool, as the numbers of the target, or one for each class label.
+    :param counts: how many numbers of each datum were seen, ``(K,)``, as its log density.
+    :param rows: n, of the data.
+    """
+
+    numbers: Tensor
+    counts: Tensor
+    rows: int
+
+    def of_rows(self) -> Tensor:
+        """Whether anything of a row was seen, bool ``(n,)``."""
+        return self.numbers.reshape(self.rows, -1).any(1)
+
+    def numbers_seen(self) -> tuple[int, int]:
+        """How many numbers were seen, and how many there are."""
+        return int(self.numbers.sum()), self.numbers.numel()
+
+    def at(self, rows: slice) -> "Seen":
+        """What was seen of some of the rows."""
+        if rows == slice(None):
+            return self
+        counts = self.counts.reshape(self.rows, -1)[rows]
+        numbers = self.numbers.reshape(self.rows, *self.numbers.shape[1:])[rows]
+        return Seen(numbers, counts.flatten(), len(counts))
+
+
 @dataclass(frozen=True)
 class Kind:
     """The observed sites of a program, and how they are scored.
@@ -53,6 +82,8 @@ class Kind:
     :param linear: whether the linearized model knows the distributions.
     :param needs_targets: whether the program observes its site with targets only.
     :param most_rows: the program's ``num_data``, beyond which it takes no targets; None for any.
+    :param is_masked: whether a mask tensor leaves data out of the likelihood.
+    :param factors: its factors, which belong to no datum and are not scored.
     """
 
     sites: Mapping[str, str]
@@ -68,6 +99,8 @@ class Kind:
     linear: bool
     needs_targets: bool
     most_rows: int | None
+    is_masked: bool = False
+    factors: tuple[str, ...] = ()
 
     @property
     def is_normal(self) -> bool:
@@ -83,6 +116,13 @@ class Kind:
     def probabilities(self, means: Mapping[str, Tensor]) -> Tensor:
         """Class probabilities ``(S, N, C)``; several labels of a row count as several points."""
         by_site = {n: class_probabilities(kind, means[n]) for n, kind in self.sites.items()}
+        return self._of_classes(by_site, means)
+
+    def log_probabilities(self, logs: Mapping[str, Tensor]) -> Tensor:
+        """The same of log probabilities ``(S, ..., C)`` of each site."""
+        return self._of_classes({name: logs[name].flatten(1, -2) for name in self.sites}, logs)
+
+    def _of_classes(self, by_site: Mapping[str, Tensor], means: Mapping[str, Tensor]) -> Tensor:
         first = next(iter(by_site.values()))
         if self.is_last:
             return first
@@ -125,6 +165,38 @@ class Kind:
         with torch.no_grad(), evaluation_mode(model, posterior):
             parts = (part for part, _ in self.batches(args, draws=1))
             return torch.cat([self._observed(model, part, posterior) for part in parts])
+
+    def seen(self, model: Callable, args: tuple, posterior: Any) -> Seen | None:
+        """What was seen of the data; None where no mask leaves any out."""
+        if not self.is_masked:
+            return None
+        with torch.no_grad(), evaluation_mode(model, posterior):
+            parts = [self._seen(model, part, posterior) for part, _ in self.batches(args, draws=1)]
+        numbers, counts, rows = zip(*parts, strict=True)
+        seen = Seen(torch.cat(numbers), torch.cat(counts), sum(rows))
+        return None if seen.numbers.all() else seen
+
+    def _seen(self, model: Callable, args: tuple, posterior: Any) -> Seen:
+        run = _first_run(model, args, posterior)[0]
+        cells: dict[str, Tensor] = {}
+        counts: dict[str, Tensor] = {}
+        for name, kind in self.sites.items():
+            site = run.observed[name]
+            of_site = site.seen()
+            if self.task == "classification" and kind == "OneHotCategorical":
+                of_site = of_site[..., 0]
+            if self.mixed and kind in _BY_CLASS:
+                classes = observation_mean(site.distribution).shape[-1]
+                of_site = of_site[..., None].expand(*of_site.shape, classes)
+            cells[name] = of_site
+            batch: Any = site.distribution.batch_shape
+            counts[name] = of_site.reshape(*batch, -1).sum(-1, dtype=torch.float64)[None]
+        if self.is_last:
+            numbers = next(iter(cells.values()))
+        else:
+            numbers = self._joined(cells, *([leading_size(args)] if self.by_rows else []))
+        rows = leading_size(args) if self.by_rows else len(numbers)
+        return Seen(numbers, self.densities(counts)[0], rows)
 
     def _observed(self, model: Callable, args: tuple, posterior: Any) -> Tensor:
         run = _first_run(model, args, posterior)[0]
@@ -202,6 +274,8 @@ def read_kind(model: Callable, args: tuple, posterior: Any) -> Kind:
             linear=linear,
             needs_targets=name not in without,
             most_rows=most_rows,
+            is_masked=any(site.is_masked for site in sites.values()),
+            factors=() if program is None else program.factors,
         )
 
 
@@ -253,7 +327,11 @@ def _first_run(
         draws = to_samples(posterior, 1, *without_targets(args)).latents
         at = {site: value[0, 0] for site, value in draws.items()}
         run = record(model, at, args, draw=leave_open)
-    observed = {name: site for name, site in run.observed.items() if site.value is not None}
+    observed = {
+        name: site
+        for name, site in run.observed.items()
+        if site.value is not None and site.mask is not False
+    }
     return replace(run, observed=observed), program, at
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_bdl import diagnostics
 from pyro_bdl.comparison.columns import listed
-from pyro_bdl.comparison.kind import Kind, read_kind
+from pyro_bdl.comparison.kind import Kind, Seen, read_kind
 from pyro_bdl.comparison.metric import metric, metrics_of
 from pyro_bdl.comparison.observe import log_densities
 from pyro_bdl.diagnostics.loo import (
@@ -25,7 +25,7 @@ from pyro_bdl.diagnostics.loo import (
 )
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import log_densities_of
+from pyro_bdl.guides.draws import DRAWS_AT_ONCE, log_densities_of
 from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.batches import as_dicts, device_of_rows, has_rows, leading_size, taken
@@ -180,7 +180,13 @@ def leave_one_out(
     log_p, log_q = (None, None) if chains else _densities(model, posterior, samples, train)
     if not chains and log_q is None:
         return None, NOT_REFITTED
-    parts = [args for args, _ in kind.batches(train, _number_of_draws(predictive, samples))]
+    seen = kind.seen(model, train, posterior)
+    if seen is not None and not seen.numbers.any():
+        return None, ""
+    parts = [
+        (args, None if seen is None else seen.at(rows))
+        for args, rows in kind.batches(train, _number_of_draws(predictive, samples))
+    ]
     rows, density, total, approximation = _likelihoods(predictive, kind, parts, most, progress)
     draws = density.unflatten(0, (samples.num_chains if chains else 1, -1))
     with warnings.catch_warnings():
@@ -203,20 +209,27 @@ def _left_out_rows(count: int, most: int) -> Tensor:
 
 
 def _likelihoods(
-    predictive: Any, kind: Kind, parts: Sequence[tuple], most: int, progress: bool | None
+    predictive: Any,
+    kind: Kind,
+    parts: Sequence[tuple[tuple, Seen | None]],
+    most: int,
+    progress: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The numbers ``(m,)`` of the data that are left out, log p(y_n | draw) of these ``(S, m)``,
     its sum over all data ``(S,)``, and the log of its mean over the draws at all data ``(N,)``; the
-    whole ``(S, N)`` is never held."""
+    whole ``(S, N)`` is never held. Data that were not seen are none."""
     densities, means, start = [], [], 0
     total: Any = 0.0
     rows: Any = None
-    for part in shown(parts, "leave-one-out", progress):
-        density = log_densities(predictive, kind, part)
+    for part, seen in shown(parts, "leave-one-out", progress):
+        density = log_densities(predictive, kind, part, seen)
         end = start + density.shape[1]
         if rows is None:  # a row may hold several data, or all rows may be one
-            in_all = sum(leading_size(other) for other in parts)
-            rows = _left_out_rows(density.shape[1] * in_all // leading_size(part), most)
+            in_all = sum(leading_size(other) for other, _ in parts)
+            count = density.shape[1] * in_all // leading_size(part)
+            if seen is not None:
+                count = sum(int((other.counts > 0).sum()) for _, other in parts if other)
+            rows = _left_out_rows(count, most)
         inside = (rows >= start) & (rows < end)
         densities.append(density[:, (rows[inside] - start).to(density.device)])
         density = density.double()
@@ -325,8 +338,13 @@ def _number_of_draws(predictive: Any, samples: Samples) -> int:
 
 
 def _number_of_values(samples: Samples) -> int:
-    sums = sum(value.double().reshape(len(value), -1).sum(1) for value in samples.flat().values())
-    return len(torch.as_tensor(sums, device="cpu").unique())
+    flat = [value.reshape(len(value), -1) for value in samples.flat().values()]
+    most = max(1, DRAWS_AT_ONCE // max(1, sum(value.shape[1] for value in flat)))
+    sums = torch.zeros(len(flat[0]), dtype=torch.float64, device=flat[0].device)
+    for start in range(0, len(sums), most):  # in parts, since a sum in float64 copies its numbers
+        for value in flat:
+            sums[start : start + most] += value[start : start + most].double().sum(1)
+    return len(sums.cpu().unique())
 
 
 # -------------------------------------------------------------------------- cross-validation
@@ -345,6 +363,8 @@ def k_fold(
     ::
 
         elpd = sum_k sum_{n in fold k} log E_{q_k} p(y_n | w),   q_k fitted to the other folds
+
+    Rows of which masks leave out all are no data: there is no value for them.
 
     It scores the predictions of the approximation itself, with all that is fitted to data:
     features, prior scales, linearization points. PSIS does not: it keeps what was fitted, and with
@@ -373,20 +393,25 @@ def k_fold(
     fold = torch.empty(rows, dtype=torch.int64, device="cpu")
     fold[order] = torch.arange(rows, device="cpu") % folds
     pointwise = torch.zeros(rows, dtype=torch.float64, device=device)
+    seen = torch.ones(rows, dtype=torch.bool, device="cpu")
     for k in shown(range(folds), "folds", progress):
         train, held = (
             taken(args, m.nonzero().flatten().to(device)) for m in (fold != k, fold == k)
         )
         with seeded(seed):
             model, posterior = fit(*train)
-            density = _log_density(model, posterior, held, num_samples)
-        pointwise[(fold == k).to(device)] = density.to(pointwise)
+            density, seen_rows = _log_density(model, posterior, held, num_samples)
+        inside = (fold == k).to(device)
+        pointwise[inside], seen[fold == k] = density.to(pointwise), seen_rows
+    pointwise, fold = pointwise[seen.to(device)], fold[seen]
     return KFold(float(pointwise.sum()), standard_error(pointwise), pointwise, fold)
 
 
 @torch.no_grad()
-def _log_density(model: Callable, posterior: Any, args: tuple, num_samples: int) -> Tensor:
-    """log E p(y_n | w) of each row, ``(N,)``."""
+def _log_density(
+    model: Callable, posterior: Any, args: tuple, num_samples: int
+) -> tuple[Tensor, Tensor]:
+    """log E p(y_n | w) of each row, ``(N,)``, and whether anything of it was seen."""
     kind = read_kind(model, args, posterior)
     if not kind.by_rows or kind.is_joint:
         raise ValueError(
@@ -400,4 +425,6 @@ def _log_density(model: Callable, posterior: Any, args: tuple, num_samples: int)
     for part, _ in kind.batches(args, num_samples):
         density = log_densities(predictive, kind, part).double()
         parts.append(log_mean_exp(density.reshape(len(density), leading_size(part), -1).sum(-1).T))
-    return torch.cat(parts)
+    seen = kind.seen(model, args, posterior)
+    rows = torch.ones(leading_size(args), dtype=torch.bool, device="cpu")
+    return torch.cat(parts), rows if seen is None else seen.of_rows().cpu()

@@ -111,14 +111,29 @@ def measure(metrics: Iterable[Metric], task: str, inputs: Inputs) -> dict[str, A
     }
 
 
-def measure_points(metrics: Iterable[Metric], task: str, inputs: Inputs) -> dict[str, Tensor]:
+def measure_points(
+    metrics: Iterable[Metric], task: str, inputs: Inputs, seen: Tensor | None = None
+) -> dict[str, Tensor]:
     """The values ``(N,)`` at each test point, of the metrics that are means over them.
 
     Values of several numbers in one target are averaged: the rows are what was sampled.
+
+    :param seen: which numbers of the targets were seen, ``(N, ...)``, at least one of each; the
+        others are left out of the averages.
     """
     known = (m for m in of_task(metrics, task) if m.of in inputs and m.over_points)
     values = {m.key: m.function(*inputs[m.of]).double() for m in known}
-    return {key: value.reshape(len(value), -1).mean(1) for key, value in values.items()}
+    if seen is None:
+        return {key: value.reshape(len(value), -1).mean(1) for key, value in values.items()}
+    return {
+        key: _mean_of_seen(value, seen) if value.shape == seen.shape else value
+        for key, value in values.items()
+    }
+
+
+def _mean_of_seen(values: Tensor, seen: Tensor) -> Tensor:
+    kept = torch.where(seen, values, 0.0)  # a number that was not seen may be anything
+    return kept.reshape(len(seen), -1).sum(1) / seen.reshape(len(seen), -1).sum(1)
 
 
 @dataclass(frozen=True)
@@ -127,7 +142,9 @@ class PointScores:
 
     The influence psi_n of a point is that of the delta method: v_n for the mean of values v, and
     v_n / (2 sqrt(mean v)) for its root. The error is the sd of psi over sqrt(N), and that of a
-    difference of two scores the sd of the difference of their influences over sqrt(N).
+    difference of two scores the sd of the difference of their influences over sqrt(N). Of values
+    with weights w_n, the numbers of a target that were seen, m = sum w v / sum w, and psi_n is m +
+    N w_n (v_n - m) / sum w.
 
     A share of which all points, or none, are counted would get no error; as Agresti & Coull (1998)
     propose, two points of each kind are added for the error of every share.
@@ -142,8 +159,12 @@ class PointScores:
     influence: Tensor
 
     @classmethod
-    def of(cls, metric: Metric, values: Tensor) -> "PointScores":
-        """The score of a metric from the values ``(N,)`` at the points."""
+    def of(cls, metric: Metric, values: Tensor, weights: Tensor | None = None) -> "PointScores":
+        """The score of a metric from the values ``(N,)`` at the points, and their weights."""
+        if weights is not None:
+            weights = weights / weights.mean()
+            weighted = (weights * values).mean()
+            values = weighted + weights * (values - weighted)
         mean = values.mean()
         influence, number = values, mean
         if metric.over_points == "root":

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.comparison.kind import Kind, check_fit, class_probabilities
+from pyro_bdl.comparison.kind import Kind, Seen, check_fit, class_probabilities
 from pyro_bdl.comparison.metric import evenly
+from pyro_bdl.diagnostics.loo import log_mean_exp
 from pyro_bdl.errors import UnusableDrawsError
 from pyro_bdl.metrics.uncertainty import Uncertainty, entropy_parts, variance_parts
 from pyro_bdl.program.batches import leading_size
@@ -19,7 +20,8 @@ from pyro_bdl.utils.validation import check_finite_tensor
 
 @dataclass(frozen=True)
 class Block:
-    """Predictions of a posterior for some rows at S draws.
+    """Predictions of a posterior for some rows at S draws; rows of which nothing was seen are left
+    out.
 
     :param rows: n.
     :param mean: E[y | w_s], ``(S, n, ...)``; for classes the probabilities ``(S, m, C)``, with
@@ -30,6 +32,10 @@ class Block:
     :param noise: Var[y | w_s], as ``mean``; None for classes.
     :param draws: y ~ p(y | w_s), ``(S, n, ...)``; None for classes.
     :param log_density: log p(y_n | w_s) in nats, ``(S, K)``; K = 1 for a joint one.
+    :param seen: which targets were seen, as ``y``; None where all were.
+    :param counts: how many numbers of each datum were seen, ``(K,)``; None where all were.
+    :param log_mean: of classes the log of the mean probabilities over the draws, ``(m, C)``, in
+        float64; from log probabilities, which do not underflow.
     """
 
     rows: int
@@ -39,36 +45,65 @@ class Block:
     noise: Tensor | None = None
     draws: Tensor | None = None
     log_density: Tensor | None = None
+    seen: Tensor | None = None
+    counts: Tensor | None = None
+    log_mean: Tensor | None = None
+
+    def counted(self, seen: Seen | None) -> "Block":
+        """The predictions for the rows and data of which something was seen."""
+        if seen is None:
+            return self
+        device = self.mean.device
+        rows, counts = seen.of_rows().to(device), seen.counts.to(device)
+
+        def part(values: Tensor | None, start: int) -> Any:
+            """Of the rows on an axis, each of which holds several points where there are labels."""
+            if values is None:
+                return None
+            points = rows.repeat_interleave(values.shape[start] // len(rows))
+            return values.movedim(start, 0)[points].movedim(0, start)
+
+        cells = seen.numbers.to(device)
+        if self.y is not None:
+            cells = part(cells.reshape(self.y.shape), 0)
+        density = None if self.log_density is None else self.log_density[:, counts > 0]
+        return Block(
+            int(rows.sum()), part(self.mean, 1), part(self.function, 1), part(self.y, 0),
+            part(self.noise, 1), part(self.draws, 1), density, cells, counts[counts > 0],
+            part(self.log_mean, 0),
+        )  # fmt: skip
 
     def at(self, rows: Tensor, chains: int, most: int) -> "Block":
-        """Draws at some of the rows, without targets and densities.
+        """Draws at some of the rows, without targets and densities, but with what was seen.
 
         :param chains: the number of chains, whose draws follow each other.
         :param most: draws of which more are thinned, equally many from each chain.
         """
 
-        def part(values: Tensor | None) -> Any:
+        def part(values: Tensor | None, start: int = 1) -> Any:
             if values is None:
                 return None
-            values = evenly(values, chains, most)
-            if values.shape[1] == self.rows:
-                return values[:, rows]
-            return values.unflatten(1, (self.rows, -1))[:, rows].flatten(1, 2)
+            values = evenly(values, chains, most) if start else values
+            points = values.movedim(start, 0).unflatten(0, (self.rows, -1))[rows]
+            return points.flatten(0, 1).movedim(0, start)
 
-        fields = map(part, (self.mean, self.function, None, self.noise, self.draws))
-        return Block(len(rows), *fields)
+        seen = None if self.y is None else part(self.seen, 0)
+        names = ("mean", "function", "noise", "draws")
+        fields = {name: part(getattr(self, name)) for name in names}
+        return Block(len(rows), y=None, **fields, seen=seen)
 
     @staticmethod
     def joined(blocks: "Sequence[Block]") -> "Block":
         """The draws of several blocks at all of their rows."""
 
-        def together(name: str) -> Any:
+        def together(name: str, axis: int = 1) -> Any:
             parts = [getattr(block, name) for block in blocks]
-            return None if parts[0] is None else torch.cat(parts, 1)
+            return None if parts[0] is None else torch.cat(parts, axis)
 
         names = ("mean", "function", "noise", "draws")
         rows = sum(block.rows for block in blocks)
-        return Block(rows, y=None, **{name: together(name) for name in names})
+        fields = {name: together(name) for name in names}
+        return Block(rows, y=None, **fields, seen=together("seen", 0))
 
     def uncertainty(self, task: str) -> Uncertainty | None:
         """Aleatoric and epistemic entropy or variance; None if the noise is unknown."""
@@ -85,25 +120,33 @@ class Block:
 
         density = self.log_density
         if density is not None and self.y is not None:
-            numbers = self.y.numel() / density.shape[1]
+            numbers: Any = self.y.numel() / density.shape[1]
+            numbers = numbers if self.counts is None else self.counts
             density = density.double() - math.log(scale) * numbers
         noise = None if self.noise is None else self.noise * scale**2
         return Block(
             self.rows, moved(self.mean), moved(self.function), moved(self.y), noise,
-            moved(self.draws), density,
+            moved(self.draws), density, self.seen, self.counts, self.log_mean,
         )  # fmt: skip
 
 
-def observe(predictive: Any, kind: Kind, args: tuple, y: Tensor | None) -> Block:
+def observe(
+    predictive: Any, kind: Kind, args: tuple, y: Tensor | None, seen: Seen | None = None
+) -> Block:
     """Predictions for a batch, by one run of the network at each draw.
 
     :param predictive: a ``Predictive`` or ``LinearizedPredictive``, whose draws are fixed.
     :param kind: what its program observes.
     :param args: the program's arguments, with or without targets.
     :param y: the targets, as ``Kind.targets`` gives them; None without.
+    :param seen: what was seen of them, as ``Kind.seen`` gives it.
     :raises ValueError: for targets that do not fit the predictions.
     :raises UnusableDrawsError: for predictions that are NaN.
     """
+    return _observed(predictive, kind, args, y).counted(seen)
+
+
+def _observed(predictive: Any, kind: Kind, args: tuple, y: Tensor | None) -> Block:
     sites, deterministic = predictive.observe(*args)
     means = {name: sites[name].mean for name in kind.sites}
     density = None
@@ -114,7 +157,11 @@ def observe(predictive: Any, kind: Kind, args: tuple, y: Tensor | None) -> Block
         p = kind.probabilities(means)
         check_draws("class probabilities", ~p.isfinite())
         rows = leading_size(args) if kind.by_rows else p.shape[1]
-        return Block(rows, p, p, None if y is None else class_labels(y, p[0]), log_density=density)
+        logs = {name: sites[name].log_mean for name in kind.sites}
+        of_draws = kind.log_probabilities(logs) if None not in logs.values() else p.double().log()
+        labels = None if y is None else class_labels(y, p[0])
+        log_mean = log_mean_exp(of_draws.double().movedim(0, -1))
+        return Block(rows, p, p, labels, log_density=density, log_mean=log_mean)
     mean = kind.numbers(means)
     if kind.mixed:
         return Block(mean.shape[1], mean, mean, None, log_density=density)
@@ -210,21 +257,23 @@ def known_block(kind: Kind, known: PredictiveDraws, y: Tensor) -> Block:
             )
         labels = class_labels(y, p[0])
         of_labels = p.double().gather(-1, labels.expand(len(p), -1)[..., None])[..., 0]
-        return Block(known.function.shape[1], p, p, labels, log_density=of_labels.log())
+        rows, log_mean = known.function.shape[1], p.double().mean(0).log()
+        return Block(rows, p, p, labels, log_density=of_labels.log(), log_mean=log_mean)
     mean = p if known.targets is None else known.targets
     density = None if known.log_likelihood is None else known.log_likelihood.flatten(1)
     y = _fitting(y, mean[0])
     return Block(len(y), mean, p, y, draws=known.targets, log_density=density)
 
 
-def log_densities(predictive: Any, kind: Kind, args: tuple) -> Tensor:
-    """log p(y_n | w_s) in nats, ``(S, K)``.
+def log_densities(predictive: Any, kind: Kind, args: tuple, seen: Seen | None = None) -> Tensor:
+    """log p(y_n | w_s) in nats of the data that were seen, ``(S, K)``.
 
+    :param seen: what was seen of them, as ``Kind.seen`` gives it.
     :raises UnusableDrawsError: if a value is NaN.
     """
     densities = kind.densities(predictive.log_likelihood(*args))
     check_draws("log likelihoods", densities.isnan())
-    return densities
+    return densities if seen is None else densities[:, (seen.counts > 0).to(densities.device)]
 
 
 def check_draws(name: str, bad: Tensor) -> None:

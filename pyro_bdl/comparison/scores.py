@@ -1,5 +1,8 @@
 """Scores of one posterior: the metrics on test data, and the predictions that they use.
 
+What masks leave out of the likelihood was not seen. A row of which nothing was seen is no test
+point, here and in all else; of other rows the scores are over the numbers that were seen.
+
 A metric names its inputs by ``of``:
 
 ======================  =========================================================================
@@ -9,8 +12,8 @@ A metric names its inputs by ``of``:
 ``"density"``           log p(y_n | draw) ``(S, N)`` and the number of rows
 ``"moments"``           mean and variance of the predictions of a Normal observation, ``(N, ...)``
                         each, and the targets
-``"predictions"``       mean and variance (None for classes) of the predictions, ``(N, ...)`` each,
-                        and the targets
+``"predictions"``       mean and variance of the predictions, ``(N, ...)`` each, and the targets; of
+                        classes the log of the mean probabilities and None for the variance
 ``"halves"``            the same of classes and Normal observations, at 20 points or more
 ``"pit"``               the probability integral transforms ``(N, ...)``
 ``"coverage range"``    both ends of the range of the coverage at 90 %
@@ -54,6 +57,7 @@ from pyro_bdl.metrics.uncertainty import Uncertainty
 FEW_DRAWS = 10
 _MANY_POINTS = 0.1
 _LEAST_FOR_HALVES = 20  # test points
+_BY_NUMBER = ("mean", "draws", "moments")  # have a value for each number of a target
 
 TEST_DATA, CALIBRATION = "test data", "calibration"
 whole = partial(metric, group=TEST_DATA)
@@ -293,8 +297,18 @@ class Score:
 
     def add(self, block: Block) -> None:
         """Score a batch."""
-        mean, y = block.mean.mean(0), block.y
+        mean, y, seen = block.mean.mean(0), block.y, block.seen
         parts, inputs = {"mean": mean}, cast(dict[str, tuple], {})
+        logs = block.log_mean
+        if seen is not None and self.kind.task == CLASSES:  # each label is a point
+            mean, y = mean[seen], None if y is None else y[seen]
+            logs = None if logs is None else logs[seen]
+            seen, parts["labeled mean"] = None, mean
+        if logs is not None:
+            parts["log mean"] = logs
+        if seen is not None:
+            parts["seen"] = seen
+            parts["weights"] = seen.reshape(len(seen), -1).sum(1, dtype=torch.float64)
         if y is not None:
             inputs["mean"], parts["y"] = (mean, y), y
         if block.log_density is not None:
@@ -309,7 +323,7 @@ class Score:
             parts["variance"] = block.draws.double().var(0)
         if self.kind.is_normal and "variance" in parts:
             inputs["moments"] = mean, parts["variance"], y
-        parts |= measure_points(SCORES, self.kind.task, inputs)
+        parts |= measure_points(SCORES, self.kind.task, inputs, seen)
         for name, values in parts.items():
             self._parts.setdefault(name, []).append(values)
 
@@ -319,14 +333,26 @@ class Score:
         by key."""
         return {name: torch.cat(parts) for name, parts in self._parts.items()}
 
+    def of_seen(self) -> dict[str, Tensor]:
+        """The same of the numbers that were seen, in a row where single ones of a target were
+        not; of the labels that were seen."""
+        whole = self.whole()
+        if "labeled mean" in whole:
+            return whole | {"mean": whole["labeled mean"]}
+        if "seen" not in whole or whole["seen"].all():
+            return whole
+        names = whole.keys() & {"mean", "variance", "y", "transforms"}
+        return whole | {name: whole[name][whole["seen"]] for name in names}
+
     def inputs(self) -> dict[str, tuple]:
         """The inputs of metrics that need all test points at once."""
-        whole, classes = self.whole(), self.kind.task == CLASSES
+        whole, classes = self.of_seen(), self.kind.task == CLASSES
         if "y" not in whole:
             return {}
         inputs: dict[str, tuple] = {"mean": (whole["mean"], whole["y"])}
         if classes or "variance" in whole:
-            inputs["predictions"] = whole["mean"], whole.get("variance"), whole["y"]
+            mean = whole["log mean" if classes else "mean"]
+            inputs["predictions"] = mean, whole.get("variance"), whole["y"]
             if (classes or self.kind.is_normal) and len(whole["y"]) >= _LEAST_FOR_HALVES:
                 inputs["halves"] = inputs["predictions"]
         return inputs
@@ -337,7 +363,12 @@ class Score:
         whole = self.whole()
         if halves is not None:
             whole |= measure_points(SCORES, self.kind.task, {"halves": halves})
-        return {m.key: PointScores.of(m, whole[m.key]) for m in known if m.key in whole}
+        weights = whole.get("weights")
+        return {
+            m.key: PointScores.of(m, whole[m.key], weights if m.of in _BY_NUMBER else None)
+            for m in known
+            if m.key in whole
+        }
 
 
 def differences(evaluation: Any, reference: Any) -> dict[str, float]:
@@ -370,3 +401,22 @@ def few_draws_note(names: Sequence[str]) -> str:
         "the number of draws than about the posterior. NLPD, Normal does not: it scores the "
         "predictive mean and variance, and is used in its place."
     )
+
+
+def data_notes(evaluation: Any) -> list[str]:
+    """Sentences on test data that no score counts."""
+    notes = []
+    if evaluation.seen is not None:
+        seen, count = evaluation.seen
+        notes.append(
+            f"Masks leave out {count - seen} of the {count} test targets, which count in no score: "
+            f"the scores are of the {seen} that were seen."
+        )
+    if evaluation.factors:
+        names = listed([repr(name) for name in evaluation.factors])
+        notes.append(
+            f"The likelihood in {'factors' if len(evaluation.factors) > 1 else 'the factor'} "
+            f"{names} belongs to no single datum and is not scored: the scores are of the observed "
+            "sites."
+        )
+    return notes

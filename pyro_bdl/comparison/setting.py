@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.comparison.kind import Kind, read_kind
+from pyro_bdl.comparison.kind import Kind, Seen, read_kind
 from pyro_bdl.program.batches import as_dicts, device_of_rows, has_rows, leading_size, taken
 from pyro_bdl.program.check import by_entry
 from pyro_bdl.utils.random_state import seeded
@@ -25,6 +25,7 @@ class Setting:
     :param kind: what the program observes of them.
     :param test: inputs and, last, targets.
     :param y: the numbers that the program observes, in its units.
+    :param seen: which of them masks do not leave out; None where they leave out none.
     :param train: the training data, or None.
     :param ood: out-of-distribution inputs, or None.
     :param units: scale and shift to the target's own units.
@@ -38,6 +39,7 @@ class Setting:
     kind: Kind
     test: tuple
     y: Tensor
+    seen: Seen | None
     train: tuple | None
     ood: tuple | None
     units: tuple[float, float]
@@ -73,6 +75,12 @@ class Setting:
                 _check_rows("test", args)
                 raise
             y = kind.targets(model, args, posterior)
+            seen = kind.seen(model, args, posterior)
+        if seen is not None and not seen.numbers.any():
+            raise ValueError(
+                f"masks leave out all test data of {', '.join(map(repr, kind.sites))}, and nothing "
+                "is left to be scored: pass test data of which some were seen"
+            )
         if kind.is_last:  # only of several sites there may be different numbers of rows
             _check_rows("test", args)
         elif ood is not None or tuple(units) != (1, 0):
@@ -86,7 +94,7 @@ class Setting:
             count = leading_size(ood)
             ood = (*ood, y[:1].expand(count, *y.shape[1:]) if kind.needs_targets else None)
         units = units if kind.task == "regression" else (1.0, 0.0)
-        return cls(model, kind, args, y, train, ood, units, num_samples, seed=seed, **options)
+        return cls(model, kind, args, y, seen, train, ood, units, num_samples, seed=seed, **options)
 
 
 def _checked(name: str, parts: Any, *, count: int | None = None) -> tuple:

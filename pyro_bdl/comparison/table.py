@@ -27,6 +27,7 @@ from pyro_bdl.comparison.metric import of_task
 from pyro_bdl.comparison.scores import (
     SCORES,
     TEST_DATA,
+    data_notes,
     differences,
     few_draws,
     few_draws_note,
@@ -66,7 +67,8 @@ class Comparison:
         numbers, standard errors under ``key_se``, groups and verdicts. ``table.attrs`` holds
         ``"columns"`` and ``"details"``: the shown and the further columns, ``Column`` with title,
         group, help and key of the error each, and ``"point"``, the W1 of a point at the reference's
-        mean, a scale for the others.
+        mean, a scale for the others. Where masks leave out test targets, ``"seen"`` holds how many
+        were seen, and of how many.
     :param reference: name of the reference, or None.
     :param evaluations: posterior to its evaluation.
     :param judgments: posterior to its group and reasons, in the order of the table.
@@ -234,14 +236,18 @@ def compare_evaluations(
     if reference is not None:
         shown_rows[f"{reference}, half to half"] = floor(first)
     heading = f"{reference} (doubtful)" if warned else reference
+    table = _frame(shown_rows, first.task, heading, few=bool(few), point=point)
+    if first.seen is not None:
+        table.attrs["seen"] = first.seen
     return Comparison(
-        table=_frame(shown_rows, first.task, heading, few=bool(few), point=point),
+        table=table,
         reference=reference,
         evaluations=evaluations,
         judgments=judgments,
         summary=answer,
         warnings=tuple(warned),
         notes=(
+            *data_notes(first),
             *([few_draws_note(few)] if few else []),
             *withheld_notes({name: rows[name] for name in judgments}),
         ),

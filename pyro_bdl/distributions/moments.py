@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, MixtureSameFamily
+from torch.nn.functional import logsigmoid
 
 from pyro_bdl.distributions.parameters import base_distribution
 
@@ -71,6 +72,20 @@ _CLOSED: dict[str, Callable[[Any], tuple[Tensor, Tensor]]] = {
     "MultivariateStudentT": _student_t,
     "FisherSnedecor": _fisher_snedecor,
 }
+
+
+def log_probabilities(distribution: Distribution) -> Tensor | None:
+    """The log probability of each class in the last dimension, in nats, from the logits where there
+    are any: they do not underflow as probabilities do. None for mixtures, and for other numbers."""
+    base: Any = base_distribution(distribution)
+    name = type(base).__name__
+    if name == "Bernoulli":
+        if "logits" in vars(base):
+            return logsigmoid(torch.stack([-base.logits, base.logits], -1))
+        return torch.stack([(-base.probs.double()).log1p(), base.probs.double().log()], -1)
+    if name not in ("Categorical", "OrderedLogistic", "OneHotCategorical"):
+        return None
+    return base.logits if "logits" in vars(base) else base.probs.double().log()
 
 
 def observation_covariance(distribution: Distribution) -> tuple[Tensor, Tensor]:

@@ -162,9 +162,11 @@ def check_first(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> 
         if bias is not None:
             warn(bias, "number-of-data", stacklevel=3)
         hidden = [] if p.discrete is None else list(p.discrete.names)
-        del p  # before Pyro's own run, which needs as much memory
         shown = poutine.block(model, hide=hidden) if hidden else model
-        Trace_ELBO().loss(shown, guide, *args, **kwargs)
+        imputed = bool(p.imputed)
+        del p  # before Pyro's own run, which needs as much memory
+        if not imputed:  # of which Pyro's ELBO would count the density
+            Trace_ELBO().loss(shown, guide, *args, **kwargs)
 
 
 def values_of(q: Run) -> dict[str, Any]:

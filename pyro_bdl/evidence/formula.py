@@ -45,7 +45,8 @@ def log_marginal_likelihood(guide: LaplaceGuide, *, linearized: bool = False) ->
     al. 2021a, equation 6), differentiable in every ``PyroParam`` of the priors and of a Normal's
     noise, through the fit and the determinant; other parameters of the likelihood count as
     constants. Densities of hyperparameters under their hyperpriors are included. If only a subset
-    of the latents has a covariance, it is the evidence given the other latents.
+    of the latents has a covariance, it is the evidence given the other latents. What ``obs_mask``
+    leaves unobserved is integrated out, if no other statement uses it.
 
     Example::
 
@@ -76,6 +77,7 @@ def read_guide(guide: LaplaceGuide) -> ParameterReading:
 
     :raises TypeError: for other guides.
     :raises ValueError: for a guide whose width was fitted to held-out rows.
+    :raises UnsupportedProgramError: for a latent of which a mask leaves numbers without a density.
     """
     if not isinstance(guide, LaplaceGuide):
         raise TypeError(
@@ -87,7 +89,9 @@ def read_guide(guide: LaplaceGuide) -> ParameterReading:
             "the width of this posterior was fitted to held-out rows, not to the evidence: call "
             "laplace_approximation(data) without held_out for the evidence"
         )
-    return guide.read()
+    reading = guide.read()
+    reading.run.refuse_improper("evidence")
+    return reading
 
 
 def formula_of(guide: LaplaceGuide, reading: ParameterReading) -> "Formula":

@@ -74,7 +74,7 @@ class AutoAmortized(OwnParameters, AutoGuide):
         return self
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        trace = trace_once(poutine.block(self.model, self._prototype_hide_fn), args, kwargs)
+        trace = trace_once(self.model, args, kwargs, self._prototype_hide_fn)
         latents = Program.from_trace(self.model, trace, args, kwargs).latents
         for name in self._encoders:
             if name not in latents:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
-from pyro import poutine
 from pyro.distributions import TorchDistribution
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.guides import prototype_hide_fn
@@ -15,6 +14,7 @@ from pyro.ops.tensor_utils import periodic_repeat
 from torch import Tensor
 
 from pyro_bdl.curvature.hyperparameters import few_rows
+from pyro_bdl.errors import warn
 from pyro_bdl.guides import summaries
 from pyro_bdl.guides.family import Family
 from pyro_bdl.guides.saved import SavedGuide, sites_of
@@ -24,7 +24,7 @@ from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.layout import Latent, Layout
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
-from pyro_bdl.program.trace import distribution_of_targets
+from pyro_bdl.program.trace import distribution_of_targets, is_marked_imputed, is_recording
 from pyro_bdl.utils.module_state import outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
 
@@ -71,8 +71,10 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
 
     @staticmethod
     def _prototype_hide_fn(msg: Any) -> bool:
-        """Return whether a statement of the first run is not a latent site; check observed
-        sites."""
+        """Return whether a statement of the first run is not a latent site, nor imputed; check
+        observed sites."""
+        if is_marked_imputed(msg):
+            return False
         if msg["type"] == "sample" and msg["is_observed"]:
             distribution_of_targets(msg)
         return prototype_hide_fn(msg)
@@ -90,7 +92,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
 
     @outside_inference_mode()
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        trace = trace_once(poutine.block(self.model, self._prototype_hide_fn), args, kwargs)
+        trace = trace_once(self.model, args, kwargs, self._prototype_hide_fn)
         program = Program.from_trace(self.model, trace, args, kwargs)
         start, full = at_full_size(program, trace)
         if self.master is not None:
@@ -287,7 +289,23 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Make a sample statement at every site; returns site -> value."""
         self.prototype(*args, **kwargs)
+        if not is_recording() and "imputed" not in self.told:
+            self._warn_of_imputed()
         return sample_all(self, args, kwargs)
+
+    def _warn_of_imputed(self) -> None:
+        self.told.add("imputed")
+        trace: Any = self.prototype_trace
+        nodes = trace.nodes.items()
+        for name in [name for name, node in nodes if is_marked_imputed(node)]:
+            warn(
+                f"Pyro's own ELBOs count the density of '{name}', of which this guide has no "
+                "values: a noise that is learned becomes too small. Train by "
+                "bdl.training.train or bdl.elbo.TemperedTrace_ELBO, or write "
+                "poutine.mask(mask=seen) in place of obs_mask; predictions are not concerned",
+                "obs-mask",
+                stacklevel=4,
+            )
 
     def note_step(self, step: Any) -> None:
         """Keep a step of an ELBO of this package for the optimizer that goes on from it."""

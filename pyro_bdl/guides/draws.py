@@ -1,7 +1,8 @@
 """Draws from a posterior (a guide or draws), their log densities, and checks of posteriors."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ from pyro_bdl.distributions.parameters import base_distribution, parameters_of
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.layout import NEW_ROWS, Latent, differences, origin
 from pyro_bdl.program.program import Program, SiteShape, site_shapes
-from pyro_bdl.program.trace import Run, leave_open, record
-from pyro_bdl.program.vmap import map_draws
+from pyro_bdl.program.trace import UNOBSERVED, Run, leave_open, record
+from pyro_bdl.program.vmap import joined, map_draws, number_of_draws
 from pyro_bdl.samples import Samples, as_tensor, is_numpyro_mcmc
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.validation import whole_number
 
 DEFAULT_DRAWS = 100
+DRAWS_AT_ONCE = 2**20  # numbers in draws of the latents that are made, or copied, at a time
 _NUMBERS = "numbers"  # in ``Samples.info``: of each site that a guide of Pyro draws, no Delta
 
 
@@ -46,6 +48,8 @@ def as_posterior(
     posterior = samples_of_mcmc(posterior)
     if isinstance(posterior, Mapping) and model is not None:
         return _samples_of_dict(posterior, site_shapes(model, args, dict(kwargs or {})))
+    if isinstance(posterior, Samples) and model is not None:
+        return _without_imputed(posterior, model, args, dict(kwargs or {}))
     if not isinstance(posterior, Samples) and not callable(posterior):
         raise TypeError(
             f"a posterior is a guide or Samples, got {type(posterior).__name__}: give one of "
@@ -60,6 +64,19 @@ def samples_of_mcmc(posterior: Any) -> Any:
     if isinstance(posterior, AbstractMCMC):
         return Samples.from_pyro(posterior)
     return Samples.from_numpyro(posterior) if is_numpyro_mcmc(posterior) else posterior
+
+
+def _without_imputed(samples: Samples, model: Callable, args: tuple, kwargs: dict) -> Samples:
+    """The draws without those of what ``obs_mask`` left unobserved, which other samplers make."""
+    if not any(name.endswith(UNOBSERVED) for name in samples.latents):
+        return samples
+    sites = site_shapes(model, args, kwargs)
+    latents = {
+        name: value
+        for name, value in samples.latents.items()
+        if not name.endswith(UNOBSERVED) or (name in sites and sites[name].is_latent)
+    }
+    return samples if len(latents) == len(samples.latents) else replace(samples, latents=latents)
 
 
 def _samples_of_dict(draws: Mapping[str, Any], sites: Mapping[str, SiteShape]) -> Samples:
@@ -119,6 +136,17 @@ def latent_draws(
 
 
 @torch.no_grad()
+def drawn_in_parts(guide: Guide, count: int) -> Iterator[dict[str, Tensor]]:
+    """``count`` draws of the latents, site -> (n, *shape) at a time: all of them, or a part where
+    the guide makes them one by one and all would take much memory."""
+    most = count
+    if guide.independent_draws:
+        most = max(1, DRAWS_AT_ONCE // max(1, guide.numbers_drawn))
+    for start in range(0, count, most):
+        yield guide.sample_latents(min(most, count - start))
+
+
+@torch.no_grad()
 def to_samples(posterior: Any, num_samples: int, *args: Any, **kwargs: Any) -> Samples:
     """Draws of a posterior as ``Samples``; the draws of a guide form one chain.
 
@@ -135,7 +163,8 @@ def to_samples(posterior: Any, num_samples: int, *args: Any, **kwargs: Any) -> S
         return posterior
     count = whole_number(num_samples, "num_samples")
     if isinstance(posterior, Guide):
-        latents = posterior.sample_latents(count)
+        parts = drawn_in_parts(posterior, count)
+        latents = joined(((number_of_draws(part), part) for part in parts), count)
         return Samples({site: value[None] for site, value in latents.items()})
     if isinstance(posterior, AutoContinuous):
         latents, log_q, points = _runs_of_continuous(posterior, count, args, kwargs)
@@ -223,17 +252,30 @@ def log_densities_of(
     :returns: log p(u) and log q(u); log q is None if the guide has no density over all latents, or
         random numbers besides that are integrated out.
     """
-    vectors = program.unconstrain(samples.flat())
-    log_p, log_q = log_densities(program, posterior, vectors, target)
-    if isinstance(posterior, Guide) or "log_q" not in samples.stats:
-        return log_p, log_q
+    draws, most = samples.flat(), max(1, DRAWS_AT_ONCE // max(1, program.size))
+    total = number_of_draws(draws)
+    of_runs = not isinstance(posterior, Guide) and "log_q" in samples.stats
+
+    def parts() -> Iterator[tuple[int, dict[str, Tensor]]]:
+        for start in range(0, total, most):
+            part = {site: value[start : start + most] for site, value in draws.items()}
+            vectors = program.unconstrain(part)  # a copy
+            log_p, log_q = log_densities(program, posterior, vectors, target)
+            log_q = program.constrain(vectors)[1] if of_runs else log_q
+            yield len(vectors), {"p": log_p} if log_q is None else {"p": log_p, "q": log_q}
+
+    # one tensor for the results: small ones between the freed blocks of each part would keep glibc
+    # from using these again
+    found = joined(parts(), total)
+    if not of_runs:
+        return found["p"], found.get("q")
     latents, drawn = program.latents, samples.info.get(_NUMBERS, {})
     numbers = sum(
         latents[site].unconstrained_shape.numel() if site in latents else number
         for site, number in drawn.items()
     )
-    log_q = samples.stats["log_q"][0] + program.constrain(vectors)[1]
-    return log_p, log_q if numbers == program.size else None
+    log_q = samples.stats["log_q"][0] + found["q"]
+    return found["p"], log_q if numbers == program.size else None
 
 
 def log_densities(

@@ -97,7 +97,7 @@ class AutoEnsemble(Guide):
 
     def _start(self, args: tuple, kwargs: dict) -> Tensor:
         started = start_at(self._init)(self.program_model)
-        trace = trace_once(poutine.block(started, self._prototype_hide_fn), args, kwargs)
+        trace = trace_once(started, args, kwargs, self._prototype_hide_fn)
         return at_full_size(Program.from_trace(started, trace, args, kwargs), trace)[0]
 
     def create_parameters(self, start: Tensor) -> None:

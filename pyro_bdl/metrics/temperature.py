@@ -12,11 +12,12 @@ from pyro_bdl.metrics.blocks import checked_labels
 from pyro_bdl.metrics.scores import gaussian_nlpd, squared_error
 
 _COLDEST, _HOTTEST = 0.01, 100.0  # of classes, whose likelihood may have no maximum
+_LEAST = -1e6  # nats, of a class whose probability is zero
 
 
 def tempered(probabilities: Tensor, temperature: float) -> Tensor:
     """Class probabilities ``(..., C)`` to the power 1 / T, normalized; in float64."""
-    return (_logs(probabilities) / temperature).softmax(-1)
+    return (probabilities.double().log().clamp_min(_LEAST) / temperature).softmax(-1)
 
 
 def best_temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> tuple[float, float]:
@@ -27,7 +28,7 @@ def best_temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> tuple[
     an M-estimator, which does not assume that the model is true (White 1982). Both are NaN for
     predictions that are not all finite.
 
-    :param mean: ``(N, ...)``, the predictive means, or class probabilities ``(N, C)``.
+    :param mean: ``(N, ...)``, the predictive means, or the log probabilities of classes ``(N, C)``.
     :param variance: ``(N, ...)``, the predictive variances; None for classes.
     :param y: ``(N, ...)``, the targets.
 
@@ -36,7 +37,7 @@ def best_temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> tuple[
     if variance is not None:
         ratios = (squared_error(mean, y) / variance.double()).reshape(len(y), -1).mean(1)
         return float(ratios.mean()), float(ratios.std()) / len(y) ** 0.5
-    logs = _logs(mean)
+    logs = mean.double().clamp_min(_LEAST)
     observed = logs.gather(1, checked_labels(mean, y)[:, None])[:, 0]
 
     def slopes(inverse: float) -> Tensor:
@@ -75,13 +76,8 @@ def calibrated_nlpd(mean: Tensor, variance: Tensor | None, y: Tensor) -> Tensor:
         rows = [None if part is None else part[fitted] for part in (mean, variance, y)]
         temperature, _ = best_temperature(*rows)  # type: ignore[arg-type]
         if variance is None:
-            q = tempered(mean[scored], temperature)
-            parts.append(-q.gather(1, y[scored].long()[:, None])[:, 0].log())
+            logs = mean[scored].double().clamp_min(_LEAST) / temperature
+            parts.append(-logs.log_softmax(1).gather(1, y[scored].long()[:, None])[:, 0])
         else:
             parts.append(gaussian_nlpd(mean[scored], temperature * variance[scored], y[scored]))
     return torch.cat(parts[::-1])[order.argsort()]
-
-
-def _logs(probabilities: Tensor) -> Tensor:
-    """Logarithms in float64; a probability counts as at least the smallest of its dtype."""
-    return probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).double().log()

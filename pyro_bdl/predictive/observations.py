@@ -6,7 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bdl.distributions.moments import observation_mean, observation_moments
+from pyro_bdl.distributions.moments import (
+    log_probabilities,
+    observation_mean,
+    observation_moments,
+)
 from pyro_bdl.program.trace import Site
 
 
@@ -36,12 +40,14 @@ class SitePredictions(NamedTuple):
     :param variance: Var[y | w_s], as ``mean``.
     :param draws: y ~ p(y | w_s), ``(S, N, ...)``.
     :param log_density: log p(y_n | w_s) in nats, ``(S, *batch)``; None without targets.
+    :param log_mean: of classes log p(c | w_s), ``(S, N, ..., C)``; None for others, and mixtures.
     """
 
     mean: Tensor
     variance: Tensor
     draws: Tensor
     log_density: Tensor | None = None
+    log_mean: Tensor | None = None
 
 
 class AtDraws(NamedTuple):
@@ -112,7 +118,13 @@ class DrawPredictions:
         """
         at_draws = self._at_draws(_predictions, args, kwargs, densities=True, deterministic=True)
         sites = {
-            name: SitePredictions(values[0], values[1], values[2], at_draws.densities.get(name))
+            name: SitePredictions(
+                values[0],
+                values[1],
+                values[2],
+                at_draws.densities.get(name),
+                values[3] if len(values) > 3 else None,
+            )
             for name, values in at_draws.values.items()
         }
         return sites, at_draws.deterministic
@@ -122,7 +134,7 @@ def _moments(distribution: Any) -> PredictiveMoments:
     return PredictiveMoments(*observation_moments(distribution))
 
 
-def _predictions(distribution: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _predictions(distribution: Any) -> tuple[Tensor, ...]:
     mean, variance = observation_moments(distribution)
     try:
         draws = drawn(distribution)
@@ -130,7 +142,8 @@ def _predictions(distribution: Any) -> tuple[Tensor, Tensor, Tensor]:
         if not mean.isnan().any():
             raise
         draws = mean.new_full(distribution.shape(), torch.nan)
-    return mean, variance, draws
+    logs = log_probabilities(distribution)
+    return (mean, variance, draws) if logs is None else (mean, variance, draws, logs)
 
 
 def drawn(distribution: Any) -> Tensor:

@@ -16,6 +16,7 @@ from pyro_bdl.guides.draws import (
     DEFAULT_DRAWS,
     as_posterior,
     check_posterior,
+    drawn_in_parts,
     latent_draws,
 )
 from pyro_bdl.predictive.observations import (
@@ -51,7 +52,6 @@ from pyro_bdl.utils.autograd import wants_gradients
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.validation import whole_number
 
-DRAWS_AT_ONCE = 2**25  # numbers in draws of the weights that are made at a time
 MEMORY = 32 * 2**20  # larger freed blocks are returned to the system (utils/memory.py)
 _ROWS = "_num_predictive_samples"  # no site of any program
 
@@ -265,11 +265,11 @@ class Predictive(DrawPredictions):
             yield number_of_draws(draws), draws
             return
         total = DEFAULT_DRAWS if total is None else whole_number(total, "num_samples")
-        most = total
-        if guide.independent_draws and self.batch_norm_data is None:
-            most = max(1, DRAWS_AT_ONCE // max(1, guide.numbers_drawn))
-        for start in range(0, total, most):
-            yield total, latent_draws(guide, min(most, total - start))
+        if self.batch_norm_data is not None:
+            yield total, latent_draws(guide, total)
+            return
+        for part in drawn_in_parts(guide, total):
+            yield total, part
 
     def _map(
         self,
@@ -338,7 +338,7 @@ def _ancestral(
         name: site.value if name in drawn else marginals[name].distribution.sample()
         for name, site in run.observed.items()
     }
-    observed |= {name: run.observed[name].value for name in drawn}
+    observed |= {name: run.observed[name].value for name in drawn if name in run.observed}
     return run.deterministic | observed | discrete
 
 

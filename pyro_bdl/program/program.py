@@ -9,7 +9,7 @@ The factor N / B of a minibatch comes from the plates around a site: ``Run.add``
 by the scale, and ``log_joint`` is the sum over sites of that.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -35,11 +35,13 @@ from pyro_bdl.program.trace import (
     Run,
     Site,
     is_deterministic,
+    is_imputed,
     leave_open,
     record,
     sum_out_discrete,
     why_not_summed_out,
 )
+from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode, modules_of, saved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 
@@ -59,7 +61,9 @@ class Program:
     program in its modules' current mode (training or evaluation).
 
     Finite discrete latent sites are no latents here: ``discrete`` names them, and all functions sum
-    them out exactly (``contrib/discrete``).
+    them out exactly (``contrib/discrete``). Nor is what ``pyro.sample(..., obs=y, obs_mask=seen)``
+    leaves unobserved, ``name_unobserved``, if no statement after it uses its value: it integrates
+    to one and is drawn in predictions. If one does (a missing input), it is a latent.
 
     Example::
 
@@ -297,11 +301,19 @@ def check_program(
 
 class _FirstRun(Messenger):
     """Handler of the first run: names must differ, and latents with an improper prior, which
-    cannot be sampled, get a value."""
+    cannot be sampled, get a value.
 
-    def __init__(self) -> None:
+    What ``obs_mask`` leaves unobserved is drawn, and counts as imputed if the densities of no other
+    statements depend on it, which autograd tells; ``used`` are the names of those that are used.
+
+    :param used: names that are known to be used.
+    """
+
+    def __init__(self, used: Collection[str] = ()) -> None:
         super().__init__()
         self.names: set[str] = set()
+        self.used = set(used)
+        self.imputed: dict[str, Tensor] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["name"] in self.names:
@@ -311,16 +323,49 @@ class _FirstRun(Messenger):
         self.names.add(msg["name"])
         if msg["value"] is None and is_improper(msg["fn"]):
             msg["value"] = feasible_value(msg["fn"], radius=2.0)
+        if msg["is_observed"] or msg["name"] in self.used or isinstance(msg["fn"], _Subsample):
+            return
+        if is_imputed(msg, self.names):
+            msg["value"] = msg["fn"].sample()
+            msg["is_observed"], msg["infer"]["_imputed"] = True, True
+            self.imputed[msg["name"]] = msg["value"]
+            if msg["value"].is_floating_point():
+                torch.set_grad_enabled(True)  # until the end of the run
+                msg["value"].requires_grad_()
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        infer, plate = msg["infer"], isinstance(msg["fn"], _Subsample)
+        if not self.imputed or plate or infer.get("_imputed") or infer.get("_deterministic"):
+            return
+        density = None if is_improper(msg["fn"]) else msg["fn"].log_prob(msg["value"]).sum()
+        for name, value in self.imputed.items():
+            if not value.requires_grad or (density is not None and reaches(density, [value])):
+                self.used.add(name)
 
 
-def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """The Pyro trace of one run that does not change buffers (BatchNorm statistics)."""
-    tracer, modules = poutine.trace(model), modules_of(model, args, dict(kwargs))
+def trace_once(
+    model: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    hide: Callable[[Any], bool] = lambda msg: False,
+) -> Any:
+    """The Pyro trace of one run that does not change buffers (BatchNorm statistics).
+
+    A second run follows where what ``obs_mask`` leaves unobserved is used by later statements.
+
+    :param hide: whether a statement is left out of the trace.
+    """
+    first, modules = _FirstRun(), modules_of(model, args, dict(kwargs))
     check_modules(modules)
     restore = saved_buffers(module for module in modules if module.training)
     try:
-        with poutine.block(), _FirstRun(), torch.no_grad():
-            return tracer.get_trace(*args, **kwargs)
+        while True:
+            tracer = poutine.trace(poutine.block(first(model), hide))
+            with poutine.block(), torch.no_grad():
+                trace = tracer.get_trace(*args, **kwargs)
+            if first.used.isdisjoint(first.imputed):
+                return _without_graph(trace) if first.imputed else trace
+            first = _FirstRun(first.used)
     except Exception as error:
         explain(error, model, args, kwargs)
         for name, plate in _sites_in_plates(tracer.trace).items():
@@ -332,6 +377,13 @@ def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         raise
     finally:
         restore()
+
+
+def _without_graph(trace: Any) -> Any:
+    for node in trace.nodes.values():
+        if isinstance(node.get("value"), Tensor):
+            node["value"] = node["value"].detach()
+    return trace
 
 
 def _is_factor(site: Site) -> bool:

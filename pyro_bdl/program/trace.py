@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch.distributions import Distribution
 
 from pyro_bdl.distributions.copies import (
     expanded_to_targets,
+    masks_of,
     on_device_of,
     placeholder,
     point_of,
@@ -33,6 +34,7 @@ from pyro_bdl.utils.autocast import uncast
 if TYPE_CHECKING:
     from pyro_bdl.contrib.discrete import Enumeration, SummedOut
 
+UNOBSERVED = "_unobserved"  # ends the names of Pyro's second statement of obs_mask
 RENAME = "give each its own name (two networks in one program: bayesianize(net, prior, name=...))"
 _THREADS = (
     "Pyro's handlers and its parameter store are not thread-safe: run one program at a time, with "
@@ -70,6 +72,25 @@ class Site(NamedTuple):
         """log p(value) in nats per datum: masked, not scaled."""
         return scale_and_mask(uncast(self.distribution.log_prob(self.value)), 1.0, self.mask)
 
+    @property
+    def is_masked(self) -> bool:
+        """Whether a mask tensor says of each number whether it counts."""
+        return isinstance(self.mask, Tensor) or bool(masks_of(self.distribution))
+
+    def seen(self) -> Tensor:
+        """A mask of the numbers that count, bool ``(*batch, *event)``; those of the masks around
+        the statement, of the distribution, and inside its ``to_event``."""
+        distribution: Any = self.distribution
+        masks, shape = masks_of(distribution), distribution.shape()
+        if self.mask is not None:
+            masks.append((torch.as_tensor(self.mask, device="cpu"), distribution.batch_shape))
+        devices = [mask.device for mask, _ in masks if mask.dim()]
+        seen = torch.ones(shape, dtype=torch.bool, device=devices[0] if devices else "cpu")
+        for mask, batch in masks:
+            cells = mask.to(seen.device).bool().expand(batch)
+            seen = seen & cells.reshape(*batch, *(1,) * (len(shape) - len(batch)))
+        return seen
+
 
 @dataclass
 class Run:
@@ -79,7 +100,9 @@ class Run:
     densities, unless they are masked. ``observed`` also holds open sites, which the program would
     observe but was given no value for. ``open`` tells that there are such, ``followed`` that
     statements come after one of them and may use its value. ``subsamples`` are the indices of the
-    plates. ``discrete`` are the discrete sites that were summed out of all of these, where a
+    plates. ``imputed`` are the sites of what ``obs_mask`` leaves unobserved and no statement uses:
+    they are drawn where the program is to predict, and are integrated out of all densities.
+    ``discrete`` are the discrete sites that were summed out of all of these, where a
     deterministic value may still have a dimension for each of them; None where there are none.
     """
 
@@ -88,6 +111,7 @@ class Run:
     factors: dict[str, Site] = field(default_factory=dict)
     deterministic: dict[str, Tensor] = field(default_factory=dict)
     subsamples: dict[str, Tensor] = field(default_factory=dict)
+    imputed: list[str] = field(default_factory=list)
     open: bool = False
     followed: bool = False
     discrete: "SummedOut | None" = None
@@ -106,6 +130,10 @@ class Run:
         self.followed = self.followed or self.open
         if infer.get("_deterministic"):
             self.deterministic[name] = msg["value"]
+            return "", Site(msg["fn"], msg["value"], 1.0, False)
+        if infer.get("_imputed"):
+            self.imputed.append(name)
+            self.followed = self.followed or bool(infer.get("_placeholder"))
             return "", Site(msg["fn"], msg["value"], 1.0, False)
         value = None if infer.get("_placeholder") else msg["value"]
         subsampling, plates = 1.0, []
@@ -133,6 +161,21 @@ class Run:
         if kind in ("latents", "observed", "factors"):
             getattr(self, kind)[name] = site
         return kind, site
+
+    def refuse_improper(self, number: str) -> None:
+        """Check that no mask tensor leaves single numbers of a latent without a density: they have
+        no law that integrates to one, and the log evidence and its bounds could be anything.
+
+        :param number: which of these is wanted, for the message.
+        :raises UnsupportedProgramError: naming the site.
+        """
+        for name, site in self.latents.items():
+            if site.is_masked and not (seen := site.seen()).all():
+                raise UnsupportedProgramError(
+                    f"a mask leaves {int((~seen).sum())} of the {seen.numel()} numbers of the "
+                    f"latent site '{name}' without a density, so that there is no {number}: sample "
+                    "only the numbers that have a prior, or give all of them one"
+                )
 
     def log_prior(self) -> Tensor | float:
         return _sum(self.prior_terms())
@@ -190,6 +233,35 @@ def is_deterministic(msg: Any) -> bool:
     )
 
 
+def is_imputed(msg: Any, names: Container[str]) -> bool:
+    """Return whether a statement is of what ``pyro.sample(name, ..., obs=y, obs_mask=seen)`` leaves
+    unobserved, numbers that are no finite classes.
+
+    Pyro turns such a statement into ``name_observed``, under the mask, ``name_unobserved``, under
+    its complement, and the deterministic site ``name`` of both. ``name_unobserved`` has no density
+    where ``name_observed`` has one, and its values there are used by nothing.
+
+    :param names: of the statements before it.
+    """
+    observed = f"{msg['name'].removesuffix(UNOBSERVED)}_observed"
+    return (
+        msg["name"].endswith(UNOBSERVED)
+        and observed in names
+        and isinstance(msg["mask"], Tensor)
+        and why_not_summed_out(msg) is not None
+    )
+
+
+def is_marked_imputed(msg: Any) -> bool:
+    """Return whether a message, or a node of the first run's trace, is of an imputed site."""
+    return msg["type"] == "sample" and bool(msg["infer"].get("_imputed"))
+
+
+def is_recording() -> bool:
+    """Return whether a run of this package is going on, and not one of Pyro's own inference."""
+    return any(isinstance(handler, _Recorder) for handler in _PYRO_STACK)
+
+
 class _Recorder(Messenger):
     """Handler that runs a program at given values and records every sample statement.
 
@@ -226,6 +298,7 @@ class _Recorder(Messenger):
             return
         msg["fn"] = without_validation(msg["fn"])
         if not msg["is_observed"]:
+            imputed = name.endswith(UNOBSERVED) and is_imputed(msg, self._names())
             if name in self.values:
                 msg["value"] = self.values[name]
                 if msg["cond_indep_stack"]:
@@ -236,8 +309,15 @@ class _Recorder(Messenger):
                 self.draw(msg)
                 if self.enumeration is None and msg["infer"].get("_sum_out"):
                     self.enumeration = _discrete().Enumeration()
+            if imputed and name not in self.values:
+                msg["infer"]["_imputed"] = True
+                if self.draw is not None and msg["value"] is None:
+                    leave_any_open(msg)
         if self.enumeration is not None:
             self.enumeration.before(msg)
+
+    def _names(self) -> set[str]:
+        return self.run.observed.keys() | self.run.latents.keys()
 
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] != "sample":

@@ -96,7 +96,7 @@ class HeldOut:
 
 class EarlyStopping:
     """The best state of a guide and its program so far, by the mean log likelihood of held-back
-    rows in nats.
+    rows in nats, of those that masks do not leave out.
 
     The state is the guide's parameters, and the program's parameters and buffers. Of an ensemble
     each member has its own best step, if the program has neither parameters nor running statistics,
@@ -110,7 +110,7 @@ class EarlyStopping:
         self.model, self.guide, self.patience = model, guide, options.patience
         self.check_every = options.check_every or max(1, steps // _CHECKS)
         self.program = Program(model, *back)
-        self.plates, self.sites = _rows_of(self.program)
+        self.plates, self.sites, self.seen = _rows_of(self.program)
         self.is_ensemble = isinstance(guide, AutoEnsemble)
         modules = modules_of(model, guide)
         tensors: list[Tensor] = list(guide.parameters())
@@ -155,6 +155,8 @@ class EarlyStopping:
         count = leading_size(self.program.args)
         own = [values[name] for name in self.sites if name in values]
         per_row = sum(value.reshape(len(value), count, -1).sum(-1) for value in own)
+        if self.seen is not None:
+            per_row = per_row[:, self.seen]
         if self.is_ensemble:
             scores = per_row.mean(-1)
             return scores if self.apart else scores.mean()[None]
@@ -207,9 +209,10 @@ class EarlyStopping:
         self.steps = list(state["steps"])
 
 
-def _rows_of(program: Program) -> tuple[set[str], list[str]]:
-    """The plates that hold the rows, by their sizes, and the observed sites of rows: those in these
-    plates, or all where there is no such plate.
+def _rows_of(program: Program) -> tuple[set[str], list[str], Tensor | None]:
+    """The plates that hold the rows, by their sizes, the observed sites of rows (those in these
+    plates, or all where there is no such plate), and the rows of which something counts, bool (N,),
+    None where no mask leaves any out.
 
     :raises UnsupportedProgramError: for a latent site in one of the plates.
     """
@@ -228,4 +231,9 @@ def _rows_of(program: Program) -> tuple[set[str], list[str]]:
                 "learned of those of rows held back: integrate it out where it is Gaussian "
                 "(handlers.integrate), or train on all rows"
             )
-    return plates, sites or list(observed)
+    sites = sites or list(observed)
+    seen = None
+    if any(observed[name].is_masked for name in sites):
+        counted = [observed[name].seen().reshape(rows, -1).any(1) for name in sites]
+        seen = torch.stack(counted).any(0)
+    return plates, sites, seen

@@ -198,7 +198,12 @@ def estimate_elbo(
         rows; 4096 if the program's ``num_data`` is N.
     :param progress: show a bar; by default in terminals and notebooks.
     :raises ValueError: for batches of a program that does not state N.
+    :raises UnsupportedProgramError: for a latent of which a mask leaves numbers without a density,
+        for which there is no bound.
     """
+    program = Program(model, *args)
+    with torch.no_grad():
+        program.run(program.initial).refuse_improper("evidence lower bound")
     count = num_rows(model, args)
     elbo = TemperedTraceMeanField_ELBO(num_particles=_PARTICLES_AT_ONCE)
     if batch_size is None and count:

@@ -1,5 +1,8 @@
 """Temperature scaling of posteriors whose temperature is known."""
 
+import math
+
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -53,3 +56,28 @@ def test_posteriors_that_differ_in_temperature_alone_have_one_calibrated_density
     assert row["nlpd_calibrated"] == pytest.approx(1.42, abs=3 * row["nlpd_calibrated_se"])
     few = row_of(line, exactly(0.5, 1.0), x[:19], y[:19])
     assert "temperature" in few and "nlpd_calibrated" not in few
+
+
+@pytest.mark.parametrize(
+    "observed",
+    [
+        lambda f: dist.Categorical(logits=torch.stack([-f / 2, f / 2], -1)),
+        lambda f: dist.Bernoulli(logits=f),
+    ],
+    ids=["Categorical", "Bernoulli"],
+)
+@pytest.mark.parametrize("gap", [10.0, 100.0])
+def test_of_very_sure_classes_it_is_that_of_their_logits(observed, gap):
+    """One logit, gap on average, and 3 of 4 labels right: T = log of mean odds / log 3. In single
+    precision the smaller probability of a gap of 100 is zero."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", observed(gap * w * x), obs=y)
+
+    x, labels = torch.ones(40), (torch.arange(40) % 4 > 0).long()
+    y = labels if "Categorical" in type(observed(x)).__name__ else labels.float()
+    samples = Samples({"w": torch.ones(1, 5)})
+    value = temperature_scaling(model, samples, x, y).value
+    assert value == pytest.approx(gap / math.log(3), rel=1e-5)

@@ -29,6 +29,38 @@ def _median_peak(size):
     return sorted(found)[2]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, guide, *data: bdl.compare(
+            model, {"a": guide}, *data, reference=None, train=data, num_samples=400, progress=False
+        ),
+        lambda *args: bdl.calibration.temperature_scaling(*args, num_samples=400),
+        lambda *args: bdl.to_arviz(*args, prior_samples=0, num_samples=400),
+    ],
+    ids=["compare", "temperature_scaling", "to_arviz"],
+)
+def test_draws_of_all_weights_are_held_once(use, monkeypatch):
+    """Not copied to be made, checked, flattened or weighed: the peak is the draws, and a part."""
+    for module in ("guides.draws", "comparison.evaluate", "comparison.leave_one_out"):
+        monkeypatch.setattr(f"pyro_bdl.{module}.DRAWS_AT_ONCE", 2**19)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(50, 400), torch.nn.ReLU(), torch.nn.Linear(400, 200), torch.nn.ReLU(),
+        torch.nn.Linear(200, 1),
+    )  # fmt: skip
+    x, y = torch.randn(20, 50), torch.randn(20)
+    model = bdl.models.Regression(bdl.bayesianize(net, bdl.priors.Normal(0.1)), noise=0.5)
+    guide = bdl.guides.AutoMeanField(model).prototype(x, y)
+    draws = 4 * 400 * guide.layout.size
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        use(model, guide, x, y)  # what is allocated once only
+        with peak_memory(torch.device("cpu")) as peak:
+            use(model, guide, x, y)
+    assert peak.bytes < 1.2 * draws + 10 * 2**20
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_peak_on_a_gpu_is_exact():

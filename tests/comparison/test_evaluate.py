@@ -8,7 +8,15 @@ import pytest
 import torch
 from helpers.comparisons import GRID, labels, line, row_of, weights
 
-from pyro_bdl import LinearizedPredictive, bayesianize, evaluate, guides, models, working_memory
+from pyro_bdl import (
+    LinearizedPredictive,
+    Samples,
+    bayesianize,
+    evaluate,
+    guides,
+    models,
+    working_memory,
+)
 from pyro_bdl.errors import BdlWarning
 
 Y, CLASSES = GRID[:, 0], torch.arange(9) % 2
@@ -94,3 +102,11 @@ def test_all_numbers_of_the_linear_model_are_about_the_same_functions(mixed):
     with working_memory(8 * 50 * 2):  # in parts
         parts = evaluate(line, posterior, GRID, Y, num_samples=50)
     assert parts.scores["nlpd"] == pytest.approx(found.scores["nlpd"], rel=1e-5)
+
+
+def test_the_draws_that_are_kept_are_limited_by_all_their_numbers(monkeypatch):
+    """Nine points of two classes: 18 numbers a draw, so that 180 numbers are ten draws."""
+    monkeypatch.setattr("pyro_bdl.comparison.evaluate._NUMBERS", 180)
+    program = labels(lambda logits: dist.Categorical(logits=logits))
+    found = evaluate(program, Samples({"w": torch.randn(1, 50, 2)}), GRID, CLASSES)
+    assert found.function.shape == (10, 9, 2)

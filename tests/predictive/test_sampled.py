@@ -109,7 +109,7 @@ def test_draws_of_large_guides_are_made_in_parts(monkeypatch):
     """Three, three and one draw of the weights at a time, as many as a part may hold."""
     model, x, y = model_and_data()
     guide = bdl.guides.AutoMeanField(model).prototype(x, y)
-    monkeypatch.setattr(sampled, "DRAWS_AT_ONCE", 3 * guide.layout.size + 1)
+    monkeypatch.setattr("pyro_bdl.guides.draws.DRAWS_AT_ONCE", 3 * guide.layout.size + 1)
     torch.manual_seed(1)
     parts = [guide.sample_latents(count) for count in (3, 3, 1)]
     latents = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
@@ -122,7 +122,7 @@ def test_draws_of_large_guides_are_made_in_parts(monkeypatch):
 def test_each_member_of_an_ensemble_comes_once_however_large(monkeypatch):
     model, x, y = model_and_data()
     guide = bdl.guides.AutoEnsemble(model, size=5).prototype(x, y)
-    monkeypatch.setattr(sampled, "DRAWS_AT_ONCE", 1)
+    monkeypatch.setattr("pyro_bdl.guides.draws.DRAWS_AT_ONCE", 1)
     f = bdl.Predictive(model, guide, 5)(x)["f"]
     assert len(f.unique(dim=0)) == 5
 

@@ -257,3 +257,21 @@ def test_the_program_comes_back_with_the_guide(family):
     assert (model.s.item(), model.calls.item()) == (0.9, 1.0)
     held.after(3)
     assert held.scores[3].item() == held.scores[1].item() == held.table.max()
+
+
+def test_rows_that_a_mask_leaves_out_are_not_scored():
+    x, y = data()
+    seen = torch.arange(4) > 0
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w, 1.0).mask(seen), obs=y)
+
+    guide = bdl.guides.AutoMAP(model).prototype(x[:4], y[:4])
+    with torch.no_grad():
+        guide.loc.fill_(0.3)
+    held = EarlyStopping(model, guide, (x[:4], y[:4]), HeldOut(0.2, check_every=1), 1)
+    held.after(1)
+    exact = dist.Normal(0.3, 1.0).log_prob(y[1:4]).mean()
+    torch.testing.assert_close(held.table[0, 0], exact)

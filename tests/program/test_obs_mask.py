@@ -1,0 +1,230 @@
+"""Programs with ``pyro.sample(..., obs=y, obs_mask=seen)``."""
+
+import math
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from torch.distributions import MultivariateNormal
+
+import pyro_bdl as bdl
+from pyro_bdl import importance
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.evidence import log_marginal_likelihood
+from pyro_bdl.program.program import Program
+
+N, NOISE, FILLER = 30, 0.4, 9.0
+DTYPE = torch.float64
+
+
+def _data(missing=10):
+    torch.manual_seed(0)
+    x = torch.linspace(-2, 2, N, dtype=DTYPE)
+    seen = torch.ones(N, dtype=torch.bool)
+    seen[torch.randperm(N)[:missing]] = False
+    y = 0.7 * x + NOISE * torch.randn(N, dtype=DTYPE)
+    return x, seen, torch.where(seen, y, torch.tensor(FILLER, dtype=DTYPE))
+
+
+def _one(value=1.0):
+    return torch.tensor(value, dtype=DTYPE)
+
+
+def linear(x, seen, y=None):
+    w = pyro.sample("w", dist.Normal(_one(0.0), _one()))
+    with pyro.plate("n", len(x)):
+        return pyro.sample("y", dist.Normal(w * x, NOISE), obs=y, obs_mask=seen)
+
+
+def masked(x, seen, y=None):
+    """The same without a statement for what was not observed."""
+    w = pyro.sample("w", dist.Normal(_one(0.0), _one()))
+    with pyro.plate("n", len(x)):
+        return pyro.sample("y", dist.Normal(w * x, NOISE).mask(seen), obs=y)
+
+
+def _exact(x, seen, y):
+    """log p(y), and mean and variance of w given y."""
+    x, y = x[seen], y[seen]
+    cov = torch.outer(x, x) + NOISE**2 * torch.eye(len(x), dtype=DTYPE)
+    precision = 1 + x.square().sum() / NOISE**2
+    evidence = MultivariateNormal(torch.zeros_like(x), cov).log_prob(y)
+    return float(evidence), float((x @ y) / NOISE**2 / precision), float(1 / precision)
+
+
+def _guide(family, data, steps=400):
+    guide = family(linear)
+    bdl.training.train(linear, guide, *data, steps=steps, learning_rate=0.05, progress=False)
+    return guide
+
+
+@pytest.mark.parametrize("missing", [0, 25])
+def test_evidence_bound_and_number_of_parameters_are_those_of_the_data(missing):
+    data = _data(missing)
+    evidence, mean, variance = _exact(*data)
+    posterior = _guide(bdl.guides.AutoLaplaceGGN, data).laplace_approximation(data)
+    assert log_marginal_likelihood(posterior).item() == pytest.approx(evidence, abs=1e-3)
+    assert posterior.effective_parameters().item() == pytest.approx(1 - variance, rel=1e-6)
+    guide = _guide(bdl.guides.AutoMeanField, data, steps=1500)
+    elbo = bdl.training.estimate_elbo(linear, guide, *data, progress=False)
+    assert evidence - 0.05 < elbo < evidence + 0.02
+    assert guide.median()["w"].item() == pytest.approx(mean, abs=0.03)
+    assert importance.ratios(linear, guide, *data).pareto_k < 0.7
+
+
+def test_chains_are_of_the_parameters_alone():
+    data = _data()
+    _, mean, variance = _exact(*data)
+    samples = bdl.mcmc.sample(
+        linear, *data, num_samples=400, num_warmup=200, num_chains=2, progress=False
+    )
+    assert list(samples.latents) == ["w"]
+    draws = samples.latents["w"]
+    assert draws.mean().item() == pytest.approx(mean, abs=0.02)
+    assert draws.var().item() == pytest.approx(variance, rel=0.3)
+
+
+def test_predictions_at_new_inputs_are_drawn_for_every_row():
+    data = _data()
+    draws = {"w": 0.7 + 0.1 * torch.randn(4000, dtype=DTYPE)}
+    x_new = _one(1.0).expand(3)
+    for seen in (torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)):
+        predictive = bdl.Predictive(linear, bdl.Samples({"w": draws["w"][None]}))
+        found = predictive(x_new, seen)["y"]
+        assert found.shape == (4000, 3)
+        assert found.mean(0).tolist() == pytest.approx([0.7] * 3, abs=0.03)
+        variance = NOISE**2 + draws["w"].var().item()
+        assert found.var(0).tolist() == pytest.approx([variance] * 3, rel=0.1)
+    # at the data, what was not observed is drawn, and what was is not
+    found = bdl.Predictive(linear, bdl.Samples({"w": draws["w"][None]}))(*data)["y"]
+    x, seen, y = data
+    assert torch.equal(found[:, seen], y[seen].expand(4000, -1))
+    assert (found[:, ~seen].mean(0) - 0.7 * x[~seen]).abs().max() < 0.05
+
+
+def test_draws_of_other_samplers_lose_what_was_not_observed():
+    data = _data()
+    w = 0.7 + 0.1 * torch.randn(1, 200, dtype=DTYPE)
+    theirs = bdl.Samples({"w": w, "y_unobserved": torch.randn(1, 200, N, dtype=DTYPE)})
+    ours = bdl.Samples({"w": w})
+    as_dict = {name: value[0] for name, value in theirs.latents.items()}
+    expected = bdl.evaluate(linear, ours, *data, progress=False).scores["nlpd"]
+    for posterior in (theirs, as_dict):
+        scores = bdl.evaluate(linear, posterior, *data, progress=False).scores
+        assert scores["nlpd"] == pytest.approx(expected)
+    x_new, seen = _one(1.0).expand(3), torch.ones(3, dtype=torch.bool)
+    assert bdl.Predictive(linear, theirs)(x_new, seen)["y"].shape == (200, 3)
+
+
+def test_scores_are_those_of_a_mask():
+    data = _data()
+    draws = bdl.Samples({"w": 0.7 + 0.1 * torch.randn(1, 400, dtype=DTYPE)})
+    options = {"train": data, "progress": False}
+    found = bdl.evaluate(linear, draws, *data, **options)
+    expected = bdl.evaluate(masked, draws, *data, **options)
+    for key in ("nlpd", "rmse", "nlpd_normal", "expected_nll", "temperature"):
+        assert found.scores[key] == pytest.approx(expected.scores[key]), key
+    torch.testing.assert_close(found.loo.pointwise, expected.loo.pointwise)
+    assert found.seen == expected.seen == (20, N)
+
+
+def test_a_guide_of_pyro_is_scored_too():
+    data = _data()
+    guide = AutoNormal(linear)
+    svi = pyro.infer.SVI(linear, guide, pyro.optim.Adam({"lr": 0.02}), Trace_ELBO())
+    for _ in range(300):
+        svi.step(*data)
+    found = bdl.evaluate(linear, guide, *data, num_samples=100, progress=False)
+    assert found.scores["rmse"] < 0.6
+
+
+@pytest.mark.parametrize(
+    "likelihood",
+    [
+        lambda f: dist.Poisson(f.exp()),
+        lambda f: dist.LogNormal(f, 0.3),
+        lambda f: dist.Bernoulli(logits=f),
+        lambda f: dist.Categorical(logits=torch.stack([f, -f], -1)),
+        lambda f: dist.Normal(f[:, None].expand(-1, 2), 0.3).to_event(1),
+    ],
+    ids=["Poisson", "LogNormal", "Bernoulli", "Categorical", "to_event"],
+)
+def test_the_density_is_that_of_the_data_that_were_seen(likelihood):
+    x, seen, _ = _data()
+    y = likelihood(0.7 * x).sample()
+
+    def model(x, seen, y=None):
+        w = pyro.sample("w", dist.Normal(_one(0.0), _one()))
+        with pyro.plate("n", len(x)):
+            pyro.sample("y", likelihood(w * x), obs=y, obs_mask=seen)
+
+    program = Program(model, x, seen, y)
+    assert list(program.latents) == ["w"]
+    w = _one(0.3)
+    expected = dist.Normal(0.0, 1.0).log_prob(w) + likelihood(w * x).log_prob(y)[seen].sum()
+    torch.testing.assert_close(program.log_joint({"w": w}), expected)
+    found = bdl.evaluate(
+        model, bdl.Samples({"w": w.expand(1, 2)}), x, seen, y, progress=False
+    ).scores["nlpd"]
+    assert found == pytest.approx(float(-likelihood(w * x).log_prob(y)[seen].mean()), rel=1e-6)
+
+
+# Missing inputs are latents, since the targets depend on them
+
+
+def missing_inputs(x, seen, y):
+    w = pyro.sample("w", dist.Normal(_one(0.0), _one()))
+    with pyro.plate("n", len(y)):
+        x = pyro.sample("x", dist.Normal(_one(0.0), _one()), obs=x, obs_mask=seen)
+        pyro.sample("y", dist.Normal(w * x, NOISE), obs=y)
+
+
+def two_outputs(x, seen, y):
+    w = pyro.sample("w", dist.Normal(_one(0.0), _one()))
+    with pyro.plate("n", len(x)):
+        pyro.sample("a", dist.Normal(w * x, NOISE), obs=y, obs_mask=seen)
+        pyro.sample("b", dist.Normal(w * x.square(), NOISE), obs=y, obs_mask=~seen)
+
+
+def test_a_missing_input_is_a_latent_and_an_output_is_none():
+    x, seen, y = _data()
+    assert list(Program(missing_inputs, x, seen, y).latents) == ["w", "x_unobserved"]
+    assert list(Program(two_outputs, x, seen, y).latents) == ["w"]
+
+
+def test_numbers_without_a_density_have_neither_evidence_nor_bound():
+    x, seen, y = _data()
+    guide = bdl.guides.AutoMeanField(missing_inputs).prototype(x, seen, y)
+    with pytest.raises(UnsupportedProgramError, match=r"20 of the 30 numbers .* 'x_unobserved'"):
+        bdl.training.estimate_elbo(missing_inputs, guide, x, seen, y, progress=False)
+    with pytest.raises(UnsupportedProgramError, match="no ratio"):
+        importance.ratios(missing_inputs, guide, x, seen, y)
+    guide = bdl.guides.AutoLaplaceGGN(missing_inputs).prototype(x, seen, y)
+    with pytest.warns(bdl.errors.BdlWarning):
+        posterior = guide.laplace_approximation((x, seen, y))
+    with pytest.raises(UnsupportedProgramError, match="no evidence"):
+        log_marginal_likelihood(posterior)
+
+
+def test_numbers_that_all_have_a_density_have_an_evidence():
+    x, _, y = _data()
+    nothing = torch.zeros(N, dtype=torch.bool)
+    guide = bdl.guides.AutoMeanField(missing_inputs).prototype(x, nothing, y)
+    elbo = bdl.training.estimate_elbo(missing_inputs, guide, x, nothing, y, progress=False)
+    assert math.isfinite(elbo)
+
+
+def test_a_bound_of_pyro_is_warned_of():
+    """It adds E log p(y_unobserved | w), which is no part of the bound; ours does not."""
+    data = _data()
+    guide = bdl.guides.AutoMeanField(linear).prototype(*data)
+    with pytest.warns(bdl.errors.BdlWarning, match="count the density of 'y_unobserved'"):
+        Trace_ELBO().loss(linear, guide, *data)
+    guide = bdl.guides.AutoMeanField(linear)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", bdl.errors.BdlWarning)
+        bdl.elbo.TemperedTrace_ELBO().loss(linear, guide, *data)
