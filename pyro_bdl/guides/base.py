@@ -14,7 +14,6 @@ from pyro.infer.autoguide.guides import prototype_hide_fn
 from pyro.ops.tensor_utils import periodic_repeat
 from torch import Tensor
 
-from pyro_bdl.curvature.hyperparameters import few_rows
 from pyro_bdl.guides import summaries
 from pyro_bdl.guides.family import Family
 from pyro_bdl.guides.saved import SavedGuide, sites_of
@@ -24,6 +23,7 @@ from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.layout import Latent, Layout
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
+from pyro_bdl.program.saved import few_rows
 from pyro_bdl.program.trace import distribution_of_targets
 from pyro_bdl.utils.module_state import outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness

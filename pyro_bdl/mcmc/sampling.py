@@ -121,7 +121,8 @@ def sample(
         "seed": seed,
         "options": kernel.options(),
     }
-    return _samples(restriction, kernel, chains, plan.num_samples, info, started)
+    samples = _samples(restriction, kernel, chains, plan.num_samples, info, started)
+    return samples.of_program(program)
 
 
 def _samples(

@@ -111,7 +111,8 @@ def sgmcmc(
         "failure": walk.failure,
     }
     with torch.no_grad():
-        return Samples(restriction.constrain(chains.vectors), chains.stats, info)
+        samples = Samples(restriction.constrain(chains.vectors), chains.stats, info)
+    return samples.of_program(restriction.program)
 
 
 def checked_restriction(
