@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pyro_bdl import posteriors, priors
 from pyro_bdl.data.programs import MODELS, perceptron
+from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import DEFAULT_DRAWS, to_samples
 from pyro_bdl.guides.saved import load_posterior
 from pyro_bdl.nn import bayesianize
@@ -60,6 +61,8 @@ class _BayesianNetwork(BaseEstimator):
         if fit.interrupted:
             raise KeyboardInterrupt
         self.posterior_, costs = fit.posterior, fit.costs
+        if isinstance(self.posterior_, Guide):  # some fits learn the prior, in a program of theirs
+            self.model_ = self.posterior_.program_model
         self.evidence_ = costs.elbo if costs.log_evidence is None else costs.log_evidence
         self._set_predictive()
 

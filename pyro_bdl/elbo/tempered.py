@@ -123,6 +123,11 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         self._weighted = not callable(temperature) and temperature != 1.0  # the KL, by hand
         self._batches = FirstBatches(0)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for pickle and copies, without the program and the guide that were trained."""
+        fresh = {"_map": DrawMap(), "_checked": None, "_trained": None, "_parts": [], "_rows": {}}
+        return {**vars(self), **fresh, "_batches": FirstBatches(0)}
+
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return -L(eta) in nats at the current step's temperature, without counting a step."""
         with torch.no_grad():
@@ -400,4 +405,8 @@ def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
     if callable(temperature):
         return temperature
     check_temperature(temperature)
-    return lambda step: temperature
+    return partial(_constant, temperature)
+
+
+def _constant(temperature: float, step: int) -> float:
+    return temperature

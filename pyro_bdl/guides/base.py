@@ -64,7 +64,15 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
 
     @property
     def program_model(self) -> Callable:  # type: ignore[override]
-        """The program as the user gave it."""
+        """The program as the user gave it.
+
+        :raises RuntimeError: for a guide from a pickle, which holds none.
+        """
+        if self._program_model is None:
+            raise RuntimeError(
+                f"this {type(self).__name__} comes from a pickle, which holds no program: take "
+                "guide.save(path) and bdl.load_posterior(path, model)"
+            )
         return self._program_model[0]
 
     # Structure

@@ -208,11 +208,6 @@ class AutoInducing(Guide):
             given=given,
             noise=numbers,
         )
-        if self._program_model is None:
-            raise RuntimeError(
-                "AutoInducing draws by runs of its program, and this copy from a pickle has none: "
-                "take guide.save(path) and bdl.load_posterior(path, model)"
-            )
         args, kwargs = self._arguments()
         with evaluation_mode(self.program_model), found:
             record(self.program_model, rest, args, kwargs, draw=found.sample)
