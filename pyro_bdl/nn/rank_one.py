@@ -12,7 +12,7 @@ from torch.distributions import Distribution
 from pyro_bdl.adapters import with_layers
 from pyro_bdl.distributions.copies import without_validation
 from pyro_bdl.nn.bayesian import BayesianModule, fitted
-from pyro_bdl.priors import Normal, Prior, PriorFunction, check_prior, is_constant
+from pyro_bdl.priors import Normal, Prior, PriorFunction, arguments_of, check_prior, is_constant
 from pyro_bdl.scales import Scale, checked
 from pyro_bdl.utils.names import Names
 
@@ -92,7 +92,7 @@ class RankOneNetwork(BayesianModule):
 
     def __init__(self, net: nn.Module, scale: Scale, weight_prior: PriorFunction | None, name: str):
         self.weight_prior = weight_prior
-        self._decays: dict[tuple[str, torch.dtype, torch.device], Any] = {}
+        self._decays: dict[tuple, Any] = {}
         super().__init__(net, _AroundOne(scale), name=name)
 
     def _sample(self, *batch: Any) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ class RankOneNetwork(BayesianModule):
 
     def _decay(self, name: str, value: Tensor) -> Tensor:
         """log p(W), a scalar."""
-        key = name, value.dtype, value.device
+        key = name, value.dtype, value.device, arguments_of(self.weight_prior)
         if key not in self._decays:
             prior: Any = self.weight_prior
             found = prior(name, self._places[name][0][0], value.detach())
