@@ -22,6 +22,7 @@ from torch.distributions import Distribution
 from pyro_bdl.distributions import log_uniform, matrix_normal
 from pyro_bdl.program.batch_norm import without_running_statistics
 from pyro_bdl.program.normalized import NORMALIZATIONS, normalized_groups
+from pyro_bdl.program.trace import prior_factor as factor
 from pyro_bdl.scales import Hyperprior, Scale, checked, hyperparameter, present_scope
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Pooled",
     "Pretrained",
     "StudentT",
+    "factor",
     "learnable",
 ]
 
@@ -204,13 +206,13 @@ class MatrixNormal(Prior):
             return _normal(parameter, parameter.new_full((), self.scale))
         sides = []
         sizes = len(parameter), parameter[0].numel()
-        for kind, factor, size in zip(("rows", "columns"), self.factors, sizes, strict=True):
-            if factor is not None and len(factor) != size:
+        for kind, root, size in zip(("rows", "columns"), self.factors, sizes, strict=True):
+            if root is not None and len(root) != size:
                 raise ValueError(
-                    f"the prior's covariance of the {kind} has {len(factor)} {kind}, but the "
+                    f"the prior's covariance of the {kind} has {len(root)} {kind}, but the "
                     f"weight '{name}' has {size}: choose another prior for it by ByName"
                 )
-            sides.append(parameter.new_ones(size) if factor is None else factor.to(parameter))
+            sides.append(parameter.new_ones(size) if root is None else root.to(parameter))
         zero = torch.zeros_like(parameter.detach())
         return matrix_normal.MatrixNormal(zero, self.scale * sides[0], sides[1])
 
@@ -221,10 +223,10 @@ def _factor(covariance: Tensor | None, argument: str) -> Tensor | None:
         return None
     if covariance.dim() != 2 or covariance.shape[0] != covariance.shape[1]:
         raise ValueError(f"{argument} must be a square matrix, got {tuple(covariance.shape)}")
-    factor, failed = torch.linalg.cholesky_ex(covariance.double())
+    root, failed = torch.linalg.cholesky_ex(covariance.double())
     if failed:
         raise ValueError(f"{argument} must be positive definite: add to its diagonal")
-    return factor
+    return root
 
 
 class Pooled(Prior):

@@ -52,9 +52,10 @@ Temperature = float | Callable[[int], float]
 class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
     """L(eta) = E_q[log p(y | w)] - eta E_q[log q(w) - log p(w)], estimated at draws of the guide.
 
-    ``pyro.factor`` terms count as likelihood. After each step ``expected_log_likelihood``,
-    ``kl`` (both in nats, detached scalars) and ``temperature`` hold the terms of that step, and the
-    guide has all of it as ``guide.last_step``, which natural-gradient optimizers read.
+    ``pyro.factor`` terms count as likelihood, those of ``priors.factor`` as prior. After each step
+    ``expected_log_likelihood``, ``kl`` (both in nats, detached scalars) and ``temperature`` hold
+    the terms of that step, and the guide has all of it as ``guide.last_step``, which
+    natural-gradient optimizers read.
 
     Under ``torch.autocast`` only the program is cast, that is the network's forward pass. The
     guide's parameters and draws, the KL and sums of densities stay in float32.
@@ -330,7 +331,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         return likelihood, run
 
     def _site_kl(self, q: Run, p: Run) -> Tensor:
-        return (mean_field_kl if self.closed_forms else sampled_kl)(q.latents, p.latents)
+        return (mean_field_kl if self.closed_forms else sampled_kl)(q.latents, p.priors)
 
     def divergence(
         self, guide: Guide, vector: Tensor, log_det: Tensor, p: Run

@@ -149,7 +149,8 @@ def is_quadratic(model: Callable, subset: Subset, vector: Tensor, args: tuple, k
             run = record(model, latents, args, kwargs, draw=leave_open)
         sites = [*run.observed.values(), *(run.latents[name] for name in subset.parts)]
         points.append([base_distribution(site.distribution) for site in sites])
-        if run.factors or not all(isinstance(base, Normal) for base in points[-1]):
+        factors = run.factors or run.prior_factors
+        if factors or not all(isinstance(base, Normal) for base in points[-1]):
             return False
     tolerance = 1e3 * torch.finfo(vector.dtype).eps
     for left, middle, right in zip(*points, strict=True):

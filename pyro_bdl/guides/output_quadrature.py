@@ -123,7 +123,7 @@ def read_head(run: Run, output: Tensor, noise: Tensor) -> Head:
     :raises UnsupportedProgramError: if an observation depends on several outputs, and is no class
         with the outputs as logits; or if something else depends on them.
     """
-    others = [site for site in (*run.latents.values(), *run.factors.values())]
+    others = [site for site in (*run.priors.values(), *run.factors.values())]
     if run.discrete is not None or any(reaches(site.log_prob().sum(), [noise]) for site in others):
         raise UnsupportedProgramError("more than the observations depends on the layer's outputs")
     outputs = noise.shape[1]

@@ -103,7 +103,7 @@ def sample(
     )
     started = time.perf_counter()
     with evaluation_mode(model, args, init), seeded(seed):
-        program = checked_program(model, args, {})
+        program = checked_program(model, args, {}, init)
         require_all_data(program)
         restriction = Restriction(program, subset)
         start = starting_vectors(restriction, init, num_chains)

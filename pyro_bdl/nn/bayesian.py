@@ -37,6 +37,7 @@ from pyro_bdl.program.gaussian_prior import (
 )
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
+from pyro_bdl.program.trace import prior_factor
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.scales import Hyperprior, Scope, hyperparameter_scope, on_device
 from pyro_bdl.utils.autograd import is_transformed
@@ -424,7 +425,7 @@ class _NetworkScope(Scope):
         site = f"{self.module.site_prefix}{name}.hyperprior"
         if site not in self.values:
             self.values[site] = hyperprior.log_prob(value)
-            pyro.factor(site, self.values[site])
+            prior_factor(site, self.values[site])
 
 
 class _TrialScope(_NetworkScope):

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import pyro
 import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from pyro_bdl.adapters import with_layers
 from pyro_bdl.distributions.copies import without_validation
 from pyro_bdl.nn.bayesian import BayesianModule, fitted
 from pyro_bdl.priors import Normal, Prior, PriorFunction, arguments_of, check_prior, is_constant
+from pyro_bdl.program.trace import prior_factor
 from pyro_bdl.scales import Scale, checked
 from pyro_bdl.utils.names import Names
 
@@ -99,7 +99,7 @@ class RankOneNetwork(BayesianModule):
         values = super()._sample(*batch)
         if self.weight_prior is not None:
             terms = [self._decay(key, values[key]) for key in self.learnable if key in values]
-            pyro.factor(f"{self.site_prefix}weights", torch.stack(terms).sum())
+            prior_factor(f"{self.site_prefix}weights", torch.stack(terms).sum())
         return values
 
     def products(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -142,8 +142,8 @@ def rank_one(
 
     Each chosen weight matrix or kernel W becomes W o (r s') with r, s ~ Normal(1, scale^2), one
     number for each output and input (Dusenberry et al. 2020). W, the biases and all other layers
-    are parameters that training moves with the guide; their ``log p`` under ``prior`` joins the
-    program as the factor ``weights``, so that they are at their mode given q(r, s). Several sets
+    are parameters that training moves with the guide; their ``log p`` under ``prior`` joins the log
+    prior as the factor ``weights``, so that they are at their mode given q(r, s). Several sets
     of factors by ``AutoEnsemble`` are BatchEnsemble (Wen et al. 2020); a ``MixtureGuide`` is a
     mixture of them.
 

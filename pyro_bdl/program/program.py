@@ -10,6 +10,7 @@ by the scale, and ``log_joint`` is the sum over sites of that.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -166,7 +167,8 @@ class Program:
         return record(self.model, latents, args, kwargs, draw=self._open)
 
     def log_prior(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """log p(w) in nats, a scalar; terms of latents in a subsampled plate are scaled."""
+        """log p(w) in nats with the terms of ``priors.factor``, a scalar; terms in a subsampled
+        plate are scaled."""
         return _as_tensor(self.run(latents, *args, **kwargs).log_prior(), latents)
 
     def observations(
@@ -206,7 +208,7 @@ class Program:
     def log_density_terms(self, vector: Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """``log_density`` without the log determinant, as one scalar per site."""
         run = self.run(self.constrain(vector)[0], *args, **kwargs)
-        sites = run.latents | run.observed | run.factors
+        sites = run.priors | run.observed | run.factors
         return {
             name: site.log_prob().sum() for name, site in sites.items() if site.value is not None
         }
@@ -297,11 +299,15 @@ def check_program(
 
 class _FirstRun(Messenger):
     """Handler of the first run: names must differ, and latents with an improper prior, which
-    cannot be sampled, get a value."""
+    cannot be sampled, get a value.
 
-    def __init__(self) -> None:
+    :param values: of latents, site -> value; those that do not fit are left to the prior.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__()
         self.names: set[str] = set()
+        self.values = values
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["name"] in self.names:
@@ -309,17 +315,28 @@ class _FirstRun(Messenger):
                 f"two sample statements are named '{msg['name']}': {RENAME}"
             )
         self.names.add(msg["name"])
+        value = self.values.get(msg["name"])
+        if msg["value"] is None and isinstance(value, Tensor) and value.shape == msg["fn"].shape():
+            msg["value"] = value
         if msg["value"] is None and is_improper(msg["fn"]):
             msg["value"] = feasible_value(msg["fn"], radius=2.0)
 
 
-def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """The Pyro trace of one run that does not change buffers (BatchNorm statistics)."""
+def trace_once(
+    model: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    values: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """The Pyro trace of one run that does not change buffers (BatchNorm statistics).
+
+    :param values: of latents, site -> value; the others are drawn from the prior.
+    """
     tracer, modules = poutine.trace(model), modules_of(model, args, dict(kwargs))
     check_modules(modules)
     restore = saved_buffers(module for module in modules if module.training)
     try:
-        with poutine.block(), _FirstRun(), torch.no_grad():
+        with poutine.block(), _FirstRun(values), torch.no_grad():
             return tracer.get_trace(*args, **kwargs)
     except Exception as error:
         explain(error, model, args, kwargs)

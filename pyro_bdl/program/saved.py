@@ -136,7 +136,7 @@ def statements(run: Run) -> dict[str, dict[str, Any]]:
     """For each site of a run its factor and log density, summed, in nats; for observed sites the
     parameters of their distributions too."""
     result: dict[str, dict[str, Any]] = {}
-    for name, site in (run.latents | run.observed | run.factors).items():
+    for name, site in (run.priors | run.observed | run.factors).items():
         result[name] = {_FACTOR: torch.as_tensor(site.scale)}
         if site.value is not None:
             result[name][LOG_DENSITY] = site.log_prob().sum()

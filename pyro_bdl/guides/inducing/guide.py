@@ -252,6 +252,8 @@ class AutoInducing(Guide):
         if any(is_changed(run.latents[site]) for site in layered):
             return super().kl(vector, log_det, run)
         values, total = self.require_layout().constrain(vector)[0], vector.new_zeros(())
+        for site in run.prior_factors.values():
+            total = total - site.log_prob().sum()
         if self.rest.latents:
             loc, scale = self.parameter("loc"), self.parameter("scale")
             priors = {name: run.latents[name] for name in self.rest.latents}

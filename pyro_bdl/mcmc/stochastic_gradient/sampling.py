@@ -87,7 +87,7 @@ def sgmcmc(
     started = time.perf_counter()
     with evaluation_mode(model, init), seeded(seed):
         batches = MinibatchSource(data, batch_size)
-        restriction = checked_restriction(model, batches, subset)
+        restriction = checked_restriction(model, batches, subset, init)
         start = starting_vectors(restriction, init, num_chains)
         _check_memory(num_samples, start)
         info = {
@@ -116,15 +116,18 @@ def sgmcmc(
 
 
 def checked_restriction(
-    model: Callable, batches: MinibatchSource, subset: tuple[Subset, Tensor] | None
+    model: Callable,
+    batches: MinibatchSource,
+    subset: tuple[Subset, Tensor] | None,
+    init: Any = None,
 ) -> Restriction:
-    """The program on the first minibatch.
+    """The program on the first minibatch, at first run at ``init`` where that says values.
 
     :raises ValueError: for data that are not finite, targets outside their support, a program that
         does not know N.
     """
     check_finite(model, *batches.whole)
-    program = checked_program(model, *batches.first)
+    program = checked_program(model, *batches.first, init)
     batches.check_scale(program)
     return Restriction(program, subset)
 
@@ -209,7 +212,7 @@ def suggest_step_size(
         raise ValueError(f"fraction must be positive, got {fraction}")
     with evaluation_mode(model, at), seeded(seed):
         batches = MinibatchSource(data, batch_size)
-        restriction = checked_restriction(model, batches, None)
+        restriction = checked_restriction(model, batches, None, at)
         vectors = starting_vectors(restriction, at, whole_number(num_points, "num_points"))
         curvatures = [largest_curvature(restriction, vector) for vector in vectors]
     for number, curvature in enumerate(curvatures):
