@@ -11,8 +11,9 @@ import torch
 from pyro.infer.mcmc.api import MCMC
 from torch import Tensor
 
+from pyro_bdl.errors import warn
 from pyro_bdl.program.program import Program
-from pyro_bdl.program.saved import check_sites, described_program, few_rows
+from pyro_bdl.program.saved import described_at
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
 
 SAVED_KIND = "file of samples"
@@ -182,12 +183,8 @@ class Samples:
 
         :raises RuntimeError: for draws with other sites or shapes than the program's latents.
         """
-        point = {name: value[0, 0].detach() for name, value in self.latents.items()}
-        check_sites(program, point)
-        point = {name: point[name].to(latent.device) for name, latent in program.latents.items()}
-        batch = program.args, program.kwargs
-        few = few_rows(program.model, program.layout, program.unconstrain(point), batch)
-        return replace(self, program=described_program(program.model, few, point))
+        point = {name: value[0, 0] for name, value in self.latents.items()}
+        return replace(self, program=described_at(program, point))
 
     def save(self, path: str | Path) -> Path:
         """Write to a file of tensors and JSON (safetensors), which holds no code.
@@ -195,11 +192,20 @@ class Samples:
         ``bdl.load_posterior(path, model)`` reads it, as it does the file of a guide, which says
         what it holds of the program. If writing fails, an existing file stays as it was.
 
-        :raises TypeError: for a program whose arguments are no tensors, numbers or strings.
+        :warns BdlWarning: for a program whose arguments or buffers are no tensors, numbers or
+            strings: the file then holds the draws alone.
         """
         tree = {"latents": self.latents, "stats": self.stats, "info": self.info}
-        if self.program is not None:
-            tree["program"] = self.program
+        if self.program is None:
+            return save_tree(path, tree, kind=SAVED_KIND)
+        try:
+            return save_tree(path, {**tree, "program": self.program}, kind=SAVED_KIND)
+        except TypeError as error:  # the draws are not lost for that
+            warn(
+                f"the file holds the draws without their program: {error}",
+                "draws-without-their-program",
+                stacklevel=2,
+            )
         return save_tree(path, tree, kind=SAVED_KIND)
 
     @classmethod

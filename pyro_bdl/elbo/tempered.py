@@ -126,8 +126,8 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickle and copies, without the program and the guide that were trained."""
-        fresh = {"_map": DrawMap(), "_checked": None, "_trained": None, "_parts": [], "_rows": {}}
-        return {**vars(self), **fresh, "_batches": FirstBatches(0)}
+        fresh: dict[str, Any] = {"_checked": None, "_trained": None, "_parts": [], "_rows": {}}
+        return {**vars(self), **fresh, "_map": DrawMap(), "_batches": FirstBatches(0)}
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return -L(eta) in nats at the current step's temperature, without counting a step."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,6 +109,7 @@ def sample(
         restriction = Restriction(program, subset)
         start = starting_vectors(restriction, init, num_chains)
         kernel.check_size(start.shape[-1])
+        described = restriction.described(start[0])
     with evaluation_mode(model, args):
         if backend == "pyro":
             from pyro_bdl.mcmc.pyro_backend import run
@@ -122,7 +124,7 @@ def sample(
         "options": kernel.options(),
     }
     samples = _samples(restriction, kernel, chains, plan.num_samples, info, started)
-    return samples.of_program(program)
+    return replace(samples, program=described)
 
 
 def _samples(

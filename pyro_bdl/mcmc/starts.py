@@ -13,6 +13,7 @@ from pyro_bdl.guides.draws import latent_draws
 from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.program import Program, trace_once
+from pyro_bdl.program.saved import described_at
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.random_state import own_randomness
 
@@ -80,6 +81,11 @@ class Restriction:
 
     def log_density_terms(self, vector: Tensor) -> dict[str, Tensor]:
         return self.program.log_density_terms(self.whole(vector))
+
+    @torch.no_grad()
+    def described(self, vector: Tensor) -> dict[str, Any]:
+        """What files of draws hold of the program, with its statements at numbers (p,)."""
+        return described_at(self.program, self.constrain(vector))
 
     def constrain(self, vectors: Tensor) -> dict[str, Tensor]:
         """The latents at vectors (..., p); fixed sites are expanded, not copied."""

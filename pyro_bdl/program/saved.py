@@ -42,6 +42,18 @@ def few_rows(
     return few
 
 
+def described_at(program: Program, latents: Mapping[str, Tensor]) -> dict[str, Any]:
+    """``described_program`` with a few rows of the program's arguments.
+
+    :raises RuntimeError: for latents with other names or shapes than the program's.
+    """
+    check_sites(program, latents)
+    point = {name: latents[name].detach().to(own.device) for name, own in program.latents.items()}
+    batch = program.args, program.kwargs
+    few = few_rows(program.model, program.layout, program.unconstrain(point), batch)
+    return described_program(program.model, few, point)
+
+
 def described_program(
     model: Callable, batch: Batch, latents: Mapping[str, Tensor] | None
 ) -> dict[str, Any]:

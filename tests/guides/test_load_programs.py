@@ -1,6 +1,8 @@
 """Files of every kind of posterior of programs with numbers of their own: the predictions are those
 before, and another program is refused."""
 
+import types
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -310,3 +312,24 @@ def test_what_pyros_store_holds_gives_way_to_the_file(kind, tmp_path):
     trained(Own())
     again = Own()
     _check_predictions(again, bdl.load_posterior(path, again), expected)
+
+
+def test_draws_of_a_program_that_no_file_can_hold(tmp_path):
+    """The draws are not lost: the file holds them alone, and says so."""
+    bnn = bdl.bayesianize(nn.Linear(2, 1))
+
+    def model(x, y, options):
+        f = bnn(x)[:, 0]
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, options.noise), obs=y)
+
+    options = types.SimpleNamespace(noise=0.3)
+    samples = bdl.mcmc.sgmcmc(
+        model, ({"x": X, "y": Y, "options": options}), kernel=bdl.mcmc.SGLD(step_size=1e-4),
+        num_warmup=0, num_samples=2, init="network",
+    )  # fmt: skip
+    with pytest.warns(bdl.errors.BdlWarning, match="without their program.*SimpleNamespace"):
+        path = samples.save(tmp_path / "draws")
+    with pytest.warns(bdl.errors.BdlWarning, match="draws alone"):
+        loaded = bdl.load_posterior(path, model)
+    assert torch.equal(loaded.latents["weight"], samples.latents["weight"])

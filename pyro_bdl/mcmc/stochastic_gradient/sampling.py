@@ -90,6 +90,7 @@ def sgmcmc(
         restriction = checked_restriction(model, batches, subset, init)
         start = starting_vectors(restriction, init, num_chains)
         _check_memory(num_samples, start)
+        described = restriction.described(start[0])
         info = {
             "kernel": kernel.name,
             "num_warmup": num_warmup,
@@ -111,8 +112,8 @@ def sgmcmc(
         "failure": walk.failure,
     }
     with torch.no_grad():
-        samples = Samples(restriction.constrain(chains.vectors), chains.stats, info)
-    return samples.of_program(restriction.program)
+        latents = restriction.constrain(chains.vectors)
+    return Samples(latents, chains.stats, info, program=described)
 
 
 def checked_restriction(
