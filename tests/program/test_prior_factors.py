@@ -253,3 +253,14 @@ def test_one_name_is_one_statement():
 
     with pytest.raises(bdl.errors.UnsupportedProgramError, match="two sample statements"):
         record(model, {}, (torch.tensor(0.0),))
+
+
+def test_arviz_gets_no_draws_of_a_prior_that_a_factor_weighs():
+    draws = bdl.Samples({"w": torch.randn(1, 20, dtype=torch.float64)})
+    with pytest.warns(bdl.errors.BdlWarning, match="the factor 'narrower' weighs"):
+        data = bdl.to_arviz(factored, draws, Y)
+    assert "prior" not in data.groups() and "log_likelihood" in data.groups()
+    x, y = torch.randn(6, 2), torch.randn(6)
+    model = OWN["of the weights"](bdl.priors.Hyperprior(HYPERPRIOR))
+    guide = bdl.guides.AutoMeanField(model).prototype(x, y)
+    assert "prior" in bdl.to_arviz(model, guide, x, y, num_samples=4, prior_samples=4).groups()
