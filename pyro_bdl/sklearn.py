@@ -1,5 +1,6 @@
 """Estimators for scikit-learn: Bayesian networks in pipelines, searches and cross-validation."""
 
+import copy
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -54,7 +55,9 @@ class _BayesianNetwork(BaseEstimator):
                 net = self.network(x.shape[1], outputs)
             prior = priors.FanIn(1.0) if self.prior is None else self.prior
             model, _ = MODELS[likelihood]
-            self.model_: Any = model(bayesianize(net.double(), prior), num_data=len(y)).double()
+            self.model_: Any = model(
+                bayesianize(copy.deepcopy(net).double(), prior), num_data=len(y)
+            ).double()
         more = {} if self.options is None else dict(self.options)
         options = posteriors.Options(seed=self.seed_, steps=self.steps, **more)
         fit = posteriors.fit(self.posterior, posteriors.Problem(self.model_, inputs, y, options))

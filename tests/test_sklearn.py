@@ -123,3 +123,11 @@ def test_refusals():
         BayesianRegressor(noise="loud").fit(x, y)
     with pytest.raises(ValueError, match="did you mean 'laplace'"):
         BayesianRegressor("laplac").fit(x, y)
+
+
+def test_a_network_of_the_users_stays_as_it_is():
+    x, y = data(rows=12)
+    net = nn.Linear(x.shape[1], 1)
+    before = net.weight.detach().clone()
+    BayesianRegressor("map", network=lambda *_: net, steps=3, random_state=0).fit(x, y)
+    assert net.weight.dtype == torch.float32 and torch.equal(net.weight, before)
