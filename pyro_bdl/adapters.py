@@ -37,8 +37,13 @@ class LoRA(nn.Module):
         weight: Any = base.weight
         self.out_features, self.in_features = weight.mT.shape if _is_turned(base) else weight.shape
         self.lora_A = nn.Parameter(weight.new_empty(self.rank, self.in_features))
-        self.lora_B = nn.Parameter(weight.new_zeros(self.out_features, self.rank))
+        self.lora_B = nn.Parameter(weight.new_empty(self.out_features, self.rank))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw A anew, and set B to zero."""
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.scale * F.linear(F.linear(x, self.lora_A), self.lora_B)

@@ -18,6 +18,7 @@ from pyro_bdl.program.check import named_arguments
 from pyro_bdl.program.observed_arguments import Targets
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.samples import Samples
+from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.names import chooser
 from pyro_bdl.utils.random_state import seeded
@@ -341,6 +342,15 @@ def _prior(
     program: Program, count: int, exported: list[str], targets: Targets
 ) -> dict[str, dict[str, Tensor]]:
     """The groups prior and prior_predictive."""
+    weighed = _factor_of_latents(program)
+    if weighed is not None:
+        warn(
+            f"the prior cannot be sampled and is left out: the factor '{weighed}' weighs its "
+            "latents, which draws of the sample statements do not follow",
+            "prior-draws",
+            stacklevel=3,
+        )
+        return {}
     args, kwargs = targets.removed()
     try:
         drawn = Predictive(program.model, num_samples=count)(*args, **kwargs)
@@ -351,6 +361,15 @@ def _prior(
     others = {name: value for name, value in drawn.items() if name not in program.latents}
     prior = {name: drawn[name] for name in exported}
     return {"prior": prior, "prior_predictive": others if program.observed else {}}
+
+
+@torch.enable_grad()
+def _factor_of_latents(program: Program) -> str | None:
+    """The name of a factor of the prior that depends on latents; None where there is none."""
+    values = {name: value.clone().requires_grad_() for name, value in program.initial.items()}
+    factors = program.run(values).prior_factors.items()
+    found = (n for n, site in factors if reaches(site.log_prob().sum(), values.values()))
+    return next(found, None)
 
 
 def _split(values: Mapping[str, Tensor], leading: tuple[int, int]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import nn
 
 from pyro_bdl.estimators import flipout, local_reparameterization, per_example_dropout
-from pyro_bdl.program.trace import is_deterministic
+from pyro_bdl.program.trace import is_deterministic, is_prior_factor
 from pyro_bdl.utils.validation import check_temperature
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class _ScaleSites(Messenger):
         if msg["type"] != "sample" or isinstance(msg["fn"], _Subsample):
             return
         observed = msg["is_observed"] and not is_deterministic(msg)
-        observed = observed or isinstance(msg["fn"], Unit)
+        observed = (observed or isinstance(msg["fn"], Unit)) and not is_prior_factor(msg)
         if observed or not self.likelihood_only:
             msg["scale"] = msg["scale"] * self.factor
 
@@ -83,6 +83,8 @@ def integrate(model: Callable, *sites: str) -> "WithoutLocals":
 
 def temper(model: Callable, temperature: float) -> nn.Module:
     """The program with the tempered posterior p(y | w)^(1/eta) p(w), for MCMC, ELBOs and curvature.
+
+    ``pyro.factor`` statements are part of the likelihood; those of ``priors.factor`` are not.
 
     :param model: a Pyro program; it is not changed.
     :param temperature: eta > 0; eta = 1 is Bayes, eta < 1 gives the data more weight.

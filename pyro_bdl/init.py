@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pyro.infer.autoguide.initialization import InitMessenger, init_to_mean, init_to_median
 from pyro.poutine.messenger import Messenger
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_bdl.distributions.copies import is_improper
 from pyro_bdl.program.layout import transform_of
@@ -73,18 +73,28 @@ def init_afresh(site: Any = None) -> Any:
     if site is None:
         return functools.partial(init_afresh)
     owner = site["infer"].get(OWNER_KEY)
-    if owner is not None:
-        module, attribute = owner
-        reset = "reset_parameters" if hasattr(module, "reset_parameters") else "_reset_parameters"
-        if hasattr(module, reset):
-            batch = site["fn"].batch_shape  # of a plate of networks, each with its own values
-            values = []
-            for _ in range(batch.numel()):
-                fresh = copy.deepcopy(module)
-                getattr(fresh, reset)()
-                values.append(getattr(fresh, attribute).detach())
-            return torch.stack(values).reshape(batch + values[0].shape)
-    return init_to_network(site)
+    if owner is None or reset_of(owner[0]) is None:
+        return init_to_network(site)
+    batch = site["fn"].batch_shape  # of a plate of networks, each with its own values
+    values = [_redrawn(*owner) for _ in range(batch.numel())]
+    return torch.stack(values).reshape(batch + values[0].shape)
+
+
+def reset_of(module: nn.Module) -> str | None:
+    """The name of a module's method that draws its parameters anew; None where it has none."""
+    names = ("reset_parameters", "_reset_parameters")
+    return next((name for name in names if hasattr(module, name)), None)
+
+
+def _redrawn(module: nn.Module, attribute: str) -> Tensor:
+    """A parameter as the module draws it anew."""
+    fresh = copy.deepcopy(module)
+    if attribute in fresh._buffers:  # where bayesianize has it, and ``parameters()`` does not
+        value = getattr(fresh, attribute)
+        delattr(fresh, attribute)
+        fresh.register_parameter(attribute, nn.Parameter(value))
+    getattr(fresh, str(reset_of(fresh)))()
+    return getattr(fresh, attribute).detach()
 
 
 def relative_scale(delta: float = 0.1, floor: float = 1e-3) -> Callable[[Tensor], Tensor]:

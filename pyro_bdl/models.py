@@ -39,6 +39,7 @@ from pyro_bdl.program.gaussian_prior import TaskPrior
 from pyro_bdl.program.linear_ops.probabilities import Probabilities
 from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
+from pyro_bdl.program.trace import prior_factor
 from pyro_bdl.scales import Hyperprior, Scale, checked, hyperparameter, on_device
 from pyro_bdl.utils.autocast import uncast
 from pyro_bdl.utils.validation import whole_number
@@ -228,7 +229,7 @@ class ObservationModel(TaskPrior, OwnParameters):
             value = getattr(self, name)
             hyperprior = getattr(self, f"_{name}", None)
             if isinstance(hyperprior, Hyperprior):
-                pyro.factor(f"{self._site(name)}.hyperprior", hyperprior.log_prob(value))
+                prior_factor(f"{self._site(name)}.hyperprior", hyperprior.log_prob(value))
             value = value.to(like)
         else:
             value = hyperparameter(getattr(self, f"_{name}"), self._site(name), like)

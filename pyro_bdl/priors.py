@@ -22,6 +22,7 @@ from torch.distributions import Distribution
 from pyro_bdl.distributions import log_uniform, matrix_normal
 from pyro_bdl.program.batch_norm import without_running_statistics
 from pyro_bdl.program.normalized import NORMALIZATIONS, normalized_groups
+from pyro_bdl.program.trace import prior_factor as factor
 from pyro_bdl.scales import Hyperprior, Scale, checked, hyperparameter, present_scope
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Pooled",
     "Pretrained",
     "StudentT",
+    "factor",
     "learnable",
 ]
 
@@ -64,16 +66,19 @@ def check_prior(prior: Any, argument: str) -> None:
 class Prior:
     """Base class of the priors below.
 
-    ``constant`` is True if the distribution depends only on the parameter's shape, dtype and
-    device, so that it can be cached; ``label`` is the prefix of its hyperparameters' sites.
+    ``label`` is the prefix of its hyperparameters' sites. A class that defines ``__call__`` may
+    declare ``constant = True`` beside it: the distribution depends only on the prior's attributes
+    and on the parameter's name, shape, dtype and device, so that it is made once and not in each
+    run. Without that declaration it is not.
     """
 
     label: str = "prior"
+    constant: Any = False
 
-    @property
-    def constant(self) -> bool:
-        changing = PyroParam | Distribution | Hyperprior
-        return all(not isinstance(value, changing) for value in vars(self).values())
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__call__" in vars(cls) and "constant" not in vars(cls):
+            cls.constant = False  # not that of a class whose ``__call__`` it replaces
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution | None:
         raise NotImplementedError
@@ -86,6 +91,12 @@ class Prior:
 
     def _value(self, argument: str, like: Tensor) -> Tensor:
         return hyperparameter(getattr(self, argument), f"{self.label}.{argument}", like)
+
+
+def _of_numbers(prior: Prior) -> bool:
+    """Return whether a prior has no hyperparameter."""
+    changing = PyroParam | Distribution | Hyperprior
+    return all(not isinstance(value, changing) for value in vars(prior).values())
 
 
 def _spread(base: Any, parameter: Tensor) -> Distribution:
@@ -109,6 +120,8 @@ class Normal(Prior):
         tensor([[2., 2., 2.]])
         >>> bnn = bdl.bayesianize(layer, prior)
     """
+
+    constant = property(_of_numbers)
 
     def __init__(self, scale: Scale = 1.0) -> None:
         self.scale = checked(scale, "scale")
@@ -152,6 +165,8 @@ class FanIn(Prior):
         >>> bnn = bdl.bayesianize(layer, prior)
     """
 
+    constant = property(_of_numbers)
+
     def __init__(self, gain: Scale = 1.0) -> None:
         self.gain = checked(gain, "gain")
 
@@ -178,6 +193,8 @@ class MatrixNormal(Prior):
         network, for one that does not fit the weight: choose by ``ByName``.
     """
 
+    constant = property(_of_numbers)
+
     def __init__(
         self, columns: Tensor | None = None, rows: Tensor | None = None, scale: float = 1.0
     ) -> None:
@@ -189,13 +206,13 @@ class MatrixNormal(Prior):
             return _normal(parameter, parameter.new_full((), self.scale))
         sides = []
         sizes = len(parameter), parameter[0].numel()
-        for kind, factor, size in zip(("rows", "columns"), self.factors, sizes, strict=True):
-            if factor is not None and len(factor) != size:
+        for kind, root, size in zip(("rows", "columns"), self.factors, sizes, strict=True):
+            if root is not None and len(root) != size:
                 raise ValueError(
-                    f"the prior's covariance of the {kind} has {len(factor)} {kind}, but the "
+                    f"the prior's covariance of the {kind} has {len(root)} {kind}, but the "
                     f"weight '{name}' has {size}: choose another prior for it by ByName"
                 )
-            sides.append(parameter.new_ones(size) if factor is None else factor.to(parameter))
+            sides.append(parameter.new_ones(size) if root is None else root.to(parameter))
         zero = torch.zeros_like(parameter.detach())
         return matrix_normal.MatrixNormal(zero, self.scale * sides[0], sides[1])
 
@@ -206,10 +223,10 @@ def _factor(covariance: Tensor | None, argument: str) -> Tensor | None:
         return None
     if covariance.dim() != 2 or covariance.shape[0] != covariance.shape[1]:
         raise ValueError(f"{argument} must be a square matrix, got {tuple(covariance.shape)}")
-    factor, failed = torch.linalg.cholesky_ex(covariance.double())
+    root, failed = torch.linalg.cholesky_ex(covariance.double())
     if failed:
         raise ValueError(f"{argument} must be positive definite: add to its diagonal")
-    return factor
+    return root
 
 
 class Pooled(Prior):
@@ -222,8 +239,6 @@ class Pooled(Prior):
     :param scale: of the weights around m.
     :param mean: the prior of m; Normal(1.0) by default.
     """
-
-    constant = False
 
     def __init__(self, scale: Scale = 1.0, mean: PriorFunction | None = None) -> None:
         self.scale = checked(scale, "scale")
@@ -250,8 +265,6 @@ class ARD(Prior):
     :param scale: where the scales start.
     """
 
-    constant = False
-
     def __init__(self, scale: float = 1.0) -> None:
         self.start = float(checked(scale, "scale"))  # type: ignore[arg-type]
 
@@ -271,12 +284,16 @@ class LogUniform(Prior):
     under this prior (Hron et al. 2018), and a point mass would fall to zero.
     """
 
+    constant = property(_of_numbers)
+
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
         return _spread(log_uniform.ImproperLogUniform(parameter.new_zeros(())), parameter)
 
 
 class Laplace(Prior):
     """w ~ Laplace(0, scale), independently for every weight."""
+
+    constant = property(_of_numbers)
 
     def __init__(self, scale: Scale = 1.0) -> None:
         self.scale = checked(scale, "scale")
@@ -288,6 +305,8 @@ class Laplace(Prior):
 
 class StudentT(Prior):
     """w ~ StudentT(df, 0, scale), independently for every weight."""
+
+    constant = property(_of_numbers)
 
     def __init__(self, df: Scale = 4.0, scale: Scale = 1.0) -> None:
         self.df = checked(df, "df")
@@ -304,8 +323,6 @@ class Horseshoe(Prior):
 
     The sites ``<name>.global_scale`` and ``<name>.local_scale`` join the latents.
     """
-
-    constant = False
 
     def __init__(self, scale: Scale = 1.0) -> None:
         self.scale = checked(scale, "scale")
@@ -326,8 +343,6 @@ class Pretrained(Prior):
     An empirical Bayes prior (Krishnan et al. 2020, section 3).
     """
 
-    constant = False  # w0 changes if other values are loaded
-
     def __init__(self, scale: Scale = 1.0) -> None:
         self.scale = checked(scale, "scale")
 
@@ -342,8 +357,6 @@ class Moped(Prior):
     :param delta: the scale in units of |w0|.
     :param floor: a lower bound of |w0|, so that zeros get a scale too.
     """
-
-    constant = False
 
     def __init__(self, delta: Scale = 0.1, *, floor: float = 1e-3) -> None:
         self.delta = checked(delta, "delta")
@@ -367,8 +380,6 @@ class GPrior(Prior):
     :param floor: the smallest h, as a share of the largest of the parameter, so that weights that
         the data do not inform have a finite variance; 1 where all h are zero.
     """
-
-    constant = False  # differs between parameters of one shape
 
     def __init__(
         self, curvature: Mapping[str, Tensor], scale: Scale = 1.0, *, floor: float = 1e-6
@@ -548,5 +559,15 @@ def learnable(prior: Any) -> Any:
 
 
 def is_constant(prior: PriorFunction) -> bool:
-    """Return whether a prior's distributions can be cached between runs."""
-    return isinstance(prior, Prior) and prior.constant
+    """Return whether a prior's distributions can be cached between runs, while ``arguments_of`` it
+    stays the same."""
+    return isinstance(prior, Prior) and bool(prior.constant)
+
+
+def arguments_of(prior: Any) -> Any:
+    """A value that differs for another prior, and for one whose attributes were set anew."""
+    if isinstance(prior, Prior):
+        return type(prior), *map(arguments_of, vars(prior).values())
+    if isinstance(prior, Mapping):
+        return tuple(prior), *map(arguments_of, prior.values())
+    return prior if isinstance(prior, int | float | str) else id(prior)

@@ -1,7 +1,8 @@
 """``Samples``: draws of one or several Markov chains."""
 
+import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from pyro.infer.mcmc.api import MCMC
 from torch import Tensor
 
+from pyro_bdl.errors import warn
+from pyro_bdl.program.program import Program
+from pyro_bdl.program.saved import described_at
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
 
 SAVED_KIND = "file of samples"
@@ -25,12 +29,24 @@ class Samples:
     :param info: how the draws were made (kernel, backend, seed, seconds, ...); JSON types only.
     :param resume: number of draws -> ``Samples`` of that many more, from the end of the chains; not
         saved. None if they cannot go on from there.
+    :param program: what ``save`` writes of the draws' program, as it was when they were made: its
+        own parameters and buffers, two rows of its data and its densities there. None where it is
+        unknown.
     """
 
     latents: Mapping[str, Tensor]
     stats: Mapping[str, Tensor] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
     resume: Callable[[int], "Samples"] | None = field(default=None, repr=False, compare=False)
+    program: dict[str, Any] | None = field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for pickle, without the way to go on, as in a file."""
+        return {**vars(self), "resume": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Samples":
+        values = {name: copy.deepcopy(value, memo) for name, value in vars(self).items()}
+        return Samples(**values)
 
     def __post_init__(self) -> None:
         leading = {name: tuple(value.shape[:2]) for name, value in self.latents.items()}
@@ -68,7 +84,7 @@ class Samples:
         latents = {name: value.to(*args, **kwargs) for name, value in self.latents.items()}
         device = next(iter(latents.values())).device
         stats = {name: value.to(device) for name, value in self.stats.items()}
-        return Samples(latents, stats, dict(self.info), self.resume)
+        return Samples(latents, stats, dict(self.info), self.resume, self.program)
 
     def extend(self, num_samples: int) -> "Samples":
         """All draws and ``num_samples`` more of each chain, from the end of the chains.
@@ -93,7 +109,8 @@ class Samples:
             name: torch.cat([value, more.stats[name]], 1) for name, value in self.stats.items()
         }
         seconds = self.info.get("seconds", 0.0) + more.info["seconds"]
-        return Samples(latents, stats, {**more.info, "seconds": seconds}, more.resume)
+        info = {**more.info, "seconds": seconds}
+        return Samples(latents, stats, info, more.resume, self.program)
 
     @classmethod
     def from_pyro(cls, mcmc: Any) -> "Samples":
@@ -158,17 +175,43 @@ class Samples:
         }
         return cls(latents, stats, info)
 
+    def of_program(self, program: Program) -> "Samples":
+        """The same draws, with what ``save`` writes of their program, as it is now.
+
+        Those of ``mcmc.sample`` and ``mcmc.sgmcmc`` have it. For draws from elsewhere it is
+        ``bdl.Samples(draws).of_program(bdl.Program(model, x, y)).save(path)``.
+
+        :raises RuntimeError: for draws with other sites or shapes than the program's latents.
+        """
+        point = {name: value[0, 0] for name, value in self.latents.items()}
+        return replace(self, program=described_at(program, point))
+
     def save(self, path: str | Path) -> Path:
         """Write to a file of tensors and JSON (safetensors), which holds no code.
 
-        If writing fails, an existing file stays as it was.
+        ``bdl.load_posterior(path, model)`` reads it, as it does the file of a guide, which says
+        what it holds of the program. If writing fails, an existing file stays as it was.
+
+        :warns BdlWarning: for a program whose arguments or buffers are no tensors, numbers or
+            strings: the file then holds the draws alone.
         """
         tree = {"latents": self.latents, "stats": self.stats, "info": self.info}
+        if self.program is None:
+            return save_tree(path, tree, kind=SAVED_KIND)
+        try:
+            return save_tree(path, {**tree, "program": self.program}, kind=SAVED_KIND)
+        except TypeError as error:  # the draws are not lost for that
+            warn(
+                f"the file holds the draws without their program: {error}",
+                "draws-without-their-program",
+                stacklevel=2,
+            )
         return save_tree(path, tree, kind=SAVED_KIND)
 
     @classmethod
     def load(cls, path: str | Path, *, device: torch.device | str = "cpu") -> "Samples":
-        """Read a file that ``save`` wrote.
+        """Read the draws of a file that ``save`` wrote; ``bdl.load_posterior`` gives their program
+        its numbers too.
 
         :raises FileNotFoundError: if there is no such file.
         :raises ValueError: for a file that ``save`` did not write, or that is damaged.

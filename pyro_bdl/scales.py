@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, constraints
 
 from pyro_bdl.distributions.copies import moved_like
+from pyro_bdl.program.trace import prior_factor
 from pyro_bdl.utils.module_state import device_of
 
 
@@ -22,8 +23,8 @@ from pyro_bdl.utils.module_state import device_of
 class Hyperprior:
     """A positive scale that is set to a number under a prior of its own, and not sampled.
 
-    It is a ``PyroParam`` theta together with the factor log p(theta), which joins every objective
-    that theta is tuned by: the evidence (type-II MAP) or the loss of SVI.
+    It is a ``PyroParam`` theta together with the term log p(theta) of the log prior, which joins
+    every objective that theta is tuned by: the evidence (type-II MAP) or the loss of SVI.
 
     :param distribution: p(theta), over positive numbers.
     :param start: where theta starts; the distribution's mean by default, or its median.
@@ -66,7 +67,7 @@ class Scope:
         return pyro.param(name, declaration.init_value, constraint=declaration.constraint)
 
     def weigh(self, name: str, hyperprior: Hyperprior, value: Tensor) -> None:
-        pyro.factor(f"{name}.hyperprior", hyperprior.log_prob(value))
+        prior_factor(f"{name}.hyperprior", hyperprior.log_prob(value))
 
 
 _scope: ContextVar[Scope] = ContextVar("scope", default=Scope())  # noqa: B039

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pyro_bdl import posteriors, priors
 from pyro_bdl.data.programs import MODELS, perceptron
+from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import DEFAULT_DRAWS, to_samples
 from pyro_bdl.guides.saved import load_posterior
 from pyro_bdl.nn import bayesianize
@@ -62,12 +63,14 @@ class _BayesianNetwork(BaseEstimator):
                 net = copy.deepcopy(self.network(x.shape[1], outputs))
             prior = priors.FanIn(1.0) if self.prior is None else self.prior
             model, _ = MODELS[likelihood]
-            self.model_ = model(bayesianize(net.double(), prior), num_data=len(y)).double()
+            self.model_: Any = model(bayesianize(net.double(), prior), num_data=len(y)).double()
         options = replace(options, seed=self.seed_)
         fit = posteriors.fit(self.posterior, posteriors.Problem(self.model_, inputs, y, options))
         if fit.interrupted:
             raise KeyboardInterrupt
         self.posterior_, costs = fit.posterior, fit.costs
+        if isinstance(self.posterior_, Guide):  # some fits learn the prior, in a program of theirs
+            self.model_ = self.posterior_.program_model
         self.evidence_ = costs.elbo if costs.log_evidence is None else costs.log_evidence
         self._set_predictive()
 

@@ -5,6 +5,7 @@ A schedule is a callable ``step -> temperature``.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pyro_bdl.utils.validation import check_temperature, whole_number
 
@@ -13,22 +14,44 @@ __all__ = ["cosine", "cyclical", "linear", "overparameterized"]
 Schedule = Callable[[int], float]
 
 
-def _ramp(start: float, stop: float, steps: int, shape: Callable[[float], float]) -> Schedule:
-    check_temperature(start, "start")
-    check_temperature(stop, "stop")
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
-    return lambda step: start + (stop - start) * shape(min(step / steps, 1.0))
+@dataclass(frozen=True)
+class _Ramp:
+    """start + (stop - start) s, with s the shape of the share of the steps that are done.
+
+    :param period: after which it begins again; None for never.
+    """
+
+    start: float
+    stop: float
+    steps: float
+    shape: Callable[[float], float]
+    period: int | None = None
+
+    def __post_init__(self) -> None:
+        check_temperature(self.start, "start")
+        check_temperature(self.stop, "stop")
+
+    def __call__(self, step: int) -> float:
+        done = step if self.period is None else step % self.period
+        return self.start + (self.stop - self.start) * self.shape(min(done / self.steps, 1.0))
+
+
+def _straight(share: float) -> float:
+    return share
+
+
+def _half_cosine(share: float) -> float:
+    return 0.5 * (1.0 - math.cos(math.pi * share))
 
 
 def linear(start: float, stop: float, steps: int) -> Schedule:
     """A straight line from ``start`` to ``stop`` over ``steps`` steps, then ``stop``."""
-    return _ramp(start, stop, steps, lambda t: t)
+    return _Ramp(start, stop, whole_number(steps, "steps"), _straight)
 
 
 def cosine(start: float, stop: float, steps: int) -> Schedule:
     """Half a cosine from ``start`` to ``stop`` over ``steps`` steps, then ``stop``."""
-    return _ramp(start, stop, steps, lambda t: 0.5 * (1.0 - math.cos(math.pi * t)))
+    return _Ramp(start, stop, whole_number(steps, "steps"), _half_cosine)
 
 
 def cyclical(start: float, stop: float, period: int, ramp: float = 0.5) -> Schedule:
@@ -39,11 +62,8 @@ def cyclical(start: float, stop: float, period: int, ramp: float = 0.5) -> Sched
     """
     if not 0 < ramp <= 1:
         raise ValueError(f"ramp must lie in (0, 1], got {ramp}")
-    if period < 1:
-        raise ValueError(f"period must be at least 1, got {period}")
-    check_temperature(start, "start")
-    check_temperature(stop, "stop")
-    return lambda step: start + (stop - start) * min((step % period) / (ramp * period), 1.0)
+    period = whole_number(period, "period")
+    return _Ramp(start, stop, ramp * period, _straight, period)
 
 
 def overparameterized(tau: float, num_data: int, num_neurons: int) -> float:

@@ -461,3 +461,91 @@ def test_bad_scales(value):
     for kind in (priors.Normal, priors.FanIn, priors.Laplace, priors.Horseshoe, priors.Moped):
         with pytest.raises(ValueError, match="positive finite"):
             kind(value)
+
+
+def _log_prior(network, value=1.0):
+    program = Program(network, torch.zeros(3, 2))
+    ones = {name: torch.full_like(v, value) for name, v in program.initial.items()}
+    return float(program.log_prior(ones))
+
+
+def _exact(sd, loc=0.0):
+    return float(3 * dist.Normal(loc, sd).log_prob(torch.tensor(1.0)))
+
+
+def test_another_prior_counts_at_once():
+    network = bayesianize(torch.nn.Linear(2, 1), priors.Normal(1.0))
+    assert _log_prior(network) == pytest.approx(_exact(1.0))
+    network.prior = priors.Normal(10.0)
+    assert _log_prior(network) == pytest.approx(_exact(10.0))
+    network.prior.scale = 3.0
+    assert _log_prior(network) == pytest.approx(_exact(3.0))
+    network.prior = priors.ByName({"weight": priors.Normal(2.0), "*": priors.Normal(2.0)})
+    network.prior.rules["*"].scale = network.prior.rules["weight"].scale = 0.7
+    assert _log_prior(network) == pytest.approx(_exact(0.7))
+
+
+def test_another_prior_begins_with_its_own_hyperparameters():
+    def learned(start):
+        return priors.Normal(PyroParam(torch.tensor(start), dist.constraints.positive))
+
+    network = bayesianize(torch.nn.Linear(2, 1), learned(2.0))
+    assert _log_prior(network) == pytest.approx(_exact(2.0))
+    network.prior = learned(5.0)
+    assert _log_prior(network) == pytest.approx(_exact(5.0))
+    network.prior = priors.Normal(3.0)
+    assert _log_prior(network) == pytest.approx(_exact(3.0))
+    assert not [name for name, _ in network.named_parameters() if "hyper" in name]
+    for bad, error in ((lambda *_: None, ValueError), (dist.Normal(0.0, 1.0), TypeError)):
+        with pytest.raises(error):
+            network.prior = bad
+    assert _log_prior(network) == pytest.approx(_exact(3.0))  # nothing has changed
+
+
+class Around(priors.Prior):
+    """A prior of a user's, around the network's values."""
+
+    def __call__(self, name, module, parameter):
+        return dist.Normal(parameter.detach().clone(), 1.0).to_event(parameter.dim())
+
+
+class AroundToo(priors.Normal):
+    __call__ = Around.__call__
+
+
+class Declared(Around):
+    constant = True
+
+    def __call__(self, name, module, parameter):
+        return dist.Normal(torch.zeros_like(parameter), 2.0).to_event(parameter.dim())
+
+
+@pytest.mark.parametrize("kind", [Around, AroundToo])
+def test_a_prior_of_a_users_is_made_in_each_run(kind):
+    network = bayesianize(torch.nn.Linear(2, 1), kind())
+    _log_prior(network)
+    network.load_state_dict({k: torch.full_like(v, 5.0) for k, v in network.state_dict().items()})
+    assert _log_prior(network) == pytest.approx(_exact(1.0, loc=5.0))
+
+
+def test_which_priors_are_made_once():
+    class Plain(priors.Normal):
+        """A name alone."""
+
+    assert Plain(2.0).constant and Declared().constant and priors.FanIn().constant
+    assert not Around().constant and not AroundToo().constant and not priors.ARD().constant
+    assert _log_prior(bayesianize(torch.nn.Linear(2, 1), Declared())) == pytest.approx(_exact(2.0))
+    calls = []
+
+    class Counted(Declared):
+        constant = True
+
+        def __call__(self, *args):
+            calls.append(args)
+            return super().__call__(*args)
+
+    network = bayesianize(torch.nn.Linear(2, 1), Counted())
+    _log_prior(network)
+    count = len(calls)
+    _log_prior(network)
+    assert len(calls) == count

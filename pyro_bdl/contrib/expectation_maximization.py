@@ -372,7 +372,7 @@ class _Maximization:
     def sites(self, values: Mapping[str, Tensor]) -> dict[str, _WeightedSite]:
         """All statements, each with the expected number of times that its density counts."""
         run, result = self.run(values), {}
-        statements = run.latents | run.observed | run.factors | _summed_out(run).sites
+        statements = run.priors | run.observed | run.factors | _summed_out(run).sites
         for name, site in statements.items():
             weights = self.weights.get(name)
             if weights is None:

@@ -14,7 +14,7 @@ from pyro_bdl.curvature.jacobian.linearization import Linearization, unseen_uses
 from pyro_bdl.curvature.jacobian.recorded_rows import RecordedRows
 from pyro_bdl.curvature.mapped_rows import MappedRows, Plan, apart, tensors_of
 from pyro_bdl.distributions.parameters import parameters_of
-from pyro_bdl.program.batches import Batch, as_dicts, has_rows, leading_size, taken
+from pyro_bdl.program.batches import NOT_ON_SOME, Batch, as_dicts, has_rows, leading_size, taken
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, leave_open, record
 from pyro_bdl.program.vmap import RowMap, with_rows
@@ -25,8 +25,6 @@ from pyro_bdl.utils.trees import tree_leaves
 _BUDGET = 24 * 2**20  # bytes for the activations and gradients of a piece, at least
 _PER_WEIGHT = 8  # or this multiple of the weights' bytes, which every piece reads and adds to
 _FEW = 16  # rows that run together, to be compared with the same rows alone
-# what programs raise that cannot run on fewer rows than they were written for
-NOT_ON_SOME = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 
 
 class At:

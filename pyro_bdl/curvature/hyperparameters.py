@@ -12,15 +12,12 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import transform_to
 
-from pyro_bdl.curvature.at import NOT_ON_SOME
 from pyro_bdl.curvature.prior import hyperpriors, independent_normal, is_one_number, run_at
 from pyro_bdl.distributions.parameters import base_distribution
-from pyro_bdl.program.batches import Batch, has_rows, leading_size, taken
+from pyro_bdl.program.saved import few_rows
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.program.trace import Run, Site, leave_open, record
+from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import reaches
-from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.trees import tree_map_only
 
 
 @dataclass
@@ -139,22 +136,6 @@ def read(
     with ReadParameters() as read:
         run, leaves = run_at(model, subset, vector.detach(), args, kwargs)
     return ParameterReading(run, leaves, read.learned())
-
-
-def few_rows(
-    model: Callable, layout: Any, vector: Tensor, batch: Batch, *, number: int = 2
-) -> Batch:
-    """A copy of a batch's first rows, if the program runs on so few; else the batch itself."""
-    count = leading_size(batch)
-    if count <= number or not has_rows(batch, count):
-        return batch
-    try:
-        few = tree_map_only(Tensor, torch.clone, taken(batch, slice(number)))
-        with torch.no_grad(), evaluation_mode(model):
-            record(model, layout.constrain(vector)[0], *few, draw=leave_open).log_likelihood()
-    except NOT_ON_SOME:  # it needs all of its data, or they have no rows, as sparse tensors
-        return batch
-    return few
 
 
 def slopes(tensor: Tensor, parameters: Iterable[Hyperparameter]) -> dict[str, Tensor]:

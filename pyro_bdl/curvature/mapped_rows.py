@@ -56,7 +56,8 @@ class MappedRows:
     def needs_whole(self) -> bool:
         """True if the tensors do not make the run of all rows."""
         run = self.run
-        return bool(run.factors or run.discrete) or None in self.templates.values()
+        factors = run.factors or run.prior_factors
+        return bool(factors or run.discrete) or None in self.templates.values()
 
     def agree(self, few: Run, plan: Plan, count: int) -> bool:
         """Compare single rows with ``count`` rows together, and complete the plan."""

@@ -175,12 +175,13 @@ def run_at(
 
 
 def hyperpriors(run: Run, leaves: Mapping[str, Tensor]) -> dict[str, Site]:
-    """The factors of a run that parameters move and no latent does, by name.
+    """The factors of a run that parameters move and no latent does, by name: densities of these
+    parameters, and no part of the likelihood.
 
     :param leaves: the latents, with the graph of the run.
     """
     found = {}
-    for name, site in run.factors.items():
+    for name, site in (run.factors | run.prior_factors).items():
         value = site.log_prob()
         if value.requires_grad and not reaches(value, leaves.values()):
             found[name] = site
@@ -212,11 +213,14 @@ def prior_precision(
         name: _normal_precision(site, layout.latents[name].transform, leaves)
         for name, site in run.latents.items()
     }
-    groups = _known_gaussians(run, layout, dense_up_to)
+    weighed = _weighed(run, leaves)  # these have no closed form any more
+    known = _known_gaussians(run, layout, dense_up_to)
+    groups = [group for group in known if weighed.isdisjoint(group[0])]
     for names, spread, _ in groups:
         sizes = [layout.latents[name].size for name in names]
         pieces |= dict(zip(names, spread.split(sizes), strict=True))
     joint = {n for n, precision in closed.items() if precision is None and n not in pieces}
+    joint |= weighed
     joint |= _parents(run, leaves, joint)
     for name, precision in closed.items():
         if name not in joint and precision is not None:
@@ -339,6 +343,12 @@ def is_one_number(values: Tensor) -> bool:
     """Return whether a tensor is one number in memory, expanded."""
     steps = zip(values.shape, values.stride(), strict=True)
     return values.numel() > 0 and all(size == 1 or step == 0 for size, step in steps)
+
+
+def _weighed(run: Run, leaves: Mapping[str, Tensor]) -> set[str]:
+    """The sites that a prior factor depends on."""
+    terms = [site.log_prob().sum() for site in run.prior_factors.values()]
+    return {name for name, leaf in leaves.items() if any(reaches(t, [leaf]) for t in terms)}
 
 
 def _parents(run: Run, leaves: Mapping[str, Tensor], names: set[str]) -> set[str]:

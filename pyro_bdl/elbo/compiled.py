@@ -115,7 +115,7 @@ class CompiledELBO(TemperedTrace_ELBO):
     def __getstate__(self) -> dict[str, Any]:
         """The state without graphs: copies begin without them."""
         graphs = self.graphs
-        return self.__dict__ | {
+        return super().__getstate__() | {
             "graphs": CompiledLoss(graphs.subject, graphs.backend, graphs.max_graphs)
         }
 

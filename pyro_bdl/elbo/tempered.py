@@ -52,9 +52,10 @@ Temperature = float | Callable[[int], float]
 class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
     """L(eta) = E_q[log p(y | w)] - eta E_q[log q(w) - log p(w)], estimated at draws of the guide.
 
-    ``pyro.factor`` terms count as likelihood. After each step ``expected_log_likelihood``,
-    ``kl`` (both in nats, detached scalars) and ``temperature`` hold the terms of that step, and the
-    guide has all of it as ``guide.last_step``, which natural-gradient optimizers read.
+    ``pyro.factor`` terms count as likelihood, those of ``priors.factor`` as prior. After each step
+    ``expected_log_likelihood``, ``kl`` (both in nats, detached scalars) and ``temperature`` hold
+    the terms of that step, and the guide has all of it as ``guide.last_step``, which
+    natural-gradient optimizers read.
 
     Under ``torch.autocast`` only the program is cast, that is the network's forward pass. The
     guide's parameters and draws, the KL and sums of densities stay in float32.
@@ -122,6 +123,11 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         self._rows: dict[tuple[Callable, int], RowwiseLikelihood] = {}
         self._weighted = not callable(temperature) and temperature != 1.0  # the KL, by hand
         self._batches = FirstBatches(0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for pickle and copies, without the program and the guide that were trained."""
+        fresh: dict[str, Any] = {"_checked": None, "_trained": None, "_parts": [], "_rows": {}}
+        return {**vars(self), **fresh, "_map": DrawMap(), "_batches": FirstBatches(0)}
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return -L(eta) in nats at the current step's temperature, without counting a step."""
@@ -325,7 +331,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         return likelihood, run
 
     def _site_kl(self, q: Run, p: Run) -> Tensor:
-        return (mean_field_kl if self.closed_forms else sampled_kl)(q.latents, p.latents)
+        return (mean_field_kl if self.closed_forms else sampled_kl)(q.latents, p.priors)
 
     def divergence(
         self, guide: Guide, vector: Tensor, log_det: Tensor, p: Run
@@ -400,4 +406,8 @@ def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
     if callable(temperature):
         return temperature
     check_temperature(temperature)
-    return lambda step: temperature
+    return partial(_constant, temperature)
+
+
+def _constant(temperature: float, step: int) -> float:
+    return temperature

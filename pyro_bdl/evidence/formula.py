@@ -32,7 +32,7 @@ from pyro_bdl.curvature.prior import PriorPrecision, flat_entries, hyperpriors, 
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint
 from pyro_bdl.guides.gaussian import LaplaceGuide
-from pyro_bdl.utils.autograd import with_gradients
+from pyro_bdl.utils.autograd import reaches, with_gradients
 
 _SMALLEST = 1e-8  # of gamma and of squared weights
 _LOG_2PI = math.log(2 * math.pi)
@@ -229,7 +229,7 @@ def _log_likelihood(
 def _log_prior(
     guide: LaplaceGuide, reading: ParameterReading, point: LinearizedPoint | None
 ) -> Tensor:
-    """log p(T(u)) + log |det dT/du| of the subset's latents."""
+    """log p(T(u)) + log |det dT/du| of the subset's latents, with the prior's factors of them."""
     subset, layout = guide.subset, guide.require_layout()
     if point is not None:
         vector = subset.put(guide.loc, subset.take(guide.loc) + point.offset.to(guide.loc))
@@ -254,6 +254,11 @@ def _log_prior(
             volume = latent.transform.log_abs_det_jacobian(leaf, site.value).reshape(-1)
             volume = volume if chosen is None else volume[chosen.to(volume.device)]
             total = total + volume.sum().double()
+    leaves = [reading.leaves[name] for name in subset.chosen]
+    for site in reading.run.prior_factors.values():
+        value = site.log_prob().sum()
+        if reaches(value, leaves):
+            total = total + value.double()
     return total
 
 
@@ -307,6 +312,7 @@ class NormalFormula(Formula):
         normals = prior_normals(reading, subset)
         if (
             reading.run.factors
+            or reading.run.prior_factors
             or set(normals) != set(subset.parts)
             or len(tuned) + len(reading.in_likelihood) != len(reading.parameters)
         ):

@@ -265,7 +265,7 @@ def _others(run: Run, sites: Sequence[str], inside: Sequence[Tensor]) -> Tensor:
     """The log density of all statements that do not depend on the last layer."""
     total = inside[0].new_zeros(())
     statements = {name: site for name, site in run.latents.items() if name not in sites}
-    for name, site in (statements | run.observed | run.factors).items():
+    for name, site in (statements | run.prior_factors | run.observed | run.factors).items():
         if site.value is None:
             continue
         part = site.log_prob().sum()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, scaled_priors
+from pyro_bdl.curvature.hyperparameters import ParameterReading, scaled_priors
 from pyro_bdl.distributions.parameters import base_distribution, parameters_of
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
@@ -14,6 +14,7 @@ from pyro_bdl.program.batch_norm import without_running_statistics
 from pyro_bdl.program.batches import Batch, leading_size
 from pyro_bdl.program.network_sites import OWNER_KEY
 from pyro_bdl.program.normalized import NORMALIZATIONS, normalized_groups
+from pyro_bdl.program.saved import few_rows
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils.module_state import evaluation_mode, modules_of

@@ -13,7 +13,6 @@ from pyro.infer.autoguide.guides import prototype_hide_fn
 from pyro.ops.tensor_utils import periodic_repeat
 from torch import Tensor
 
-from pyro_bdl.curvature.hyperparameters import few_rows
 from pyro_bdl.errors import warn
 from pyro_bdl.guides import summaries
 from pyro_bdl.guides.family import Family
@@ -24,6 +23,7 @@ from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.layout import Latent, Layout
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
+from pyro_bdl.program.saved import few_rows
 from pyro_bdl.program.trace import distribution_of_targets, is_marked_imputed, is_recording
 from pyro_bdl.utils.module_state import outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
@@ -64,7 +64,15 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
 
     @property
     def program_model(self) -> Callable:  # type: ignore[override]
-        """The program as the user gave it."""
+        """The program as the user gave it.
+
+        :raises RuntimeError: for a guide from a pickle, which holds none.
+        """
+        if self._program_model is None:
+            raise RuntimeError(
+                f"this {type(self).__name__} comes from a pickle, which holds no program: take "
+                "guide.save(path) and bdl.load_posterior(path, model)"
+            )
         return self._program_model[0]
 
     # Structure

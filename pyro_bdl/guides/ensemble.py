@@ -16,12 +16,15 @@ from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.guides.pathfinder import AutoPathfinder
 from pyro_bdl.guides.statements import point, sample_sites, vectors_in_plates
 from pyro_bdl.guides.summaries import empirical_quantiles
-from pyro_bdl.init import init_afresh, start_at
+from pyro_bdl.init import init_afresh, reset_of, start_at
 from pyro_bdl.program.batch_norm import layers_called
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.layout import Latent
+from pyro_bdl.program.network_sites import OWNER_KEY
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import record
+
+_SHOWN = 4  # names in a message
 
 
 class AutoEnsemble(Guide):
@@ -53,7 +56,8 @@ class AutoEnsemble(Guide):
         H^-1 for anchors of covariance L^-1 H L^-1 (``guide.anchors``, (K, P)). Positive latents,
         such as a noise, keep their prior.
     :param init_loc_fn: where each member starts; by default each member's weights are drawn anew by
-        the initialization of the network's layers (``init_afresh``).
+        the ``reset_parameters`` of the network's modules (``init_afresh``). Parameters of modules
+        without it are the same in all members at first, with a warning.
     :param options: ``create_plates``, see ``Guide``.
     :raises ValueError: for a size below 1; at the first run, for anchors under another prior than
         Normals with fixed means and scales.
@@ -77,15 +81,28 @@ class AutoEnsemble(Guide):
         super().__init__(model, init_loc_fn=init_loc_fn, **options)
         self.size, self.anchored = size, anchored
         self._init = init_loc_fn
+        self._alike: list[str] = []  # sites that all members start at the same values of
 
     def options(self) -> dict[str, Any]:
         return {"size": self.size, "anchored": self.anchored}
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        is_new = self._loaded is None
         with layers_called((self.program_model,)) as layers:
             self._starts = [self._start(args, kwargs) for _ in range(1, self.size)]
         super()._setup_prototype(*args, **kwargs)
         del self._starts
+        if self._alike and is_new:
+            names = ", ".join(map(repr, self._alike[:_SHOWN])) + ", ..." * (
+                len(self._alike) > _SHOWN
+            )
+            warn(
+                f"all members start with the same values of {names}, since the modules that hold "
+                "them have no method reset_parameters() to draw them anew: define it, or give an "
+                "init_loc_fn",
+                "members-alike",
+                stacklevel=4,
+            )
         if layers:
             warn(
                 "the running statistics of the network's BatchNorm layers cannot be those of every "
@@ -98,6 +115,9 @@ class AutoEnsemble(Guide):
     def _start(self, args: tuple, kwargs: dict) -> Tensor:
         started = start_at(self._init)(self.program_model)
         trace = trace_once(started, args, kwargs, self._prototype_hide_fn)
+        if init_afresh in (self._init, getattr(self._init, "func", None)):
+            owners = {n: node["infer"].get(OWNER_KEY) for n, node in trace.iter_stochastic_nodes()}
+            self._alike = [n for n, owner in owners.items() if owner and reset_of(owner[0]) is None]
         return at_full_size(Program.from_trace(started, trace, args, kwargs), trace)[0]
 
     def create_parameters(self, start: Tensor) -> None:

@@ -17,7 +17,6 @@ from pyro_bdl.curvature.fisher import num_data, site_parameters
 from pyro_bdl.curvature.fit import SCALED_UP, fit_curvature
 from pyro_bdl.curvature.hyperparameters import (
     ParameterReading,
-    few_rows,
     followed,
     learned_noise,
     read,
@@ -33,6 +32,7 @@ from pyro_bdl.guides.mode import find_mode, log_joint
 from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.guides.point import JointGuide, restored_source
 from pyro_bdl.program.batches import Batch, Batches, has_rows, leading_size, taken
+from pyro_bdl.program.saved import few_rows
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.utils.trees import tree_map_only
 

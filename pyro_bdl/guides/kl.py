@@ -56,7 +56,7 @@ def diagonal_normal_kl(
 
     Sites over the reals with a Normal prior share one closed form, sum_i log(t_i / s_i) + (s_i^2 +
     (m_i - n_i)^2) / (2 t_i^2) - 1/2 for a prior Normal(n, t^2). Other sites are evaluated one by
-    one at ``values``, the constrained draw.
+    one at ``values``, the constrained draw, and so are statements of ``p`` that are no sites.
     """
     normals, terms = normal_priors({name: p[name] for name in layout.latents}), []
     (m, locs), (s, scales) = layout.split(loc, normals), layout.split(scale, normals)
@@ -70,6 +70,7 @@ def diagonal_normal_kl(
         prior_loc, prior_scale = as_vectors(normals)
         distance = (m - prior_loc) / prior_scale
         terms.append(_scale_terms(s / prior_scale) + 0.5 * torch.dot(distance, distance))
+    terms += [-p[name].log_prob().sum() for name in p if name not in layout.latents]
     return _sum(terms)
 
 

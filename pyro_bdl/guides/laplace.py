@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.curvature.hyperparameters import few_rows
 from pyro_bdl.curvature.structures import structure_of
 from pyro_bdl.curvature.structures.base import Structure
 from pyro_bdl.errors import UnsupportedProgramError
@@ -20,6 +19,7 @@ from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.linear_ops.last_layer import LastLayer
 from pyro_bdl.program.program import check_program
+from pyro_bdl.program.saved import few_rows
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils.module_state import evaluation_mode, vmappable

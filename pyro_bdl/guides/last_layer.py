@@ -161,7 +161,7 @@ def is_quadratic(subset: Subset, seen: LastLayer, run: Run) -> bool:
     transformed = any(subset.layout.latents[name].transform is not None for name in subset.parts)
     if transformed or seen.others or seen.left or seen.deep or run.discrete is not None:
         return False
-    for name, site in (run.latents | run.factors | run.observed).items():
+    for name, site in (run.priors | run.factors | run.observed).items():
         is_normal = isinstance(base_distribution(site.distribution), Normal)
         tags = tags_of(site, seen)
         if name in run.observed:

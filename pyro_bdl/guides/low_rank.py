@@ -99,7 +99,7 @@ class AutoLowRank(LowRankNormal):
         at the draw.
         """
         expected = expected_log_prior(
-            self.require_layout(), self.location(), self.variances(), run.latents,
+            self.require_layout(), self.location(), self.variances(), run.priors,
             at_draw=self._at_draw,
         )  # fmt: skip
         return -self.entropy(vector, log_det) - expected

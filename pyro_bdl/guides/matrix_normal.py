@@ -145,7 +145,7 @@ class AutoMatrixNormal(Guide):
         for name, q in distributions.items():
             q = q.to_event(self.require_layout().latents[name].event_dim - q.event_dim)
             sites[name] = Site(q, run.latents[name].value, 1.0, None)
-        return mean_field_kl(sites, run.latents)
+        return mean_field_kl(sites, run.priors)
 
     def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
         return torch.stack([q.entropy() for _, q in self._unconstrained()]).sum() + log_det

@@ -143,7 +143,7 @@ class AutoMeanField(Guide):
 
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
         values = {name: site.value for name, site in run.latents.items()}
-        return diagonal_normal_kl(self.require_layout(), *self.loc_and_scale(), values, run.latents)
+        return diagonal_normal_kl(self.require_layout(), *self.loc_and_scale(), values, run.priors)
 
     def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
         return dist.Normal(*self.loc_and_scale()).entropy().sum() + log_det

@@ -108,7 +108,7 @@ def ways_of(run: Run, seen: LastLayer) -> Ways:
     left: Ways = () if seen.left is None else (("", seen.left, Path.MIXED, ()),)
     return left + tuple(
         (name, key, tag.path, tag.steps)
-        for name, site in (run.observed | run.factors).items()
+        for name, site in (run.observed | run.factors | run.prior_factors).items()
         for key, tag in tags_of(site, seen).items()
     )
 
@@ -195,7 +195,7 @@ def _check_others(run: Run, seen: LastLayer) -> None:
         )
     own = {term.site for layer in seen.layers for term in layer.terms}
     other = run.discrete is not None
-    for name, site in (run.latents | run.factors).items():
+    for name, site in (run.priors | run.factors).items():
         other = other or (bool(tags_of(site, seen)) if name in own else depends(site, seen))
     for site in run.observed.values():
         parts = (site.value, site.scale, site.mask)

@@ -1,27 +1,36 @@
 """States and files of guides, and posteriors from files."""
 
-import copy
 import json
-import math
 from collections.abc import Callable, Mapping
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pyro_bdl.errors import ArgumentError, warn
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.layout import Layout, differences, origin
-from pyro_bdl.program.trace import leave_open, record
+from pyro_bdl.program.saved import (
+    LOG_DENSITY,
+    check_same,
+    check_sites,
+    described_program,
+    taking_up,
+)
 from pyro_bdl.samples import SAVED_KIND as SAMPLES_KIND
 from pyro_bdl.samples import Samples
-from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.tensor_file import kind_of_file, load_tree, save_tree
-from pyro_bdl.utils.trees import tree_map_only
 
 SAVED_KIND = "posterior"
-_SLACK = 1e-2  # of log densities, which differ by rounding between devices
+
+
+_NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+_DEFINE_OPTIONS = (
+    "let its method options() return the constructor's options that a file needs, such as "
+    "{'rank': self.rank}, and save it again"
+)
 
 
 class SavedGuide(nn.Module):
@@ -29,6 +38,8 @@ class SavedGuide(nn.Module):
 
     layout: Layout | None
     require_layout: Any
+    location: Any
+    subsampled: set[str]
     program_model: Callable
     few_rows: Batch
     _loaded: dict[str, Tensor] | None
@@ -79,6 +90,7 @@ class SavedGuide(nn.Module):
             key = f"{prefix}_extra_state"
             if key in state_dict:
                 self.set_extra_state(state_dict[key])
+            self._check_shapes(state_dict, prefix)
             unexpected_keys, errors = lists
             before = len(missing_keys) + len(unexpected_keys)
             super()._load_from_state_dict(
@@ -100,10 +112,27 @@ class SavedGuide(nn.Module):
         }
         self._loaded = values if values.keys() - {"_extra_state"} else None
 
+    def _check_shapes(self, state: Mapping[str, Any], prefix: str) -> None:
+        """Check that the guide's own tensors have the shapes of a state.
+
+        :raises RuntimeError: if they have others, as of a guide with other options.
+        """
+        for name, own in [*self._parameters.items(), *self._buffers.items()]:
+            value = state.get(f"{prefix}{name}")
+            if own is None or value is None or value.shape == own.shape:
+                continue
+            kind = type(self).__name__
+            raise RuntimeError(
+                f"the {kind} of the state has '{name.removesuffix('_unconstrained')}' of shape "
+                f"{tuple(value.shape)}, and this one of shape {tuple(own.shape)}: make it with the "
+                f"same options; if it came from load_posterior, {_DEFINE_OPTIONS}"
+            )
+
     def options(self) -> dict[str, Any]:
         """The constructor's options that the file of ``save`` needs, by name.
 
-        Options that act on the start of training only are left out.
+        A subclass with options that its parameters' shapes or its law depend on returns them here:
+        ``{"rank": self.rank}``. Options that act on the start of training only are left out.
         """
         return {}
 
@@ -122,8 +151,17 @@ class SavedGuide(nn.Module):
         :param batch: arguments of the program, of which a few rows are enough.
         """
         args, kwargs = batch
-        options = saved["options"].items()
-        guide: Any = cls(model, **{n: from_description(v, *cls.saved_parts) for n, v in options})
+        saved_options = saved["options"].items()
+        options = {n: from_description(v, *cls.saved_parts) for n, v in saved_options}
+        expected = list(signature(cls).parameters.values())[1:]  # without the program
+        for option in expected:
+            required = option.default is Parameter.empty and option.kind in _NAMED
+            if required and option.name not in options:
+                raise ArgumentError(
+                    f"{cls.__name__} cannot be made again without the argument '{option.name}', "
+                    f"which the file does not hold: {_DEFINE_OPTIONS}"
+                )
+        guide: Any = cls(model, **options)
         guide.load_state_dict(saved["state"])
         return guide.prototype(*args, **kwargs)
 
@@ -133,24 +171,27 @@ class SavedGuide(nn.Module):
         ``bdl.load_posterior(path, model)`` reads it, also in another process. The file holds the
         guide, the program's own parameters and buffers, such as a learned noise, and the first two
         rows of the data (all of them for a program that needs all), with which the program is run
-        when it is read. The log densities at these rows tell another program, such as one with
-        another prior or noise.
+        when it is read. Its densities and distributions at these rows tell another program, such as
+        one with another prior or noise.
 
         :raises RuntimeError: before the first run.
         :raises TypeError: for options or arguments that are no tensors, numbers or strings.
         """
-        model = self.program_model
-        program = dict(model.state_dict()) if isinstance(model, nn.Module) else None
-        tree = {"guide": self.saved(), "program": program, "batch": self.few_rows}
-        return save_tree(path, {**tree, "densities": log_densities(self)}, kind=SAVED_KIND)
+        layout, center = self.require_layout(), None
+        if not self.subsampled:  # no run holds all latents of a subsampled plate
+            center = layout.constrain(self.location())[0]
+        program = described_program(self.program_model, self.few_rows, center)
+        tree = {"guide": self.saved(), "program": {**program, "point": None}}
+        return save_tree(path, tree, kind=SAVED_KIND)
 
 
 def load_posterior(path: str | Path, model: Callable) -> Any:
     """Read a posterior that ``guide.save(path)`` or ``samples.save(path)`` wrote.
 
-    A guide is made for ``model``, on the device of its tensors. The program's own parameters and
-    buffers, such as a learned noise or the statistics of BatchNorm layers, are set to those of the
-    file. Nothing in the file is run as code.
+    A guide is made for ``model``; it and ``Samples`` are on the device of the program's tensors.
+    The program's own parameters and buffers, such as a learned noise, layers without a prior or the
+    statistics of BatchNorm layers, are set to those of the file. Nothing in the file is run as
+    code.
 
     :param path: the file.
     :param model: the program that the posterior belongs to, made as when it was saved.
@@ -158,37 +199,47 @@ def load_posterior(path: str | Path, model: Callable) -> Any:
     :raises ValueError: for a file that holds no posterior, or is damaged.
     :raises RuntimeError: for a posterior of another program, such as one with another prior or
         noise, which stays as it was.
+    :warns BdlWarning: for draws in a file without their program.
     """
     if kind_of_file(path) == SAMPLES_KIND:
-        return Samples.load(path)
+        return _loaded_samples(Samples.load(path), model)
     tree = load_tree(path, kind=SAVED_KIND)
-    before: Any = None
-    device = torch.device("cpu")
-    if isinstance(model, nn.Module):
-        before = copy.deepcopy(model.state_dict())
-        device = next((v.device for v in before.values() if isinstance(v, Tensor)), device)
-    batch = tree_map_only(Tensor, lambda value: value.to(device), tree["batch"])
-    try:
-        if tree["program"] is not None and isinstance(model, nn.Module):
-            model.load_state_dict(tree["program"])
-        guide = restored(model, tree["guide"], batch)
-        _check_same(tree["densities"], log_densities(guide))
-        return guide
-    except Exception:
-        if isinstance(model, nn.Module):
-            model.load_state_dict(before)
-        raise
+    program = tree["program"] if "batch" not in tree else _as_described(tree)
+    with taking_up(model, program) as (_, program):
+        guide = restored(model, tree["guide"], program["batch"])
+        if program["statements"]:
+            check_same(model, program, guide.require_layout().constrain(guide.location())[0])
+    return guide
 
 
-def _check_same(saved: dict[str, float], now: dict[str, float]) -> None:
-    for site, value in saved.items():
-        here = now.get(site, math.nan)
-        if not math.isclose(value, here, rel_tol=_SLACK, abs_tol=_SLACK) and value == value:
-            raise RuntimeError(
-                f"the posterior is of another program: at the same weights and data the log "
-                f"density of the site '{site}' was {value:.6g} and is {here:.6g} here: load it "
-                "with the prior, the noise and the num_data of the program that it was saved from"
-            )
+def _loaded_samples(samples: Samples, model: Callable) -> Samples:
+    """Draws whose program is ``model``, which takes up what the file holds of it."""
+    if samples.program is None:
+        warn(
+            "the file holds draws alone: no parameters and buffers of their program (layers "
+            "without a prior, a learned noise, statistics of BatchNorm), which stay as they are "
+            "here, and nothing by which another program would be recognized; "
+            "bdl.Samples(draws).of_program(bdl.Program(model, x, y)).save(path) writes them too",
+            "draws-without-their-program",
+            stacklevel=3,
+        )
+        return samples
+    with taking_up(model, samples.program) as (program, tree):
+        check_sites(program, tree["point"])
+        check_same(model, tree, tree["point"])
+    like = next(iter(tree["point"].values()))
+    return samples.to(like.device)
+
+
+def _as_described(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The program of a file of an earlier version, as ``described_program`` makes it: with the
+    state of one module, and of each site the log density alone."""
+    return {
+        "states": [] if tree["program"] is None else [tree["program"]],
+        "parameters": {},
+        "batch": tree["batch"],
+        "statements": {name: {LOG_DENSITY: v} for name, v in tree["densities"].items()},
+    }
 
 
 def restored(model: Callable, saved: Mapping[str, Any], batch: Batch) -> Any:
@@ -205,21 +256,6 @@ def sites_of(layout: Layout) -> list[list[Any]]:
         [name, list(latent.shape), list(latent.unconstrained_shape)]
         for name, latent in layout.latents.items()
     ]
-
-
-@torch.no_grad()
-def log_densities(guide: Any) -> dict[str, float]:
-    """The log density of each site of a guide's program in nats, at the guide's center and a few
-    rows of the first data; none for latents in subsampled plates, of which no run holds all."""
-    if guide.subsampled:
-        return {}
-    model, values = guide.program_model, guide.require_layout().constrain(guide.location())[0]
-    with evaluation_mode(model), own_randomness():
-        run = record(model, values, *guide.few_rows, draw=leave_open)
-    sites = run.latents | run.observed | run.factors
-    return {
-        name: float(site.log_prob().sum()) for name, site in sites.items() if site.value is not None
-    }
 
 
 def class_path(kind: type) -> str:

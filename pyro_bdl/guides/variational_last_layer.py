@@ -285,7 +285,7 @@ class AutoVariationalLastLayer(NormalGuide):
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
         """KL(q || p) in nats; priors that are no Normals are evaluated at the draw."""
         layout, loc = self.require_layout(), self.location()
-        log_prior = expected_log_prior(layout, loc, self.variances(), run.latents)
+        log_prior = expected_log_prior(layout, loc, self.variances(), run.priors)
         return -self.entropy(vector, log_det) - log_prior
 
 

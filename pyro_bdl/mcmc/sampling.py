@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,11 +104,12 @@ def sample(
     )
     started = time.perf_counter()
     with evaluation_mode(model, args, init), seeded(seed):
-        program = checked_program(model, args, {})
+        program = checked_program(model, args, {}, init)
         require_all_data(program)
         restriction = Restriction(program, subset)
         start = starting_vectors(restriction, init, num_chains)
         kernel.check_size(start.shape[-1])
+        described = restriction.described(start[0])
     with evaluation_mode(model, args):
         if backend == "pyro":
             from pyro_bdl.mcmc.pyro_backend import run
@@ -121,7 +123,8 @@ def sample(
         "seed": seed,
         "options": kernel.options(),
     }
-    return _samples(restriction, kernel, chains, plan.num_samples, info, started)
+    samples = _samples(restriction, kernel, chains, plan.num_samples, info, started)
+    return replace(samples, program=described)
 
 
 def _samples(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pyro
 import torch
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
@@ -12,16 +13,35 @@ from pyro_bdl.guides.draws import latent_draws
 from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.program import Program, trace_once
+from pyro_bdl.program.saved import described_at
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.random_state import own_randomness
 
 _ATTEMPTS = 100
 _RADIUS = 2.0  # of uniform starts, as in NumPyro and Stan
 
 
-def checked_program(model: Callable, args: tuple, kwargs: dict[str, Any]) -> Program:
-    """The program with finite data, whose contract holds."""
+def checked_program(model: Callable, args: tuple, kwargs: dict[str, Any], init: Any) -> Program:
+    """The program with finite data, whose contract holds.
+
+    Its first run is at ``init`` where that says values. Draws of the prior may be values that the
+    program's distributions refuse, as NaN of a logarithm: the starts are looked for later.
+
+    :param init: as in ``starting_vectors``.
+    """
     check_finite(model, args, kwargs)
-    program = Program(model, *args, **kwargs)
+    values: Any = {}
+    if isinstance(init, Mapping):
+        values = init
+    elif init is not None and not isinstance(init, str | Tensor):
+        with own_randomness():
+            draws = latent_draws(init, 1, *args, **kwargs)
+        values = {name: value[0] for name, value in draws.items()}
+    with pyro.validation_enabled(False):
+        trace = trace_once(model, args, kwargs, values=values)
+    program = Program.from_trace(model, trace, args, kwargs)
+    if program.discrete and not program.observed and not program.factors:
+        program.require_observed()
     program.check()
     return program
 
@@ -62,6 +82,11 @@ class Restriction:
     def log_density_terms(self, vector: Tensor) -> dict[str, Tensor]:
         return self.program.log_density_terms(self.whole(vector))
 
+    @torch.no_grad()
+    def described(self, vector: Tensor) -> dict[str, Any]:
+        """What files of draws hold of the program, with its statements at numbers (p,)."""
+        return described_at(self.program, self.constrain(vector))
+
     def constrain(self, vectors: Tensor) -> dict[str, Tensor]:
         """The latents at vectors (..., p); fixed sites are expanded, not copied."""
         layout = self.program.layout
@@ -98,8 +123,9 @@ def starting_vectors(restriction: Restriction, init: Any, num_chains: int) -> Te
         starts[bad] = _proposed_starts(restriction, init, len(bad))
     raise ValueError(
         f"no starting point with a finite log density was found from init={init!r}: "
-        "start from a trained guide (init=guide) or elsewhere (init='uniform'), or check the "
-        "program's data"
+        "start from a trained guide (init=guide), from given latents (init={'w': ...}) or "
+        "elsewhere (init='uniform'), or check the program's data, and that its prior does not "
+        "allow parameters that its distributions refuse"
     )
 
 
@@ -122,7 +148,9 @@ def _named_start(program: Program, init: Any) -> Mapping[str, Any]:
     if isinstance(init, Mapping):
         return init
     if isinstance(init, str) and init == "prior":
-        trace = prune_subsample_sites(trace_once(program.model, program.args, program.kwargs))
+        with pyro.validation_enabled(False):  # what is no start is drawn again
+            trace = trace_once(program.model, program.args, program.kwargs)
+        trace = prune_subsample_sites(trace)
         return {name: trace.nodes[name]["value"] for name in program.latents}
     if isinstance(init, str) and init == "network":
         started = start_at(init_to_network)(program.model)

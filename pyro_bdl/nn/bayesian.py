@@ -18,7 +18,14 @@ from torch.distributions import Distribution
 
 from pyro_bdl.distributions.copies import moved_like, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.priors import Normal, Prior, PriorFunction, check_prior, is_constant
+from pyro_bdl.priors import (
+    Normal,
+    Prior,
+    PriorFunction,
+    arguments_of,
+    check_prior,
+    is_constant,
+)
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.check import refuse_sharded
 from pyro_bdl.program.checkpointing import refuse_reentrant, substituted
@@ -30,6 +37,7 @@ from pyro_bdl.program.gaussian_prior import (
 )
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
+from pyro_bdl.program.trace import prior_factor
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.scales import Hyperprior, Scope, hyperparameter_scope, on_device
 from pyro_bdl.utils.autograd import is_transformed
@@ -70,6 +78,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         self.plates = plates
         self._over_networks = DrawMap(over="the networks of a plate", batch_norm=False)
         self._cache: dict[str, tuple[Any, Distribution]] = {}
+        self._cached_prior: Any = None
         self._places = _places(copied)
         self._checked_modes: set[bool] = set()  # of training, without reentrant checkpoints
         self._hyperparameters: dict[str, str] = {}
@@ -173,6 +182,8 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
 
     def _sample(self, batch: torch.Size = _NO_BATCH) -> dict[str, Tensor]:
         values = {}
+        if self._cache and self._cached_prior != arguments_of(self.prior):
+            self._cache.clear()  # the prior's own numbers were set anew
         cached = len(self._cache) == len(self.sites)
         with nullcontext() if cached else hyperparameter_scope(_NetworkScope(self)):
             for name in self.sites:
@@ -208,6 +219,8 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         result = fitted(result, name, parameter, batch)
         if is_constant(self.prior):
             result = without_validation(result)
+            if not self._cache:
+                self._cached_prior = arguments_of(self.prior)
             self._cache[name] = kind, result
         return result
 
@@ -236,18 +249,35 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         :raises ValueError: if the new prior gives no distribution for one of these weights.
         """
         result = copy.deepcopy(self)
-        result._modules.pop("task_prior", None)
         result.prior = prior
-        for attribute in result._hyperparameters.values():
-            delattr(result, attribute)
-        result._hyperparameters, result._cache = {}, {}
-        with poutine.block(), hyperparameter_scope(_NetworkScope(result)):
-            for name in result.sites:
-                owner, key = result._places[name][0]
-                if result._distribution(name, getattr(owner, key)) is None:
-                    raise ValueError(f"the new prior gives no distribution for '{name}'")
-        result._cache.clear()
         return result
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; another prior begins with its own hyperparameters.
+
+        :raises ValueError: for a prior that gives no distribution for a weight that has one.
+        """
+        if name != "prior" or "sites" not in vars(self):
+            super().__setattr__(name, value)
+            return
+        check_prior(value, "prior")
+        weights = {site: self._places[site][0] for site in self.sites}
+        with poutine.block(), hyperparameter_scope(_TrialScope(self)):
+            for site, (owner, key) in weights.items():
+                parameter = getattr(owner, key)
+                distribution = value(site, owner, parameter)
+                if distribution is None:
+                    raise ValueError(f"the new prior gives no distribution for '{site}'")
+                fitted(distribution, site, parameter, _NO_BATCH)
+        super().__setattr__(name, value)
+        self._modules.pop("task_prior", None)
+        for attribute in self._hyperparameters.values():
+            delattr(self, attribute)
+        self._hyperparameters, self._cache = {}, {}
+        with poutine.block(), hyperparameter_scope(_NetworkScope(self)):
+            for site, (owner, key) in weights.items():
+                self._distribution(site, getattr(owner, key))
+        self._cache.clear()
 
 
 def bayesianize(
@@ -401,7 +431,15 @@ class _NetworkScope(Scope):
         site = f"{self.module.site_prefix}{name}.hyperprior"
         if site not in self.values:
             self.values[site] = hyperprior.log_prob(value)
-            pyro.factor(site, self.values[site])
+            prior_factor(site, self.values[site])
+
+
+class _TrialScope(_NetworkScope):
+    """Scope of a prior that is tried: its parameters are not declared, but at their start."""
+
+    def param(self, name: str, declaration: PyroParam) -> Tensor:
+        start: Any = on_device(self.module, declaration).init_value
+        return start() if callable(start) else start
 
 
 def _refuse(network: nn.Module) -> None:

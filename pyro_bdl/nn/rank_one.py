@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import pyro
 import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,8 @@ from torch.distributions import Distribution
 from pyro_bdl.adapters import with_layers
 from pyro_bdl.distributions.copies import without_validation
 from pyro_bdl.nn.bayesian import BayesianModule, fitted
-from pyro_bdl.priors import Normal, Prior, PriorFunction, check_prior, is_constant
+from pyro_bdl.priors import Normal, Prior, PriorFunction, arguments_of, check_prior, is_constant
+from pyro_bdl.program.trace import prior_factor
 from pyro_bdl.scales import Scale, checked
 from pyro_bdl.utils.names import Names
 
@@ -92,14 +92,14 @@ class RankOneNetwork(BayesianModule):
 
     def __init__(self, net: nn.Module, scale: Scale, weight_prior: PriorFunction | None, name: str):
         self.weight_prior = weight_prior
-        self._decays: dict[tuple[str, torch.dtype, torch.device], Any] = {}
+        self._decays: dict[tuple, Any] = {}
         super().__init__(net, _AroundOne(scale), name=name)
 
     def _sample(self, *batch: Any) -> dict[str, Tensor]:
         values = super()._sample(*batch)
         if self.weight_prior is not None:
             terms = [self._decay(key, values[key]) for key in self.learnable if key in values]
-            pyro.factor(f"{self.site_prefix}weights", torch.stack(terms).sum())
+            prior_factor(f"{self.site_prefix}weights", torch.stack(terms).sum())
         return values
 
     def products(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ class RankOneNetwork(BayesianModule):
 
     def _decay(self, name: str, value: Tensor) -> Tensor:
         """log p(W), a scalar."""
-        key = name, value.dtype, value.device
+        key = name, value.dtype, value.device, arguments_of(self.weight_prior)
         if key not in self._decays:
             prior: Any = self.weight_prior
             found = prior(name, self._places[name][0][0], value.detach())
@@ -142,8 +142,8 @@ def rank_one(
 
     Each chosen weight matrix or kernel W becomes W o (r s') with r, s ~ Normal(1, scale^2), one
     number for each output and input (Dusenberry et al. 2020). W, the biases and all other layers
-    are parameters that training moves with the guide; their ``log p`` under ``prior`` joins the
-    program as the factor ``weights``, so that they are at their mode given q(r, s). Several sets
+    are parameters that training moves with the guide; their ``log p`` under ``prior`` joins the log
+    prior as the factor ``weights``, so that they are at their mode given q(r, s). Several sets
     of factors by ``AutoEnsemble`` are BatchEnsemble (Wen et al. 2020); a ``MixtureGuide`` is a
     mixture of them.
 

@@ -14,6 +14,8 @@ from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.trees import tree_leaves, tree_map
 
 Batch = tuple[tuple, dict[str, Any]]
+# what programs raise that cannot run on fewer rows than they were written for
+NOT_ON_SOME = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 _FORMS = "pass one batch as a tuple (x, y), and several as a list [(x, y), ...]"
 
 

@@ -10,6 +10,7 @@ by the scale, and ``log_joint`` is the sum over sites of that.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -170,7 +171,8 @@ class Program:
         return record(self.model, latents, args, kwargs, draw=self._open)
 
     def log_prior(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """log p(w) in nats, a scalar; terms of latents in a subsampled plate are scaled."""
+        """log p(w) in nats with the terms of ``priors.factor``, a scalar; terms in a subsampled
+        plate are scaled."""
         return _as_tensor(self.run(latents, *args, **kwargs).log_prior(), latents)
 
     def observations(
@@ -210,7 +212,7 @@ class Program:
     def log_density_terms(self, vector: Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """``log_density`` without the log determinant, as one scalar per site."""
         run = self.run(self.constrain(vector)[0], *args, **kwargs)
-        sites = run.latents | run.observed | run.factors
+        sites = run.priors | run.observed | run.factors
         return {
             name: site.log_prob().sum() for name, site in sites.items() if site.value is not None
         }
@@ -306,13 +308,14 @@ class _FirstRun(Messenger):
     What ``obs_mask`` leaves unobserved is drawn, and counts as imputed if the densities of no other
     statements depend on it, which autograd tells; ``used`` are the names of those that are used.
 
+    :param values: of latents, site -> value; those that do not fit are left to the prior.
     :param used: names that are known to be used.
     """
 
-    def __init__(self, used: Collection[str] = ()) -> None:
+    def __init__(self, values: Mapping[str, Any], used: Collection[str] = ()) -> None:
         super().__init__()
         self.names: set[str] = set()
-        self.used = set(used)
+        self.values, self.used = values, set(used)
         self.imputed: dict[str, Tensor] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -321,6 +324,9 @@ class _FirstRun(Messenger):
                 f"two sample statements are named '{msg['name']}': {RENAME}"
             )
         self.names.add(msg["name"])
+        value = self.values.get(msg["name"])
+        if msg["value"] is None and isinstance(value, Tensor) and value.shape == msg["fn"].shape():
+            msg["value"] = value
         if msg["value"] is None and is_improper(msg["fn"]):
             msg["value"] = feasible_value(msg["fn"], radius=2.0)
         if msg["is_observed"] or msg["name"] in self.used or isinstance(msg["fn"], _Subsample):
@@ -348,14 +354,16 @@ def trace_once(
     args: tuple,
     kwargs: Mapping[str, Any],
     hide: Callable[[Any], bool] = lambda msg: False,
+    values: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """The Pyro trace of one run that does not change buffers (BatchNorm statistics).
 
     A second run follows where what ``obs_mask`` leaves unobserved is used by later statements.
 
     :param hide: whether a statement is left out of the trace.
+    :param values: of latents, site -> value; the others are drawn from the prior.
     """
-    first, modules = _FirstRun(), modules_of(model, args, dict(kwargs))
+    first, modules = _FirstRun(values), modules_of(model, args, dict(kwargs))
     check_modules(modules)
     restore = saved_buffers(module for module in modules if module.training)
     try:
@@ -365,7 +373,7 @@ def trace_once(
                 trace = tracer.get_trace(*args, **kwargs)
             if first.used.isdisjoint(first.imputed):
                 return _without_graph(trace) if first.imputed else trace
-            first = _FirstRun(first.used)
+            first = _FirstRun(values, first.used)
     except Exception as error:
         explain(error, model, args, kwargs)
         for name, plate in _sites_in_plates(tracer.trace).items():

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 UNOBSERVED = "_unobserved"  # ends the names of Pyro's second statement of obs_mask
 RENAME = "give each its own name (two networks in one program: bayesianize(net, prior, name=...))"
+_PRIOR = "prior"  # the key by which a factor is declared a part of the prior
 _THREADS = (
     "Pyro's handlers and its parameter store are not thread-safe: run one program at a time, with "
     "a lock around each step, or several in separate processes"
@@ -97,7 +98,8 @@ class Run:
     """The statements of one run of a program, by kind and name.
 
     ``deterministic`` holds observed Deltas too, whose value the latents give; ``factors`` their
-    densities, unless they are masked. ``observed`` also holds open sites, which the program would
+    densities, unless they are masked. ``prior_factors`` are those of ``prior_factor``, which count
+    as prior and not as likelihood. ``observed`` also holds open sites, which the program would
     observe but was given no value for. ``open`` tells that there are such, ``followed`` that
     statements come after one of them and may use its value. ``subsamples`` are the indices of the
     plates. ``imputed`` are the sites of what ``obs_mask`` leaves unobserved and no statement uses:
@@ -109,6 +111,7 @@ class Run:
     latents: dict[str, Site] = field(default_factory=dict)
     observed: dict[str, Site] = field(default_factory=dict)
     factors: dict[str, Site] = field(default_factory=dict)
+    prior_factors: dict[str, Site] = field(default_factory=dict)
     deterministic: dict[str, Tensor] = field(default_factory=dict)
     subsamples: dict[str, Tensor] = field(default_factory=dict)
     imputed: list[str] = field(default_factory=list)
@@ -120,12 +123,12 @@ class Run:
     def add(self, msg: Any) -> tuple[str, Site]:
         """Add a sample statement, a Pyro message or a node of a trace that is no plate's indices.
 
-        :returns: its kind ("latents", "observed", "factors", "discrete", or "" where it has no
-            density) and its site.
+        :returns: its kind ("latents", "observed", "factors", "prior_factors", "discrete", or ""
+            where it has no density) and its site.
         :raises UnsupportedProgramError: for a second statement of the same name.
         """
         name, infer = msg["name"], msg["infer"]
-        if name in self.latents or name in self.observed or name in self.factors:
+        if name in self.priors or name in self.observed or name in self.factors:
             raise UnsupportedProgramError(f"two sample statements are named '{name}': {RENAME}")
         self.followed = self.followed or self.open
         if infer.get("_deterministic"):
@@ -150,7 +153,7 @@ class Run:
             self.deterministic[name] = msg["value"]
             kind = "" if mask is False else "factors"
         elif isinstance(msg["fn"], Unit):
-            kind = "factors"
+            kind = "prior_factors" if is_prior_factor(msg) else "factors"
         elif msg["is_observed"] or infer.get("_open"):
             kind = "observed"
             self.open = self.open or not msg["is_observed"]
@@ -158,7 +161,7 @@ class Run:
             kind = "discrete"
             if infer.get("_open_leaf"):
                 self.observed[name] = site._replace(value=None)
-        if kind in ("latents", "observed", "factors"):
+        if kind in ("latents", "observed", "factors", "prior_factors"):
             getattr(self, kind)[name] = site
         return kind, site
 
@@ -177,12 +180,17 @@ class Run:
                     "only the numbers that have a prior, or give all of them one"
                 )
 
+    @property
+    def priors(self) -> dict[str, Site]:
+        """The statements whose densities make the prior: of latents, and declared factors."""
+        return self.latents | self.prior_factors
+
     def log_prior(self) -> Tensor | float:
         return _sum(self.prior_terms())
 
     def prior_terms(self) -> dict[str, Tensor]:
         """The scalars that ``log_prior`` adds up, by site."""
-        return {name: site.log_prob().sum() for name, site in self.latents.items()}
+        return {name: site.log_prob().sum() for name, site in self.priors.items()}
 
     def log_likelihood(self) -> Tensor | float:
         """log p(y | w) of all N data: each observed site's terms, N / B times each."""
@@ -220,6 +228,33 @@ class Run:
 
 def _sum(terms: Mapping[str, Tensor]) -> Tensor | float:
     return functools.reduce(torch.add, terms.values()) if terms else 0.0
+
+
+def prior_factor(name: str, log_density: Tensor) -> None:
+    """Add a term to the log prior, in nats, where ``pyro.factor`` adds one to the log likelihood.
+
+    Temperatures of the likelihood leave it as it is, and the curvature and the evidence take it for
+    a part of the prior. In a plate of data it is scaled by N / B, as any statement.
+
+    Example::
+
+        >>> def model(x, y=None):
+        ...     w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        ...     bdl.priors.factor("far from zero", -1.0 / w.square())
+        ...     with pyro.plate("data", len(x)):
+        ...         return pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+
+    :param name: of the statement.
+    :param log_density: a term of log p, such as the weight decay of a parameter.
+    """
+    unit = Unit(log_density)
+    infer: Any = {"is_auxiliary": True, _PRIOR: True}
+    pyro.sample(name, unit, obs=unit.sample(), infer=infer)
+
+
+def is_prior_factor(msg: Any) -> bool:
+    """Return whether a statement is of ``prior_factor``."""
+    return isinstance(msg["fn"], Unit) and bool(msg["infer"].get(_PRIOR))
 
 
 def is_deterministic(msg: Any) -> bool:

@@ -64,8 +64,21 @@ def collapse(model: Callable, guide: Guide, *args: Any, **kwargs: Any) -> Collap
     elbo = TemperedTraceMeanField_ELBO()
     with preserved_buffers(model), own_randomness():
         elbo.loss(model, guide, *args, **kwargs)
-    assert elbo.kl is not None
-    return _measured(model, guide, [(args, kwargs)], elbo.kl)
+    kl = _kl_of_latents(elbo, model, guide, args, kwargs)
+    return _measured(model, guide, [(args, kwargs)], kl)
+
+
+@torch.no_grad()
+def _kl_of_latents(elbo: Any, model: Callable, guide: Guide, args: tuple, kwargs: Any) -> Tensor:
+    """The KL of a bound's last step, which counts the prior's factors too, without these: they are
+    of hyperparameters or of weights that are no latents."""
+    with preserved_buffers(model), own_randomness():
+        latents = guide.require_layout().constrain(guide.sample_vectors(1)[0])[0]
+        run = record(model, latents, args, kwargs, draw=sum_out_discrete)
+    total: Tensor = elbo.kl
+    for site in run.prior_factors.values():
+        total = total + site.log_prob().sum()
+    return total
 
 
 def warn_of_collapse(model: Callable, guide: Guide, elbo: Any, args: tuple, size: int) -> None:
@@ -82,14 +95,17 @@ def warn_of_collapse(model: Callable, guide: Guide, elbo: Any, args: tuple, size
     rows = leading_size(args)
     latents = guide.require_layout().latents.values()
     shared = sum(latent.unconstrained_shape.numel() for latent in latents if not latent.plates)
-    if not (float(elbo.kl) < _KL * rows and rows < shared):
+    if not rows < shared:
         return
     batches = [args]
     if size < rows:
         count = max(1, min(rows, _ROWS) // size)
         spread = torch.arange(count * size, device=device_of_rows(args)) * rows // (count * size)
         batches = [tuple(taken(value, part) for value in args) for part in spread.split(size)]
-    measured = _measured(model, guide, [(batch, {}) for batch in batches], elbo.kl, rows)
+    kl = _kl_of_latents(elbo, model, guide, batches[0], {})
+    if not float(kl) < _KL * rows:
+        return
+    measured = _measured(model, guide, [(batch, {}) for batch in batches], kl, rows)
     if measured.complete:
         warn(
             f"the guide has collapsed to the prior, or the inputs say nothing of the targets: KL(q "
@@ -204,8 +220,9 @@ def warn_of_joint_scales(
     with preserved_buffers(model), own_randomness(), torch.enable_grad():
         vector = guide.sample_vectors(1)[0].detach()
         latents = guide.require_layout().constrain(vector)[0]
-        prior = record(model, latents, part, {}, draw=sum_out_discrete).log_prior()
-    scales = [names[id(p)] for p in own if reaches(prior, [p])]
+        run = record(model, latents, part, {}, draw=sum_out_discrete)
+    priors = [site.log_prob().sum() for site in run.latents.values()]
+    scales = [names[id(p)] for p in own if any(reaches(prior, [p]) for prior in priors)]
     if scales:
         warn(
             f"{', '.join(scales)} of the prior and weights at a point have no maximum together, "

@@ -72,7 +72,7 @@ def test_the_programs_own_numbers_come_along_and_the_data_do_not(tmp_path):
     model(_X, _X)  # moves the statistics of BatchNorm
     posterior = guide.laplace_approximation((_X, _X))
     path = posterior.save(tmp_path / "posterior")
-    stored = load_tree(path, kind="posterior")["batch"][0]
+    stored = load_tree(path, kind="posterior")["program"]["batch"][0]
     assert [len(rows) for rows in stored] == [2, 2]
     other = _network(noise=0.1)
     found = bdl.load_posterior(path, other)

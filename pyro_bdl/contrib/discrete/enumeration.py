@@ -113,6 +113,13 @@ class Enumeration:
         mask = [site.mask.shape] if isinstance(site.mask, Tensor) else []
         own = msg["infer"].get("_enumerated")
         symbols = _along(symbols, [site.distribution.batch_shape, *mask], own)
+        if kind == "prior_factors":
+            if symbols:
+                raise UnsupportedProgramError(
+                    f"the prior factor '{name}' depends on a discrete site that is summed out: "
+                    "let it be a pyro.factor, or depend on the continuous latents alone"
+                )
+            return
         self.statements.append(Statement(name, kind, site, symbols, _plates_of(msg)))
 
     def leave_open(self, run: Any) -> None:

@@ -302,7 +302,7 @@ class AutoMCDropout(Guide):
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
         """-H(eps) - E_q[log p(w)], in closed form for Normal and log-uniform priors."""
         expected = expected_log_prior(
-            self.require_layout(), self.parameter("loc"), self.variances(), run.latents
+            self.require_layout(), self.parameter("loc"), self.variances(), run.priors
         )
         total = -expected
         for name, q in self._noisy_weights().items():

@@ -227,11 +227,6 @@ class AutoInducing(Guide):
             given=given,
             noise=numbers,
         )
-        if self._program_model is None:
-            raise RuntimeError(
-                "AutoInducing draws by runs of its program, and this copy from a pickle has none: "
-                "take guide.save(path) and bdl.load_posterior(path, model)"
-            )
         args, kwargs = self._arguments()
         with evaluation_mode(self.program_model), found:
             record(self.program_model, rest, args, kwargs, draw=found.sample)
@@ -279,6 +274,8 @@ class AutoInducing(Guide):
         if any(is_changed(run.latents[site]) for site in layered):
             return super().kl(vector, log_det, run)
         values, total = self.require_layout().constrain(vector)[0], vector.new_zeros(())
+        for site in run.prior_factors.values():
+            total = total - site.log_prob().sum()
         if self.rest.latents:
             loc, scale = self.parameter("loc"), self.parameter("scale")
             priors = {name: run.latents[name] for name in self.rest.latents}

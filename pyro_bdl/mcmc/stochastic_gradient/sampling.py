@@ -87,9 +87,10 @@ def sgmcmc(
     started = time.perf_counter()
     with evaluation_mode(model, init), seeded(seed):
         batches = MinibatchSource(data, batch_size)
-        restriction = checked_restriction(model, batches, subset)
+        restriction = checked_restriction(model, batches, subset, init)
         start = starting_vectors(restriction, init, num_chains)
         _check_memory(num_samples, start)
+        described = restriction.described(start[0])
         info = {
             "kernel": kernel.name,
             "num_warmup": num_warmup,
@@ -111,19 +112,23 @@ def sgmcmc(
         "failure": walk.failure,
     }
     with torch.no_grad():
-        return Samples(restriction.constrain(chains.vectors), chains.stats, info)
+        latents = restriction.constrain(chains.vectors)
+    return Samples(latents, chains.stats, info, program=described)
 
 
 def checked_restriction(
-    model: Callable, batches: MinibatchSource, subset: tuple[Subset, Tensor] | None
+    model: Callable,
+    batches: MinibatchSource,
+    subset: tuple[Subset, Tensor] | None,
+    init: Any = None,
 ) -> Restriction:
-    """The program on the first minibatch.
+    """The program on the first minibatch, at first run at ``init`` where that says values.
 
     :raises ValueError: for data that are not finite, targets outside their support, a program that
         does not know N.
     """
     check_finite(model, *batches.whole)
-    program = checked_program(model, *batches.first)
+    program = checked_program(model, *batches.first, init)
     batches.check_scale(program)
     return Restriction(program, subset)
 
@@ -208,7 +213,7 @@ def suggest_step_size(
         raise ValueError(f"fraction must be positive, got {fraction}")
     with evaluation_mode(model, at), seeded(seed):
         batches = MinibatchSource(data, batch_size)
-        restriction = checked_restriction(model, batches, None)
+        restriction = checked_restriction(model, batches, None, at)
         vectors = starting_vectors(restriction, at, whole_number(num_points, "num_points"))
         curvatures = [largest_curvature(restriction, vector) for vector in vectors]
     for number, curvature in enumerate(curvatures):

@@ -1,0 +1,230 @@
+"""The program of a posterior in its file: its own numbers, a few rows of data, and what its
+statements say there, by which another program is recognized."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pyro
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor, nn
+
+from pyro_bdl.distributions.parameters import is_known, parameters_of
+from pyro_bdl.program.batches import NOT_ON_SOME, Batch, has_rows, leading_size, taken
+from pyro_bdl.program.layout import differences, origin
+from pyro_bdl.program.program import Program
+from pyro_bdl.program.trace import Run, leave_open, record
+from pyro_bdl.utils.module_state import device_of, evaluation_mode, modules_of
+from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.utils.trees import tree_map_only
+
+LOG_DENSITY = "log density"
+_FACTOR = "factor (N / B, 1 / temperature)"
+_SLACK = 1e-2  # of numbers of another device or of half precision, which differ by rounding
+_SLACKS = {torch.float32: 1e-3, torch.float64: 1e-6}  # of those of the same kind of device
+
+
+def few_rows(
+    model: Callable, layout: Any, vector: Tensor, batch: Batch, *, number: int = 2
+) -> Batch:
+    """A copy of a batch's first rows, if the program runs on so few; else the batch itself."""
+    count = leading_size(batch)
+    if count <= number or not has_rows(batch, count):
+        return batch
+    try:
+        few = tree_map_only(Tensor, torch.clone, taken(batch, slice(number)))
+        with torch.no_grad(), evaluation_mode(model):
+            record(model, layout.constrain(vector)[0], *few, draw=leave_open).log_likelihood()
+    except NOT_ON_SOME:  # it needs all of its data, or they have no rows, as sparse tensors
+        return batch
+    return few
+
+
+def described_at(program: Program, latents: Mapping[str, Tensor]) -> dict[str, Any]:
+    """``described_program`` with a few rows of the program's arguments.
+
+    :raises RuntimeError: for latents with other names or shapes than the program's.
+    """
+    check_sites(program, latents)
+    point = {name: latents[name].detach().to(own.device) for name, own in program.latents.items()}
+    batch = program.args, program.kwargs
+    few = few_rows(program.model, program.layout, program.unconstrain(point), batch)
+    return described_program(program.model, few, point)
+
+
+def described_program(
+    model: Callable, batch: Batch, latents: Mapping[str, Tensor] | None
+) -> dict[str, Any]:
+    """A program as a tree of tensors, numbers and strings.
+
+    It holds copies of the parameters and buffers of its modules and of the parameters that it
+    declares by ``pyro.param``, the batch, and what ``statements`` says of each site.
+
+    :param latents: the point of the statements, which the tree holds too; None to leave them out.
+    """
+    modules = _outermost(model)
+    read, run = _run(model, batch, latents)
+    held = {id(parameter) for module in modules for parameter in module.parameters()}
+    tree = {
+        "states": [module.state_dict() for module in modules],
+        "parameters": {n: value for n, (value, leaf) in read.items() if id(leaf) not in held},
+        "batch": batch,
+        "point": latents,
+        "statements": {} if latents is None else statements(run),
+        "device": next((value.device.type for value in (latents or {}).values()), "cpu"),
+    }
+    return tree_map_only(Tensor, lambda value: value.detach().to("cpu", copy=True), tree)
+
+
+@contextmanager
+def taking_up(model: Callable, tree: dict[str, Any]) -> Iterator[tuple[Program, dict[str, Any]]]:
+    """Set a program's own numbers to those of a tree of ``described_program``.
+
+    The context gives the program on the tree's batch, and the tree on the program's device. If it
+    ends with an error, the program is as it was.
+
+    :raises RuntimeError: if they do not fit, or the file holds those of other modules.
+    """
+    modules, store = _outermost(model), pyro.get_param_store()
+    device = _device(modules)
+    tree = tree_map_only(Tensor, lambda value: value.to(device), tree)
+    args, kwargs = tree["batch"]
+    before = [copy.deepcopy(module.state_dict()) for module in modules]
+    known = {name: value.detach().clone() for name, value in store.items()}
+    try:
+        with own_randomness(), evaluation_mode(model):  # it takes up the values of Pyro's store
+            program = Program(model, *args, **kwargs)
+        _load(modules, tree["states"])
+        for name, value in tree["parameters"].items():
+            store[name] = value
+        yield program, tree
+    except BaseException:
+        for module, state in zip(modules, before, strict=True):
+            module.load_state_dict(state)
+        for name in tree["parameters"].keys() & known.keys():
+            store[name] = known[name]
+        raise
+
+
+def check_same(model: Callable, tree: Mapping[str, Any], latents: Mapping[str, Tensor]) -> None:
+    """Check that a program says the same as the one of a tree of ``described_program``.
+
+    :param latents: the point of its statements.
+    :raises RuntimeError: if a site is missing, or its density, scale or parameters differ.
+    """
+    now, before = statements(_run(model, tree["batch"], latents)[1]), tree["statements"]
+    added = [name for name in now if name not in before and LOG_DENSITY in now[name]]
+    for site in [*before, *added]:
+        saved, here = before.get(site), now.get(site)
+        if saved is None or here is None:
+            where = "only in the program of the file" if here is None else "only in this one"
+            raise RuntimeError(f"the posterior is of another program: the site '{site}' is {where}")
+        for name, value in saved.items():
+            slack = _SLACK
+            if isinstance(value, Tensor) and tree.get("device") == value.device.type:
+                slack = _SLACKS.get(value.dtype, _SLACK)
+            _check_number(site, name, value, here.get(name), saved.get("scale", 1.0), slack)
+
+
+def check_sites(program: Program, latents: Mapping[str, Tensor]) -> None:
+    """Check that draws are of the latents of a program.
+
+    :param latents: one draw.
+    :raises RuntimeError: if they have other names or shapes.
+    """
+    theirs = {name: value.shape for name, value in latents.items()}
+    ours = {name: latent.shape for name, latent in program.latents.items()}
+    found = differences(ours, theirs)
+    if found:
+        raise RuntimeError(
+            f"the draws are of {origin(ours, theirs)} ({found}): load them with the program that "
+            "they are of"
+        )
+
+
+def statements(run: Run) -> dict[str, dict[str, Any]]:
+    """For each site of a run its factor and log density, summed, in nats; for observed sites the
+    parameters of their distributions too."""
+    result: dict[str, dict[str, Any]] = {}
+    for name, site in (run.priors | run.observed | run.factors).items():
+        result[name] = {_FACTOR: torch.as_tensor(site.scale)}
+        if site.value is not None:
+            result[name][LOG_DENSITY] = site.log_prob().sum()
+        if name in run.observed and is_known(site.distribution):
+            result[name] |= parameters_of(site.distribution)
+    return result
+
+
+class _Reads(Messenger):
+    """Handler that collects the parameters that a program declares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, tuple[Tensor, Any]] = {}
+
+    def _pyro_post_param(self, msg: Any) -> None:
+        value = msg["value"]
+        leaf = value.unconstrained() if hasattr(value, "unconstrained") else value
+        self.values[msg["name"]] = value, leaf
+
+
+@torch.no_grad()
+def _run(
+    model: Callable, batch: Batch, latents: Mapping[str, Tensor] | None
+) -> tuple[dict[str, tuple[Tensor, Any]], Run]:
+    """The parameters that a program reads, each with its unconstrained tensor, and its run."""
+    draw = None if latents is None else leave_open
+    with evaluation_mode(model), own_randomness(), _Reads() as reads:
+        run = record(model, latents or {}, *batch, draw=draw)
+    return reads.values, run
+
+
+def _outermost(model: Callable) -> list[nn.Module]:
+    """The modules that a program holds, without their parts."""
+    modules: list[nn.Module] = []
+    parts: set[nn.Module] = set()
+    for module in modules_of(model):
+        if module not in parts:
+            modules.append(module)
+        parts.update(module.modules())
+    return modules
+
+
+def _device(modules: list[nn.Module]) -> torch.device:
+    """The device of the first tensor of modules; the CPU where they hold none."""
+    devices = (device_of(module) for module in modules)
+    return next((device for device in devices if device is not None), torch.device("cpu"))
+
+
+def _load(modules: list[nn.Module], states: list[dict[str, Any]]) -> None:
+    if len(modules) != len(states):
+        raise RuntimeError(
+            f"the posterior is of another program: it has {len(states)} modules in the file and "
+            f"{len(modules)} here"
+        )
+    for module, state in zip(modules, states, strict=True):
+        module.load_state_dict(state)
+
+
+def _check_number(site: str, name: str, saved: Any, here: Any, scale: Any, slack: float) -> None:
+    """Check that a number, or a tensor of them, of a site is the same up to rounding.
+
+    :param scale: of the site's distribution, in which differences count.
+    """
+    first = torch.as_tensor(saved).detach().double().cpu()
+    second = torch.as_tensor(torch.nan if here is None else here).detach().double().cpu()
+    units = first.abs().nan_to_num(0.0, 0.0, 0.0).max() + torch.as_tensor(scale).abs().max().cpu()
+    limit = slack * float(units)
+    if first.shape == second.shape:
+        alike = (first == second) | first.isnan() | ((first - second).abs() <= limit)
+        if bool(alike.all()):
+            return
+        first, second = first[~alike], second[~alike]
+    was, found = first.reshape(-1)[0], second.reshape(-1)[0]
+    raise RuntimeError(
+        f"the posterior is of another program: at the same weights and data the {name} of the "
+        f"site '{site}' was {was:.6g} and is {found:.6g} here: load it with the prior, the noise "
+        "and the num_data of the program that it was saved from"
+    )
