@@ -28,7 +28,7 @@ from pyro_bdl.errors import UnusableDrawsError, warn
 from pyro_bdl.guides.draws import as_posterior, samples_of_program, to_samples
 from pyro_bdl.metrics.calibration import coverage_range
 from pyro_bdl.metrics.monte_carlo import halves
-from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
+from pyro_bdl.predictive.linearized import OF_WEIGHTS, UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.batches import taken
 from pyro_bdl.samples import Samples
@@ -39,7 +39,6 @@ from pyro_bdl.utils.trees import tree_map
 
 _NUMBERS = 2**24  # the largest number of numbers in the draws that are kept
 _LEAST_FOR_RANGE = 40
-_OF_WEIGHTS = 2**20  # sets the seed of a linear model's weights apart from that of the noise
 _FILE = "Evaluation"
 NUMBERS_OF_ONE = (*SCORES, *COSTS, *LEFT_OUT)
 
@@ -221,7 +220,7 @@ class _Draws:
             model, self.samples, batch_norm_data=setting.batch_norm_data
         )
         if linear:
-            seed = setting.seed + _OF_WEIGHTS
+            seed = setting.seed + OF_WEIGHTS
             self.predictive = LinearizedPredictive(model, posterior, self.count, seed=seed)
 
     def evaluation(self) -> tuple[Evaluation, dict[str, tuple]]:

@@ -43,7 +43,7 @@ from pyro_bdl.utils.trees import tree_map
 from pyro_bdl.utils.validation import whole_number
 
 METHODS = ("centered-probit", "probit", "laplace-bridge", "monte-carlo")
-
+OF_WEIGHTS = 2**20  # sets the seed of the latents apart from that of the noise around them
 
 UNKNOWN = (
     "the linearized model does not know {kind} observations: the draws of {posterior} go through "
@@ -127,6 +127,20 @@ class LinearizedPredictive(DrawPredictions):
         """Draws of the observed and the deterministic sites, each (S, ...)."""
         at_draws = self._at_draws(drawn, args, kwargs, deterministic=True)
         return at_draws.values | at_draws.deterministic
+
+    @torch.no_grad()
+    def latents(self) -> dict[str, Tensor]:
+        """The draws of the latents, site -> (S, *shape), in the order of all other draws.
+
+        With a seed they are those that ``__call__``, ``mean``, ``log_likelihood`` etc. are about::
+
+            f_s(x) = f(x; u*) + J(x) (u_s - u*)
+
+        Without a seed they are drawn anew.
+        """
+        pairs = zip(self.components, self._shares(), strict=True)
+        vectors = self._mixed([part.vectors(number) for part, number in pairs if number])
+        return self.posterior.require_layout().constrain(vectors)[0]
 
     # Closed forms
 
@@ -324,7 +338,8 @@ class LinearizedPredictive(DrawPredictions):
         """The number of draws of each component."""
         if not isinstance(self.posterior, MixtureGuide):
             return [self.num_samples]
-        shares = self.posterior.shares(self.num_samples)
+        with nullcontext() if self.seed is None else seeded(self.seed):
+            shares = self.posterior.shares(self.num_samples)
         return [shares[k] for k in self._kept]
 
     def _mixed(self, members: list[Any]) -> Any:
