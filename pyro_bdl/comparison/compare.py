@@ -92,7 +92,11 @@ def compare(
         raise ValueError("posteriors is empty: give at least one guide or Samples by name")
     names = ", ".join(map(repr, posteriors))
     costs, left_out = costs or {}, left_out or {}
-    for what, name in (("reference", reference), *(("costs", name) for name in costs)):
+    by_name = (("costs", costs), ("left_out", left_out))
+    for what, name in (
+        ("reference", reference),
+        *((w, n) for w, names_ in by_name for n in names_),
+    ):
         if name is not None and name not in posteriors:
             raise ValueError(
                 f"{what} {name!r} is not among the posteriors ({names}): name one of them, or say "

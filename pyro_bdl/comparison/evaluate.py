@@ -172,6 +172,8 @@ def evaluate_in(
     setting: Setting, posterior: Any, costs: Costs, left_out: KFold | None
 ) -> Evaluation:
     """``evaluate`` in a setting that is read; it starts from the seed, whatever came before."""
+    if left_out is not None and setting.train is not None:
+        left_out.check_data(setting.train)
     with seeded(setting.seed), torch.no_grad():
         if isinstance(posterior, PredictiveDraws):
             block, chains = known_block(setting.kind, posterior, setting.y), posterior.chains

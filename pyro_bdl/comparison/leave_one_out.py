@@ -34,6 +34,7 @@ from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.trees import equal_trees
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,14 @@ class KFold:
     :param se: its standard error over the data, sqrt(N var(pointwise)).
     :param pointwise: float64 ``(N,)``, in the order of the data.
     :param fold: ``(N,)``, the fold in which each datum was held out.
+    :param y: the targets of these data, by which a comparison tells other data; or None.
     """
 
     elpd: float
     se: float
     pointwise: Tensor
     fold: Tensor
+    y: Any = None
 
     @property
     def folds(self) -> int:
@@ -58,6 +61,23 @@ class KFold:
 
     def __str__(self) -> str:
         return f"elpd {self.elpd:.2f} (se {self.se:.2f}) of {self.folds} folds"
+
+    def check_data(self, train: tuple) -> None:
+        """Check that the folds are parts of these data.
+
+        :raises ValueError: for another number of rows, or other targets.
+        """
+        rows = leading_size(train)
+        if rows != len(self.pointwise):
+            raise ValueError(
+                f"left_out holds the cross-validation of {len(self.pointwise)} rows, but train has "
+                f"{rows}: give k_fold the training data"
+            )
+        if self.y is not None and not equal_trees(self.y, train[-1]):
+            raise ValueError(
+                "left_out holds the cross-validation of other targets than those of train: give "
+                "k_fold the training data"
+            )
 
 
 LeftOut = LOO | SubsampledLOO | KFold
@@ -381,7 +401,7 @@ def k_fold(
             model, posterior = fit(*train)
             density = _log_density(model, posterior, held, num_samples)
         pointwise[(fold == k).to(device)] = density.to(pointwise)
-    return KFold(float(pointwise.sum()), standard_error(pointwise), pointwise, fold)
+    return KFold(float(pointwise.sum()), standard_error(pointwise), pointwise, fold, args[-1])
 
 
 @torch.no_grad()
