@@ -189,8 +189,12 @@ def evaluate_in(
         if left_out is not None:
             inputs["loo"] = left_out, ""
         inputs |= costs.inputs(posterior, *inputs.get("mixing", ()))
-        scores = {**evaluation.scores, **measure(NUMBERS_OF_ONE, evaluation.task, inputs)}
-    return replace(evaluation, scores=scores, loo=inputs.get("loo", (None,))[0])
+        scores = measure(NUMBERS_OF_ONE, evaluation.task, inputs)
+    draws = replace(evaluation, scores=scores).effective
+    points = {key: score.with_effective(draws) for key, score in evaluation.points.items()}
+    scores |= {key: score.number for key, score in points.items()}
+    scores |= {f"{key}_se": score.error for key, score in points.items()}
+    return replace(evaluation, scores=scores, points=points, loo=inputs.get("loo", (None,))[0])
 
 
 class _Draws:
@@ -300,8 +304,6 @@ def _scored(
         expected=None if block.noise is None else block.mean,
         noise=block.noise,
         pit=whole.get("transforms"),
-        scores={key: score.number for key, score in points.items()}
-        | {f"{key}_se": score.error for key, score in points.items()},
         points=points,
     )
     inputs = score.inputs()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from pyro_bdl.comparison.columns import Column, listed, with_error
 from pyro_bdl.comparison.evaluate import Evaluation
+from pyro_bdl.comparison.metric import ERRORS
 
 
 class Row(dict[str, Any]):
@@ -25,7 +26,6 @@ class Row(dict[str, Any]):
 
 
 # The limits. Convergence has its own, by the length of the chains: ``limit_of_rhat``.
-ERRORS = 2.0  # standard errors that count as a difference
 NEAR = 0.5  # largest distance of a usable posterior, in distances of a point at the mean
 RESOLVED = 0.25  # largest distance that draws may leave open to call anything alike, likewise
 SD = math.log(1.25)  # |log| of an sd ratio that counts as agreement
@@ -112,7 +112,6 @@ def judge(
     reference: str | None,
     *,
     point: float = math.nan,
-    score: str = SCORE,
 ) -> dict[str, Judgment]:
     """Groups and reasons of all posteriors, the reference first, then the closest.
 
@@ -128,20 +127,19 @@ def judge(
     :param rows: the numbers of each posterior.
     :param evaluations: the posteriors.
     :param point: d_0.
-    :param score: key of the NLPD that predictions are compared by.
     """
     base = None if reference is None else rows[reference]
     points = next(iter(evaluations.values())).rows
-    key = score if base is None else DISTANCE
+    key = SCORE if base is None else DISTANCE
     names = sorted(rows, key=lambda name: (name != reference, _or_inf(rows[name][key])))
     judgments = {}
     for name in names:
         if base is None:
-            group = _group_by_score(evaluations[name], evaluations[names[0]], score)
+            group = _group_by_score(evaluations[name], evaluations[names[0]])
         else:
             group = REFERENCE if name == reference else _group(rows[name], point)
         other = None if name == reference else base
-        judgments[name] = Judgment(group, reasons(rows[name], other, points, score))
+        judgments[name] = Judgment(group, reasons(rows[name], other, points))
     return judgments
 
 
@@ -162,10 +160,10 @@ def _group(row: Row, point: float) -> str:
     return FAR if distance - ERRORS * error > NEAR * point else UNDECIDED
 
 
-def _group_by_score(evaluation: Evaluation, best: Evaluation, score: str) -> str:
-    if score not in evaluation.points:
+def _group_by_score(evaluation: Evaluation, best: Evaluation) -> str:
+    if SCORE not in evaluation.points:
         return UNDECIDED
-    gap, error = evaluation.points[score].difference(best.points[score])
+    gap, error = evaluation.points[SCORE].difference(best.points[SCORE])
     if math.isnan(gap + error):
         return UNDECIDED
     return WORSE if gap > ERRORS * error else ALIKE
@@ -200,17 +198,16 @@ def doubts(name: str, row: Row) -> list[str]:
 # -------------------------------------------------------------------- reasons of one posterior
 
 
-def reasons(row: Row, reference: Row | None, points: int, score: str = SCORE) -> tuple[Reason, ...]:
+def reasons(row: Row, reference: Row | None, points: int) -> tuple[Reason, ...]:
     """Reasons against a posterior by its numbers, the gravest first.
 
     :param row: its numbers.
     :param reference: those of the reference; None without one, and of the reference itself.
     :param points: number of test points.
-    :param score: key of the NLPD that predictions are compared by.
     """
     clauses = [_coverage(row, points), _convergence(row)]
     if reference is not None:
-        near = [_predictions(row, score), _spread(row), _center(row), _left_out(row, reference)]
+        near = [_predictions(row), _spread(row), _center(row), _left_out(row, reference)]
         clauses = [*near, *clauses]
     if not any(clauses):
         clauses = [_calibrated(row, points)]
@@ -223,8 +220,8 @@ def _is_clear(deviation: float, error: float, band: float) -> bool:
     return ERRORS * error <= max(abs(deviation), band)
 
 
-def _predictions(row: Row, score: str) -> Reason | None:
-    gap, error = row.pair(f"{score}_diff")
+def _predictions(row: Row) -> Reason | None:
+    gap, error = row.pair(f"{SCORE}_diff")
     if not gap > ERRORS * error:
         return None
     words = f"it predicts worse, by {with_error(gap, error)} nats per datum"
@@ -362,7 +359,6 @@ def answer(
     *,
     point: float = math.nan,
     doubtful: bool = False,
-    score: str = SCORE,
 ) -> str:
     """The closest, the cheapest and the ones to avoid, in two or three sentences.
 
@@ -370,13 +366,12 @@ def answer(
     :param judgments: of all, in order.
     :param point: the distance of a point at the reference's mean.
     :param doubtful: whether there are reasons not to trust the reference.
-    :param score: see ``judge``.
     """
     names = [name for name in judgments if name != reference]
     if not names:
         return ""
     if reference is None:
-        return " ".join(_answer_by_score(rows, judgments, score))
+        return " ".join(_answer_by_score(rows, judgments))
     whose = in_words(reference)
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -424,9 +419,7 @@ def answer(
     return " ".join(sentences)
 
 
-def _answer_by_score(
-    rows: Mapping[str, Row], judgments: Mapping[str, Judgment], score: str
-) -> Iterable[str]:
+def _answer_by_score(rows: Mapping[str, Row], judgments: Mapping[str, Judgment]) -> Iterable[str]:
     alike, worse = (
         [name for name, judgment in judgments.items() if judgment.group == group]
         for group in (ALIKE, WORSE)
@@ -446,8 +439,8 @@ def _answer_by_score(
         quick = min(times, key=lambda name: times[name])
         yield f"{quick} is the fastest of them ({times[quick]:.2g} s)."
     if alike and worse:
-        best = rows[alike[0]][score]
-        gaps = _range([rows[name][score] - best for name in worse])
+        best = rows[alike[0]][SCORE]
+        gaps = _range([rows[name][SCORE] - best for name in worse])
         verb = "predicts" if len(worse) == 1 else "predict"
         yield f"{listed(worse, MOST_NAMES)} {verb} worse, by {gaps} nats per datum."
     if alike:

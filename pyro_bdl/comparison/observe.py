@@ -13,6 +13,8 @@ from pyro_bdl.comparison.kind import Kind, check_fit, class_probabilities
 from pyro_bdl.comparison.metric import evenly
 from pyro_bdl.errors import UnusableDrawsError
 from pyro_bdl.metrics.uncertainty import Uncertainty, entropy_parts, variance_parts
+from pyro_bdl.predictive.linearized import LinearizedPredictive
+from pyro_bdl.predictive.observations import ClosedPredictions
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.utils.validation import check_finite_tensor
 
@@ -30,6 +32,7 @@ class Block:
     :param noise: Var[y | w_s], as ``mean``; None for classes.
     :param draws: y ~ p(y | w_s), ``(S, n, ...)``; None for classes.
     :param log_density: log p(y_n | w_s) in nats, ``(S, K)``; K = 1 for a joint one.
+    :param closed: mean, variance and log p(y_n) in closed form, if there is one.
     """
 
     rows: int
@@ -39,6 +42,18 @@ class Block:
     noise: Tensor | None = None
     draws: Tensor | None = None
     log_density: Tensor | None = None
+    closed: ClosedPredictions | None = None
+
+    @property
+    def draw_numbers(self) -> Tensor:
+        """0 ... S - 1."""
+        return torch.arange(len(self.mean), device=self.mean.device)
+
+    def at_draws(self, numbers: Tensor) -> "Block":
+        """The block at some of the draws."""
+        names = ("mean", "function", "noise", "draws", "log_density")
+        known = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **{name: value[numbers] for name, value in known.items()})
 
     def at(self, rows: Tensor, chains: int, most: int) -> "Block":
         """Draws at some of the rows, without targets and densities.
@@ -87,10 +102,16 @@ class Block:
         if density is not None and self.y is not None:
             numbers = self.y.numel() / density.shape[1]
             density = density.double() - math.log(scale) * numbers
-        noise = None if self.noise is None else self.noise * scale**2
+        noise, closed = None if self.noise is None else self.noise * scale**2, self.closed
+        if closed is not None:
+            of_targets = closed.log_density
+            if of_targets is not None and self.y is not None:
+                numbers = self.y.numel() / of_targets.numel()
+                of_targets = of_targets.double() - math.log(scale) * numbers
+            closed = ClosedPredictions(moved(closed.mean), closed.variance * scale**2, of_targets)
         return Block(
             self.rows, moved(self.mean), moved(self.function), moved(self.y), noise,
-            moved(self.draws), density,
+            moved(self.draws), density, closed,
         )  # fmt: skip
 
 
@@ -128,7 +149,30 @@ def observe(predictive: Any, kind: Kind, args: tuple, y: Tensor | None) -> Block
     bad = ~function.isfinite()
     check_draws("functions", bad & ~bad.all(0))  # all bad: there is no mean
     noise = kind.numbers({name: sites[name].variance for name in kind.sites})
-    return Block(mean.shape[1], mean, function, y, noise, draws, density)
+    closed = _closed_form(predictive, kind, args, mean[0], with_targets=y is not None)
+    return Block(mean.shape[1], mean, function, y, noise, draws, density, closed)
+
+
+def _closed_form(
+    predictive: Any, kind: Kind, args: tuple, like: Tensor, *, with_targets: bool
+) -> ClosedPredictions | None:
+    """Predictions in closed form where all sites have one.
+
+    :param like: the mean at one draw, for the shape.
+    """
+    if not isinstance(predictive, LinearizedPredictive) or not kind.is_normal:
+        return None
+    sites = predictive.closed_predictions(*args)
+    if kind.sites.keys() - sites.keys():
+        return None
+    mean, variance = (
+        kind.numbers({name: getattr(sites[name], part)[None] for name in kind.sites})[0]
+        for part in ("mean", "variance")
+    )
+    density, densities = None, {name: sites[name].log_density for name in kind.sites}
+    if with_targets and None not in densities.values():
+        density = kind.densities({n: value[None] for n, value in densities.items()})[0]
+    return ClosedPredictions(mean.reshape(like.shape), variance.reshape(like.shape), density)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ A metric names its inputs by ``of``:
                         probabilities ``(N, C)`` and the class numbers ``(N,)``
 ``"draws"``             draws of the target ``(S, N, ...)``, noise included, and the targets
 ``"density"``           log p(y_n | draw) ``(S, N)`` and the number of rows
+``"log predictive"``    log p(y_n), its mean over the draws or in closed form ``(N,)``, and the
+                        number of rows
 ``"moments"``           mean and variance of the predictions of a Normal observation, ``(N, ...)``
                         each, and the targets
 ``"predictions"``       mean and variance (None for classes) of the predictions, ``(N, ...)`` each,
@@ -20,11 +22,14 @@ A metric names its inputs by ``of``:
 
 ``"draws"`` and ``"density"`` are known of one batch of test data at a time, since they need much
 memory: their metrics are means over the test points (``over_points``); those of ``"halves"`` are
-such means too, of all points at once. Numbers are in the target's
-units.
+such means too, of all points at once. Numbers are in the target's units.
+
+Means over the test points are computed again without each of ten groups of draws, which gives their
+error over the draws: of ``"density"`` and ``"mean"`` at all points, of the others at up to 100 of
+each batch, since the draws of the function are common to all points.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -32,7 +37,6 @@ import torch
 from torch import Tensor
 
 from pyro_bdl import metrics
-from pyro_bdl.comparison.columns import listed
 from pyro_bdl.comparison.kind import Kind
 from pyro_bdl.comparison.metric import (
     CLASSES,
@@ -46,14 +50,15 @@ from pyro_bdl.comparison.metric import (
 )
 from pyro_bdl.comparison.observe import Block
 from pyro_bdl.metrics.calibration import mean_confidence, uniformity
-from pyro_bdl.metrics.scores import effective_draws, squared_error
+from pyro_bdl.metrics.scores import effective_draws, log_predictive_density, squared_error
 from pyro_bdl.metrics.temperature import best_temperature, calibrated_nlpd
 from pyro_bdl.metrics.uncertainty import Uncertainty
+from pyro_bdl.utils.jackknife import number_of_groups, without_each
 
 # Below this many effective draws the density of a mixture says more about their number.
 FEW_DRAWS = 10
-_MANY_POINTS = 0.1
 _LEAST_FOR_HALVES = 20  # test points
+_MOST_POINTS = 100  # of a batch, for errors over draws that would take long at all of them
 
 TEST_DATA, CALIBRATION = "test data", "calibration"
 whole = partial(metric, group=TEST_DATA)
@@ -77,17 +82,18 @@ def accuracy(mean: Tensor, y: Tensor) -> Tensor:
     return metrics.accuracy(mean, y, pointwise=True)
 
 
-@score("NLPD", "density")
-def nlpd(density: Tensor, rows: int) -> Tensor:
-    """Negative log predictive density per datum, in nats; smaller is better."""
-    return _per_row(metrics.negative_log_predictive_density(density, pointwise=True), rows)
+@score("NLPD", "log predictive")
+def nlpd(log_predictive: Tensor, rows: int) -> Tensor:
+    """Negative log predictive density per datum, in nats; smaller is better. Of a Laplace
+    approximation with Normal noise it is in closed form."""
+    return _per_row(-log_predictive, rows)
 
 
-@score("NLPD, Normal", "moments", task=NUMBERS)
+@score("NLPD, Normal", "moments", task=NUMBERS, detail=True)
 def nlpd_normal(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
     """Negative log density of the targets under the Normal with the predictive mean and variance,
-    in nats. It does not depend on the number of draws, as the density of their mixture does where
-    the noise is much smaller than the function's sd."""
+    in nats. It rests on all draws, where the density of their mixture rests on the few that pass
+    near the target (see NLPD by few)."""
     return metrics.gaussian_nlpd(mean, variance, y)
 
 
@@ -290,28 +296,64 @@ class Score:
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self._parts: dict[str, list[Tensor]] = {}
+        self._groups: dict[str, list[Tensor]] = {}
 
     def add(self, block: Block) -> None:
         """Score a batch."""
-        mean, y = block.mean.mean(0), block.y
+        parts, inputs = self._read(block)
+        if "draws" in inputs:
+            parts["transforms"] = metrics.pit(*inputs["draws"])
+        parts |= measure_points(SCORES, self.kind.task, inputs)
+        for name, values in parts.items():
+            self._parts.setdefault(name, []).append(values)
+        if block.y is None and block.log_density is None:
+            return
+        for name, several in self._of_groups(block).items():
+            self._groups.setdefault(name, []).append(several)
+
+    def _read(self, block: Block) -> tuple[dict[str, Tensor], dict[str, tuple]]:
+        """What is known at each point of a batch, and the inputs of metrics."""
+        closed, y = block.closed, block.y
+        mean = block.mean.mean(0) if closed is None else closed.mean
         parts, inputs = {"mean": mean}, cast(dict[str, tuple], {})
         if y is not None:
             inputs["mean"], parts["y"] = (mean, y), y
         if block.log_density is not None:
             inputs["density"] = block.log_density, block.rows
+            log_predictive = None if closed is None else closed.log_density
+            if log_predictive is None:
+                log_predictive = log_predictive_density(block.log_density)
+            inputs["log predictive"] = log_predictive, block.rows
         if block.draws is not None and y is not None:
             inputs["draws"] = block.draws, y
-            parts["transforms"] = metrics.pit(block.draws, y)
-        if block.noise is not None:
+        if closed is not None:
+            parts["variance"] = closed.variance
+        elif block.noise is not None:
             variance = metrics.variance_parts(block.mean, block.noise).total
             parts["variance"] = variance.reshape(mean.shape)
         elif block.draws is not None:
             parts["variance"] = block.draws.double().var(0)
-        if self.kind.is_normal and "variance" in parts:
+        if self.kind.is_normal and "variance" in parts and y is not None:
             inputs["moments"] = mean, parts["variance"], y
-        parts |= measure_points(SCORES, self.kind.task, inputs)
-        for name, values in parts.items():
-            self._parts.setdefault(name, []).append(values)
+        return parts, inputs
+
+    def _of_groups(self, block: Block) -> dict[str, Tensor]:
+        """The values ``(1 + G, n)`` of metrics with all draws, and without each group of them, and
+        mean, variance and targets at the points that ``"halves"`` takes."""
+        views, several = [block], cast(dict[str, list[Tensor]], {})
+        if groups := number_of_groups(len(block.mean)):
+            views += [block.at_draws(part) for part in without_each(block.draw_numbers, groups)]
+        for view in views:
+            parts, inputs = self._read(view)
+            some = slice(None, None, -(-len(parts["mean"]) // _MOST_POINTS))
+            if "draws" in inputs:
+                draws, y = inputs["draws"]
+                inputs["draws"] = draws[:, some], y[some]
+            values = measure_points(SCORES, self.kind.task, inputs)
+            values |= {n: parts[n][some] for n in ("mean", "variance", "y") if n in parts}
+            for name, value in values.items():
+                several.setdefault(name, []).append(value)
+        return {name: torch.stack(values) for name, values in several.items()}
 
     def whole(self) -> dict[str, Tensor]:
         """The ``"mean"`` predictions at all test points and, if they are known, their
@@ -321,7 +363,10 @@ class Score:
 
     def inputs(self) -> dict[str, tuple]:
         """The inputs of metrics that need all test points at once."""
-        whole, classes = self.whole(), self.kind.task == CLASSES
+        return self._inputs_of(self.whole())
+
+    def _inputs_of(self, whole: Mapping[str, Tensor]) -> dict[str, tuple]:
+        classes = self.kind.task == CLASSES
         if "y" not in whole:
             return {}
         inputs: dict[str, tuple] = {"mean": (whole["mean"], whole["y"])}
@@ -333,11 +378,27 @@ class Score:
 
     def points(self) -> dict[str, PointScores]:
         """The scores that are means over the test points."""
-        known, halves = of_task(SCORES, self.kind.task), self.inputs().get("halves")
-        whole = self.whole()
-        if halves is not None:
-            whole |= measure_points(SCORES, self.kind.task, {"halves": halves})
-        return {m.key: PointScores.of(m, whole[m.key]) for m in known if m.key in whole}
+        known, whole = of_task(SCORES, self.kind.task), self.whole()
+        groups = {name: torch.cat(parts, 1) for name, parts in self._groups.items()}
+        whole |= self._of_halves(whole)
+        if "mean" in groups:
+            views = [
+                self._of_halves({name: groups[name][g] for name in ("mean", "variance", "y")
+                                 if name in groups})
+                for g in range(len(groups["mean"]))
+            ]  # fmt: skip
+            groups |= {key: torch.stack([view[key] for view in views]) for key in views[0]}
+        none = torch.zeros(1, 1, device="cpu")  # no group: the error over draws is unknown
+        return {
+            m.key: PointScores.of(m, whole[m.key], groups.get(m.key, none))
+            for m in known
+            if m.key in whole
+        }
+
+    def _of_halves(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        inputs = self._inputs_of(whole)
+        inputs = {"halves": inputs["halves"]} if "halves" in inputs else {}
+        return measure_points(SCORES, self.kind.task, inputs)
 
 
 def differences(evaluation: Any, reference: Any) -> dict[str, float]:
@@ -348,25 +409,3 @@ def differences(evaluation: Any, reference: Any) -> dict[str, float]:
         gap, error = evaluation.points[key].difference(reference.points[key])
         gaps |= {f"{key}_diff": gap, f"{key}_diff_se": error}
     return gaps
-
-
-def few_draws(scores: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Names of the posteriors whose NLPD rests on few draws at more than a tenth of the points.
-
-    :param scores: posterior to its numbers.
-    """
-    return [
-        name
-        for name, numbers in scores.items()
-        if numbers.get("nlpd_few", 0.0) > _MANY_POINTS and "nlpd_normal" in numbers
-    ]
-
-
-def few_draws_note(names: Sequence[str]) -> str:
-    """A sentence on an NLPD that says more about the number of draws than about the posterior."""
-    return (
-        f"NLPD of {listed(names)} rests on fewer than {FEW_DRAWS} draws at many of the test "
-        "points, since the noise is much smaller than the function's sd: it then says more about "
-        "the number of draws than about the posterior. NLPD, Normal does not: it scores the "
-        "predictive mean and variance, and is used in its place."
-    )

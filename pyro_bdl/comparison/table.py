@@ -28,8 +28,6 @@ from pyro_bdl.comparison.scores import (
     SCORES,
     TEST_DATA,
     differences,
-    few_draws,
-    few_draws_note,
 )
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.trees import equal_trees
@@ -227,16 +225,12 @@ def compare_evaluations(
             rows[name] |= distances(evaluation, first) | sd_ratios(evaluation, first)
             rows[name] |= differences(evaluation, first)
             rows[name] |= elpd_difference(evaluation, first)
-    few = few_draws(rows)
-    score = "nlpd_normal" if few else judge.SCORE
     point, warned = float("nan"), []
     if reference is not None:
         point = distance_of_point(first)
         warned = judge.doubts(reference, rows[reference])
-    judgments = judge.judge(rows, evaluations, reference, point=point, score=score)
-    answer = judge.answer(
-        rows, judgments, reference, point=point, doubtful=bool(warned), score=score
-    )
+    judgments = judge.judge(rows, evaluations, reference, point=point)
+    answer = judge.answer(rows, judgments, reference, point=point, doubtful=bool(warned))
     shown_rows: dict[str, dict[str, Any]] = {
         name: rows[name] | {"group": judgment.group, "verdict": judgment.verdict}
         for name, judgment in judgments.items()
@@ -250,16 +244,13 @@ def compare_evaluations(
         shown_rows[f"{reference}, half to half"] = floor(first)
     heading = f"{reference} (doubtful)" if warned else reference
     return Comparison(
-        table=_frame(shown_rows, first.task, heading, few=bool(few), point=point),
+        table=_frame(shown_rows, first.task, heading, point=point),
         reference=reference,
         evaluations=evaluations,
         judgments=judgments,
         summary=answer,
         warnings=tuple(warned),
-        notes=(
-            *([few_draws_note(few)] if few else []),
-            *withheld_notes({name: rows[name] for name in judgments}),
-        ),
+        notes=tuple(withheld_notes({name: rows[name] for name in judgments})),
         left_out=left_out or {},
         baselines={name: words for name, (_, words) in (baselines or {}).items()},
     )
@@ -314,17 +305,13 @@ def columns(task: str, reference: str | None) -> tuple[list[Column], list[Column
 
 
 def _frame(
-    rows: Mapping[str, Mapping[str, Any]], task: str, reference: str | None, *, few: bool,
-    point: float,
+    rows: Mapping[str, Mapping[str, Any]], task: str, reference: str | None, *, point: float,
 ) -> "pd.DataFrame":  # fmt: skip
     """The rows as a DataFrame whose attributes are the columns that hold a number."""
     import pandas as pd
 
     table = pd.DataFrame.from_dict(rows, orient="index").rename_axis("posterior")
     first, further = columns(task, reference)
-    if not few:  # then it says what NLPD says
-        further = [*(c for c in first if c.key == "nlpd_normal"), *further]
-        first = [c for c in first if c.key != "nlpd_normal"]
     known = set(table.columns[table.notna().any()])
     first, further = ([c for c in part if c.key in known] for part in (first, further))
     order = [key for c in (*first, *further) for key in (c.key, c.error) if key in known]
