@@ -27,7 +27,7 @@ class Row(dict[str, Any]):
 
 # The limits. Convergence has its own, by the length of the chains: ``limit_of_rhat``.
 NEAR = 0.5  # largest distance of a usable posterior, in distances of a point at the mean
-RESOLVED = 0.25  # largest distance that draws may leave open to call anything alike, likewise
+EQUIVALENT = 0.25  # largest distance of posteriors that are alike, likewise
 SD = math.log(1.25)  # |log| of an sd ratio that counts as agreement
 SD_APART = math.log(1.33)  # by which a region must be worse than near the data to be named
 SD_NONE = 1e-3  # sd ratio of a function without spread
@@ -44,13 +44,13 @@ DISTANCE, SCORE = "wasserstein", "nlpd"
 
 BY_DISTANCE = (
     "Ranked by the Wasserstein-1 distance of the function to {reference}, averaged over the test "
-    "points. Alike: no farther than draws of an equal posterior may be by chance, where these "
-    "resolve a quarter of the distance of a point at {reference}'s mean. Usable: at most half as "
-    "far as that point. Far: farther. Undecided: the draws are too few to say."
+    "points, in distances of a point at {reference}'s mean. Alike: at most a quarter. Usable: at "
+    "most half. Far: more than half. Each with two Monte Carlo errors to spare, so that more draws "
+    "never lower a grade. Undecided: the draws are too few to say."
 )
 BY_SCORE = (
     "Ranked by NLPD on the test data, since there is no reference. Alike: within two standard "
-    "errors (of the paired difference over the test points) of the best. Worse: beyond them."
+    "errors (of the paired difference, over test points and draws) of the best. Worse: beyond them."
 )
 COLUMN = Column(
     "group",
@@ -58,10 +58,12 @@ COLUMN = Column(
     style="text",
     help=f"{BY_DISTANCE.format(reference='the reference')} {BY_SCORE}",
 )
-# The three sentences of the answer.
-_CLOSEST = "{begin}{names} {verb} the closest{to}, at W1 {distance} (the draws resolve {resolved}; "
-_CHEAPER = "For {time}, {name} is {group}, at W1 {distance:.2g}{brief}."
+# The sentences of the answer.
+_ALIKE = "{names} {verb} with {whose} up to W1 {bound:.2g} ({scale}{time}."
+_CLOSEST = "{begin}{names} {verb} the closest{to}, at W1 {distance} ({resolved}{scale}{time}."
+_CHEAPER = "For {time}, {name} is {group}, at W1 {distance:.2g}."
 _FAR = "Far from it: {names}."
+_UNKNOWN = "How far {names} {verb}, {whose} few effective draws do not say."
 _INTERVAL = "its 90 % interval of the target, noise included, holds {:.0f} % of the {}test targets"
 _REGIONS = {
     "_between": "between the training data",
@@ -72,7 +74,14 @@ _LONGER = (
     "longer warm-up and more draws (num_warmup and num_samples of mcmc.sample; --warmup and "
     "--draws of pyro-bdl compare)"
 )
-_SMALLER = "smaller steps (target_accept of mcmc.NUTS nearer 1) or a smoother model"
+_SEVERAL = (
+    "several chains, whose agreement R-hat measures (num_chains=4 of mcmc.sample; --chains of "
+    "pyro-bdl compare)"
+)
+_REMEDY = (
+    "non-centered hierarchies (LocScaleReparam), smaller steps (target_accept of mcmc.NUTS nearer "
+    "1) or a smoother model"
+)
 
 
 class Reason(NamedTuple):
@@ -119,7 +128,7 @@ def judge(
     equal posterior may have by chance (``resolution``), and the distance d_0 of a point at the
     reference's mean::
 
-        alike: d <= r <= d_0 / 4    usable: r < d <= d_0 / 2 - 2 e    far: d > r, d_0 / 2 + 2 e
+        alike: d + 2 e <= d_0 / 4    usable: d + 2 e <= d_0 / 2    far: d > r, d - 2 e > d_0 / 2
 
     All others are undecided. Without a reference they are ranked by NLPD, and those without one
     stand last.
@@ -150,14 +159,13 @@ def _or_inf(value: float) -> float:
 
 def _group(row: Row, point: float) -> str:
     distance, error = row.pair(DISTANCE)
-    resolution = row["resolution"]
-    if math.isnan(resolution):
+    if math.isnan(row["resolution"]):
         return UNDECIDED
-    if distance <= resolution:
-        return ALIKE if resolution <= RESOLVED * point else UNDECIDED
-    if distance + ERRORS * error <= NEAR * point:
-        return USABLE
-    return FAR if distance - ERRORS * error > NEAR * point else UNDECIDED
+    for group, limit in ((ALIKE, EQUIVALENT), (USABLE, NEAR)):
+        if distance + ERRORS * error <= limit * point:
+            return group
+    is_far = distance > row["resolution"] and distance - ERRORS * error > NEAR * point
+    return FAR if is_far else UNDECIDED
 
 
 def _group_by_score(evaluation: Evaluation, best: Evaluation) -> str:
@@ -184,9 +192,9 @@ def doubts(name: str, row: Row) -> list[str]:
     to say."""
     reason, needed = _convergence(row), []
     if not row["rhat"] <= row["rhat_limit"]:
-        needed.append(_LONGER)
+        needed.append(_SEVERAL if row["num_chains"] == 1 else _LONGER)
     if row["divergent"] > DIVERGENT:
-        needed.append(_SMALLER)
+        needed.append(_REMEDY)
     if reason is None or not needed:
         return []
     return [
@@ -214,10 +222,15 @@ def reasons(row: Row, reference: Row | None, points: int) -> tuple[Reason, ...]:
     return tuple(reason for reason in (*clauses, _parameters(row)) if reason is not None)
 
 
-def _is_clear(deviation: float, error: float, band: float) -> bool:
-    """Return whether two errors are smaller than the deviation, or than the band of agreement if
-    the deviation lies in it; an unknown error is not."""
-    return ERRORS * error <= max(abs(deviation), band)
+def _agrees(deviation: float, error: float, band: float) -> bool:
+    """Return whether the deviation lies in the band with two errors to spare (an equivalence
+    test); with an unknown error it does not."""
+    return abs(deviation) + ERRORS * error <= band
+
+
+def _is_off(deviation: float, error: float, band: float) -> bool:
+    """Return whether the deviation is larger than the band, and than two errors."""
+    return abs(deviation) > band and ERRORS * error <= abs(deviation)
 
 
 def _predictions(row: Row) -> Reason | None:
@@ -239,11 +252,11 @@ def _spread(row: Row) -> Reason | None:
     ratio, error = row.pair(f"sd_ratio{region}")
     deviation, relative = _log_ratio(row, region)
     whose = f"the function's sd {_REGIONS[region]} is {_digits(ratio)} times the reference's"
-    if not _is_clear(deviation, relative, SD):
+    if _agrees(deviation, relative, SD):
+        return Reason(f"{whose}: much alike")
+    if not _is_off(deviation, relative, SD):
         unknown = "by an unknown error" if math.isnan(error) else f"± {error:.2f} by sampling"
         return Reason(f"{whose}, {unknown}: undecided")
-    if abs(deviation) <= SD:
-        return Reason(f"{whose}: much alike")
     near = row["sd_ratio_near"]
     where = " there" if region else ""
     where += f" ({_digits(near)} times near them)" if region and not math.isnan(near) else ""
@@ -266,7 +279,7 @@ def _worst_region(row: Row) -> str:
     for region in ("_between", "_beyond"):
         off, error = _log_ratio(row, region)
         more = math.copysign(1, off) * (off - near) > SD_APART
-        if more and abs(off) > SD and _is_clear(off, error, SD):
+        if more and _is_off(off, error, SD):
             worse[region] = abs(off)
     return max(worse, key=lambda region: worse[region], default="")
 
@@ -275,10 +288,10 @@ def _center(row: Row) -> Reason | None:
     off, error = row.pair("mean_shift")
     if math.isnan(off):
         return None
-    if not _is_clear(off, error, MEAN):
-        return Reason("whether its mean agrees is undecided")
-    if off <= MEAN:
+    if _agrees(off, error, MEAN):
         return Reason("its mean agrees")
+    if not _is_off(off, error, MEAN):
+        return Reason("whether its mean agrees is undecided")
     return Reason(f"its mean is off by {_digits(off)} sd of the reference", "mean off")
 
 
@@ -380,36 +393,48 @@ def answer(
     time = {name: rows[name]["seconds"] / base if base > 0 else math.nan for name in names}
     sentences = [f"{whose} is in doubt, so that what follows may change."] if doubtful else []
     scale = f"a point at {whose}'s mean has {point:.2g})"
+    known = [name for name in names if not math.isnan(rows[name].pair(DISTANCE)[1])]
     alike, usable = groups.get(ALIKE, []), groups.get(USABLE, [])
+    best = known[0] if known else names[0]
     if alike:
         best = min(alike, key=lambda name: _or_inf(time[name]))
         several = f"; the fastest of them, {best}, took" if len(alike) > 1 else ", in"
-        taken = "" if math.isnan(time[best]) else f"{several} {_share(time[best], 'its')}"
-        sentences.append(f"{listed(alike)} cannot be told from {whose}{taken}.")
-    else:
-        best = names[0]
-        near = [name for name in names if not _is_apart(rows[best], rows[name])]
-        resolved = rows[best]["resolution"]
-        none = best in groups.get(FAR, [])
-        text = _CLOSEST.format(
-            begin=f"None comes near {whose}: " if none else "",
-            names=listed(near),
-            verb="is" if len(near) == 1 else "are",
-            to="" if none else f" to {whose}",
-            distance=_range([rows[name][DISTANCE] for name in near]),
-            resolved="an unknown distance" if math.isnan(resolved) else f"{resolved:.2g}",
-        )
-        timed = best in usable and not math.isnan(time[best])
-        taken = f", in {_share(time[best], 'its')}" if timed else ""
-        sentences.append(f"{text}{scale}{taken}.")
+        bounds = (rows[name].pair(DISTANCE) for name in alike)
+        sentences.append(
+            _ALIKE.format(
+                names=listed(alike), verb="agrees" if len(alike) == 1 else "agree", whose=whose,
+                bound=max(distance + ERRORS * error for distance, error in bounds), scale=scale,
+                time=_taken(several, time[best]),
+            )
+        )  # fmt: skip
+    elif known:
+        none, resolved = judgments[best].group == FAR, rows[best]["resolution"]
+        near = [
+            name
+            for name in known
+            if not _is_apart(rows[best], rows[name]) and (none or judgments[name].group != FAR)
+        ]
+        sentences.append(
+            _CLOSEST.format(
+                begin=f"None comes near {whose}: " if none else "", names=listed(near),
+                verb="is" if len(near) == 1 else "are", to="" if none else f" to {whose}",
+                distance=_range([rows[name][DISTANCE] for name in near]),
+                resolved="" if math.isnan(resolved) else f"the draws resolve {resolved:.2g}; ",
+                scale=scale,
+                time=_taken(", in", time[best]) if best in usable else "",
+            )
+        )  # fmt: skip
     quick = min([*alike, *usable], key=lambda name: _or_inf(time[name]), default=best)
     if quick != best and time[quick] <= QUICK * _or_inf(time[best]):
         sentences.append(
             _CHEAPER.format(
                 time=_share(time[quick], f"{whose}'s"), name=quick, group=judgments[quick].group,
-                distance=rows[quick][DISTANCE], brief=f" ({scale}" if alike else "",
+                distance=rows[quick][DISTANCE],
             )
         )  # fmt: skip
+    if unknown := [name for name in names if name not in known]:
+        verb, own = ("is", "its") if len(unknown) == 1 else ("are", "their")
+        sentences.append(_UNKNOWN.format(names=listed(unknown, MOST_NAMES), verb=verb, whose=own))
     faults: dict[str, list[str]] = {}
     for name in groups.get(FAR, []):
         faults.setdefault(judgments[name].fault, []).append(name)
@@ -427,13 +452,17 @@ def _answer_by_score(rows: Mapping[str, Row], judgments: Mapping[str, Judgment])
     if len(judgments) == 1:
         yield f"There is only {next(iter(judgments))}, and nothing to compare it with."
         return
-    if len(alike) == 1:
+    if len(alike) == 1 and len(worse) == len(judgments) - 1:
         yield f"{alike[0]} predicts the test data best by NLPD."
-    elif alike:
+    elif len(alike) > 1:
         yield (
             f"{listed(alike)} predict the test data alike: their NLPDs differ by less than two "
             "standard errors from the best."
         )
+    undecided = [name for name in judgments if name not in (*alike, *worse)]
+    if undecided:
+        verb = "predicts" if len(undecided) == 1 else "predict"
+        yield f"How well {listed(undecided, MOST_NAMES)} {verb} is undecided."
     times = {name: t for name in alike if (t := rows[name]["seconds"]) == t}
     if len(times) > 1:
         quick = min(times, key=lambda name: times[name])
@@ -453,6 +482,10 @@ def _answer_by_score(rows: Mapping[str, Row], judgments: Mapping[str, Judgment])
 def _is_apart(a: Row, b: Row) -> bool:
     (d_a, error_a), (d_b, error_b) = (row.pair(DISTANCE) for row in (a, b))
     return abs(d_a - d_b) > ERRORS * math.hypot(error_a, error_b)
+
+
+def _taken(words: str, time: float) -> str:
+    return "" if math.isnan(time) else f"{words} {_share(time, 'its')}"
 
 
 def _share(time: float, whose: str) -> str:

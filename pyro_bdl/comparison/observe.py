@@ -50,8 +50,8 @@ class Block:
         return torch.arange(len(self.mean), device=self.mean.device)
 
     def at_draws(self, numbers: Tensor) -> "Block":
-        """The block at some of the draws."""
-        names = ("mean", "function", "noise", "draws", "log_density")
+        """The predictions of the targets at some of the draws."""
+        names = ("mean", "noise", "draws", "log_density")
         known = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(self, **{name: value[numbers] for name, value in known.items()})
 
