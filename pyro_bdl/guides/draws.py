@@ -12,6 +12,7 @@ from torch.distributions import biject_to
 
 from pyro_bdl.distributions.copies import point_of
 from pyro_bdl.distributions.parameters import base_distribution, parameters_of
+from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.layout import NEW_ROWS, Latent, differences, origin
 from pyro_bdl.program.program import Program, SiteShape, site_shapes
@@ -109,11 +110,17 @@ def latent_draws(
     :param posterior: ``Samples``, a guide of this package, any Pyro guide, or an MCMC.
     :param num_samples: the number of draws; by default all draws of ``Samples``, or 100 of a guide.
     :param args: the program's arguments, which Pyro's own guides are run with.
+    :warns BdlWarning: if ``Samples`` hold fewer draws, which are then all returned.
     """
     if num_samples is not None:
         num_samples = whole_number(num_samples, "num_samples")
     posterior = as_posterior(posterior)
     if isinstance(posterior, Samples):
+        total = posterior.num_chains * posterior.num_draws
+        if num_samples is not None and num_samples > total:
+            words = f"the chains hold {total} draws, and all are taken in place of {num_samples}"
+            warn(words, "fewer-draws", stacklevel=3)
+            num_samples = None
         return posterior.flat(num_samples)
     return to_samples(posterior, num_samples or DEFAULT_DRAWS, *args, **kwargs).flat()
 
