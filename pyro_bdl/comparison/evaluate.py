@@ -25,7 +25,7 @@ from pyro_bdl.comparison.regions import regions
 from pyro_bdl.comparison.scores import SCORES, Score
 from pyro_bdl.comparison.setting import Setting, spaced
 from pyro_bdl.errors import UnusableDrawsError, warn
-from pyro_bdl.guides.draws import as_posterior, samples_of_program, to_samples
+from pyro_bdl.guides.draws import as_posterior, check_program, samples_of_program, to_samples
 from pyro_bdl.metrics.calibration import coverage_range
 from pyro_bdl.metrics.monte_carlo import halves
 from pyro_bdl.predictive.linearized import OF_WEIGHTS, UNKNOWN, LinearizedPredictive, is_linear
@@ -162,7 +162,7 @@ def evaluate(
         sites that do not match), or data that do not fit or are not finite.
     """
     setting = Setting.read(
-        model, posterior, test, train=train, ood=ood, units=units, num_samples=num_samples,
+        model, posterior, test=test, train=train, ood=ood, units=units, num_samples=num_samples,
         batch_norm_data=batch_norm_data, seed=seed, progress=progress,
     )  # fmt: skip
     return evaluate_in(setting, posterior, costs or Costs(), left_out)
@@ -215,6 +215,7 @@ class _Draws:
         self.samples = to_samples(self.posterior, count, *without_targets(args))
         if kind.latents is not None:
             self.samples = samples_of_program(kind.latents, self.posterior, self.samples)
+        check_program(model, self.posterior)
         self.seconds = time.perf_counter() - started
         for site, values in self.samples.flat().items():
             check_draws(f"values of the site {site!r}", ~values.isfinite())
