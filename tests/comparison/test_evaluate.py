@@ -1,5 +1,6 @@
 """Evaluations: test data in parts, and Laplace approximations as the linear model."""
 
+import math
 import warnings
 
 import pyro.distributions as dist
@@ -97,3 +98,23 @@ def test_all_numbers_of_the_linear_model_are_about_the_same_functions(mixed):
     with working_memory(8 * 50 * 2):  # in parts
         parts = evaluate(line, posterior, GRID, Y, num_samples=50)
     assert parts.scores["nlpd"] == pytest.approx(found.scores["nlpd"], rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [lambda: weights(2), lambda: laplace(line, GRID, Y)])
+def test_units_scale_every_number(make):
+    """y in units of a third, from 2: sds times 3, variances times 9, densities less log 3."""
+    posterior = make()
+    one, other = (
+        evaluate(line, posterior, GRID, Y, units=units) for units in ((1.0, 0.0), (3.0, 2.0))
+    )
+    torch.testing.assert_close(other.noise, 9 * one.noise)
+    for name in ("function", "mean", "predictions", "expected", "y"):
+        torch.testing.assert_close(getattr(other, name), 3 * getattr(one, name) + 2)
+    for key in ("rmse", "crps", "aleatoric", "epistemic"):
+        assert other.scores[key] == pytest.approx(3 * one.scores[key], rel=1e-4)
+    for key in ("nlpd", "nlpd_normal", "expected_nll"):
+        assert other.scores[key] == pytest.approx(one.scores[key] + math.log(3), rel=1e-4)
+    assert other.scores["nlpd_se"] == pytest.approx(one.scores["nlpd_se"], rel=1e-4)
+    for key in ("coverage", "temperature"):
+        if key in one.scores:
+            assert other.scores[key] == pytest.approx(one.scores[key], rel=1e-4)

@@ -14,6 +14,7 @@ from pyro_bdl.comparison import leave_one_out as module
 from pyro_bdl.comparison.kind import read_kind
 from pyro_bdl.comparison.leave_one_out import difference, leave_one_out
 from pyro_bdl.comparison.metric import measure, total_error
+from pyro_bdl.diagnostics.loo import difference_estimate
 
 N = 20
 OLD = arviz.__version__.startswith("0.")
@@ -257,3 +258,13 @@ def test_of_many_data_a_part_is_left_out_and_the_errors_say_so(data):
     assert module.comparable(part, part) and not module.comparable(part, whole)
     again = module.of_state(module.state_of(part))
     assert again.total_se == part.total_se and again.num_bad == part.num_bad
+
+
+def test_the_error_of_a_difference_holds_that_of_subsampling(data):
+    samples, other = chains(data[1], 1000), chains(data[1], 1000, width=1.5)
+    a, b = (found(q, q, data, most=10)[0] for q in (samples, other))
+    gap = a.pointwise - b.pointwise
+    total, sampling, over_data = difference_estimate(gap, a.approximation - b.approximation, a.rows)
+    assert sampling > 0
+    parts = [(sampling, 9), (over_data, N - 1), (a.draws_se, 9), (b.draws_se, 9)]
+    assert difference(a, b) == pytest.approx((total, total_error(*parts)))

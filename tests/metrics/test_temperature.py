@@ -66,3 +66,12 @@ def test_probabilities_that_are_not_finite_have_no_temperature():
     p[2] = torch.nan
     found = best_temperature(p, None, torch.tensor([0, 1, 2, 0, 1, 2]))
     assert all(map(math.isnan, found))
+
+
+def test_calibrated_values_stand_at_their_points():
+    """One target far from its mean has by far the largest value, wherever it stands."""
+    for place in range(24):
+        y = torch.linspace(-1, 1, 24).double()
+        y[place] = 20.0
+        values = calibrated_nlpd(torch.zeros(24), torch.ones(24), y)
+        assert values.argmax() == place
