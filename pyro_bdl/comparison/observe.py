@@ -169,9 +169,10 @@ def _closed_form(
         kind.numbers({name: getattr(sites[name], part)[None] for name in kind.sites})[0]
         for part in ("mean", "variance")
     )
-    density, densities = None, {name: sites[name].log_density for name in kind.sites}
-    if with_targets and None not in densities.values():
-        density = kind.densities({n: value[None] for n, value in densities.items()})[0]
+    density, known = None, [sites[name].log_density for name in kind.sites]
+    if with_targets:
+        values = {n: v[None] for n, v in zip(kind.sites, known, strict=True) if v is not None}
+        density = kind.densities(values)[0] if len(values) == len(known) else None
     return ClosedPredictions(mean.reshape(like.shape), variance.reshape(like.shape), density)
 
 

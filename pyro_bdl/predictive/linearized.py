@@ -26,6 +26,7 @@ from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive.linearized_component import (
     LinearizedComponent,
+    ParameterMoments,
     joint_mean_and_covariance,
     mean_and_covariance,
     moments,
@@ -397,9 +398,10 @@ def _normal_predictions(
     """E[y], Var[y] and, with targets, log p(y) of a Normal site."""
     if gaussian.outputs.kind != "Normal":
         return None
-    mean, variance = gaussian.outputs.values["loc"], moments(gaussian).predictive_variance
-    has_value = _site_of(gaussian).value is not None
-    return mean, variance.expand_as(mean), _log_density(gaussian) if has_value else None
+    mean, found = gaussian.outputs.values["loc"], moments(gaussian)
+    assert isinstance(found, ParameterMoments)  # of an observed site
+    density = None if _site_of(gaussian).value is None else _log_density(gaussian)
+    return mean, found.predictive_variance.expand_as(mean), density
 
 
 def _class_means(distribution: Any) -> Any:
