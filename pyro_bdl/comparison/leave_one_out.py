@@ -71,10 +71,11 @@ class KFold:
         :raises ValueError: for another number of rows, or other targets.
         """
         rows = leading_size(train)
-        if rows != len(self.pointwise):
+        own = len(self.pointwise) if self.y is None else leading_size((self.y,))
+        if rows != own:
             raise ValueError(
-                f"left_out holds the cross-validation of {len(self.pointwise)} rows, but train has "
-                f"{rows}: give k_fold the training data"
+                f"left_out holds the cross-validation of {own} rows, but train has {rows}: give "
+                "k_fold the training data"
             )
         if self.y is not None and not equal_trees(self.y, train[-1]):
             raise ValueError(
