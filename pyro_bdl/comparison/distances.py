@@ -195,9 +195,11 @@ def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
     with_error = [m for m in of_task(ALL_DISTANCES, evaluation.task) if m.error]
     for name, pair in inputs.items():
         numbers |= _errors([m for m in with_error if m.of == name], pair, groups)
-    numbers["mean_shift"] = _without_noise(
-        numbers.get("mean_shift", math.nan), *inputs["evaluations"]
-    )
+    seen = numbers.get("mean_shift", math.nan)
+    shift = _without_noise(seen, evaluation, reference)
+    # what is taken off is as uncertain as it is large: a mean that agrees must do so with it too
+    error = math.hypot(numbers.get("mean_shift_se", math.nan), seen - shift)
+    numbers |= {"mean_shift": shift, "mean_shift_se": error}
     return numbers | {"resolution": resolved(evaluation, reference, numbers["wasserstein_se"])}
 
 
