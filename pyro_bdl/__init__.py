@@ -30,7 +30,7 @@ from pyro_bdl.comparison.costs import Costs
 from pyro_bdl.comparison.evaluate import Evaluation, evaluate
 from pyro_bdl.comparison.leave_one_out import KFold, k_fold
 from pyro_bdl.comparison.observe import PredictiveDraws
-from pyro_bdl.comparison.table import Comparison
+from pyro_bdl.comparison.table import Comparison, compare_evaluations
 from pyro_bdl.freezing import freeze
 from pyro_bdl.guides.saved import load_posterior
 from pyro_bdl.nn import BayesianModule, bayesianize
@@ -65,6 +65,7 @@ __all__ = [
     "bayesianize",
     "calibration",
     "compare",
+    "compare_evaluations",
     "data",
     "diagnostics",
     "distributed",

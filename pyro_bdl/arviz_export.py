@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_bdl.distributions.parameters import is_known
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.draws import as_posterior, log_densities_of, samples_of_program, to_samples
-from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
+from pyro_bdl.predictive.linearized import OF_WEIGHTS, UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.check import named_arguments
 from pyro_bdl.program.observed_arguments import Targets
@@ -56,10 +56,12 @@ def to_arviz(
     ``observed_data`` and ``constant_data`` (the other tensors among the arguments). A guide is
     exported as one chain of independent draws; the attribute ``draws`` of its posterior says so. In
     ``sample_stats``, ``lp`` is log p(w, y), and ``log_q`` is log q(w) for a guide with a density,
-    both in nats and as densities over the unconstrained latents. Predictions of a Laplace
-    approximation come from the linearized network; their draws are not paired with those in
-    ``posterior``. If the likelihood is in ``pyro.factor`` statements only, there is nothing to
-    predict, and the groups are ``posterior``, ``sample_stats``, ``prior`` and ``constant_data``.
+    both in nats and as densities over the unconstrained latents. All groups are about the same
+    draws. Those of a Laplace approximation (or another posterior of the linearized program) predict
+    by f_s(x) = f(x; w*) + J(x) (w_s - w*), with w_s the draw in ``posterior`` on the unconstrained
+    scale, and not by the network at w_s. If the likelihood is in ``pyro.factor`` statements only,
+    there is nothing to predict, and the groups are ``posterior``, ``sample_stats``, ``prior`` and
+    ``constant_data``.
 
     Data that masks leave out of the likelihood were not seen. They are left out of
     ``log_likelihood``, ``observed_data`` and the draws of their site, whose first dimension is then
@@ -83,7 +85,7 @@ def to_arviz(
     :param posterior: a guide, ``Samples``, an MCMC of Pyro or NumPyro, or a dict of draws.
     :param args: the program's arguments, including the targets.
     :param model_kwargs: the program's keyword arguments.
-    :param num_samples: draws of a guide; of ``Samples`` all draws are used.
+    :param num_samples: draws of a guide, 500 by default; of ``Samples`` all draws are used.
     :param prior_samples: draws of the prior; 0 for none.
     :param sites: names or patterns with shell wildcards of the latents to export.
     :param dims: site to the names of its dimensions, without chain and draw.
@@ -96,7 +98,12 @@ def to_arviz(
     kwargs = dict(model_kwargs or {})
     with evaluation_mode(model, posterior, args, kwargs), seeded(seed):
         posterior = as_posterior(posterior, model, args, kwargs)
-        samples = to_samples(posterior, num_samples, *args, **kwargs)
+        linear: LinearizedPredictive | None = None
+        if is_linear(posterior):
+            linear = LinearizedPredictive(model, posterior, num_samples, seed=seed + OF_WEIGHTS)
+            samples = Samples({site: value[None] for site, value in linear.latents().items()})
+        else:
+            samples = to_samples(posterior, num_samples, *args, **kwargs)
         trace = _traced(model, samples, args, kwargs)
         program = Program.from_trace(model, trace, args, kwargs)
         program.require_observed()
@@ -107,7 +114,7 @@ def to_arviz(
         }
         targets = Targets(program)
         if program.observed:
-            drawn |= _predicted(program, posterior, samples, targets)
+            drawn |= _predicted(program, linear, samples, targets)
         if prior_samples:
             drawn |= _prior(program, prior_samples, list(drawn["posterior"]), targets)
     named = named_arguments(model, args, kwargs).items()
@@ -312,17 +319,19 @@ def _statistics(program: Program, posterior: Any, samples: Samples) -> dict[str,
 
 
 def _predicted(
-    program: Program, posterior: Any, samples: Samples, targets: Targets
+    program: Program, linear: LinearizedPredictive | None, samples: Samples, targets: Targets
 ) -> dict[str, dict[str, Tensor]]:
-    """The groups posterior_predictive and log_likelihood."""
-    predictive: Any = Predictive(program.model, samples)
-    observed = targets.observed
-    if is_linear(posterior) and not all(is_known(site.distribution) for site in observed.values()):
-        kind = " and ".join(sorted({type(s.distribution).__name__ for s in observed.values()}))
+    """The groups posterior_predictive and log_likelihood.
+
+    :param linear: predicts in place of the program, for a posterior of the linearized program.
+    """
+    predictive: Any = linear or Predictive(program.model, samples)
+    observed = targets.observed.values()
+    if linear is not None and not all(is_known(site.distribution) for site in observed):
+        kind = " and ".join(sorted({type(site.distribution).__name__ for site in observed}))
         message = UNKNOWN.format(kind=kind, posterior="the guide")
         warn(message, "moments-of-distributions", stacklevel=3)
-    elif is_linear(posterior):
-        predictive = LinearizedPredictive(program.model, posterior, samples.num_draws)
+        predictive = Predictive(program.model, samples)
     args, kwargs = targets.removed()
     leading = samples.num_chains, samples.num_draws
     drawn = predictive(*args, **kwargs)

@@ -214,7 +214,8 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
             predictive = self._predictive_at(n_samples, seed)
             if isinstance(self.posterior_, Samples):  # as many of its draws, with replacement
                 latents = self.posterior_.flat()
-                chosen = torch.randint(self.posterior_.num_draws, (n_samples,), device="cpu")
+                total = len(next(iter(latents.values())))  # of all chains
+                chosen = torch.randint(total, (n_samples,), device="cpu")
                 drawn = {name: value[chosen.to(value.device)] for name, value in latents.items()}
                 predictive = Predictive(
                     self.model_, Samples({k: v[None] for k, v in drawn.items()})
@@ -277,9 +278,13 @@ class BayesianClassifier(ClassifierMixin, _BayesianNetwork):
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Probabilities of the classes, (N, C)."""
+        """Probabilities of the classes, (N, C); of a Laplace approximation in closed form
+        (``LinearizedPredictive.probabilities``), of others the mean over the draws."""
         x = self._checked(X)
-        p = self._predictive.mean(x)["y"].mean(0).numpy()
+        if isinstance(self._predictive, LinearizedPredictive):
+            p = self._predictive.probabilities(x)["y"].numpy()
+        else:
+            p = self._predictive.mean(x)["y"].mean(0).numpy()
         return p / p.sum(1, keepdims=True)
 
     def predict(self, X: Any) -> np.ndarray:

@@ -144,6 +144,70 @@ def test_a_laplace_approximation_predicts_by_the_linearised_network():
     np.testing.assert_allclose(found, sd, rtol=5 / np.sqrt(2 * 4000))
 
 
+def _linear_posterior(kind, x, y):
+    """A posterior of a linear program, whose linearization is itself."""
+    model = bdl.models.Regression(bdl.bayesianize(nn.Linear(2, 1).double()), noise=0.5)
+    makers = {
+        "mean-field": lambda: bdl.guides.AutoMeanField(model),
+        "last layer": lambda: bdl.guides.AutoVariationalLastLayer(model),
+    }
+    if kind in makers:
+        return model, makers[kind]().prototype(x, y)
+    guide = bdl.guides.AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    laplace = guide.laplace_approximation((x, y))
+    if kind == "mixture":
+        other = bdl.guides.AutoLaplaceGGN(model, structure="diag").prototype(x, y)
+        return model, bdl.guides.MixtureGuide(
+            [laplace, other.laplace_approximation((x, y))], [0.7, 0.3]
+        )
+    return model, laplace
+
+
+@pytest.mark.filterwarnings("ignore::pyro_bdl.errors.BdlWarning")  # not at its maximum
+@pytest.mark.parametrize("kind", ["mean-field", "last layer", "laplace", "mixture"])
+def test_all_groups_are_about_the_same_draws(kind):
+    torch.manual_seed(0)
+    x, y = _data(torch.float64)
+    model, posterior = _linear_posterior(kind, x, y)
+    data, again = (to_arviz(model, posterior, x, y, num_samples=41, prior_samples=0) for _ in "ab")
+    latents = {n: torch.tensor(v.values[0]) for n, v in data["posterior"].data_vars.items()}
+    f = torch.tensor(data["posterior_predictive"]["f"].values[0])
+    weights = (latents["weight"] @ x.mT)[:, 0] + latents["bias"]
+    torch.testing.assert_close(f, weights, rtol=1e-10, atol=1e-12)
+    density = torch.tensor(data["log_likelihood"]["y"].values[0])
+    torch.testing.assert_close(density, dist.Normal(f, 0.5).log_prob(y), rtol=1e-10, atol=1e-12)
+    drawn = torch.tensor(data["posterior_predictive"]["y"].values[0])
+    noise = (drawn - f) / 0.5
+    assert noise.std().item() == pytest.approx(1, abs=5 / np.sqrt(2 * 41 * N))
+    assert abs(np.corrcoef(noise[:, 0], f[:, 0])[0, 1]) < 0.6
+    np.testing.assert_array_equal(again["posterior_predictive"]["y"], drawn[None])
+
+
+def test_draws_of_a_linearized_network_are_its_exported_functions():
+    torch.manual_seed(0)
+    x, y = _data(torch.float64)
+    model = _model(torch.float64, noise=0.3)
+    guide = bdl.guides.AutoLaplaceGGN(model, structure="full")
+    bdl.training.train(model, guide, x, y, steps=300, learning_rate=0.05)
+    laplace = guide.laplace_approximation((x, y))
+    data = to_arviz(model, laplace, x, y, num_samples=9, prior_samples=0)
+    program = bdl.Program(model, x, y)
+    center = laplace.location().detach()
+
+    def function(vector):
+        return program.run(program.constrain(vector)[0]).deterministic["f"]
+
+    jacobian = torch.func.jacrev(function)(center)
+    draws = {n: torch.tensor(v.values[0]) for n, v in data["posterior"].data_vars.items()}
+    offsets = torch.stack([program.unconstrain({n: v[i] for n, v in draws.items()}) - center
+                           for i in range(9)])  # fmt: skip
+    expected = function(center) + offsets @ jacobian.mT
+    found = torch.tensor(data["posterior_predictive"]["f"].values[0])
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+    density = torch.tensor(data["log_likelihood"]["y"].values[0])
+    torch.testing.assert_close(density, dist.Normal(found, 0.3).log_prob(y), rtol=1e-8, atol=1e-8)
+
+
 # Names of dimensions
 
 

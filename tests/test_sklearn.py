@@ -76,6 +76,32 @@ def test_draws_agree_with_moments(noise):
     assert abs(inside - 0.8) < 0.03
 
 
+def test_targets_are_drawn_from_all_chains():
+    """Four chains marked by their offsets, 0, 100, 200 and 300 sds: a quarter of the draws each."""
+    x, y = data()
+    options = {"chains": 4, "warmup": 5, "draws": 10, "max_tree_depth": 2}
+    chains = BayesianRegressor("nuts", options=options, **SMALL).fit(x, y)
+    latents = {name: value.clone() for name, value in chains.posterior_.latents.items()}
+    bias = next(name for name, value in latents.items() if value.shape[2:] == (1,))
+    latents[bias] += 100.0 * torch.arange(4).reshape(4, 1, 1)
+    chains.posterior_ = bdl.Samples(latents)
+    draws = (chains.sample_y(x[:1], 2000)[0] - chains.mean_) / chains.sd_
+    shares = np.histogram(draws, [-50, 50, 150, 250, 350])[0] / 2000
+    np.testing.assert_allclose(shares, 0.25, atol=0.04)
+    assert len(np.unique(np.round(draws / 100) * 100)) == 4
+    low, high = (chains.predict_quantiles(x[:1], (0.05, 0.95))[0] - chains.mean_) / chains.sd_
+    assert low < 50 and high > 250
+
+
+def test_probabilities_of_a_laplace_approximation_are_in_closed_form():
+    x, y = data()
+    classifier = BayesianClassifier("laplace", steps=50, **SMALL).fit(x, y > y.mean())
+    predictive = bdl.LinearizedPredictive(classifier.model_, classifier.posterior_)
+    scaled = torch.from_numpy(classifier.scaler_.transform(x))
+    exact = predictive.probabilities(scaled)["y"].numpy()
+    np.testing.assert_allclose(classifier.predict_proba(x), exact, rtol=1e-9)
+
+
 CHAINS = {"chains": 1, "warmup": 10, "draws": 10, "max_tree_depth": 3}
 
 

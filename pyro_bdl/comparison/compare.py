@@ -1,6 +1,7 @@
 """``compare``: posteriors of one program side by side, and their distances to a reference."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from pyro_bdl.comparison.costs import Costs
@@ -56,7 +57,9 @@ def compare(
         The numbers of several observed sites are scored together, each given the data before it:
         see :mod:`pyro_bdl.comparison.kind`. Give them like units.
     :param posteriors: name to guide (Pyro's own guides too), ``Samples``, an ``MCMC`` of Pyro or
-        NumPyro, a dict of draws, or ``PredictiveDraws`` if only predictions are known.
+        NumPyro, a dict of draws, or ``PredictiveDraws`` if only predictions are known. A posterior
+        of another program, such as one with another noise or prior, is given with it,
+        ``(program, posterior)``, and scored under it.
     :param test: the test inputs and, last, the targets, each ``(N, ...)``, or dicts of tensors. A
         program of targets alone gets these. Targets that the program's masks leave out count in no
         score, and a note says how many there are; nor does a ``pyro.factor``.
@@ -93,24 +96,52 @@ def compare(
         raise ValueError("posteriors is empty: give at least one guide or Samples by name")
     names = ", ".join(map(repr, posteriors))
     costs, left_out = costs or {}, left_out or {}
-    for what, name in (("reference", reference), *(("costs", name) for name in costs)):
+    by_name = (("costs", costs), ("left_out", left_out))
+    for what, name in (
+        ("reference", reference),
+        *((w, n) for w, names_ in by_name for n in names_),
+    ):
         if name is not None and name not in posteriors:
             raise ValueError(
                 f"{what} {name!r} is not among the posteriors ({names}): name one of them, or say "
                 f"{what}=None"
             )
-    one = next((q for q in posteriors.values() if not isinstance(q, PredictiveDraws)), None)
-    setting = Setting.read(
-        model, one, test, train=train, ood=ood, units=units, num_samples=num_samples,
+    read = partial(
+        Setting.read, test=test, train=train, ood=ood, units=units, num_samples=num_samples,
         batch_norm_data=batch_norm_data, seed=seed, progress=progress,
     )  # fmt: skip
+    own = {name: q for name, q in posteriors.items() if isinstance(q, tuple)}
+    others = [q for name, q in posteriors.items() if name not in own]
+    setting: Setting | None = None
+    if others:
+        one = next((q for q in others if not isinstance(q, PredictiveDraws)), None)
+        setting = read(model, one)
     evaluations: dict[str, Evaluation] = {}
     for name, posterior in posteriors.items():
         try:
+            its = setting
+            if name in own:
+                program, posterior = _program_and_posterior(posterior)
+                its = read(program, posterior)
+            assert its is not None
             spent = costs.get(name, Costs())
-            evaluations[name] = evaluate_in(setting, posterior, spent, left_out.get(name))
+            evaluations[name] = evaluate_in(its, posterior, spent, left_out.get(name))
         except UnusableDrawsError as error:
             raise UnusableDrawsError(f"posterior {name!r}: {error}", name) from error
         except (TypeError, ValueError) as error:
             raise type(error)(f"posterior {name!r}: {error}") from error
     return compare_evaluations(evaluations, reference, progress=progress)
+
+
+def _program_and_posterior(pair: tuple) -> tuple[Callable, Any]:
+    """A posterior with its own program.
+
+    :raises TypeError: for another tuple.
+    """
+    if len(pair) != 2 or not callable(pair[0]):
+        raise TypeError(
+            "a tuple among the posteriors is (program, posterior), the program that the posterior "
+            f"is scored under first; got {len(pair)} parts"
+        )
+    program, posterior = pair
+    return program, posterior

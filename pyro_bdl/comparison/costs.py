@@ -145,11 +145,13 @@ def fitted(posterior: LaplaceGuide) -> int:
 
 class Mixing(NamedTuple):
     """R-hat and effective sample sizes ``(K,)`` of the function at the test points, and the R-hat
-    above which chains disagree; no numbers of a constant function and of fewer than 4 draws."""
+    above which chains disagree; no numbers of a constant function and of fewer than 4 draws.
+    ``chains`` is the number of chains."""
 
     rhat: Tensor
     ess: Tensor
     limit: float
+    chains: int
 
     @classmethod
     def of(cls, function: Tensor, chains: int) -> "Mixing":
@@ -163,7 +165,7 @@ class Mixing(NamedTuple):
         rhat = size = function.new_full((1,), math.nan)
         if draws >= _LEAST_DRAWS and by_chain.shape[-1]:
             rhat, size, _ = diagnostics.convergence(by_chain)
-        return cls(rhat, size, limit_of_rhat(chains, draws))
+        return cls(rhat, size, limit_of_rhat(chains, draws), chains)
 
 
 @chains("R-hat", "mixing", digits=4)
@@ -209,6 +211,12 @@ def rhat_limit(mixing: Mixing) -> float:
     """R-hat above which the chains disagree: 1.01, or for short chains what independent draws
     exceed once in a thousand times."""
     return mixing.limit
+
+
+@chains("", "mixing")
+def num_chains(mixing: Mixing) -> int:
+    """The number of chains."""
+    return mixing.chains
 
 
 @chains("diverged", "diverging", style="percent", detail=True)

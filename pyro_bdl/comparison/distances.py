@@ -25,6 +25,7 @@ from pyro_bdl import importance, metrics
 from pyro_bdl.comparison.evaluate import Evaluation
 from pyro_bdl.comparison.metric import (
     CLASSES,
+    ERRORS,
     NUMBERS,
     Metric,
     evenly,
@@ -37,12 +38,12 @@ from pyro_bdl.comparison.regions import REGIONS
 from pyro_bdl.metrics.distances import wasserstein1_by_chance
 from pyro_bdl.metrics.joint import median_distance
 from pyro_bdl.metrics.monte_carlo import monte_carlo_error
+from pyro_bdl.utils.jackknife import enlarged, number_of_groups
 
 # The largest number of draws of which all pairs are used, and for the fit of a k-hat.
 _MOST_PAIRED, _MOST_TAIL = 500, 1000
 # The largest number of test points for Monte Carlo errors, which compute each distance ten times.
 _MOST_POINTS = 100
-_MOST_GROUPS = 10  # of the jackknife that gives these errors
 _LEAST_TAIL, _HIGH_K = 25, 0.7
 _LEAST_POINTS = 5  # in a region
 BY_CHANCE = 2.5  # Monte Carlo errors by which the distances of equal posteriors may differ
@@ -151,7 +152,7 @@ def khat_high(evaluation: Evaluation, reference: Evaluation) -> Tensor | float:
 
 @distance("", "function")
 def mean_shift(a: Tensor, b: Tensor) -> Tensor | float:
-    """The difference of the means in sds of the reference."""
+    """The difference of the means in sds of the reference, as the draws show it."""
     spread = sd_of_draws(b).square().mean().sqrt()
     return metrics.mean_error(a, b) / spread if spread > 0 else torch.nan
 
@@ -194,7 +195,26 @@ def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
     with_error = [m for m in of_task(ALL_DISTANCES, evaluation.task) if m.error]
     for name, pair in inputs.items():
         numbers |= _errors([m for m in with_error if m.of == name], pair, groups)
+    seen = numbers.get("mean_shift", math.nan)
+    shift = _without_noise(seen, evaluation, reference)
+    # what is taken off is as uncertain as it is large: a mean that agrees must do so with it too
+    error = math.hypot(numbers.get("mean_shift_se", math.nan), seen - shift)
+    numbers |= {"mean_shift": shift, "mean_shift_se": error}
     return numbers | {"resolution": resolved(evaluation, reference, numbers["wasserstein_se"])}
+
+
+def _without_noise(shift: float, evaluation: Evaluation, reference: Evaluation) -> float:
+    """A root mean square difference of means without what Monte Carlo errors add to it, in sds b of
+    the reference::
+
+        sqrt(max(0, d^2 - mean (a_n^2 / S_a + b_n^2 / S_b) / mean b_n^2))
+
+    with the sds a and b, and the effective draws S_a and S_b; NaN if these are unknown.
+    """
+    squares = [sd_of_draws(side.function).square().mean() for side in (evaluation, reference)]
+    noise = squares[0] / evaluation.effective + squares[1].to(squares[0]) / reference.effective
+    left = shift**2 - float(noise / squares[1].to(noise))
+    return left if math.isnan(left) else math.sqrt(max(0.0, left))
 
 
 def _errors(chosen: list[Metric], pair: Pair, groups: int) -> Numbers:
@@ -207,6 +227,7 @@ def _errors(chosen: list[Metric], pair: Pair, groups: int) -> Numbers:
         return torch.stack([number.double() for number in numbers])
 
     errors = monte_carlo_error(values, *map(at_some_points, pair), groups=groups)
+    errors = errors * enlarged(ERRORS, (1.0, max(1, groups - 1)))
     return {f"{m.key}_se": error for m, error in zip(chosen, errors.tolist(), strict=True)}
 
 
@@ -254,8 +275,7 @@ def distance_of_point(reference: Evaluation) -> float:
 
 def groups_of(evaluation: Evaluation, reference: Evaluation) -> int:
     """Groups for Monte Carlo errors, each of at least 4 effective draws; 0 if these are unknown."""
-    sizes = evaluation.effective, reference.effective
-    return 0 if any(map(math.isnan, sizes)) else int(min(_MOST_GROUPS, *(n / 4 for n in sizes)))
+    return number_of_groups(evaluation.effective, reference.effective)
 
 
 def floor(reference: Evaluation) -> Numbers:

@@ -28,12 +28,13 @@ from pyro_bdl.errors import UnusableDrawsError, warn
 from pyro_bdl.guides.draws import (
     DRAWS_AT_ONCE,
     as_posterior,
+    check_program,
     samples_of_program,
     to_samples,
 )
 from pyro_bdl.metrics.calibration import coverage_range
 from pyro_bdl.metrics.monte_carlo import halves
-from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
+from pyro_bdl.predictive.linearized import OF_WEIGHTS, UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.batches import taken
 from pyro_bdl.samples import Samples
@@ -44,7 +45,6 @@ from pyro_bdl.utils.trees import tree_map
 
 _NUMBERS = 2**24  # the largest number of numbers in the draws that are kept
 _LEAST_FOR_RANGE = 40
-_OF_WEIGHTS = 2**20  # sets the seed of a linear model's weights apart from that of the noise
 _FILE = "Evaluation"
 NUMBERS_OF_ONE = (*SCORES, *COSTS, *LEFT_OUT)
 
@@ -174,7 +174,7 @@ def evaluate(
         sites that do not match), or data that do not fit or are not finite.
     """
     setting = Setting.read(
-        model, posterior, test, train=train, ood=ood, units=units, num_samples=num_samples,
+        model, posterior, test=test, train=train, ood=ood, units=units, num_samples=num_samples,
         batch_norm_data=batch_norm_data, seed=seed, progress=progress,
     )  # fmt: skip
     return evaluate_in(setting, posterior, costs or Costs(), left_out)
@@ -184,6 +184,8 @@ def evaluate_in(
     setting: Setting, posterior: Any, costs: Costs, left_out: KFold | None
 ) -> Evaluation:
     """``evaluate`` in a setting that is read; it starts from the seed, whatever came before."""
+    if left_out is not None and setting.train is not None:
+        left_out.check_data(setting.train)
     with seeded(setting.seed), torch.no_grad():
         if isinstance(posterior, PredictiveDraws):
             block, chains = known_block(setting.kind, posterior, setting.y), posterior.chains
@@ -200,8 +202,12 @@ def evaluate_in(
         if left_out is not None:
             inputs["loo"] = left_out, ""
         inputs |= costs.inputs(posterior, *inputs.get("mixing", ()))
-        scores = {**evaluation.scores, **measure(NUMBERS_OF_ONE, evaluation.task, inputs)}
-    return replace(evaluation, scores=scores, loo=inputs.get("loo", (None,))[0])
+        scores = measure(NUMBERS_OF_ONE, evaluation.task, inputs)
+    draws = replace(evaluation, scores=scores).effective
+    points = {key: score.with_effective(draws) for key, score in evaluation.points.items()}
+    scores |= {key: score.number for key, score in points.items()}
+    scores |= {f"{key}_se": score.error for key, score in points.items()}
+    return replace(evaluation, scores=scores, points=points, loo=inputs.get("loo", (None,))[0])
 
 
 class _Draws:
@@ -222,6 +228,7 @@ class _Draws:
         self.samples = to_samples(self.posterior, count, *without_targets(args))
         if kind.latents is not None:
             self.samples = samples_of_program(kind.latents, self.posterior, self.samples)
+        check_program(model, self.posterior)
         self.seconds = time.perf_counter() - started
         for site, values in self.samples.flat().items():
             check_draws(f"values of the site {site!r}", _not_finite(values))
@@ -233,7 +240,7 @@ class _Draws:
             model, self.samples, batch_norm_data=setting.batch_norm_data
         )
         if linear:
-            seed = setting.seed + _OF_WEIGHTS
+            seed = setting.seed + OF_WEIGHTS
             self.predictive = LinearizedPredictive(model, posterior, self.count, seed=seed)
 
     def evaluation(self) -> tuple[Evaluation, dict[str, tuple]]:
@@ -331,8 +338,6 @@ def _scored(
         expected=None if block.noise is None else block.mean,
         noise=block.noise,
         pit=score.of_seen().get("transforms"),
-        scores={key: score.number for key, score in points.items()}
-        | {f"{key}_se": score.error for key, score in points.items()},
         points=points,
         seen=None if data.seen is None else data.seen.numbers_seen(),
         factors=kind.factors,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from pyro_bdl.comparison.columns import Column, listed, with_error
 from pyro_bdl.comparison.evaluate import Evaluation
+from pyro_bdl.comparison.metric import ERRORS
 
 
 class Row(dict[str, Any]):
@@ -25,9 +26,8 @@ class Row(dict[str, Any]):
 
 
 # The limits. Convergence has its own, by the length of the chains: ``limit_of_rhat``.
-ERRORS = 2.0  # standard errors that count as a difference
 NEAR = 0.5  # largest distance of a usable posterior, in distances of a point at the mean
-RESOLVED = 0.25  # largest distance that draws may leave open to call anything alike, likewise
+EQUIVALENT = 0.25  # largest distance of posteriors that are alike, likewise
 SD = math.log(1.25)  # |log| of an sd ratio that counts as agreement
 SD_APART = math.log(1.33)  # by which a region must be worse than near the data to be named
 SD_NONE = 1e-3  # sd ratio of a function without spread
@@ -44,13 +44,13 @@ DISTANCE, SCORE = "wasserstein", "nlpd"
 
 BY_DISTANCE = (
     "Ranked by the Wasserstein-1 distance of the function to {reference}, averaged over the test "
-    "points. Alike: no farther than draws of an equal posterior may be by chance, where these "
-    "resolve a quarter of the distance of a point at {reference}'s mean. Usable: at most half as "
-    "far as that point. Far: farther. Undecided: the draws are too few to say."
+    "points, in distances of a point at {reference}'s mean. Alike: at most a quarter. Usable: at "
+    "most half. Far: more than half. Each with two Monte Carlo errors to spare, so that more draws "
+    "never lower a grade. Undecided: the draws are too few to say."
 )
 BY_SCORE = (
     "Ranked by NLPD on the test data, since there is no reference. Alike: within two standard "
-    "errors (of the paired difference over the test points) of the best. Worse: beyond them."
+    "errors (of the paired difference, over test points and draws) of the best. Worse: beyond them."
 )
 COLUMN = Column(
     "group",
@@ -58,10 +58,12 @@ COLUMN = Column(
     style="text",
     help=f"{BY_DISTANCE.format(reference='the reference')} {BY_SCORE}",
 )
-# The three sentences of the answer.
-_CLOSEST = "{begin}{names} {verb} the closest{to}, at W1 {distance} (the draws resolve {resolved}; "
-_CHEAPER = "For {time}, {name} is {group}, at W1 {distance:.2g}{brief}."
+# The sentences of the answer.
+_ALIKE = "{names} {verb} with {whose} up to W1 {bound:.2g} ({scale}{time}."
+_CLOSEST = "{begin}{names} {verb} the closest{to}, at W1 {distance} ({resolved}{scale}{time}."
+_CHEAPER = "For {time}, {name} is {group}, at W1 {distance:.2g}."
 _FAR = "Far from it: {names}."
+_UNKNOWN = "How far {names} {verb}, {whose} few effective draws do not say."
 _INTERVAL = "its 90 % interval of the target, noise included, holds {:.0f} % of the {}test targets"
 _REGIONS = {
     "_between": "between the training data",
@@ -72,7 +74,14 @@ _LONGER = (
     "longer warm-up and more draws (num_warmup and num_samples of mcmc.sample; --warmup and "
     "--draws of pyro-bdl compare)"
 )
-_SMALLER = "smaller steps (target_accept of mcmc.NUTS nearer 1) or a smoother model"
+_SEVERAL = (
+    "several chains, whose agreement R-hat measures (num_chains=4 of mcmc.sample; --chains of "
+    "pyro-bdl compare)"
+)
+_REMEDY = (
+    "non-centered hierarchies (LocScaleReparam), smaller steps (target_accept of mcmc.NUTS nearer "
+    "1) or a smoother model"
+)
 
 
 class Reason(NamedTuple):
@@ -112,7 +121,6 @@ def judge(
     reference: str | None,
     *,
     point: float = math.nan,
-    score: str = SCORE,
 ) -> dict[str, Judgment]:
     """Groups and reasons of all posteriors, the reference first, then the closest.
 
@@ -120,7 +128,7 @@ def judge(
     equal posterior may have by chance (``resolution``), and the distance d_0 of a point at the
     reference's mean::
 
-        alike: d <= r <= d_0 / 4    usable: r < d <= d_0 / 2 - 2 e    far: d > r, d_0 / 2 + 2 e
+        alike: d + 2 e <= d_0 / 4    usable: d + 2 e <= d_0 / 2    far: d > r, d - 2 e > d_0 / 2
 
     All others are undecided. Without a reference they are ranked by NLPD, and those without one
     stand last.
@@ -128,20 +136,19 @@ def judge(
     :param rows: the numbers of each posterior.
     :param evaluations: the posteriors.
     :param point: d_0.
-    :param score: key of the NLPD that predictions are compared by.
     """
     base = None if reference is None else rows[reference]
     points = next(iter(evaluations.values())).rows
-    key = score if base is None else DISTANCE
+    key = SCORE if base is None else DISTANCE
     names = sorted(rows, key=lambda name: (name != reference, _or_inf(rows[name][key])))
     judgments = {}
     for name in names:
         if base is None:
-            group = _group_by_score(evaluations[name], evaluations[names[0]], score)
+            group = _group_by_score(evaluations[name], evaluations[names[0]])
         else:
             group = REFERENCE if name == reference else _group(rows[name], point)
         other = None if name == reference else base
-        judgments[name] = Judgment(group, reasons(rows[name], other, points, score))
+        judgments[name] = Judgment(group, reasons(rows[name], other, points))
     return judgments
 
 
@@ -152,20 +159,19 @@ def _or_inf(value: float) -> float:
 
 def _group(row: Row, point: float) -> str:
     distance, error = row.pair(DISTANCE)
-    resolution = row["resolution"]
-    if math.isnan(resolution):
+    if math.isnan(row["resolution"]):
         return UNDECIDED
-    if distance <= resolution:
-        return ALIKE if resolution <= RESOLVED * point else UNDECIDED
-    if distance + ERRORS * error <= NEAR * point:
-        return USABLE
-    return FAR if distance - ERRORS * error > NEAR * point else UNDECIDED
+    for group, limit in ((ALIKE, EQUIVALENT), (USABLE, NEAR)):
+        if distance + ERRORS * error <= limit * point:
+            return group
+    is_far = distance > row["resolution"] and distance - ERRORS * error > NEAR * point
+    return FAR if is_far else UNDECIDED
 
 
-def _group_by_score(evaluation: Evaluation, best: Evaluation, score: str) -> str:
-    if score not in evaluation.points:
+def _group_by_score(evaluation: Evaluation, best: Evaluation) -> str:
+    if SCORE not in evaluation.points:
         return UNDECIDED
-    gap, error = evaluation.points[score].difference(best.points[score])
+    gap, error = evaluation.points[SCORE].difference(best.points[SCORE])
     if math.isnan(gap + error):
         return UNDECIDED
     return WORSE if gap > ERRORS * error else ALIKE
@@ -186,9 +192,9 @@ def doubts(name: str, row: Row) -> list[str]:
     to say."""
     reason, needed = _convergence(row), []
     if not row["rhat"] <= row["rhat_limit"]:
-        needed.append(_LONGER)
+        needed.append(_SEVERAL if row["num_chains"] == 1 else _LONGER)
     if row["divergent"] > DIVERGENT:
-        needed.append(_SMALLER)
+        needed.append(_REMEDY)
     if reason is None or not needed:
         return []
     return [
@@ -200,31 +206,35 @@ def doubts(name: str, row: Row) -> list[str]:
 # -------------------------------------------------------------------- reasons of one posterior
 
 
-def reasons(row: Row, reference: Row | None, points: int, score: str = SCORE) -> tuple[Reason, ...]:
+def reasons(row: Row, reference: Row | None, points: int) -> tuple[Reason, ...]:
     """Reasons against a posterior by its numbers, the gravest first.
 
     :param row: its numbers.
     :param reference: those of the reference; None without one, and of the reference itself.
     :param points: number of test points.
-    :param score: key of the NLPD that predictions are compared by.
     """
     clauses = [_coverage(row, points), _convergence(row)]
     if reference is not None:
-        near = [_predictions(row, score), _spread(row), _center(row), _left_out(row, reference)]
+        near = [_predictions(row), _spread(row), _center(row), _left_out(row, reference)]
         clauses = [*near, *clauses]
     if not any(clauses):
         clauses = [_calibrated(row, points)]
     return tuple(reason for reason in (*clauses, _parameters(row)) if reason is not None)
 
 
-def _is_clear(deviation: float, error: float, band: float) -> bool:
-    """Return whether two errors are smaller than the deviation, or than the band of agreement if
-    the deviation lies in it; an unknown error is not."""
-    return ERRORS * error <= max(abs(deviation), band)
+def _agrees(deviation: float, error: float, band: float) -> bool:
+    """Return whether the deviation lies in the band with two errors to spare (an equivalence
+    test); with an unknown error it does not."""
+    return abs(deviation) + ERRORS * error <= band
 
 
-def _predictions(row: Row, score: str) -> Reason | None:
-    gap, error = row.pair(f"{score}_diff")
+def _is_off(deviation: float, error: float, band: float) -> bool:
+    """Return whether the deviation is larger than the band, and than two errors."""
+    return abs(deviation) > band and ERRORS * error <= abs(deviation)
+
+
+def _predictions(row: Row) -> Reason | None:
+    gap, error = row.pair(f"{SCORE}_diff")
     if not gap > ERRORS * error:
         return None
     words = f"it predicts worse, by {with_error(gap, error)} nats per datum"
@@ -242,11 +252,11 @@ def _spread(row: Row) -> Reason | None:
     ratio, error = row.pair(f"sd_ratio{region}")
     deviation, relative = _log_ratio(row, region)
     whose = f"the function's sd {_REGIONS[region]} is {_digits(ratio)} times the reference's"
-    if not _is_clear(deviation, relative, SD):
+    if _agrees(deviation, relative, SD):
+        return Reason(f"{whose}: much alike")
+    if not _is_off(deviation, relative, SD):
         unknown = "by an unknown error" if math.isnan(error) else f"± {error:.2f} by sampling"
         return Reason(f"{whose}, {unknown}: undecided")
-    if abs(deviation) <= SD:
-        return Reason(f"{whose}: much alike")
     near = row["sd_ratio_near"]
     where = " there" if region else ""
     where += f" ({_digits(near)} times near them)" if region and not math.isnan(near) else ""
@@ -269,7 +279,7 @@ def _worst_region(row: Row) -> str:
     for region in ("_between", "_beyond"):
         off, error = _log_ratio(row, region)
         more = math.copysign(1, off) * (off - near) > SD_APART
-        if more and abs(off) > SD and _is_clear(off, error, SD):
+        if more and _is_off(off, error, SD):
             worse[region] = abs(off)
     return max(worse, key=lambda region: worse[region], default="")
 
@@ -278,10 +288,10 @@ def _center(row: Row) -> Reason | None:
     off, error = row.pair("mean_shift")
     if math.isnan(off):
         return None
-    if not _is_clear(off, error, MEAN):
-        return Reason("whether its mean agrees is undecided")
-    if off <= MEAN:
+    if _agrees(off, error, MEAN):
         return Reason("its mean agrees")
+    if not _is_off(off, error, MEAN):
+        return Reason("whether its mean agrees is undecided")
     return Reason(f"its mean is off by {_digits(off)} sd of the reference", "mean off")
 
 
@@ -362,7 +372,6 @@ def answer(
     *,
     point: float = math.nan,
     doubtful: bool = False,
-    score: str = SCORE,
 ) -> str:
     """The closest, the cheapest and the ones to avoid, in two or three sentences.
 
@@ -370,13 +379,12 @@ def answer(
     :param judgments: of all, in order.
     :param point: the distance of a point at the reference's mean.
     :param doubtful: whether there are reasons not to trust the reference.
-    :param score: see ``judge``.
     """
     names = [name for name in judgments if name != reference]
     if not names:
         return ""
     if reference is None:
-        return " ".join(_answer_by_score(rows, judgments, score))
+        return " ".join(_answer_by_score(rows, judgments))
     whose = in_words(reference)
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -385,36 +393,48 @@ def answer(
     time = {name: rows[name]["seconds"] / base if base > 0 else math.nan for name in names}
     sentences = [f"{whose} is in doubt, so that what follows may change."] if doubtful else []
     scale = f"a point at {whose}'s mean has {point:.2g})"
+    known = [name for name in names if not math.isnan(rows[name].pair(DISTANCE)[1])]
     alike, usable = groups.get(ALIKE, []), groups.get(USABLE, [])
+    best = known[0] if known else names[0]
     if alike:
         best = min(alike, key=lambda name: _or_inf(time[name]))
         several = f"; the fastest of them, {best}, took" if len(alike) > 1 else ", in"
-        taken = "" if math.isnan(time[best]) else f"{several} {_share(time[best], 'its')}"
-        sentences.append(f"{listed(alike)} cannot be told from {whose}{taken}.")
-    else:
-        best = names[0]
-        near = [name for name in names if not _is_apart(rows[best], rows[name])]
-        resolved = rows[best]["resolution"]
-        none = best in groups.get(FAR, [])
-        text = _CLOSEST.format(
-            begin=f"None comes near {whose}: " if none else "",
-            names=listed(near),
-            verb="is" if len(near) == 1 else "are",
-            to="" if none else f" to {whose}",
-            distance=_range([rows[name][DISTANCE] for name in near]),
-            resolved="an unknown distance" if math.isnan(resolved) else f"{resolved:.2g}",
-        )
-        timed = best in usable and not math.isnan(time[best])
-        taken = f", in {_share(time[best], 'its')}" if timed else ""
-        sentences.append(f"{text}{scale}{taken}.")
+        bounds = (rows[name].pair(DISTANCE) for name in alike)
+        sentences.append(
+            _ALIKE.format(
+                names=listed(alike), verb="agrees" if len(alike) == 1 else "agree", whose=whose,
+                bound=max(distance + ERRORS * error for distance, error in bounds), scale=scale,
+                time=_taken(several, time[best]),
+            )
+        )  # fmt: skip
+    elif known:
+        none, resolved = judgments[best].group == FAR, rows[best]["resolution"]
+        near = [
+            name
+            for name in known
+            if not _is_apart(rows[best], rows[name]) and (none or judgments[name].group != FAR)
+        ]
+        sentences.append(
+            _CLOSEST.format(
+                begin=f"None comes near {whose}: " if none else "", names=listed(near),
+                verb="is" if len(near) == 1 else "are", to="" if none else f" to {whose}",
+                distance=_range([rows[name][DISTANCE] for name in near]),
+                resolved="" if math.isnan(resolved) else f"the draws resolve {resolved:.2g}; ",
+                scale=scale,
+                time=_taken(", in", time[best]) if best in usable else "",
+            )
+        )  # fmt: skip
     quick = min([*alike, *usable], key=lambda name: _or_inf(time[name]), default=best)
     if quick != best and time[quick] <= QUICK * _or_inf(time[best]):
         sentences.append(
             _CHEAPER.format(
                 time=_share(time[quick], f"{whose}'s"), name=quick, group=judgments[quick].group,
-                distance=rows[quick][DISTANCE], brief=f" ({scale}" if alike else "",
+                distance=rows[quick][DISTANCE],
             )
         )  # fmt: skip
+    if unknown := [name for name in names if name not in known]:
+        verb, own = ("is", "its") if len(unknown) == 1 else ("are", "their")
+        sentences.append(_UNKNOWN.format(names=listed(unknown, MOST_NAMES), verb=verb, whose=own))
     faults: dict[str, list[str]] = {}
     for name in groups.get(FAR, []):
         faults.setdefault(judgments[name].fault, []).append(name)
@@ -424,9 +444,7 @@ def answer(
     return " ".join(sentences)
 
 
-def _answer_by_score(
-    rows: Mapping[str, Row], judgments: Mapping[str, Judgment], score: str
-) -> Iterable[str]:
+def _answer_by_score(rows: Mapping[str, Row], judgments: Mapping[str, Judgment]) -> Iterable[str]:
     alike, worse = (
         [name for name, judgment in judgments.items() if judgment.group == group]
         for group in (ALIKE, WORSE)
@@ -434,20 +452,24 @@ def _answer_by_score(
     if len(judgments) == 1:
         yield f"There is only {next(iter(judgments))}, and nothing to compare it with."
         return
-    if len(alike) == 1:
+    if len(alike) == 1 and len(worse) == len(judgments) - 1:
         yield f"{alike[0]} predicts the test data best by NLPD."
-    elif alike:
+    elif len(alike) > 1:
         yield (
             f"{listed(alike)} predict the test data alike: their NLPDs differ by less than two "
             "standard errors from the best."
         )
+    undecided = [name for name in judgments if name not in (*alike, *worse)]
+    if undecided:
+        verb = "predicts" if len(undecided) == 1 else "predict"
+        yield f"How well {listed(undecided, MOST_NAMES)} {verb} is undecided."
     times = {name: t for name in alike if (t := rows[name]["seconds"]) == t}
     if len(times) > 1:
         quick = min(times, key=lambda name: times[name])
         yield f"{quick} is the fastest of them ({times[quick]:.2g} s)."
     if alike and worse:
-        best = rows[alike[0]][score]
-        gaps = _range([rows[name][score] - best for name in worse])
+        best = rows[alike[0]][SCORE]
+        gaps = _range([rows[name][SCORE] - best for name in worse])
         verb = "predicts" if len(worse) == 1 else "predict"
         yield f"{listed(worse, MOST_NAMES)} {verb} worse, by {gaps} nats per datum."
     if alike:
@@ -460,6 +482,10 @@ def _answer_by_score(
 def _is_apart(a: Row, b: Row) -> bool:
     (d_a, error_a), (d_b, error_b) = (row.pair(DISTANCE) for row in (a, b))
     return abs(d_a - d_b) > ERRORS * math.hypot(error_a, error_b)
+
+
+def _taken(words: str, time: float) -> str:
+    return "" if math.isnan(time) else f"{words} {_share(time, 'its')}"
 
 
 def _share(time: float, whose: str) -> str:

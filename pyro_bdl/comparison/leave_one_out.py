@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_bdl import diagnostics
 from pyro_bdl.comparison.columns import listed
 from pyro_bdl.comparison.kind import Kind, Seen, read_kind
-from pyro_bdl.comparison.metric import metric, metrics_of
+from pyro_bdl.comparison.metric import metric, metrics_of, total_error
 from pyro_bdl.comparison.observe import log_densities
 from pyro_bdl.diagnostics.loo import (
     LOO,
@@ -31,9 +31,11 @@ from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.batches import as_dicts, device_of_rows, has_rows, leading_size, taken
 from pyro_bdl.program.program import Program
 from pyro_bdl.samples import Samples
+from pyro_bdl.utils.jackknife import GROUPS, jackknife_error, number_of_groups, without_each
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.trees import equal_trees
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,16 @@ class KFold:
     :param se: its standard error over the data, sqrt(N var(pointwise)).
     :param pointwise: float64 ``(N,)``, in the order of the data.
     :param fold: ``(N,)``, the fold in which each datum was held out.
+    :param y: the targets of these data, by which a comparison tells other data; or None.
+    :param draws_se: standard error of ``elpd`` over the draws of all folds; NaN for fewer than 20.
     """
 
     elpd: float
     se: float
     pointwise: Tensor
     fold: Tensor
+    y: Any = None
+    draws_se: float = math.nan
 
     @property
     def folds(self) -> int:
@@ -58,6 +64,24 @@ class KFold:
 
     def __str__(self) -> str:
         return f"elpd {self.elpd:.2f} (se {self.se:.2f}) of {self.folds} folds"
+
+    def check_data(self, train: tuple) -> None:
+        """Check that the folds are parts of these data.
+
+        :raises ValueError: for another number of rows, or other targets.
+        """
+        rows = leading_size(train)
+        own = len(self.pointwise) if self.y is None else leading_size((self.y,))
+        if rows != own:
+            raise ValueError(
+                f"left_out holds the cross-validation of {own} rows, but train has {rows}: give "
+                "k_fold the training data"
+            )
+        if self.y is not None and not equal_trees(self.y, train[-1]):
+            raise ValueError(
+                "left_out holds the cross-validation of other targets than those of train: give "
+                "k_fold the training data"
+            )
 
 
 LeftOut = LOO | SubsampledLOO | KFold
@@ -79,8 +103,8 @@ number = partial(metric, of="loo", group=GROUP)
 @number("elpd", digits=4, error=True)
 def elpd_loo(left_out: LeftOut | None, by: str) -> float | None:
     """Expected log predictive density of the training data, each left out in turn, summed, in nats
-    as the program sees them, with its standard error over the data; larger is better. Values that
-    PSIS-LOO does not support are withheld, for the reason beside them."""
+    as the program sees them, with its standard error over data and draws; larger is better. Values
+    that PSIS-LOO does not support are withheld, for the reason beside them."""
     return None if left_out is None or _withheld(left_out, by) else left_out.elpd
 
 
@@ -89,7 +113,8 @@ def elpd_loo_se(left_out: LeftOut | None, by: str) -> float | None:
     """The standard error of ``elpd_loo``, without a column."""
     if left_out is None or _withheld(left_out, by):
         return None
-    return left_out.total_se if isinstance(left_out, SubsampledLOO) else left_out.se
+    over_data = left_out.total_se if isinstance(left_out, SubsampledLOO) else left_out.se
+    return math.hypot(over_data, left_out.draws_se)
 
 
 @number("high k")
@@ -289,6 +314,9 @@ def elpd_difference(evaluation: Any, reference: Any) -> dict[str, float]:
     if not comparable(evaluation.loo, reference.loo):
         return {}
     gap, error = difference(evaluation.loo, reference.loo)
+    by_draws = [side for side in sides if not isinstance(side.loo, KFold)]
+    if any(number_of_groups(side.effective) < GROUPS for side in by_draws):
+        error = math.nan  # too few effective draws to know their error
     return {"elpd_diff": gap, "elpd_diff_se": error}
 
 
@@ -302,18 +330,21 @@ def comparable(ours: LeftOut, theirs: LeftOut) -> bool:
 
 
 def difference(ours: LeftOut, theirs: LeftOut) -> tuple[float, float]:
-    """elpd_loo minus the reference's, and its standard error, sqrt(N var of the differences).
+    """elpd_loo minus the reference's, and its standard error.
 
-    Of subsampled results the error of subsampling is added.
+    The error over the data, sqrt(N var of the differences), those over the draws of both and, of
+    subsampled results, that of subsampling add up as squares; the sum is enlarged for few data.
 
     Source: Vehtari, Gelman, Gabry (2017), eq. 24; ``arviz.compare`` divides by N, not N - 1.
     """
     gap = ours.pointwise - theirs.pointwise.to(ours.pointwise)
+    parts = [(side.draws_se, GROUPS - 1.0) for side in (ours, theirs)]
     if isinstance(ours, SubsampledLOO) and isinstance(theirs, SubsampledLOO):
         near = ours.approximation - theirs.approximation.to(ours.approximation)
         total, subsampling, over_data = difference_estimate(gap, near, ours.rows)
-        return total, math.hypot(subsampling, over_data)
-    return gap.sum().item(), standard_error(gap)
+        data = [(subsampling, len(gap) - 1.0), (over_data, len(near) - 1.0)]
+        return total, total_error(*data, *parts)
+    return gap.sum().item(), total_error((standard_error(gap), gap.numel() - 1.0), *parts)
 
 
 @torch.no_grad()
@@ -375,7 +406,7 @@ def k_fold(
     :param data: the inputs and, last, the targets.
     :param folds: K, from 2 to N; the rows are dealt at random.
     :param num_samples: draws of a guide; of ``Samples`` all draws are used.
-    :param seed: seed of the folds and of each fit.
+    :param seed: seed of the folds; the fit without fold k starts from ``seed + k``.
     :param progress: show a bar; by default in terminals and notebooks.
     :returns: ``KFold``. Two results of equal data, ``folds`` and ``seed`` have equal folds.
     :raises ValueError: if K is not between 2 and N.
@@ -392,26 +423,29 @@ def k_fold(
         order = torch.randperm(rows, device="cpu")
     fold = torch.empty(rows, dtype=torch.int64, device="cpu")
     fold[order] = torch.arange(rows, device="cpu") % folds
-    pointwise = torch.zeros(rows, dtype=torch.float64, device=device)
+    pointwise, variance = torch.zeros(rows, dtype=torch.float64, device=device), 0.0
     seen = torch.ones(rows, dtype=torch.bool, device="cpu")
     for k in shown(range(folds), "folds", progress):
         train, held = (
             taken(args, m.nonzero().flatten().to(device)) for m in (fold != k, fold == k)
         )
-        with seeded(seed):
+        with seeded(seed + k):  # independent draws, whose errors do not add up
             model, posterior = fit(*train)
-            density, seen_rows = _log_density(model, posterior, held, num_samples)
+            density, over_draws, seen_rows = _log_density(model, posterior, held, num_samples)
         inside = (fold == k).to(device)
         pointwise[inside], seen[fold == k] = density.to(pointwise), seen_rows
+        variance += over_draws**2
     pointwise, fold = pointwise[seen.to(device)], fold[seen]
-    return KFold(float(pointwise.sum()), standard_error(pointwise), pointwise, fold)
+    elpd, se = float(pointwise.sum()), standard_error(pointwise)
+    return KFold(elpd, se, pointwise, fold, args[-1], math.sqrt(variance))
 
 
 @torch.no_grad()
 def _log_density(
     model: Callable, posterior: Any, args: tuple, num_samples: int
-) -> tuple[Tensor, Tensor]:
-    """log E p(y_n | w) of each row, ``(N,)``, and whether anything of it was seen."""
+) -> tuple[Tensor, float, Tensor]:
+    """log E p(y_n | w) of each row, ``(N,)``, the error over the draws of its sum, and whether
+    anything of the row was seen."""
     kind = read_kind(model, args, posterior)
     if not kind.by_rows or kind.is_joint:
         raise ValueError(
@@ -422,9 +456,15 @@ def _log_density(
     linear = kind.linear and is_linear(posterior)
     make: Any = LinearizedPredictive if linear else Predictive
     predictive, parts = make(model, posterior, count), []
+    without: Any = torch.full((GROUPS,), math.nan)
     for part, _ in kind.batches(args, num_samples):
         density = log_densities(predictive, kind, part).double()
-        parts.append(log_mean_exp(density.reshape(len(density), leading_size(part), -1).sum(-1).T))
+        rows = density.reshape(len(density), leading_size(part), -1).sum(-1)
+        parts.append(log_mean_exp(rows.T))
+        if groups := number_of_groups(len(rows)):
+            sums = [log_mean_exp(some.T).sum() for some in without_each(rows, groups)]
+            without = torch.stack(sums) + (without.to(sums[0]) if len(parts) > 1 else 0.0)
     seen = kind.seen(model, args, posterior)
-    rows = torch.ones(leading_size(args), dtype=torch.bool, device="cpu")
-    return torch.cat(parts), rows if seen is None else seen.of_rows().cpu()
+    every = torch.ones(leading_size(args), dtype=torch.bool, device="cpu")
+    seen_rows = every if seen is None else seen.of_rows().cpu()
+    return torch.cat(parts), float(jackknife_error(without)), seen_rows

@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_bdl.comparison.columns import Column
+from pyro_bdl.utils.jackknife import GROUPS, enlarged, jackknife_error, number_of_groups
 
 Inputs = Mapping[str, tuple[Any, ...]]  # of metrics, by ``of``
 NUMBERS, CLASSES = "regression", "classification"
+ERRORS = 2.0  # standard errors that count as a difference
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Metric:
     :param error: whether the rows hold its Monte Carlo error, under ``key_se``. Distances only.
     :param over_points: for a score that is a mean over the test points: ``"mean"``, or ``"root"``
         for the square root of a mean. The function then returns the value of each point, ``(N,
-        ...)``; the rows hold the standard error over the points under ``key_se``, and the paired
-        difference from the reference under ``key_diff`` with its error.
+        ...)``; the rows hold the standard error over points and draws under ``key_se``, and the
+        paired difference from the reference under ``key_diff`` with its error.
     """
 
     key: str
@@ -53,18 +55,24 @@ class Metric:
     error: bool = False
     over_points: str = ""
 
+    def of_values(self, values: Tensor) -> Tensor:
+        """The number from the values ``(..., N)`` at the points."""
+        mean = values.mean(-1)
+        return mean.sqrt() if self.over_points == "root" else mean
+
     def column(self) -> Column:
         """The column that shows the number."""
         help, error = self.help, f"{self.key}_se" if self.error or self.over_points else ""
         if self.over_points:
-            help += " With its standard error over the test points."
+            help += " With its standard error, over the test points and over the draws."
         return Column(self.key, self.title, self.group, help, self.style, self.digits, error)
 
     def difference_column(self) -> Column:
         """The column of the paired difference from the reference."""
         help = (
             f"{self.title} minus the reference's at the same test points, with the standard error "
-            "of this difference."
+            "of this difference, over the points and over the draws of both. It is enlarged for "
+            "few points or draws, so that two of them are a 95 % interval."
         )
         key = f"{self.key}_diff"
         group = f"{self.group}, difference to {{reference}}"
@@ -140,45 +148,106 @@ def _mean_of_seen(values: Tensor, seen: Tensor) -> Tensor:
 class PointScores:
     """The number, its error, and each point's influence on it, of a mean over the test points.
 
-    The influence psi_n of a point is that of the delta method: v_n for the mean of values v, and
-    v_n / (2 sqrt(mean v)) for its root. The error is the sd of psi over sqrt(N), and that of a
-    difference of two scores the sd of the difference of their influences over sqrt(N). Of values
-    with weights w_n, the numbers of a target that were seen, m = sum w v / sum w, and psi_n is m +
-    N w_n (v_n - m) / sum w.
+    It has two errors, which add up as squares. The one over the points: the influence psi_n of a
+    point is that of the delta method, v_n for the mean of values v, and v_n / (2 sqrt(mean v)) for
+    its root; the error is the sd of psi over sqrt(N), and that of a difference of two scores the sd
+    of the difference of their influences over sqrt(N). The one over the draws, which is common to
+    all points, is that of the grouped jackknife (:mod:`pyro_bdl.utils.jackknife`).
+
+    Of values with weights w_n, the numbers of a target that were seen, m = sum w v / sum w, and the
+    value of a point is m + N w_n (v_n - m) / sum w.
 
     A share of which all points, or none, are counted would get no error; as Agresti & Coull (1998)
     propose, two points of each kind are added for the error of every share.
 
     :param number: the score.
-    :param error: its standard error; NaN for a single point.
+    :param over_points: its standard error over the points; NaN for a single point.
     :param influence: ``(N,)``.
+    :param groups: the score without each group of draws minus the score, ``(G,)``: zeros where it
+        does not come from draws, and empty where they are too few to say.
     """
 
     number: float
-    error: float
+    over_points: float
     influence: Tensor
+    groups: Tensor
 
     @classmethod
-    def of(cls, metric: Metric, values: Tensor, weights: Tensor | None = None) -> "PointScores":
-        """The score of a metric from the values ``(N,)`` at the points, and their weights."""
-        if weights is not None:
-            weights = weights / weights.mean()
-            weighted = (weights * values).mean()
-            values = weighted + weights * (values - weighted)
-        mean = values.mean()
-        influence, number = values, mean
+    def of(
+        cls,
+        metric: Metric,
+        values: Tensor,
+        groups: Tensor | None = None,
+        weights: Tensor | None = None,
+        group_weights: Tensor | None = None,
+    ) -> "PointScores":
+        """The score of a metric from the values ``(N,)`` at the points.
+
+        :param groups: the values ``(1 + G, n)`` at some points, of all draws and without each group
+            of them; None for values that do not come from draws.
+        :param weights: of the points, ``(N,)``; equal ones by default.
+        :param group_weights: of the points of ``groups``, ``(n,)``.
+        """
+        values = _weighted(values, weights)
+        number = metric.of_values(values)
+        influence = values
         if metric.over_points == "root":
-            number = mean.sqrt()
             influence = values / (2 * number) if number > 0 else torch.zeros_like(values)
         of_error = influence
         if metric.style == "percent":
             of_error = torch.cat([values, values.new_tensor([0.0, 0.0, 1.0, 1.0])])
-        return cls(float(number), standard_error_of_mean(of_error), influence)
+        apart = values.new_zeros(GROUPS)
+        if groups is not None:
+            several = metric.of_values(_weighted(groups, group_weights))
+            apart = several[1:] - several[0]
+        return cls(float(number), standard_error_of_mean(of_error), influence, apart.cpu())
+
+    @property
+    def over_draws(self) -> float:
+        """The standard error over the draws; NaN if it is unknown."""
+        return float(jackknife_error(self.groups)) if len(self.groups) else math.nan
+
+    @property
+    def error(self) -> float:
+        """Both errors together."""
+        return math.hypot(self.over_points, self.over_draws)
+
+    def with_effective(self, draws: float) -> "PointScores":
+        """The same score of correlated draws: their error is unknown if there are fewer than 4
+        effective ones in a group.
+
+        :param draws: the number of effective draws.
+        """
+        is_known = number_of_groups(draws) >= len(self.groups) or not self.groups.any()
+        return self if is_known else replace(self, groups=self.groups[:0])
 
     def difference(self, other: "PointScores") -> tuple[float, float]:
-        """This score minus another at the same points, and the standard error."""
+        """This score minus another at the same points, and the standard error, enlarged for few
+        points or groups so that a difference is beyond two of them in 5 % of the cases."""
         gap = self.influence - other.influence.to(self.influence.device)
-        return self.number - other.number, standard_error_of_mean(gap)
+        return self.number - other.number, total_error(
+            (standard_error_of_mean(gap), len(gap) - 1), self.of_draws, other.of_draws
+        )
+
+    @property
+    def of_draws(self) -> tuple[float, int]:
+        """The error over the draws, and its degrees of freedom."""
+        return self.over_draws, len(self.groups) - 1
+
+
+def _weighted(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Values ``(..., N)`` whose mean is the weighted mean of these, and whose spread is its
+    influence."""
+    if weights is None:
+        return values
+    weights = weights / weights.mean()
+    mean = (weights * values).mean(-1, keepdim=True)
+    return mean + weights * (values - mean)
+
+
+def total_error(*parts: tuple[float, float]) -> float:
+    """The error of a difference from its independent parts, each with its degrees of freedom."""
+    return math.hypot(*(error for error, _ in parts)) * enlarged(ERRORS, *parts)
 
 
 def standard_error_of_mean(values: Tensor) -> float:

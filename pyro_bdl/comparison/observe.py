@@ -14,6 +14,8 @@ from pyro_bdl.comparison.metric import evenly
 from pyro_bdl.diagnostics.loo import log_mean_exp
 from pyro_bdl.errors import UnusableDrawsError
 from pyro_bdl.metrics.uncertainty import Uncertainty, entropy_parts, variance_parts
+from pyro_bdl.predictive.linearized import LinearizedPredictive
+from pyro_bdl.predictive.observations import ClosedPredictions
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.utils.validation import check_finite_tensor
 
@@ -32,6 +34,7 @@ class Block:
     :param noise: Var[y | w_s], as ``mean``; None for classes.
     :param draws: y ~ p(y | w_s), ``(S, n, ...)``; None for classes.
     :param log_density: log p(y_n | w_s) in nats, ``(S, K)``; K = 1 for a joint one.
+    :param closed: mean, variance and log p(y_n) in closed form, if there is one.
     :param seen: which targets were seen, as ``y``; None where all were.
     :param counts: how many numbers of each datum were seen, ``(K,)``; None where all were.
     :param log_mean: of classes the log of the mean probabilities over the draws, ``(m, C)``, in
@@ -45,6 +48,7 @@ class Block:
     noise: Tensor | None = None
     draws: Tensor | None = None
     log_density: Tensor | None = None
+    closed: ClosedPredictions | None = None
     seen: Tensor | None = None
     counts: Tensor | None = None
     log_mean: Tensor | None = None
@@ -67,11 +71,31 @@ class Block:
         if self.y is not None:
             cells = part(cells.reshape(self.y.shape), 0)
         density = None if self.log_density is None else self.log_density[:, counts > 0]
+        closed = self.closed
+        if closed is not None:
+            known = closed.log_density
+            known = None if known is None else known[counts > 0]
+            closed = ClosedPredictions(part(closed.mean, 0), part(closed.variance, 0), known)
         return Block(
             int(rows.sum()), part(self.mean, 1), part(self.function, 1), part(self.y, 0),
-            part(self.noise, 1), part(self.draws, 1), density, cells, counts[counts > 0],
+            part(self.noise, 1), part(self.draws, 1), density, closed, cells, counts[counts > 0],
             part(self.log_mean, 0),
         )  # fmt: skip
+
+    @property
+    def draw_numbers(self) -> Tensor:
+        """0 ... S - 1."""
+        return torch.arange(len(self.mean), device=self.mean.device)
+
+    def at_draws(self, numbers: Tensor) -> "Block":
+        """The predictions of the targets at some of the draws."""
+        names = ("mean", "noise", "draws", "log_density")
+        known = {name: value for name in names if (value := getattr(self, name)) is not None}
+        some = {name: value[numbers] for name, value in known.items()}
+        if self.log_mean is not None:
+            mean = some["mean"].double().mean(0)
+            some["log_mean"] = mean.clamp_min(torch.finfo(mean.dtype).tiny).log()
+        return replace(self, **some)
 
     def at(self, rows: Tensor, chains: int, most: int) -> "Block":
         """Draws at some of the rows, without targets and densities, but with what was seen.
@@ -123,10 +147,17 @@ class Block:
             numbers: Any = self.y.numel() / density.shape[1]
             numbers = numbers if self.counts is None else self.counts
             density = density.double() - math.log(scale) * numbers
-        noise = None if self.noise is None else self.noise * scale**2
+        noise, closed = None if self.noise is None else self.noise * scale**2, self.closed
+        if closed is not None:
+            of_targets = closed.log_density
+            if of_targets is not None and self.y is not None:
+                numbers = self.y.numel() / of_targets.numel()
+                numbers = numbers if self.counts is None else self.counts
+                of_targets = of_targets.double() - math.log(scale) * numbers
+            closed = ClosedPredictions(moved(closed.mean), closed.variance * scale**2, of_targets)
         return Block(
             self.rows, moved(self.mean), moved(self.function), moved(self.y), noise,
-            moved(self.draws), density, self.seen, self.counts, self.log_mean,
+            moved(self.draws), density, closed, self.seen, self.counts, self.log_mean,
         )  # fmt: skip
 
 
@@ -175,7 +206,31 @@ def _observed(predictive: Any, kind: Kind, args: tuple, y: Tensor | None) -> Blo
     bad = ~function.isfinite()
     check_draws("functions", bad & ~bad.all(0))  # all bad: there is no mean
     noise = kind.numbers({name: sites[name].variance for name in kind.sites})
-    return Block(mean.shape[1], mean, function, y, noise, draws, density)
+    closed = _closed_form(predictive, kind, args, mean[0], with_targets=y is not None)
+    return Block(mean.shape[1], mean, function, y, noise, draws, density, closed)
+
+
+def _closed_form(
+    predictive: Any, kind: Kind, args: tuple, like: Tensor, *, with_targets: bool
+) -> ClosedPredictions | None:
+    """Predictions in closed form where all sites have one.
+
+    :param like: the mean at one draw, for the shape.
+    """
+    if not isinstance(predictive, LinearizedPredictive) or not kind.is_normal:
+        return None
+    sites = predictive.closed_predictions(*args)
+    if kind.sites.keys() - sites.keys():
+        return None
+    mean, variance = (
+        kind.numbers({name: getattr(sites[name], part)[None] for name in kind.sites})[0]
+        for part in ("mean", "variance")
+    )
+    density, known = None, [sites[name].log_density for name in kind.sites]
+    if with_targets:
+        values = {n: v[None] for n, v in zip(kind.sites, known, strict=True) if v is not None}
+        density = kind.densities(values)[0] if len(values) == len(known) else None
+    return ClosedPredictions(mean.reshape(like.shape), variance.reshape(like.shape), density)
 
 
 @dataclass(frozen=True)

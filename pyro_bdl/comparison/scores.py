@@ -10,6 +10,8 @@ A metric names its inputs by ``of``:
                         probabilities ``(N, C)`` and the class numbers ``(N,)``
 ``"draws"``             draws of the target ``(S, N, ...)``, noise included, and the targets
 ``"density"``           log p(y_n | draw) ``(S, N)`` and the number of rows
+``"log predictive"``    log p(y_n), its mean over the draws or in closed form ``(N,)``, and the
+                        number of rows
 ``"moments"``           mean and variance of the predictions of a Normal observation, ``(N, ...)``
                         each, and the targets
 ``"predictions"``       mean and variance of the predictions, ``(N, ...)`` each, and the targets; of
@@ -23,11 +25,14 @@ A metric names its inputs by ``of``:
 
 ``"draws"`` and ``"density"`` are known of one batch of test data at a time, since they need much
 memory: their metrics are means over the test points (``over_points``); those of ``"halves"`` are
-such means too, of all points at once. Numbers are in the target's
-units.
+such means too, of all points at once. Numbers are in the target's units.
+
+Means over the test points are computed again without each of ten groups of draws, which gives their
+error over the draws: of ``"density"`` and ``"mean"`` at all points, of the others at up to 100 of
+each batch, since the draws of the function are common to all points.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -49,15 +54,16 @@ from pyro_bdl.comparison.metric import (
 )
 from pyro_bdl.comparison.observe import Block
 from pyro_bdl.metrics.calibration import mean_confidence, uniformity
-from pyro_bdl.metrics.scores import effective_draws, squared_error
+from pyro_bdl.metrics.scores import effective_draws, log_predictive_density, squared_error
 from pyro_bdl.metrics.temperature import best_temperature, calibrated_nlpd
 from pyro_bdl.metrics.uncertainty import Uncertainty
+from pyro_bdl.utils.jackknife import number_of_groups, without_each
 
 # Below this many effective draws the density of a mixture says more about their number.
 FEW_DRAWS = 10
-_MANY_POINTS = 0.1
 _LEAST_FOR_HALVES = 20  # test points
 _BY_NUMBER = ("mean", "draws", "moments")  # have a value for each number of a target
+_MOST_POINTS = 100  # of a batch, for errors over draws that would take long at all of them
 
 TEST_DATA, CALIBRATION = "test data", "calibration"
 whole = partial(metric, group=TEST_DATA)
@@ -81,17 +87,18 @@ def accuracy(mean: Tensor, y: Tensor) -> Tensor:
     return metrics.accuracy(mean, y, pointwise=True)
 
 
-@score("NLPD", "density")
-def nlpd(density: Tensor, rows: int) -> Tensor:
-    """Negative log predictive density per datum, in nats; smaller is better."""
-    return _per_row(metrics.negative_log_predictive_density(density, pointwise=True), rows)
+@score("NLPD", "log predictive")
+def nlpd(log_predictive: Tensor, rows: int) -> Tensor:
+    """Negative log predictive density per datum, in nats; smaller is better. Of a Laplace
+    approximation with Normal noise it is in closed form."""
+    return _per_row(-log_predictive, rows)
 
 
-@score("NLPD, Normal", "moments", task=NUMBERS)
+@score("NLPD, Normal", "moments", task=NUMBERS, detail=True)
 def nlpd_normal(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
     """Negative log density of the targets under the Normal with the predictive mean and variance,
-    in nats. It does not depend on the number of draws, as the density of their mixture does where
-    the noise is much smaller than the function's sd."""
+    in nats. It rests on all draws, where the density of their mixture rests on the few that pass
+    near the target (see NLPD by few)."""
     return metrics.gaussian_nlpd(mean, variance, y)
 
 
@@ -294,10 +301,26 @@ class Score:
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self._parts: dict[str, list[Tensor]] = {}
+        self._groups: dict[str, list[Tensor]] = {}
 
     def add(self, block: Block) -> None:
         """Score a batch."""
-        mean, y, seen = block.mean.mean(0), block.y, block.seen
+        parts, inputs = self._read(block)
+        seen = parts.get("seen")
+        if "draws" in inputs:
+            parts["transforms"] = metrics.pit(*inputs["draws"])
+        parts |= measure_points(SCORES, self.kind.task, inputs, seen)
+        for name, values in parts.items():
+            self._parts.setdefault(name, []).append(values)
+        if block.y is None and block.log_density is None:
+            return
+        for name, several in self._of_groups(block).items():
+            self._groups.setdefault(name, []).append(several)
+
+    def _read(self, block: Block) -> tuple[dict[str, Tensor], dict[str, tuple]]:
+        """What is known at each point of a batch, and the inputs of metrics."""
+        closed, y, seen = block.closed, block.y, block.seen
+        mean = block.mean.mean(0) if closed is None else closed.mean
         parts, inputs = {"mean": mean}, cast(dict[str, tuple], {})
         logs = block.log_mean
         if seen is not None and self.kind.task == CLASSES:  # each label is a point
@@ -313,19 +336,56 @@ class Score:
             inputs["mean"], parts["y"] = (mean, y), y
         if block.log_density is not None:
             inputs["density"] = block.log_density, block.rows
+            log_predictive = None if closed is None else closed.log_density
+            if log_predictive is None:
+                log_predictive = log_predictive_density(block.log_density)
+            inputs["log predictive"] = log_predictive, block.rows
         if block.draws is not None and y is not None:
             inputs["draws"] = block.draws, y
-            parts["transforms"] = metrics.pit(block.draws, y)
-        if block.noise is not None:
+        if closed is not None:
+            parts["variance"] = closed.variance
+        elif block.noise is not None:
             variance = metrics.variance_parts(block.mean, block.noise).total
             parts["variance"] = variance.reshape(mean.shape)
         elif block.draws is not None:
             parts["variance"] = block.draws.double().var(0)
-        if self.kind.is_normal and "variance" in parts:
+        if self.kind.is_normal and "variance" in parts and y is not None:
             inputs["moments"] = mean, parts["variance"], y
-        parts |= measure_points(SCORES, self.kind.task, inputs, seen)
-        for name, values in parts.items():
-            self._parts.setdefault(name, []).append(values)
+        return parts, inputs
+
+    def _of_groups(self, block: Block) -> dict[str, Tensor]:
+        """The values ``(1 + G, n)`` of metrics with all draws, and without each group of them, and
+        what ``"halves"`` takes, at some of the points."""
+        several: dict[str, list[Tensor]] = {}
+        views = [block.draw_numbers]
+        if groups := number_of_groups(len(block.mean)):
+            views += without_each(block.draw_numbers, groups)
+        for view in views:
+            parts, inputs = self._read(block.at_draws(view))
+            seen = parts.get("seen")
+            some = slice(None, None, -(-len(parts["mean"]) // _MOST_POINTS))
+            at_some = None if seen is None else seen[some]
+            values = {}
+            if "draws" in inputs:
+                draws, y = inputs.pop("draws")
+                thinned: dict[str, tuple] = {"draws": (draws[:, some], y[some])}
+                values = measure_points(SCORES, self.kind.task, thinned, at_some)
+            values |= measure_points(SCORES, self.kind.task, inputs, seen)
+            for name in {"log mean", "mean", "variance", "y"} & parts.keys():
+                part = parts[name]
+                if name in ("mean", "variance", "y") and at_some is not None:
+                    values[name] = part[some][at_some]
+                elif name == "mean" and "labeled mean" in parts:
+                    values[name] = parts["labeled mean"][some]
+                else:
+                    values[name] = part[some]
+            if "weights" in parts:
+                values["weights"], values["weights of some"] = (
+                    parts["weights"], parts["weights"][some]
+                )  # fmt: skip
+            for name, value in values.items():
+                several.setdefault(name, []).append(value)
+        return {name: torch.stack(values) for name, values in several.items()}
 
     def whole(self) -> dict[str, Tensor]:
         """The ``"mean"`` predictions at all test points and, if they are known, their
@@ -346,7 +406,10 @@ class Score:
 
     def inputs(self) -> dict[str, tuple]:
         """The inputs of metrics that need all test points at once."""
-        whole, classes = self.of_seen(), self.kind.task == CLASSES
+        return self._inputs_of(self.of_seen())
+
+    def _inputs_of(self, whole: Mapping[str, Tensor]) -> dict[str, tuple]:
+        classes = self.kind.task == CLASSES
         if "y" not in whole:
             return {}
         inputs: dict[str, tuple] = {"mean": (whole["mean"], whole["y"])}
@@ -359,16 +422,33 @@ class Score:
 
     def points(self) -> dict[str, PointScores]:
         """The scores that are means over the test points."""
-        known, halves = of_task(SCORES, self.kind.task), self.inputs().get("halves")
-        whole = self.whole()
-        if halves is not None:
-            whole |= measure_points(SCORES, self.kind.task, {"halves": halves})
-        weights = whole.get("weights")
-        return {
-            m.key: PointScores.of(m, whole[m.key], weights if m.of in _BY_NUMBER else None)
-            for m in known
-            if m.key in whole
-        }
+        known, whole = of_task(SCORES, self.kind.task), self.whole()
+        groups = {name: torch.cat(parts, 1) for name, parts in self._groups.items()}
+        whole |= self._of_halves(self.of_seen())
+        if "mean" in groups:
+            names = {"log mean", "mean", "variance", "y"} & groups.keys()
+            views = [
+                self._of_halves({name: groups[name][g] for name in names})
+                for g in range(len(groups["mean"]))
+            ]
+            groups |= {key: torch.stack([view[key] for view in views]) for key in views[0]}
+        none = torch.zeros(1, 1, device="cpu")  # no group: the error over draws is unknown
+
+        def scores(metric: Metric) -> PointScores:
+            values, several = whole[metric.key], groups.get(metric.key, none)
+            if metric.of not in _BY_NUMBER or "weights" not in whole:
+                return PointScores.of(metric, values, several)
+            if several is none:
+                return PointScores.of(metric, values, several, whole["weights"])
+            of_some = groups["weights of some" if metric.of == "draws" else "weights"][0]
+            return PointScores.of(metric, values, several, whole["weights"], of_some)
+
+        return {metric.key: scores(metric) for metric in known if metric.key in whole}
+
+    def _of_halves(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        inputs = self._inputs_of(whole)
+        inputs = {"halves": inputs["halves"]} if "halves" in inputs else {}
+        return measure_points(SCORES, self.kind.task, inputs)
 
 
 def differences(evaluation: Any, reference: Any) -> dict[str, float]:
@@ -379,28 +459,6 @@ def differences(evaluation: Any, reference: Any) -> dict[str, float]:
         gap, error = evaluation.points[key].difference(reference.points[key])
         gaps |= {f"{key}_diff": gap, f"{key}_diff_se": error}
     return gaps
-
-
-def few_draws(scores: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Names of the posteriors whose NLPD rests on few draws at more than a tenth of the points.
-
-    :param scores: posterior to its numbers.
-    """
-    return [
-        name
-        for name, numbers in scores.items()
-        if numbers.get("nlpd_few", 0.0) > _MANY_POINTS and "nlpd_normal" in numbers
-    ]
-
-
-def few_draws_note(names: Sequence[str]) -> str:
-    """A sentence on an NLPD that says more about the number of draws than about the posterior."""
-    return (
-        f"NLPD of {listed(names)} rests on fewer than {FEW_DRAWS} draws at many of the test "
-        "points, since the noise is much smaller than the function's sd: it then says more about "
-        "the number of draws than about the posterior. NLPD, Normal does not: it scores the "
-        "predictive mean and variance, and is used in its place."
-    )
 
 
 def data_notes(evaluation: Any) -> list[str]:

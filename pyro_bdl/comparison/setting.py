@@ -50,7 +50,7 @@ class Setting:
 
     @classmethod
     def read(
-        cls, model: Callable, posterior: Any, test: Any, *, train: Any, ood: Any,
+        cls, model: Callable, posterior: Any, *, test: Any, train: Any, ood: Any,
         units: tuple[float, float], num_samples: int, seed: int, **options: Any,
     ) -> "Setting":  # fmt: skip
         """Check the data and read what the program observes.

@@ -29,10 +29,9 @@ from pyro_bdl.comparison.scores import (
     TEST_DATA,
     data_notes,
     differences,
-    few_draws,
-    few_draws_note,
 )
 from pyro_bdl.utils.progress import shown
+from pyro_bdl.utils.trees import equal_trees
 
 # matplotlib and pandas take long to import, and are imported when they are needed.
 if TYPE_CHECKING:
@@ -197,7 +196,12 @@ def compare_evaluations(
     baselines: Mapping[str, tuple[Evaluation, str]] | None = None,
     progress: bool | None = None,
 ) -> Comparison:
-    """Compare posteriors that ``evaluate`` has scored on the same data.
+    """Compare posteriors that ``evaluate`` has scored on the same data, also in other processes.
+
+    ::
+
+        guide_scores = bdl.evaluate(model, guide, x, y)  # and .save(path), Evaluation.load(path)
+        bdl.compare_evaluations({"vi": guide_scores, "nuts": nuts_scores}, "nuts")
 
     :param evaluations: name to evaluation.
     :param reference: name of the posterior with which the others are compared.
@@ -205,8 +209,16 @@ def compare_evaluations(
     :param baselines: name to the evaluation and a word on what it is, for predictions that are no
         posterior of the program: rows with scores, without distances and judgment.
     :param progress: show a bar.
-    :raises ValueError: for evaluations on other data, or functions of other shapes.
+    :raises ValueError: for no evaluation, an unknown reference, evaluations at other test inputs or
+        targets or in other units, or functions of other shapes.
     """
+    if not evaluations:
+        raise ValueError("evaluations is empty: give at least one by name")
+    if reference is not None and reference not in evaluations:
+        raise ValueError(
+            f"reference {reference!r} is not among the evaluations "
+            f"({', '.join(map(repr, evaluations))}): name one of them, or say reference=None"
+        )
     first = evaluations[reference] if reference is not None else next(iter(evaluations.values()))
     rows = {name: Row(evaluation.scores) for name, evaluation in evaluations.items()}
     for name, evaluation in shown(evaluations.items(), "distances", progress):
@@ -215,28 +227,25 @@ def compare_evaluations(
             rows[name] |= distances(evaluation, first) | sd_ratios(evaluation, first)
             rows[name] |= differences(evaluation, first)
             rows[name] |= elpd_difference(evaluation, first)
-    few = few_draws(rows)
-    score = "nlpd_normal" if few else judge.SCORE
     point, warned = float("nan"), []
     if reference is not None:
         point = distance_of_point(first)
         warned = judge.doubts(reference, rows[reference])
-    judgments = judge.judge(rows, evaluations, reference, point=point, score=score)
-    answer = judge.answer(
-        rows, judgments, reference, point=point, doubtful=bool(warned), score=score
-    )
+    judgments = judge.judge(rows, evaluations, reference, point=point)
+    answer = judge.answer(rows, judgments, reference, point=point, doubtful=bool(warned))
     shown_rows: dict[str, dict[str, Any]] = {
         name: rows[name] | {"group": judgment.group, "verdict": judgment.verdict}
         for name, judgment in judgments.items()
     }
     for name, (baseline, words) in (baselines or {}).items():
+        _check_same(name, baseline, first)
         gaps = {} if reference is None else differences(baseline, first)
         shown_rows[name] = {**baseline.scores, **gaps, "group": BASELINE, "verdict": words}
     shown_rows |= {name: {"verdict": reason} for name, reason in (left_out or {}).items()}
     if reference is not None:
         shown_rows[f"{reference}, half to half"] = floor(first)
     heading = f"{reference} (doubtful)" if warned else reference
-    table = _frame(shown_rows, first.task, heading, few=bool(few), point=point)
+    table = _frame(shown_rows, first.task, heading, point=point)
     if first.seen is not None:
         table.attrs["seen"] = first.seen
     return Comparison(
@@ -248,7 +257,6 @@ def compare_evaluations(
         warnings=tuple(warned),
         notes=(
             *data_notes(first),
-            *([few_draws_note(few)] if few else []),
             *withheld_notes({name: rows[name] for name in judgments}),
         ),
         left_out=left_out or {},
@@ -257,8 +265,24 @@ def compare_evaluations(
 
 
 def _check_same(name: str, evaluation: Evaluation, first: Evaluation) -> None:
+    """Check that two posteriors were scored on the same data, up to rounding.
+
+    :raises ValueError: for other test inputs, targets or units, or functions of other shapes.
+    """
+    advice = "evaluate all posteriors with the same test data and units"
     if (evaluation.task, evaluation.rows) != (first.task, first.rows):
-        raise ValueError(f"posterior {name!r} was evaluated on other data than the first one")
+        raise ValueError(
+            f"posterior {name!r} was evaluated on other data than the first one: {advice}"
+        )
+    for what, ours, theirs in (
+        ("targets (or units)", evaluation.y, first.y),
+        ("inputs", evaluation.inputs, first.inputs),
+    ):
+        if not equal_trees(ours, theirs):
+            raise ValueError(
+                f"posterior {name!r} was evaluated at other test {what} than the first one: "
+                f"{advice}"
+            )
     shapes = evaluation.function.shape[1:], first.function.shape[1:]
     if shapes[0] != shapes[1]:
         raise ValueError(
@@ -289,17 +313,13 @@ def columns(task: str, reference: str | None) -> tuple[list[Column], list[Column
 
 
 def _frame(
-    rows: Mapping[str, Mapping[str, Any]], task: str, reference: str | None, *, few: bool,
-    point: float,
+    rows: Mapping[str, Mapping[str, Any]], task: str, reference: str | None, *, point: float,
 ) -> "pd.DataFrame":  # fmt: skip
     """The rows as a DataFrame whose attributes are the columns that hold a number."""
     import pandas as pd
 
     table = pd.DataFrame.from_dict(rows, orient="index").rename_axis("posterior")
     first, further = columns(task, reference)
-    if not few:  # then it says what NLPD says
-        further = [*(c for c in first if c.key == "nlpd_normal"), *further]
-        first = [c for c in first if c.key != "nlpd_normal"]
     known = set(table.columns[table.notna().any()])
     first, further = ([c for c in part if c.key in known] for part in (first, further))
     order = [key for c in (*first, *further) for key in (c.key, c.error) if key in known]

@@ -11,6 +11,7 @@ from pyro_bdl.diagnostics.blocks import check_draws, map_blocks, split_chains
 from pyro_bdl.diagnostics.ess import ess_of_chains
 from pyro_bdl.diagnostics.psis import check_efficiency, good_k, smooth, tail_size
 from pyro_bdl.errors import warn
+from pyro_bdl.utils.jackknife import jackknife_error, number_of_groups
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class LOO:
     :param pareto_k: float64, k-hat of each observation; above ``good_k`` its value is not reliable.
     :param good_k: min(1 - 1 / log10(S), 0.7).
     :param num_draws: S, of all chains.
+    :param draws_se: standard error of ``elpd`` over the draws, by leaving out one group of ten
+        after the other, at fixed weights; NaN for fewer than 20 draws.
     """
 
     elpd: float
@@ -33,6 +36,7 @@ class LOO:
     pareto_k: Tensor
     good_k: float
     num_draws: int
+    draws_se: float = math.nan
 
     @property
     def num_bad(self) -> int:
@@ -77,7 +81,7 @@ def loo(log_likelihood: Tensor, *, r_eff: float | None = 1.0) -> LOO:
         ll = x.flatten(1)
         if r_eff is not None:
             return _leave_out(ll, -ll, r_eff)
-        found = ll.new_empty(3, len(ll))
+        found = ll.new_empty(3 + number_of_groups(ll.shape[1]), len(ll))
         likelihood = (x - x.amax((1, 2), keepdim=True)).exp()
         ratios = ess_of_chains(split_chains(likelihood)).nan_to_num(ll.shape[1]) / ll.shape[1]
         sizes = [tail_size(ll.shape[1], ratio) for ratio in ratios.tolist()]
@@ -141,14 +145,27 @@ def standard_error(pointwise: Tensor) -> float:
 
 
 def _leave_out(ll: Tensor, log_ratios: Tensor, r_eff: float) -> Tensor:
-    """Each observation's log density without it, its log density with all data, and k-hat: ``(3,
-    block)``."""
+    """Each observation's log density without it, its log density with all data, k-hat, and the
+    first without each group of draws: ``(3 + G, block)``."""
     log_weights, k = smooth(log_ratios, r_eff)
-    return torch.stack([(log_weights + ll).logsumexp(-1), log_mean_exp(ll), k])
+    weighted = log_weights + ll
+    rows = [weighted.logsumexp(-1), log_mean_exp(ll), k]
+    if groups := number_of_groups(ll.shape[-1]):
+        sums = [
+            torch.stack([part.logsumexp(-1) for part in values.tensor_split(groups, -1)])
+            for values in (weighted, log_weights)
+        ]
+        for g in range(groups):
+            others = [h for h in range(groups) if h != g]
+            rows.append(sums[0][others].logsumexp(0) - sums[1][others].logsumexp(0))
+    return torch.stack(rows)
 
 
 def _total(found: Tensor, log_likelihood: Tensor) -> LOO:
-    left_out, with_all, k = found
+    left_out, with_all, k = found[:3]
+    without = (
+        found[3:].reshape(len(found) - 3, -1).sum(1)
+    )  # of all observations, without each group of draws
     num_draws = log_likelihood.shape[0] * log_likelihood.shape[1]
     result = LOO(
         elpd=left_out.sum().item(),
@@ -158,6 +175,7 @@ def _total(found: Tensor, log_likelihood: Tensor) -> LOO:
         pareto_k=k,
         good_k=good_k(num_draws),
         num_draws=num_draws,
+        draws_se=float(jackknife_error(without)) if len(without) else math.nan,
     )
     if result.num_bad:
         warn(
@@ -211,8 +229,13 @@ class SubsampledLOO:
 
     @property
     def total_se(self) -> float:
-        """Both standard errors together."""
+        """The standard errors over observations and by subsampling together."""
         return math.hypot(self.se, self.subsampling_se)
+
+    @property
+    def draws_se(self) -> float:
+        """Standard error of ``elpd`` over the draws: N / m times that of the m observations."""
+        return self.left_out.draws_se * len(self.approximation) / len(self.rows)
 
     def __str__(self) -> str:
         return (

@@ -1,7 +1,7 @@
 """Convergence of networks: R-hat and ESS over the weights of each site, and in function space."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.diagnostics.blocks import check_draws
-from pyro_bdl.diagnostics.convergence import Convergence, convergence
+from pyro_bdl.diagnostics.convergence import Convergence, bfmi, convergence
 from pyro_bdl.diagnostics.ess import ess
 from pyro_bdl.diagnostics.rhat import SHARE, limit_of_rhat, rhat, within_rhat
 from pyro_bdl.guides.draws import samples_of_mcmc
@@ -19,6 +19,11 @@ if TYPE_CHECKING:  # pandas takes long to import, and is imported when it is nee
     import pandas as pd
 
 ESS_LIMIT = 100  # draws per chain
+_SAMPLER = {
+    "divergences": "divergences: {:.0f}",
+    "bfmi": "BFMI: {:.2f} in the worst chain (poor below 0.3)",
+    "saturated": "all steps that a draw may take: {:.1%} of the draws",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,16 +40,25 @@ class Summary:
     :param by_site: R-hat and ESS of every number, in the shape of the site.
     :param rhat_limit: R-hat above it counts as high.
     :param ess_limit: effective draws; a bulk ESS below it counts as low.
+    :param sampler: of ``Samples`` of HMC and NUTS, as far as they are known: ``divergences``, the
+        number of draws that ended in one; ``bfmi``, the smallest of the chains, poor below 0.3;
+        ``saturated``, the share of draws that took all the steps that they may.
     """
 
     table: "pd.DataFrame"
     by_site: Mapping[str, Convergence]
     rhat_limit: float
     ess_limit: float
+    sampler: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         table = self.table.to_string(float_format="{:.4g}".format, na_rep="-")
-        return f"{table}\nhigh: R-hat above {self.rhat_limit:g}; low: ESS below {self.ess_limit:g}"
+        lines = [
+            table,
+            f"high: R-hat above {self.rhat_limit:g}; low: ESS below {self.ess_limit:g}",
+            "; ".join(_SAMPLER[name].format(value) for name, value in self.sampler.items()),
+        ]
+        return "\n".join(filter(None, lines))
 
     __repr__ = __str__
 
@@ -100,7 +114,24 @@ def summary(
         if "num_steps" in draws.stats:
             gradients = float(draws.stats["num_steps"].sum())
             table["per_1000_gradients"] = 1000 * table["ess_bulk_min"] / gradients
-    return Summary(table, by_site, high, low)
+    return Summary(table, by_site, high, low, _sampler(draws))
+
+
+def _sampler(draws: Samples | Mapping[str, Tensor]) -> dict[str, float]:
+    """What the statistics of a Hamiltonian sampler say of its chains."""
+    stats = draws.stats if isinstance(draws, Samples) else {}
+    found: dict[str, float] = {}
+    if "diverging" in stats:
+        found["divergences"] = float(stats["diverging"].sum())
+    if "energy" in stats and "energy_variance" not in stats:
+        found["bfmi"] = float(bfmi(stats["energy"]).min())
+    options = draws.info.get("options", {}) if isinstance(draws, Samples) else {}
+    depth, most = options.get("max_tree_depth"), options.get("max_steps")
+    if depth is not None:
+        most = 2**depth - 1
+    if most is not None and "num_steps" in stats and "energy_variance" not in stats:
+        found["saturated"] = float((stats["num_steps"] >= most).double().mean())
+    return found
 
 
 def _row(found: Convergence, rhat_limit: float, ess_limit: float) -> dict[str, Any]:
@@ -136,8 +167,9 @@ def explain_chains(model: Callable, samples: Samples, *args: Any, **kwargs: Any)
     (permuted hidden units, flipped signs): predictions can be trusted, weights cannot be compared.
     Where the function has fewer than 100 effective draws a chain at 5 % of the numbers or more,
     R-hat cannot tell, and the answer says so.
-    Chains that disagree about the function have not seen the same posterior. If each of them is
-    stationary they sit in separate modes, as those of ``mcmc.ensemble_sample`` do.
+    Divergences are said first: where R-hat looks right the chains may have missed the neck of a
+    funnel together. Chains that disagree about the function have not seen the same posterior. If
+    each of them is stationary they sit in separate modes, as those of ``mcmc.ensemble_sample`` do.
 
     :param model: the Pyro program.
     :param samples: chains of its latents, at least two.
@@ -158,6 +190,12 @@ def explain_chains(model: Callable, samples: Samples, *args: Any, **kwargs: Any)
         f"R-hat (95 % quantile): weights {weights:.3f}, function {function:.3f}, "
         f"function within each chain {within:.3f}; chains agree up to {limit:.3f}. "
     )
+    if count := int(samples.stats.get("diverging", torch.zeros(1)).sum()):
+        text += (
+            f"{count} draws ended in a divergence, as in a funnel, where the scale of a hierarchy "
+            "comes near 0: write it with standard normal latents (pyro.poutine.reparam with "
+            "LocScaleReparam), then take smaller steps (target_accept). "
+        )
     if function <= limit:
         if size < needed:
             return text + (

@@ -13,13 +13,16 @@ from torch.distributions import biject_to
 
 from pyro_bdl.distributions.copies import point_of
 from pyro_bdl.distributions.parameters import base_distribution, parameters_of
+from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.layout import NEW_ROWS, Latent, differences, origin
 from pyro_bdl.program.program import Program, SiteShape, site_shapes
+from pyro_bdl.program.saved import check_same, described_program
 from pyro_bdl.program.trace import UNOBSERVED, Run, leave_open, record
 from pyro_bdl.program.vmap import joined, map_draws, number_of_draws
 from pyro_bdl.samples import Samples, as_tensor, is_numpyro_mcmc
 from pyro_bdl.utils.module_state import preserved_buffers
+from pyro_bdl.utils.trees import tree_map_only
 from pyro_bdl.utils.validation import whole_number
 
 DEFAULT_DRAWS = 100
@@ -126,11 +129,17 @@ def latent_draws(
     :param posterior: ``Samples``, a guide of this package, any Pyro guide, or an MCMC.
     :param num_samples: the number of draws; by default all draws of ``Samples``, or 100 of a guide.
     :param args: the program's arguments, which Pyro's own guides are run with.
+    :warns BdlWarning: if ``Samples`` hold fewer draws, which are then all returned.
     """
     if num_samples is not None:
         num_samples = whole_number(num_samples, "num_samples")
     posterior = as_posterior(posterior)
     if isinstance(posterior, Samples):
+        total = posterior.num_chains * posterior.num_draws
+        if num_samples is not None and num_samples > total:
+            words = f"the chains hold {total} draws, and all are taken in place of {num_samples}"
+            warn(words, "fewer-draws", stacklevel=3)
+            num_samples = None
         return posterior.flat(num_samples)
     return to_samples(posterior, num_samples or DEFAULT_DRAWS, *args, **kwargs).flat()
 
@@ -323,6 +332,33 @@ def _refuse(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size])
         source = origin(expected, given)
         advice = f": {NEW_ROWS}" if "rows" in source else ""
         raise ValueError(f"the posterior is of {source} ({found}){advice}")
+
+
+def check_program(model: Callable, posterior: Any) -> None:
+    """Check that a program says of a posterior's latents and data what the posterior's own one
+    says: the same prior densities and distributions of the data, at its center or first draw and a
+    few rows.
+
+    A guide knows its program, and ``Samples`` of ``mcmc.sample`` what it was when they were drawn;
+    others are not checked. Factors of the density, by ``num_data`` or tempering, may differ.
+
+    :raises ValueError: if they differ, as with another noise or prior.
+    """
+    tree: Any = None
+    if isinstance(posterior, Samples):
+        tree, like = posterior.program, next(iter(posterior.latents.values()))
+    elif isinstance(posterior, Guide) and not (posterior.is_of(model) or posterior.subsampled):
+        like = posterior.location()
+        center = posterior.require_layout().constrain(like)[0]
+        tree = described_program(posterior.program_model, posterior.few_rows, center)
+    if tree is None:
+        return
+    tree = tree_map_only(Tensor, lambda value: value.to(like.device), tree)
+    advice = "score it under its own program, {name: (program, posterior)}"
+    try:
+        check_same(model, tree, tree["point"], factors=False, advice=advice)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
 
 
 def check_guide(latents: Mapping[str, Latent], guide: Guide) -> None:

@@ -13,7 +13,7 @@ from pyro_bdl.errors import warn
 from pyro_bdl.utils.progress import hidden
 
 _ENOUGH = 10  # draws needed to judge chains
-_DIVERGENT = 0.1  # the share of divergent draws above which a warning is given
+_DIVERGENT = 0.1  # the share of microcanonical draws with one above which a warning is given
 _BIASED = 10.0  # times the target of the energy variance above which a warning is given
 _NEEDLESS = 100.0  # times below it, where one is given too
 _SHORTEST = 1e-4  # trajectory length that is not stuck, in standard deviations
@@ -69,17 +69,18 @@ def stack_chains(chains: list[Chains]) -> Chains:
 
 
 def warn_of_divergences(chains: Chains) -> None:
-    """Warn if more than a tenth of the draws ended in a divergence."""
+    """Warn of any divergence of HMC and NUTS, as Stan does; of microcanonical chains, which take a
+    step with a large error in parts, if more than a tenth of the draws hold one."""
     diverging = chains.stats["diverging"].bool()
     count, total = int(diverging.sum()), diverging.numel()
-    if total < _ENOUGH or count <= _DIVERGENT * total:
-        return
     microcanonical = "energy_variance" in chains.stats
-    smaller = "lower energy_variance" if microcanonical else "raise target_accept"
+    if not count or (microcanonical and (total < _ENOUGH or count <= _DIVERGENT * total)):
+        return
+    smaller = "a lower energy_variance" if microcanonical else "a higher target_accept"
     warn(
-        f"{count} of {total} draws ended in a divergence: the chains do not reach a part of the "
-        f"posterior; {smaller}, give scales priors that keep away from 0, or start elsewhere "
-        "(init='uniform', a trained guide)",
+        f"{count} of {total} draws ended in a divergence: the chains may not reach a part of the "
+        "posterior; write hierarchies with standard normal latents (pyro.poutine.reparam with "
+        f"LocScaleReparam), then take smaller steps ({smaller}) or priors of scales away from 0",
         "divergences",
         stacklevel=4,
     )

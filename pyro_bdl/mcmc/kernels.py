@@ -156,6 +156,8 @@ class HMC(Hamiltonian):
     """Hamiltonian Monte Carlo (Neal 2011), exact.
 
     :param trajectory_length: step size times number of steps.
+    :param max_steps: at most so many steps in an iteration, of a gradient each; where the step
+        size would need more, the trajectory is shorter.
     :param target_accept: the acceptance probability that the step size is adapted to.
     :param dense_mass: adapt a full mass matrix (P x P) instead of its diagonal.
     :param step_size: the step size, then not adapted; in units of the metric.
@@ -164,6 +166,7 @@ class HMC(Hamiltonian):
 
     name: ClassVar[str] = "hmc"
     trajectory_length: float = 2 * np.pi
+    max_steps: int = 256
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import numpy as jnp
 from numpyro.infer import HMC, NUTS
 
 from pyro_bdl.mcmc.chains import Plan
+from pyro_bdl.mcmc.kernels import HMC as Hmc
 from pyro_bdl.mcmc.kernels import Hamiltonian
 from pyro_bdl.mcmc.run import Stage, Transition
 
@@ -27,6 +29,10 @@ def transition(
         return sampler.init(key, plan.num_warmup, init_params=start, model_args=(), model_kwargs={})
 
     def step(state: Any) -> tuple[Any, dict[str, jax.Array]]:
+        if isinstance(kernel, Hmc):  # it takes the length over the step size, rounded up
+            longest = (kernel.max_steps - 0.5) * state.adapt_state.step_size
+            length = jnp.minimum(kernel.trajectory_length, longest)
+            state = state._replace(trajectory_length=length.astype(state.trajectory_length.dtype))
         state = sampler.sample(state, (), {})
         return state, {
             "vector": state.z,

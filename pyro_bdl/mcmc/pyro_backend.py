@@ -12,6 +12,7 @@ from pyro.infer.mcmc import HMC, NUTS
 from torch import Tensor
 
 from pyro_bdl.mcmc.chains import Chains, Plan, progress_bar, stack_chains
+from pyro_bdl.mcmc.kernels import HMC as Hmc
 from pyro_bdl.mcmc.kernels import Hamiltonian, Kernel
 from pyro_bdl.mcmc.starts import Restriction
 from pyro_bdl.tracing.compiled import CompiledDensity
@@ -72,6 +73,9 @@ def _run_chain(
         sampler.setup(plan.num_warmup)
         for i in range(plan.num_warmup + plan.num_samples):
             steps = 0
+            if isinstance(kernel, Hmc):
+                longest = kernel.max_steps * float(sampler.step_size)
+                sampler.trajectory_length = min(kernel.trajectory_length, longest)
             parameters = sampler.sample(parameters)
             bar.update(1)
             if i < plan.num_warmup:

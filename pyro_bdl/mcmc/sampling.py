@@ -65,6 +65,7 @@ def sample(
         "mams" are these with their defaults.
     :param num_warmup: iterations per chain that adapt step size and metric, not kept.
     :param num_samples: draws per chain.
+    :param num_chains: of one chain there is no R-hat; take 4 for a reference of ``compare``.
     :param init: where the chains start: "prior" (each at a draw of the prior), "uniform"
         (unconstrained numbers between -2 and 2, as in NumPyro), "network" (the values of the
         networks' parameters), a guide or ``Samples`` (each at a draw of it), or a dict of latents.
@@ -80,7 +81,7 @@ def sample(
     :returns: draws in the latents' supports, on the program's device, with statistics;
         ``num_steps`` counts gradients. Of MCLMC, ``energy_variance`` is the one reached, averaged
         over the steps of a draw, and ``momentum_length`` the length L.
-    :warns BdlWarning: if more than a tenth of the draws ended in a divergence, if chains hardly
+    :warns BdlWarning: if draws ended in a divergence, if chains hardly
         moved from their start, or if the energy variance of MCLMC is far from its target.
     :raises UnsupportedProgramError: for a program without observed sites, with discrete latents
         that cannot be summed out, or with latents that ``poutine.block`` hides.

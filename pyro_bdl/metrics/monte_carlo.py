@@ -1,12 +1,11 @@
 """Monte Carlo error of a distance: its standard error, and halves of draws to compare."""
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-_LEAST_DRAWS, _LEAST_GROUPS = 4, 5
+from pyro_bdl.utils.jackknife import jackknife_error, number_of_groups, without_each
 
 
 def monte_carlo_error(
@@ -34,19 +33,11 @@ def monte_carlo_error(
     Source: Kuensch (1989), The jackknife and the bootstrap for general stationary observations,
     section 2, with blocks that do not overlap.
     """
-    groups = min(groups, len(a) // _LEAST_DRAWS, len(b) // _LEAST_DRAWS)
-    if groups < _LEAST_GROUPS:
+    groups = number_of_groups(len(a), len(b), most=groups)
+    if not groups:
         return torch.full_like(distance(a, b), torch.nan)
-    pairs = zip(_without_each(a, groups), _without_each(b, groups), strict=True)
-    found = torch.stack([distance(p, q) for p, q in pairs])
-    return found.std(0, correction=0) * math.sqrt(groups - 1)
-
-
-def _without_each(draws: Tensor, groups: int) -> Iterator[Tensor]:
-    """Yield the draws without the first group of neighbors, without the second, and so on."""
-    parts = draws.tensor_split(groups)
-    for g in range(groups):
-        yield torch.cat([*parts[:g], *parts[g + 1 :]])
+    pairs = zip(without_each(a, groups), without_each(b, groups), strict=True)
+    return jackknife_error(torch.stack([distance(p, q) for p, q in pairs]))
 
 
 def halves(draws: Tensor, *, chains: int = 1) -> tuple[Tensor, Tensor]:

@@ -53,9 +53,18 @@ def negative_log_predictive_density(log_likelihood: Tensor, *, pointwise: bool =
     Source: Gelman, Hwang, Vehtari (2014), Understanding predictive information criteria for
     Bayesian models.
     """
+    return _mean(-log_predictive_density(log_likelihood), pointwise)
+
+
+def log_predictive_density(log_likelihood: Tensor) -> Tensor:
+    """log(1/S sum_s p(y_n | w_s)) of each test point, float64 ``(N,)``, in nats.
+
+    :param log_likelihood: ``(S, N)``, log p(y_n | w_s) of each test point under each draw.
+    :raises ValueError: if it does not have two axes.
+    """
     _check_density(log_likelihood)
     sums = [part.double().logsumexp(-1) for (part,) in blocks(log_likelihood)]
-    return _mean(math.log(log_likelihood.shape[0]) - torch.cat(sums), pointwise)
+    return torch.cat(sums) - math.log(log_likelihood.shape[0])
 
 
 def expected_negative_log_likelihood(log_likelihood: Tensor, *, pointwise: bool = False) -> Tensor:

@@ -26,6 +26,7 @@ from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive.linearized_component import (
     LinearizedComponent,
+    ParameterMoments,
     joint_mean_and_covariance,
     mean_and_covariance,
     moments,
@@ -33,17 +34,19 @@ from pyro_bdl.predictive.linearized_component import (
 from pyro_bdl.predictive.mixtures import averaged, combined
 from pyro_bdl.predictive.observations import (
     AtDraws,
+    ClosedPredictions,
     DrawPredictions,
     PredictiveCovariance,
     drawn,
 )
 from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.trace import Site
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import tree_map
 from pyro_bdl.utils.validation import whole_number
 
 METHODS = ("centered-probit", "probit", "laplace-bridge", "monte-carlo")
-
+OF_WEIGHTS = 2**20  # sets the seed of the latents apart from that of the noise around them
 
 UNKNOWN = (
     "the linearized model does not know {kind} observations: the draws of {posterior} go through "
@@ -127,6 +130,20 @@ class LinearizedPredictive(DrawPredictions):
         """Draws of the observed and the deterministic sites, each (S, ...)."""
         at_draws = self._at_draws(drawn, args, kwargs, deterministic=True)
         return at_draws.values | at_draws.deterministic
+
+    @torch.no_grad()
+    def latents(self) -> dict[str, Tensor]:
+        """The draws of the latents, site -> (S, *shape), in the order of all other draws.
+
+        With a seed they are those that ``__call__``, ``mean``, ``log_likelihood`` etc. are about::
+
+            f_s(x) = f(x; u*) + J(x) (u_s - u*)
+
+        Without a seed they are drawn anew.
+        """
+        pairs = zip(self.components, self._shares(), strict=True)
+        vectors = self._mixed([part.vectors(number) for part, number in pairs if number])
+        return self.posterior.require_layout().constrain(vectors)[0]
 
     # Closed forms
 
@@ -283,18 +300,43 @@ class LinearizedPredictive(DrawPredictions):
         self, component: LinearizedComponent, args: tuple, kwargs: dict
     ) -> dict[str, Tensor]:
         def closed(gaussian: GaussianOutputs) -> Tensor | None:
-            site, name = gaussian.outputs.site, gaussian.outputs.name
-            assert site is not None
-            if site.value is None:
-                raise ValueError(f"site '{name}' has no observation: pass the targets as well")
-            density = closed_forms.log_density(site, gaussian)
-            return None if density is None else scale_and_mask(density, 1.0, site.mask)
+            if _site_of(gaussian).value is None:
+                raise ValueError(
+                    f"site '{gaussian.outputs.name}' has no observation: pass the targets as well"
+                )
+            return _log_density(gaussian)
 
         result, drawn = component.closed_forms_or_draws(
             closed, args, kwargs, self.num_samples, densities=True
         )
         for name, draws in drawn.densities.items():
             result[name] = draws.logsumexp(0) - math.log(len(draws))
+        return result
+
+    def closed_predictions(self, *args: Any, **kwargs: Any) -> dict[str, ClosedPredictions]:
+        """Mean, variance and log density of y for each Normal site, over posterior and noise,
+        without draws::
+
+            p(y) = N(y; f(x; u*), J C J' + sigma^2),   for a mixture sum_k weight_k p_k(y)
+
+        An uncertain noise is integrated by quadrature. Other sites are left out.
+
+        :param args: the program's arguments, with targets for their log densities.
+        """
+        members = self._closed_forms(_normal_predictions, args, kwargs)
+        result = {}
+        for name in members[0]:
+            means, variances, densities = zip(*(values[name] for values in members), strict=True)
+            mean = averaged(self.weights, means)
+            total = averaged(
+                self.weights,
+                [v + (m - mean).square() for m, v in zip(means, variances, strict=True)],
+            )
+            density = densities[0]
+            if len(members) > 1 and density is not None:
+                terms = torch.stack(densities, -1)
+                density = torch.logsumexp(terms + self.weights.to(terms).log(), -1)
+            result[name] = ClosedPredictions(mean, total, density)
         return result
 
     # Over the components
@@ -324,7 +366,8 @@ class LinearizedPredictive(DrawPredictions):
         """The number of draws of each component."""
         if not isinstance(self.posterior, MixtureGuide):
             return [self.num_samples]
-        shares = self.posterior.shares(self.num_samples)
+        with nullcontext() if self.seed is None else seeded(self.seed):
+            shares = self.posterior.shares(self.num_samples)
         return [shares[k] for k in self._kept]
 
     def _mixed(self, members: list[Any]) -> Any:
@@ -334,6 +377,31 @@ class LinearizedPredictive(DrawPredictions):
         with nullcontext() if self.seed is None else seeded(self.seed):
             order = torch.randperm(self.num_samples, device=self.weights.device)
         return tree_map(lambda *parts: torch.cat(parts)[order], *members)
+
+
+def _site_of(gaussian: GaussianOutputs) -> Site:
+    site = gaussian.outputs.site
+    assert site is not None
+    return site
+
+
+def _log_density(gaussian: GaussianOutputs) -> Tensor | None:
+    """log p(y) of an observed site, masked; None without a closed form."""
+    site = _site_of(gaussian)
+    density = closed_forms.log_density(site, gaussian)
+    return None if density is None else scale_and_mask(density, 1.0, site.mask)
+
+
+def _normal_predictions(
+    gaussian: GaussianOutputs,
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """E[y], Var[y] and, with targets, log p(y) of a Normal site."""
+    if gaussian.outputs.kind != "Normal":
+        return None
+    mean, found = gaussian.outputs.values["loc"], moments(gaussian)
+    assert isinstance(found, ParameterMoments)  # of an observed site
+    density = None if _site_of(gaussian).value is None else _log_density(gaussian)
+    return mean, found.predictive_variance.expand_as(mean), density
 
 
 def _class_means(distribution: Any) -> Any:

@@ -266,20 +266,31 @@ class LinearizedComponent:
 
         :param options: of ``LinearizedPart.at_draws``.
         """
-        guide = self.guide
-        draw = guide.location().element_size() * guide.subset.size
-        at_once = max(1, bytes_at_once(_DRAWS_AT_ONCE) // max(1, draw))
         chunks = []
         with torch.set_grad_enabled(wants_gradients(args, dict(kwargs))):
-            for start in range(0, num_samples, at_once):
-                with nullcontext() if self.seed is None else seeded(self.seed + start):
-                    offsets = guide.precision.draw(min(at_once, num_samples - start))
+            for offsets in self._offsets(num_samples):
                 batches, rows = [], []
                 for part in self.parts(args, kwargs):
                     batches.append(part.at_draws(offsets, read, **options))
                     rows.append(part.rows)
                 chunks.append(_joined(batches, rows, 1))
             return tree_map(lambda *parts: torch.cat(parts), *chunks)
+
+    def vectors(self, num_samples: int) -> Tensor:
+        """The draws of ``at_draws`` as unconstrained vectors (S, P); with a seed, the same ones."""
+        guide, center = self.guide, self.guide.location()
+        offsets = torch.cat([part.vectors() for part in self._offsets(num_samples)])
+        return guide.subset.put(center, guide.subset.take(center) + offsets.to(center))
+
+    def _offsets(self, num_samples: int) -> Iterator[LinearDraws]:
+        """Draws of the latents minus the center, as many at a time as fit in memory."""
+        guide = self.guide
+        draw = guide.location().element_size() * guide.subset.size
+        at_once = max(1, bytes_at_once(_DRAWS_AT_ONCE) // max(1, draw))
+        for start in range(0, num_samples, at_once):
+            with nullcontext() if self.seed is None else seeded(self.seed + start):
+                offsets = guide.precision.draw(min(at_once, num_samples - start))
+            yield offsets
 
     def parts(
         self, args: tuple, kwargs: dict, *, as_rows: bool = False, whole: bool = False

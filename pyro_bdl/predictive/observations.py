@@ -50,6 +50,20 @@ class SitePredictions(NamedTuple):
     log_mean: Tensor | None = None
 
 
+class ClosedPredictions(NamedTuple):
+    """The predictions of one observed site in closed form, over posterior and noise.
+
+    :param mean: E[y], ``(N, ...)``.
+    :param variance: Var[y], as ``mean``.
+    :param log_density: log p(y_n) in nats, of the distribution's batch shape; None without targets,
+        and where it has no closed form.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    log_density: Tensor | None = None
+
+
 class AtDraws(NamedTuple):
     """Values read at S draws of the latents, each by site.
 

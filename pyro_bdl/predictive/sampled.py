@@ -79,7 +79,8 @@ class Predictive(DrawPredictions):
         NumPyro after its run, or a dict of draws as ``mcmc.get_samples()`` gives it. Latents that a
         dict lacks, discrete ones too, are drawn from their prior and are among the results; by
         default all are.
-    :param num_samples: S; by default all draws of ``Samples``, or 100 of a guide.
+    :param num_samples: S; by default all draws of ``Samples``, or 100 of a guide. Of ``Samples``
+        with fewer draws all are taken, with a note.
     :param memory: bytes for intermediate results; the draws are evaluated in chunks of this size.
     :param batch_norm_data: the training data, ``(x, y)`` or an iterable of batches, for networks
         with BatchNorm: each draw of the weights gets its own running statistics, from a pass over

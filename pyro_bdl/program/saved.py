@@ -22,6 +22,9 @@ from pyro_bdl.utils.trees import tree_map_only
 
 LOG_DENSITY = "log density"
 _FACTOR = "factor (N / B, 1 / temperature)"
+_LOAD_IT = (
+    "load it with the prior, the noise and the num_data of the program that it was saved from"
+)
 _SLACK = 1e-2  # of numbers of another device or of half precision, which differ by rounding
 _SLACKS = {torch.float32: 1e-3, torch.float64: 1e-6}  # of those of the same kind of device
 
@@ -108,10 +111,19 @@ def taking_up(model: Callable, tree: dict[str, Any]) -> Iterator[tuple[Program, 
         raise
 
 
-def check_same(model: Callable, tree: Mapping[str, Any], latents: Mapping[str, Tensor]) -> None:
+def check_same(
+    model: Callable,
+    tree: Mapping[str, Any],
+    latents: Mapping[str, Tensor],
+    *,
+    factors: bool = True,
+    advice: str = _LOAD_IT,
+) -> None:
     """Check that a program says the same as the one of a tree of ``described_program``.
 
     :param latents: the point of its statements.
+    :param factors: whether the factors of the densities count: N / B and tempering.
+    :param advice: what to do, at the end of the error.
     :raises RuntimeError: if a site is missing, or its density, scale or parameters differ.
     """
     now, before = statements(_run(model, tree["batch"], latents)[1]), tree["statements"]
@@ -121,11 +133,22 @@ def check_same(model: Callable, tree: Mapping[str, Any], latents: Mapping[str, T
         if saved is None or here is None:
             where = "only in the program of the file" if here is None else "only in this one"
             raise RuntimeError(f"the posterior is of another program: the site '{site}' is {where}")
+        scaled = (
+            torch.equal(saved[_FACTOR].cpu(), here[_FACTOR].cpu()) if _FACTOR in saved else True
+        )
+        left_out = set() if factors else {_FACTOR} if scaled else {_FACTOR, LOG_DENSITY}
         for name, value in saved.items():
+            if name in left_out:
+                continue
             slack = _SLACK
             if isinstance(value, Tensor) and tree.get("device") == value.device.type:
                 slack = _SLACKS.get(value.dtype, _SLACK)
-            _check_number(site, name, value, here.get(name), saved.get("scale", 1.0), slack)
+            found = _difference(value, here.get(name), saved.get("scale", 1.0), slack)
+            if found:
+                raise RuntimeError(
+                    f"the posterior is of another program: at the same weights and data the {name} "
+                    f"of the site '{site}' {found} here: {advice}"
+                )
 
 
 def check_sites(program: Program, latents: Mapping[str, Tensor]) -> None:
@@ -208,8 +231,9 @@ def _load(modules: list[nn.Module], states: list[dict[str, Any]]) -> None:
         module.load_state_dict(state)
 
 
-def _check_number(site: str, name: str, saved: Any, here: Any, scale: Any, slack: float) -> None:
-    """Check that a number, or a tensor of them, of a site is the same up to rounding.
+def _difference(saved: Any, here: Any, scale: Any, slack: float) -> str:
+    """What a number, or the first of a tensor of them, was and is; empty if all are the same up to
+    rounding.
 
     :param scale: of the site's distribution, in which differences count.
     """
@@ -220,11 +244,6 @@ def _check_number(site: str, name: str, saved: Any, here: Any, scale: Any, slack
     if first.shape == second.shape:
         alike = (first == second) | first.isnan() | ((first - second).abs() <= limit)
         if bool(alike.all()):
-            return
+            return ""
         first, second = first[~alike], second[~alike]
-    was, found = first.reshape(-1)[0], second.reshape(-1)[0]
-    raise RuntimeError(
-        f"the posterior is of another program: at the same weights and data the {name} of the "
-        f"site '{site}' was {was:.6g} and is {found:.6g} here: load it with the prior, the noise "
-        "and the num_data of the program that it was saved from"
-    )
+    return f"was {first.reshape(-1)[0]:.6g} and is {second.reshape(-1)[0]:.6g}"

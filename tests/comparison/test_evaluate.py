@@ -55,9 +55,13 @@ def test_laplace_is_scored_as_the_linear_model():
     assert ((found.function.var(0) / moments.variance["loc"] - 1).abs() < 0.1).all()
     assert ((found.predictions.var(0) / variance - 1).abs() < 0.1).all()
     exact = -dist.Normal(mean, variance.sqrt()).log_prob(Y).mean()
-    assert found.scores["nlpd"] == pytest.approx(exact.item(), abs=0.02)
     rmse = (mean - Y).square().mean().sqrt().item()
-    assert found.scores["rmse"] == pytest.approx(rmse, abs=0.02)
+    few = evaluate(model, posterior, GRID, Y, num_samples=50, seed=1)
+    for scores in (found, few):  # in closed form, for any draws
+        assert scores.scores["nlpd"] == pytest.approx(exact.item(), rel=1e-5)
+        assert scores.scores["nlpd_normal"] == pytest.approx(exact.item(), rel=1e-5)
+        assert scores.scores["rmse"] == pytest.approx(rmse, rel=1e-5)
+        assert scores.points["nlpd"].over_draws == 0.0
 
 
 @pytest.mark.parametrize(
@@ -97,8 +101,8 @@ def test_all_numbers_of_the_linear_model_are_about_the_same_functions(mixed):
     noise = (found.predictions - found.function) / 0.5
     assert noise.std() == pytest.approx(1.0, abs=0.15)
     density = dist.Normal(found.function, found.noise.sqrt()).log_prob(Y)
-    exact = math.log(50) - density.double().logsumexp(0)
-    assert found.scores["nlpd"] == pytest.approx(exact.mean().item(), rel=1e-5)
+    one = -density.double().mean().item()
+    assert found.scores["expected_nll"] == pytest.approx(one, rel=1e-5)
     with working_memory(8 * 50 * 2):  # in parts
         parts = evaluate(line, posterior, GRID, Y, num_samples=50)
     assert parts.scores["nlpd"] == pytest.approx(found.scores["nlpd"], rel=1e-5)
@@ -110,3 +114,23 @@ def test_the_draws_that_are_kept_are_limited_by_all_their_numbers(monkeypatch):
     program = labels(lambda logits: dist.Categorical(logits=logits))
     found = evaluate(program, Samples({"w": torch.randn(1, 50, 2)}), GRID, CLASSES)
     assert found.function.shape == (10, 9, 2)
+
+
+@pytest.mark.parametrize("make", [lambda: weights(2), lambda: laplace(line, GRID, Y)])
+def test_units_scale_every_number(make):
+    """y in units of a third, from 2: sds times 3, variances times 9, densities less log 3."""
+    posterior = make()
+    one, other = (
+        evaluate(line, posterior, GRID, Y, units=units) for units in ((1.0, 0.0), (3.0, 2.0))
+    )
+    torch.testing.assert_close(other.noise, 9 * one.noise)
+    for name in ("function", "mean", "predictions", "expected", "y"):
+        torch.testing.assert_close(getattr(other, name), 3 * getattr(one, name) + 2)
+    for key in ("rmse", "crps", "aleatoric", "epistemic"):
+        assert other.scores[key] == pytest.approx(3 * one.scores[key], rel=1e-4)
+    for key in ("nlpd", "nlpd_normal", "expected_nll"):
+        assert other.scores[key] == pytest.approx(one.scores[key] + math.log(3), rel=1e-4)
+    assert other.scores["nlpd_se"] == pytest.approx(one.scores["nlpd_se"], rel=1e-4)
+    for key in ("coverage", "temperature"):
+        if key in one.scores:
+            assert other.scores[key] == pytest.approx(one.scores[key], rel=1e-4)

@@ -65,8 +65,9 @@ def test_distances_of_normals_are_exact_and_rows_follow_the_ranks(found):
 
 def test_the_answer_comes_before_the_table(found):
     assert found.summary == (
-        "same cannot be told from nuts, in 50 % of its time. For 10 % of nuts's time, narrow is "
-        "usable, at W1 0.24 (a point at nuts's mean has 0.8). Far from it: shifted (mean off)."
+        "same agrees with nuts up to W1 0.049 (a point at nuts's mean has 0.8), in 50 % of its "
+        "time. For 10 % of nuts's time, narrow is usable, at W1 0.24. Far from it: shifted (mean "
+        "off)."
     )
     text = " ".join(str(found).split())
     assert text.startswith(found.summary)
@@ -91,12 +92,16 @@ def judged(distance, error, a, b):
 @pytest.mark.parametrize(
     "distance, error, draws, group",
     [
-        (0.09, 0.02, 1000, ALIKE),  # by chance 1.28 sqrt(2 / n) = 0.057
+        (0.09, 0.02, 1000, ALIKE),  # at most 0.13; a quarter of the point's distance is 0.2
+        (0.16, 0.01, 100000, ALIKE),  # also where draws tell it from the reference
+        (0.17, 0.02, 1000, USABLE),
         (0.3, 0.02, 1000, USABLE),
         (0.3, 0.06, 1000, UNDECIDED),
         (0.6, 0.02, 1000, FAR),
-        (0.1, 0.08, 1000, UNDECIDED),  # 0.22 is not resolved
-        (0.1, 0.02, 100, UNDECIDED),
+        (0.6, 0.11, 1000, UNDECIDED),
+        (0.1, 0.08, 1000, USABLE),  # at most 0.26
+        (0.1, 0.2, 1000, UNDECIDED),
+        (0.5, 0.02, 10, UNDECIDED),  # by chance 1.28 sqrt(2 / n) = 0.57
         (0.1, math.nan, 1000, UNDECIDED),
         (0.3, math.nan, 1000, UNDECIDED),
         (2.0, math.nan, 1000, UNDECIDED),
@@ -185,10 +190,12 @@ def test_how_often_independent_draws_seem_not_to_have_converged_and_verdicts_are
         assert in_doubt <= 1 or rho
     for (_, _, name), seen in groups.items():
         if name == "exact":
-            assert sum(group in (ALIKE, UNDECIDED) for group in seen) >= 18
-        elif name == "off":  # W1 of 0.6 is more than three times what 4 x 25 draws resolve
-            assert ALIKE not in seen
-    assert groups[500, 0.0, "exact"].count(ALIKE) > 0
+            assert seen.count(FAR) == 0
+        elif name == "narrow":  # 0.3 of a point's distance
+            assert seen.count(ALIKE) + seen.count(FAR) <= 1
+        else:  # 0.7 of it
+            assert seen.count(ALIKE) == 0 and seen.count(USABLE) <= 1
+    assert groups[500, 0.0, "exact"].count(ALIKE) == 20
     assert groups[500, 0.0, "narrow"].count(USABLE) == 20
     assert groups[500, 0.0, "off"].count(FAR) == 20
 
@@ -221,7 +228,18 @@ def answered(*rows, reference="nuts", **options):
             "W1 0.3 (the draws resolve 0.04; a point at nuts's mean has 1), in 25 % of its time. "
             "Far from it: bad (worse predictions); flat and map (no spread).",
         ),
-        ([("slow", ALIKE, 0.01, 3.6)], {}, "slow cannot be told from nuts, in 3.6 times its time."),
+        (
+            [("slow", ALIKE, 0.01, 3.6)],
+            {},
+            "slow agrees with nuts up to W1 0.03 (a point at nuts's mean has 1), in 3.6 times its "
+            "time.",
+        ),
+        (
+            [("a", UNDECIDED, 0.3), ("b", FAR, 0.31, 0.1, "mean off")],
+            {},
+            "a is the closest to nuts, at W1 0.3 (the draws resolve 0.04; a point at nuts's mean "
+            "has 1). Far from it: b (mean off).",
+        ),
         (
             [("a", USABLE, 0.3), ("b", USABLE, 0.31), ("c", USABLE, 0.4)],
             {},
@@ -239,7 +257,13 @@ def test_an_unknown_error_sets_none_apart():
     numbers["b"] = Row({"wasserstein": 0.9, "wasserstein_se": math.nan})
     groups = {"nuts": "reference", "a": USABLE, "b": UNDECIDED}
     unknown = {name: Judgment(group, ()) for name, group in groups.items()}
-    assert answer(numbers, unknown, "nuts", point=1.0).startswith("a and b are the closest")
+    assert answer(numbers, unknown, "nuts", point=1.0) == (
+        "a is the closest to nuts, at W1 0.3 (a point at nuts's mean has 1). How far b is, its few "
+        "effective draws do not say."
+    )
+    numbers["a"]["wasserstein_se"] = math.nan
+    text = answer(numbers, unknown, "nuts", point=1.0)
+    assert text == "How far a and b are, their few effective draws do not say."
 
 
 def test_without_a_reference_it_says_by_how_much_some_predict_worse():
@@ -282,6 +306,7 @@ AVERAGE, BETWEEN, BEYOND = (
         (near(0.0), "the function has no spread where", ""),
         (near(0.521), f"{AVERAGE} 0.52 times the reference's: overconfident about", ""),
         (near(0.97), f"{AVERAGE} 0.97 times the reference's: much alike", ""),
+        ({"sd_ratio": 0.81, "sd_ratio_se": 0.09}, AVERAGE, ", ± 0.09 by sampling: undecided"),
         (near(9.12), f"{AVERAGE} 9.1 times the reference's: underconfident about", ""),
         ({"sd_ratio": 0.6, "sd_ratio_se": 0.25}, AVERAGE, ", ± 0.25 by sampling: undecided"),
         ({"sd_ratio": 1.5, "sd_ratio_se": 0.35}, AVERAGE, ", ± 0.35 by sampling: undecided"),
@@ -297,7 +322,9 @@ AVERAGE, BETWEEN, BEYOND = (
         (near(0.9, between=0.5, between_se=0.2), f"{AVERAGE} 0.90 times", "much alike"),
         (near(0.9, between=0.5, between_se=NAN), f"{AVERAGE} 0.90 times", "much alike"),
         # the mean
-        ({"mean_shift": 0.2, "mean_shift_se": 0.05}, "its mean agrees", ""),
+        ({"mean_shift": 0.2, "mean_shift_se": 0.02}, "its mean agrees", ""),
+        ({"mean_shift": 0.2, "mean_shift_se": 0.05}, "whether its mean agrees is undecided", ""),
+        ({"mean_shift": 0.24, "mean_shift_se": 0.12}, "whether its mean agrees is undecided", ""),
         ({"mean_shift": 0.5, "mean_shift_se": 0.1}, "its mean is off by 0.50 sd of the ref", ""),
         ({"mean_shift": 0.2, "mean_shift_se": 0.15}, "whether its mean agrees is undecided", ""),
         ({"mean_shift": 0.6, "mean_shift_se": 0.4}, "whether its mean agrees is undecided", ""),
@@ -362,7 +389,7 @@ def test_reasons(row, start, words):
         ({}, None),
         ({"rhat": 1.02} | LIMIT, "not converged (R-hat 1.020 in function space)"),
         ({"rhat": 1.04, "rhat_limit": 1.11}, None),
-        ({"rhat": NAN, "rhat_limit": math.inf}, "R-hat needs"),
+        ({"rhat": NAN, "rhat_limit": math.inf, "num_chains": 4}, "R-hat needs"),
         ({"rhat": 1.0, "divergent": 1 / 4000} | LIMIT, None),
         ({"rhat": 1.0, "divergences": 120, "divergent": 0.03} | LIMIT, "120 divergences: draws"),
     ],
@@ -373,3 +400,9 @@ def test_doubts(row, words):
     if words is not None:
         assert ("target_accept" in found[0]) == ("divergences" in words)
         assert ("num_warmup" in found[0]) == ("R-hat" in words)
+
+
+def test_one_chain_is_no_reference_and_needs_others_not_a_longer_warm_up():
+    one = bdl.Samples({"w": torch.randn(1, 500).double()})
+    found = bdl.compare(shift, {"near": normal(0, 1.0), "nuts": one}, X, Y)
+    assert "num_chains=4" in found.warnings[0] and "num_warmup" not in found.warnings[0]

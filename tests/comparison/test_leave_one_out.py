@@ -13,7 +13,8 @@ import pyro_bdl as bdl
 from pyro_bdl.comparison import leave_one_out as module
 from pyro_bdl.comparison.kind import read_kind
 from pyro_bdl.comparison.leave_one_out import difference, leave_one_out
-from pyro_bdl.comparison.metric import measure
+from pyro_bdl.comparison.metric import measure, total_error
+from pyro_bdl.diagnostics.loo import difference_estimate
 
 N = 20
 OLD = arviz.__version__.startswith("0.")
@@ -147,13 +148,44 @@ def test_two_posteriors_are_compared_as_by_arviz(data):
     gap, error = difference(loos[worst], loos[best])
     if OLD:
         assert -gap == pytest.approx(table.loc[worst, "elpd_diff"], abs=0.02)
-        assert error == pytest.approx(table.loc[worst, "dse"] * math.sqrt(N / (N - 1)), rel=0.02)
+        over_data = table.loc[worst, "dse"] * math.sqrt(N / (N - 1))
+        draws = [(loo.draws_se, 9) for loo in loos.values()]
+        assert error == pytest.approx(total_error((over_data, N - 1), *draws), rel=0.02)
     assert gap < 0 < error
 
 
 def test_the_error_of_a_difference_is_unknown_for_one_datum():
     one = bdl.diagnostics.loo(torch.randn(2, 100, 1))
     assert math.isnan(one.se) and math.isnan(difference(one, one)[1])
+
+
+def test_the_error_over_the_draws_is_the_spread_of_elpd_over_sets_of_draws(data):
+    """Of PSIS-LOO and of k-fold cross-validation, whose data are the same in all sets."""
+    torch.manual_seed(0)
+    mean, sd = posterior(data[1])
+    loos = [
+        bdl.diagnostics.loo(dist.Normal(mean + sd * torch.randn(4, 50, 1), 1.0).log_prob(data[1]))
+        for _ in range(200)
+    ]
+
+    def fit(x, y):
+        mean, sd = posterior(y)
+        return shift, bdl.Samples({"w": mean + sd * torch.randn(4, 50)})
+
+    folds = [bdl.k_fold(fit, *data, folds=4, seed=seed, progress=False) for seed in range(60)]
+    same = [fold.elpd - sum(expected(fold.fold, data[1])) for fold in folds]
+    for found, values in ((loos, [loo.elpd for loo in loos]), (folds, same)):
+        spread = torch.tensor(values).std().item()
+        mean_square = torch.tensor([one.draws_se for one in found]).square().mean().sqrt().item()
+        assert 0.8 < mean_square / spread < 1.35
+
+
+def expected(fold, y):
+    """log p(y_k | the other folds), exact, of each fold."""
+    for k in range(int(fold.max()) + 1):
+        mean, sd = posterior(y[fold != k])
+        held = y[fold == k]
+        yield dist.Normal(mean, math.sqrt(1 + sd**2)).log_prob(held).sum().item()
 
 
 def test_what_the_table_shows_of_each(data):
@@ -220,8 +252,19 @@ def test_of_many_data_a_part_is_left_out_and_the_errors_say_so(data):
     torch.testing.assert_close(part.pointwise, whole.pointwise[part.rows])
     assert abs(part.elpd - whole.elpd) < 4 * part.subsampling_se
     row = measure(module.LEFT_OUT, "regression", {"loo": (part, kind)})
-    assert row["loo_by"] == "draws, 10 of 20 data" and row["elpd_loo_se"] == part.total_se
-    assert difference(part, part) == (0.0, 0.0)
+    assert row["loo_by"] == "draws, 10 of 20 data" and part.draws_se > 0
+    assert row["elpd_loo_se"] == math.hypot(part.total_se, part.draws_se)
+    assert part.draws_se == 2 * part.left_out.draws_se and difference(part, part)[0] == 0.0
     assert module.comparable(part, part) and not module.comparable(part, whole)
     again = module.of_state(module.state_of(part))
     assert again.total_se == part.total_se and again.num_bad == part.num_bad
+
+
+def test_the_error_of_a_difference_holds_that_of_subsampling(data):
+    samples, other = chains(data[1], 1000), chains(data[1], 1000, width=1.5)
+    a, b = (found(q, q, data, most=10)[0] for q in (samples, other))
+    gap = a.pointwise - b.pointwise
+    total, sampling, over_data = difference_estimate(gap, a.approximation - b.approximation, a.rows)
+    assert sampling > 0
+    parts = [(sampling, 9), (over_data, N - 1), (a.draws_se, 9), (b.draws_se, 9)]
+    assert difference(a, b) == pytest.approx((total, total_error(*parts)))

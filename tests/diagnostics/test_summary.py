@@ -163,6 +163,34 @@ def test_one_chain_cannot_be_compared_and_latents_may_be_scalars():
         explain_chains(Squared(), chains(1.0), X)
 
 
+def test_divergences_energy_and_saturated_trees_are_printed(latents):
+    energy = torch.randn(4, 200).double()
+    energy[2] = energy[2].cumsum(0)  # a random walk, which the momenta hardly move
+    diverging, steps = torch.zeros(4, 200, dtype=torch.bool), torch.full((4, 200), 7)
+    diverging[0, :3], steps[:, :50] = True, 255
+    stats = {"diverging": diverging, "energy": energy, "num_steps": steps}
+    found = summary(Samples(latents, stats, {"options": {"max_tree_depth": 8}}))
+    slow = energy[2].diff().square().mean() / energy[2].var()
+    assert found.sampler == {
+        "divergences": 3.0, "bfmi": pytest.approx(slow.item()), "saturated": 0.25
+    }  # fmt: skip
+    text = str(found)
+    assert "divergences: 3" in text and "BFMI: 0.0" in text and "25.0% of the draws" in text
+    capped = summary(Samples(latents, {"num_steps": steps}, {"options": {"max_steps": 255}}))
+    assert capped.sampler == {"saturated": 0.25}
+    assert summary(latents).sampler == {} and not str(summary(latents)).endswith("\n")
+
+
+def test_divergent_chains_are_told_of_funnels_before_anything_else():
+    diverging = torch.zeros(2, 100, dtype=torch.bool)
+    diverging[1, 4] = True
+    plain = Samples({"w": torch.randn(2, 100, 1)})
+    text = explain_chains(Squared(), Samples(plain.latents, {"diverging": diverging}), X)
+    told = text.index("1 draws ended in a divergence")
+    assert told < text.index("LocScaleReparam") < text.index("smaller steps")
+    assert "divergence" not in explain_chains(Squared(), plain, X)
+
+
 def test_within_chains_is_rhat_of_the_halves():
     draws = chains(0.0, 5.0, drift=1.0).latents["w"]
     found = within_rhat(draws)

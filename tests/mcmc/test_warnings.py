@@ -39,7 +39,7 @@ def test_numbers_that_are_no_latents_are_refused(number):
         mcmc.sample(_program(number), torch.ones(3), backend="pyro", **FEW)
 
 
-def _chains(step_size=0.1, num_steps=7, diverging=0, still=False, draws=20):
+def _chains(step_size=0.1, num_steps=7, diverging=0, still=False, draws=20, **more):
     energy = torch.randn(3, draws)
     if still:
         energy[1] = energy[1, 0]
@@ -49,6 +49,7 @@ def _chains(step_size=0.1, num_steps=7, diverging=0, still=False, draws=20):
     diverged.view(-1)[:diverging] = True
     steps = torch.full((3, draws), num_steps)
     stats = {"step_size": sizes, "num_steps": steps, "diverging": diverged}
+    stats |= {name: torch.full((3, draws), value) for name, value in more.items()}
     return Chains(torch.randn(3, draws, 2), stats | {"potential_energy": energy})
 
 
@@ -56,8 +57,10 @@ def _chains(step_size=0.1, num_steps=7, diverging=0, still=False, draws=20):
     ("warn", "options", "words"),
     [
         (warn_of_divergences, {"diverging": 60}, "60 of 60 draws ended in a divergence"),
-        (warn_of_divergences, {"diverging": 6}, None),
-        (warn_of_divergences, {"diverging": 9, "draws": 3}, None),
+        (warn_of_divergences, {"diverging": 1}, "1 of 60 draws .* LocScaleReparam.* smaller steps"),
+        (warn_of_divergences, {"diverging": 0}, None),
+        (warn_of_divergences, {"diverging": 6, "energy_variance": 1e-3}, None),
+        (warn_of_divergences, {"diverging": 9, "energy_variance": 1e-3}, "9 of 60 .* energy_var"),
         (
             warn_of_stuck_chains,
             {"step_size": 1e-11, "num_steps": 1023},

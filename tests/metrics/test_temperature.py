@@ -75,3 +75,12 @@ def test_probabilities_that_underflow_have_a_temperature(gap):
     y = (torch.arange(40) % 4 > 0).long()
     value, _ = best_temperature(logits.log_softmax(1), None, y)
     assert value == pytest.approx(min(gap / math.log(3), 100.0), rel=1e-6)
+
+
+def test_calibrated_values_stand_at_their_points():
+    """One target far from its mean has by far the largest value, wherever it stands."""
+    for place in range(24):
+        y = torch.linspace(-1, 1, 24).double()
+        y[place] = 20.0
+        values = calibrated_nlpd(torch.zeros(24), torch.ones(24), y)
+        assert values.argmax() == place

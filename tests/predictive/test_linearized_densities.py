@@ -22,6 +22,7 @@ from pyro_bdl.curvature.closed_forms import (
     laplace_bridge,
     probit,
 )
+from pyro_bdl.guides import MixtureGuide
 from pyro_bdl.program import Program
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -278,3 +279,36 @@ def test_nothing_moves_where_the_subset_does_not_matter():
     run = program.run(program.constrain(guide.loc)[0])
     expected = run.observed["y"].distribution.log_prob(y)
     torch.testing.assert_close(predictive.log_density(x, y)["y"], expected)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["normal", "several outputs", "latent noise", "heteroscedastic", "cells in a plate",
+     "latent noise, several"],
+)  # fmt: skip
+def test_closed_predictions_are_what_draws_tend_to(kind):
+    """Mean, variance and density of y, of one Gaussian and of a mixture, against 40,000 draws."""
+    model, *data = case(kind)
+    one = approximate(model, data)
+    for posterior in (one, MixtureGuide([one, approximate(model, data)], [0.3, 0.7])):
+        predictive = LinearizedPredictive(model, posterior, 40000, seed=0)
+        closed, (drawn, _) = predictive.closed_predictions(*data)["y"], predictive.observe(*data)
+        draws = drawn["y"].draws
+        error = draws.std(0) / 200
+        assert ((draws.mean(0) - closed.mean).abs() < 5 * error).all()
+        ratio = draws.var(0) / closed.variance
+        assert ((ratio - 1).abs() < 0.1).all()
+        if closed.log_density is None:  # several numbers with one uncertain noise
+            assert kind == "latent noise, several"
+            continue
+        expected, relative = averaged(drawn["y"].log_density)
+        assert ((expected - closed.log_density).abs() < 5 * relative + 1e-3).all()
+        without = predictive.closed_predictions(*data[:1])["y"]
+        torch.testing.assert_close(without.mean, closed.mean)
+        assert without.log_density is None
+
+
+def test_other_observations_have_no_closed_predictions():
+    model, *data = case("two sites")
+    found = LinearizedPredictive(model, approximate(model, data)).closed_predictions(*data)
+    assert found.keys() == {"y"}

@@ -130,3 +130,22 @@ def test_in_a_comparison(classes):
     found = bdl.evaluate(model, mixture, x, y, num_samples=400)
     linear = LinearizedPredictive(model, mixture, 2000).mean(x)["y"].mean(0)
     torch.testing.assert_close(found.mean, linear, rtol=0, atol=0.06)
+
+
+def test_with_a_seed_members_are_independent_and_all_calls_about_the_same_draws(conjugate, mixture):
+    """Equal members, so that equal random numbers would give equal draws."""
+    member = mixture.members[0]
+    equal = LinearizedPredictive(conjugate.model, MixtureGuide([member] * 2, WEIGHTS), 21, seed=3)
+    f, again = (equal(conjugate.x)["f"] for _ in "ab")
+    assert len(f[:, 0].unique()) == 21
+    torch.testing.assert_close(f, again)
+    latents = equal.latents()
+    direct = torch.cat([value.flatten(1) for value in latents.values()], 1)
+    expected = torch.stack([_function(conjugate, {n: v[i] for n, v in latents.items()})
+                            for i in range(21)])  # fmt: skip
+    assert len(direct) == 21
+    torch.testing.assert_close(f, expected)
+
+
+def _function(conjugate, latents):
+    return bdl.Program(conjugate.model, conjugate.x, conjugate.y).run(latents).deterministic["f"]

@@ -362,7 +362,6 @@ def exported():
     "call, error, words",
     [
         (lambda: bdl.Predictive(MODEL, held(), 0)(X), ValueError, "num_samples"),
-        (lambda: bdl.Predictive(MODEL, held(), 31)(X), ValueError, "num_samples"),
         (lambda: bdl.Predictive(MODEL, 3)(X), TypeError, "a posterior is a guide or Samples"),
         (lambda: bdl.Predictive(MODEL), ValueError, "num_samples for draws of the prior"),
         (lambda: bdl.Predictive(MODEL, held()).log_likelihood(X), ValueError, "pass the targets"),
@@ -523,3 +522,14 @@ def test_gradients_flow_to_the_inputs_where_they_are_asked_for(memory):
     assert not bdl.Predictive(model, draws)(inputs)["f"].requires_grad
     with torch.no_grad():
         assert not predictive(inputs)["f"].requires_grad
+
+
+def test_of_chains_with_fewer_draws_all_are_taken_and_it_is_said():
+    model, x, y = model_and_data()
+    guide = bdl.guides.AutoMeanField(model).prototype(x, y)
+    latents = {name: value.reshape(2, 6, *value.shape[1:])
+               for name, value in guide.sample_latents(12).items()}  # fmt: skip
+    chains = bdl.Samples(latents)
+    with pytest.warns(BdlWarning, match="hold 12 draws, and all are taken in place of 1000"):
+        drawn = bdl.Predictive(model, chains, 1000).mean(x)["y"]
+    torch.testing.assert_close(drawn, bdl.Predictive(model, chains).mean(x)["y"])

@@ -1,0 +1,179 @@
+"""How often each sentence, group and rank is given where it is false.
+
+The posterior is that of a Bayesian linear regression, known exactly. Two sets of its draws are
+equal in truth; a set that is narrowed or shifted is off by a known amount.
+"""
+
+import collections
+
+import pyro.distributions as dist
+import pytest
+import torch
+
+import pyro_bdl as bdl
+from pyro_bdl.comparison.judge import ALIKE, FAR, USABLE, WORSE
+from pyro_bdl.comparison.kind import Kind
+from pyro_bdl.comparison.leave_one_out import difference
+from pyro_bdl.comparison.metric import ERRORS, standard_error_of_mean
+from pyro_bdl.comparison.observe import Block
+from pyro_bdl.comparison.scores import Score
+
+WEIGHTS, NOISE, DATA = 10, 0.5, 30
+MOST = 0.07  # a nominal 5 %, and what 200 repetitions may be off by (1.3 standard errors)
+NORMAL = Kind({"y": "Normal"}, "regression", None, True, True, {}, False, "", False, False, True,
+              False, None)  # fmt: skip
+NET = torch.nn.Linear(WEIGHTS, 1).double()
+MODEL = bdl.models.Regression(bdl.bayesianize(NET), noise=NOISE)
+
+
+class Truth:
+    """Data of a linear regression, its posterior, and test data of N points."""
+
+    def __init__(self, seed, points):
+        torch.manual_seed(seed)
+        self.design, w = torch.randn(DATA, WEIGHTS).double(), torch.randn(WEIGHTS).double()
+        self.targets = self.design @ w + NOISE * torch.randn(DATA)
+        precision = torch.eye(WEIGHTS) + self.design.mT @ self.design / NOISE**2
+        covariance = torch.linalg.inv(precision)
+        self.root = torch.linalg.cholesky((covariance + covariance.mT) / 2)
+        self.mean = covariance @ self.design.mT @ self.targets / NOISE**2
+        self.x = torch.randn(points, WEIGHTS).double()
+        self.y = self.x @ w + NOISE * torch.randn(points)
+
+    def functions(self, count, x=None, *, width=1.0):
+        weights = self.mean + width * torch.randn(count, WEIGHTS).double() @ self.root.mT
+        return weights @ (self.x if x is None else x).mT
+
+    def predictions(self, count, *, width=1.0, shift=0.0):
+        """Draws, off by ``shift`` sds of the function at each point."""
+        f = self.functions(count, width=width)
+        f = f + shift * (self.x @ self.root).norm(dim=1)
+        density = dist.Normal(f, NOISE).log_prob(self.y)
+        return bdl.PredictiveDraws(f, f + NOISE * torch.randn_like(f), density)
+
+    def compared(self, reference="b", **sets):
+        options = {"reference": reference, "progress": False}
+        return bdl.compare(MODEL, sets, self.x, self.y, **options)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "points, count, other",
+    [
+        (200, 40, 60),
+        pytest.param(400, 100, 100, marks=SLOW),
+        pytest.param(30, 300, 300, marks=SLOW),
+        pytest.param(200, 40, 400, marks=SLOW),
+        pytest.param(2000, 200, 1000, marks=SLOW),
+    ],
+)
+def test_scores_of_one_posterior_differ_by_two_errors_in_a_twentieth(points, count, other):
+    """NLPD by its error over the points alone differs in a third of the comparisons and more."""
+    beyond, by_points = collections.Counter(), 0
+    for seed in range(200):
+        truth = Truth(seed, points)
+        several = []
+        for number in (count, other):
+            f = truth.functions(number)
+            density = dist.Normal(f, NOISE).log_prob(truth.y)
+            score = Score(NORMAL)
+            noise = torch.full_like(f, NOISE**2)
+            score.add(Block(points, f, f, truth.y, noise, None, density))
+            several.append(score.points())
+        for key in several[0].keys() - {"nlpd_few"}:  # which is about the number of draws
+            gap, error = several[0][key].difference(several[1][key])
+            beyond[key] += abs(gap) > ERRORS * error
+        a, b = (side["nlpd"].influence for side in several)
+        by_points += abs((a - b).mean()) > ERRORS * standard_error_of_mean(a - b)
+    assert {"nlpd", "rmse", "nlpd_normal", "nlpd_calibrated"} <= beyond.keys()
+    assert {key: times for key, times in beyond.items() if times > 200 * MOST} == {}
+    assert by_points > 200 * (0.3 if points >= 200 else 0.12)
+
+
+@pytest.mark.filterwarnings("ignore::pyro_bdl.errors.BdlWarning")  # k-hats
+def test_elpd_of_one_posterior_differs_by_two_errors_in_a_twentieth():
+    beyond = 0
+    for seed in range(60):
+        truth = Truth(seed, 1)
+        loos = []
+        for _ in range(2):
+            f = truth.functions(400, truth.design).unflatten(0, (4, -1))
+            loos.append(bdl.diagnostics.loo(dist.Normal(f, NOISE).log_prob(truth.targets)))
+        gap, error = difference(*loos)
+        beyond += abs(gap) > ERRORS * error
+    assert beyond <= 60 * MOST
+
+
+FALSE_OF_EQUALS = ("predicts", "is off", "confident", "no spread", "too narrow", "too wide")
+
+
+def of_equals(points, count, other, repetitions):
+    """How often each false sentence is said of two sets of draws of one posterior."""
+    said = collections.Counter()
+    for seed in range(repetitions):
+        truth = Truth(seed, points)
+        sets = {"a": truth.predictions(count), "b": truth.predictions(other)}
+        found = truth.compared(**sets)
+        said["far"] += found.judgments["a"].group == FAR or "Far from it" in found.summary
+        for words in FALSE_OF_EQUALS:
+            said[words] += any(words in r.words for r in found.judgments["a"].reasons)
+        alone = truth.compared(None, **sets)
+        said["worse"] += any(judgment.group == WORSE for judgment in alone.judgments.values())
+        said["best"] += "best by NLPD" in alone.summary or "worse" in alone.summary
+    return {words: times / repetitions for words, times in said.items() if times}
+
+
+def test_little_false_is_said_of_one_posterior():
+    assert all(rate <= 0.1 for rate in of_equals(30, 50, 50, 12).values())
+
+
+@SLOW
+@pytest.mark.parametrize(
+    "points, count, other",
+    [(100, 100, 100), (30, 1000, 1000), (300, 300, 300), (100, 50, 500), (20, 30, 100)],
+)
+def test_nothing_false_is_said_of_one_posterior_in_more_than_a_twentieth(points, count, other):
+    rates = of_equals(points, count, other, 200)
+    assert {words: rate for words, rate in rates.items() if rate > MOST} == {}
+
+
+# of a posterior that is off: what is false then, and the deviation in units of the bands
+OFF = {
+    "narrow": ({"width": 0.75}, ("much alike", ALIKE)),  # W1 is 0.25 of a point's distance
+    "half": ({"width": 0.45}, ("much alike", ALIKE, USABLE)),  # 0.55
+    "shifted": ({"shift": 0.3}, ("its mean agrees", ALIKE)),  # 0.38
+    "far": ({"shift": 0.5}, ("its mean agrees", ALIKE, USABLE)),  # 0.63
+}
+
+
+def of_others(points, count, repetitions, width=1.0, shift=0.0):
+    said = collections.Counter()
+    for seed in range(repetitions):
+        truth = Truth(seed, points)
+        off = truth.predictions(count, width=width, shift=shift)
+        judgment = truth.compared(a=off, b=truth.predictions(count)).judgments["a"]
+        said[judgment.group] += 1
+        for words in ("much alike", "its mean agrees"):
+            said[words] += any(words in reason.words for reason in judgment.reasons)
+    return {words: times / repetitions for words, times in said.items()}
+
+
+@SLOW
+@pytest.mark.parametrize("count", [60, 400])
+@pytest.mark.parametrize("kind", OFF)
+def test_a_posterior_that_is_off_is_not_called_equal(kind, count):
+    deviation, false = OFF[kind]
+    rates = of_others(30, count, 200, **deviation)
+    assert {words: rates[words] for words in false if rates.get(words, 0.0) > MOST} == {}
+
+
+def test_more_draws_never_lower_a_grade():
+    """A posterior with 0.9 of the sd is off by a tenth of a point's distance: alike, once known."""
+    grades = {ALIKE: 2, USABLE: 1}
+    means = []
+    for count in (60, 300, 1500):
+        rates = of_others(10, count, 4, width=0.9)
+        means.append(sum(grades.get(group, 0) * rate for group, rate in rates.items()))
+    assert means == sorted(means) and means[-1] == 2.0
