@@ -85,7 +85,8 @@ class Restriction:
     @torch.no_grad()
     def described(self, vector: Tensor) -> dict[str, Any]:
         """What files of draws hold of the program, with its statements at numbers (p,)."""
-        return described_at(self.program, self.constrain(vector))
+        latents = self.program.layout.constrain(self.whole(vector))[0]
+        return described_at(self.program, latents)
 
     def constrain(self, vectors: Tensor) -> dict[str, Tensor]:
         """The latents at vectors (..., p); fixed sites are expanded, not copied."""
