@@ -63,6 +63,7 @@ from pyro_bdl.utils.jackknife import number_of_groups, without_each
 FEW_DRAWS = 10
 _LEAST_FOR_HALVES = 20  # test points
 _BY_NUMBER = ("mean", "draws", "moments")  # have a value for each number of a target
+_OF_HALVES = {"log mean", "mean", "variance", "y"}
 _MOST_POINTS = 100  # of a batch, for errors over draws that would take long at all of them
 
 TEST_DATA, CALIBRATION = "test data", "calibration"
@@ -371,14 +372,10 @@ class Score:
                 thinned: dict[str, tuple] = {"draws": (draws[:, some], y[some])}
                 values = measure_points(SCORES, self.kind.task, thinned, at_some)
             values |= measure_points(SCORES, self.kind.task, inputs, seen)
-            for name in {"log mean", "mean", "variance", "y"} & parts.keys():
-                part = parts[name]
-                if name in ("mean", "variance", "y") and at_some is not None:
-                    values[name] = part[some][at_some]
-                elif name == "mean" and "labeled mean" in parts:
-                    values[name] = parts["labeled mean"][some]
-                else:
-                    values[name] = part[some]
+            for name in _OF_HALVES & parts.keys():
+                values[name] = parts[name][some]
+            if "labeled mean" in parts:
+                values["mean"] = parts["labeled mean"][some]
             if "weights" in parts:
                 values["weights"], values["weights of some"] = (
                     parts["weights"], parts["weights"][some]
@@ -399,10 +396,7 @@ class Score:
         whole = self.whole()
         if "labeled mean" in whole:
             return whole | {"mean": whole["labeled mean"]}
-        if "seen" not in whole or whole["seen"].all():
-            return whole
-        names = whole.keys() & {"mean", "variance", "y", "transforms"}
-        return whole | {name: whole[name][whole["seen"]] for name in names}
+        return _of_seen(whole)
 
     def inputs(self) -> dict[str, tuple]:
         """The inputs of metrics that need all test points at once."""
@@ -426,9 +420,9 @@ class Score:
         groups = {name: torch.cat(parts, 1) for name, parts in self._groups.items()}
         whole |= self._of_halves(self.of_seen())
         if "mean" in groups:
-            names = {"log mean", "mean", "variance", "y"} & groups.keys()
+            names = (*_OF_HALVES, "seen")
             views = [
-                self._of_halves({name: groups[name][g] for name in names})
+                self._of_halves(_of_seen({n: groups[n][g] for n in names if n in groups}))
                 for g in range(len(groups["mean"]))
             ]
             groups |= {key: torch.stack([view[key] for view in views]) for key in views[0]}
@@ -449,6 +443,16 @@ class Score:
         inputs = self._inputs_of(whole)
         inputs = {"halves": inputs["halves"]} if "halves" in inputs else {}
         return measure_points(SCORES, self.kind.task, inputs)
+
+
+def _of_seen(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Predictions and targets of the numbers that were seen, one after the other where some of a
+    target were not."""
+    seen = values.get("seen")
+    if seen is None or seen.all():
+        return values
+    names = values.keys() & {"mean", "variance", "y", "transforms"}
+    return values | {name: values[name][seen] for name in names}
 
 
 def differences(evaluation: Any, reference: Any) -> dict[str, float]:

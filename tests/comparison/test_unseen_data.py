@@ -216,7 +216,7 @@ def _by_hand(x, seen, y):
     return {
         "rmse": (y - mean)[seen].square().mean().sqrt(),
         "nlpd": -density.mean(),
-        "nlpd_se": density.std() / rows.sum().sqrt(),
+        "nlpd over points": density.std() / rows.sum().sqrt(),
         "nlpd_normal": -normal.mean(),
         "temperature": ratios.mean(),
         "expected_nll": -cells.sum(-1)[:, rows].mean(),
@@ -226,8 +226,9 @@ def _by_hand(x, seen, y):
 def test_of_a_target_the_numbers_that_were_seen_count():
     x, seen, y = _partly()
     found = bdl.evaluate(_some_numbers, _draws(), x, seen, y, train=(x, seen, y), progress=False)
+    numbers = found.scores | {"nlpd over points": found.points["nlpd"].over_points}
     for key, value in _by_hand(x, seen, y).items():
-        assert found.scores[key] == pytest.approx(float(value), rel=1e-5), key
+        assert numbers[key] == pytest.approx(float(value), rel=1e-5), key
     assert found.scores["coverage"] > 0.75
     assert found.scores["crps"] < 0.5
     assert found.seen == (int(seen.sum()), 2 * N)
@@ -261,7 +262,7 @@ def test_the_error_of_weighted_rows_is_that_of_a_ratio():
     ratio = total.sum() / counts.sum()
     error = (total - ratio * counts).std() / counts.mean() / len(total) ** 0.5
     assert found.number == pytest.approx(float(ratio), rel=1e-6)
-    assert found.error == pytest.approx(float(error), rel=1e-6)
+    assert found.over_points == pytest.approx(float(error), rel=1e-6)
 
 
 def test_densities_in_other_units_are_of_the_numbers_that_were_seen():
