@@ -266,7 +266,6 @@ DEPENDING = {
     "parts": (lambda net, x: torch.cat([net.layer(part) for part in x.split(50)]), "n"),
     "loop": (lambda net, x: torch.stack([net.layer(x[i]) for i in range(len(x))]), "n"),
     "fixed": (lambda net, x: net.layer(x) + net.fixed, "fails with 3 rows .*9"),
-    "squeeze": (lambda net, x: net.layer(x).squeeze(), r"one row .*squeeze\(-1\)"),
 }
 
 

@@ -120,7 +120,6 @@ def test_the_rest_runs(tmp_path):
     assert bdl.Predictive(model, guide, 7)()["y"].shape == (7, 30)
     assert bdl.to_arviz(model, guide)["posterior"]["w"].shape[0] == 1
     assert bdl.training.collapse(model, guide).kl > 0
-    assert bdl.freeze(model, guide, draws=2) is not None
     loaded = bdl.load_posterior(guide.save(tmp_path / "guide.bdl"), model)
     assert loaded.location().item() == pytest.approx(MEAN)
     elbo = bdl.elbo.CompiledELBO()
@@ -130,6 +129,8 @@ def test_the_rest_runs(tmp_path):
 
 def test_what_needs_rows_says_so():
     guide = exact_guide()
+    with pytest.raises(bdl.errors.ArgumentError, match="freeze needs the program's arguments"):
+        bdl.freeze(model, guide, draws=2)
     with pytest.raises(
         bdl.errors.ArgumentError, match="batch_size=5 is for data among the program's arguments"
     ):

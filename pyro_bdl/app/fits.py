@@ -18,6 +18,7 @@ from pyro_bdl.comparison.costs import Costs
 from pyro_bdl.comparison.evaluate import Evaluation, evaluate
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.errors import ArgumentError, FailedStepError, MissingOperatorError
+from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.saved import load_posterior
 from pyro_bdl.posteriors import Fit, Problem
 from pyro_bdl.samples import Samples
@@ -129,10 +130,12 @@ class Fits:
                 logger.warning("%s is left out: %s", name, error)
 
     def evaluated(self, posterior: Any, costs: Costs | None = None) -> Evaluation:
-        """A posterior on the test part, in the units of the target."""
+        """A posterior on the test part, under its own program (a prior by the evidence is one), in
+        the units of the target."""
         data = self.data
+        own = isinstance(posterior, Guide)
         return evaluate(
-            self.problem.model,
+            posterior.program_model if own else self.problem.model,
             posterior,
             data.x_test,
             data.y_test,

@@ -456,7 +456,7 @@ def _log_density(
     linear = kind.linear and is_linear(posterior)
     make: Any = LinearizedPredictive if linear else Predictive
     predictive, parts = make(model, posterior, count), []
-    without: Any = torch.full((GROUPS,), math.nan)
+    without: Any = torch.full((GROUPS,), math.nan, device="cpu")
     for part, _ in kind.batches(args, num_samples):
         density = log_densities(predictive, kind, part).double()
         rows = density.reshape(len(density), leading_size(part), -1).sum(-1)

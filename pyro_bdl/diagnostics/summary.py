@@ -190,7 +190,7 @@ def explain_chains(model: Callable, samples: Samples, *args: Any, **kwargs: Any)
         f"R-hat (95 % quantile): weights {weights:.3f}, function {function:.3f}, "
         f"function within each chain {within:.3f}; chains agree up to {limit:.3f}. "
     )
-    if count := int(samples.stats.get("diverging", torch.zeros(1)).sum()):
+    if count := int(samples.stats.get("diverging", torch.zeros(1, device="cpu")).sum()):
         text += (
             f"{count} draws ended in a divergence, as in a funnel, where the scale of a hierarchy "
             "comes near 0: write it with standard normal latents (pyro.poutine.reparam with "
