@@ -22,7 +22,6 @@ from pyro_bdl.predictive.observations import PredictiveMoments
 from pyro_bdl.program.check import on_whole_data
 from pyro_bdl.program.trace import Site, leave_any_open, leave_open, record
 from pyro_bdl.program.vmap import is_shared, map_draws
-from pyro_bdl.tracing.any_rows import NOT_WITH_OTHERS, require_any_rows, trace_rows
 from pyro_bdl.tracing.graph import is_random
 from pyro_bdl.tracing.trace import NotTraceable, tensor_of
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
@@ -34,6 +33,8 @@ _SQUEEZE = (
     "branch on the number of rows"
 )
 _NUMBERS_AT_ONCE = 2**20  # in draws that are made at a time
+# what programs raise that cannot run on one row
+_NOT_ON_ONE = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 _PLACES = ("constants", "center", "draws")
 
 _Weights = dict[str, Tensor]
@@ -160,6 +161,9 @@ def freeze(
                 return mean.expand(count, *mean.shape), variance.expand(count, *variance.shape)
             return map_draws(lambda draw: observation_moments(at_draw(fixed, draw, data)), draws)
 
+        # torch's symbolic shapes take long to import
+        from pyro_bdl.tracing.any_rows import require_any_rows, trace_rows
+
         weights = [*center.values(), *varying.values()]
         try:
             graph = trace_rows(function, weights, args)
@@ -204,7 +208,7 @@ def _check_one_row(
     row = [value[:1] for value in args]
     try:
         expected = function(*weights, *row)
-    except NOT_WITH_OTHERS as error:
+    except _NOT_ON_ONE as error:
         raise NotTraceable(f"it fails with one row ({error}): {_SQUEEZE}") from error
     found = graph(*weights, *row)
     for value, other in zip(found, expected, strict=True):

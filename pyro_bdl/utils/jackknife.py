@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from scipy.special import ndtr, stdtrit
 from torch import Tensor
 
 GROUPS = 10
@@ -44,7 +45,5 @@ def enlarged(errors: float, *parts: tuple[float, float]) -> float:
     total = sum(e**2 for e, _ in parts)
     if not total > 0:  # none, or unknown
         return 1.0
-    from scipy.special import ndtr, stdtrit  # imported when it is needed, it takes long
-
     degrees = total**2 / sum(e**4 / max(1.0, nu) for e, nu in parts)
     return float(stdtrit(degrees, ndtr(errors))) / errors
