@@ -97,7 +97,7 @@ def ratios(
     :raises ValueError: for a guide without a density or of another program, or too few draws.
     """
     _check(guide, num_samples)
-    with evaluation_mode(model, guide, args), seeded(seed), torch.no_grad():
+    with evaluation_mode(model, guide), seeded(seed), torch.no_grad():
         program = Program(model, *args, **dict(model_kwargs or {}))
         program.require_observed()
         if not isinstance(guide, Guide):
@@ -137,7 +137,7 @@ def site_khat(
             "ratios(...) for all of them, or function_khat(...)"
         )
     khats = {}
-    with evaluation_mode(model, guide, args), seeded(seed), torch.no_grad():
+    with evaluation_mode(model, guide), seeded(seed), torch.no_grad():
         program = Program(model, *args, **dict(model_kwargs or {}))
         program.require_observed()
         check_guide(program.latents, guide)

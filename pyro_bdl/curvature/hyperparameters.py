@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pyro
 import torch
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import transform_to
 
@@ -16,6 +15,7 @@ from pyro_bdl.curvature.at import NOT_ON_SOME
 from pyro_bdl.curvature.prior import hyperpriors, independent_normal, is_one_number, run_at
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.program.batches import Batch, has_rows, leading_size, taken
+from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.utils.autograd import reaches
@@ -60,7 +60,7 @@ def _inside(value: Tensor, constraint: Any) -> Tensor:
     return value
 
 
-class ReadParameters(Messenger):
+class ReadParameters(OneThread):
     """Notes the parameters that a program reads, or gives them other values.
 
     :param values: parameter -> value.

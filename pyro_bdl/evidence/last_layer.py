@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from pyro.infer import Trace_ELBO
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_bdl.bayesian_linear import SufficientStatistics, log_evidence
 from pyro_bdl.curvature.fisher import cell_weights
@@ -23,7 +23,6 @@ from pyro_bdl.tracing.compiled import Arguments, CompiledLoss, Evaluation, split
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed, reaches
-from pyro_bdl.utils.module_state import modules_of
 from pyro_bdl.utils.random_state import fixed_normal
 
 
@@ -129,7 +128,7 @@ class LastLayerEvidence(Trace_ELBO):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without graphs: copies begin without them."""
-        return self.__dict__ | {"graphs": CompiledLoss(type(self).__name__)}
+        return self.__dict__ | {"graphs": self.graphs.emptied()}
 
 
 class _Evaluation(Evaluation):
@@ -139,8 +138,8 @@ class _Evaluation(Evaluation):
         self, loss: LastLayerEvidence, model: Callable, guide: Any, arguments: Arguments
     ) -> None:
         self.loss, self.model, self.guide, self.arguments = loss, model, guide, arguments
-        self.owner = model, guide
-        self.key = getattr(model, "training", None), arguments.key, castings()
+        self.owner = self.holders = model, guide
+        self.key = arguments.key, castings()
 
     def plain(self) -> Tensor:
         return self._at(self.arguments.tensors)
@@ -150,9 +149,6 @@ class _Evaluation(Evaluation):
 
     def traced(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return (self._at(tensors, checked=True),)
-
-    def modules(self) -> list[nn.Module]:
-        return modules_of(self.model, self.guide)
 
     def size(self, loss: Tensor) -> Tensor:
         """The loss may be zero by chance, and is of the order of the number of data."""

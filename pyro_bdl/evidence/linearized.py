@@ -223,7 +223,7 @@ def _log_prior(guide: LaplaceGuide, offset: Tensor) -> tuple[Tensor, Tensor]:
         moved = offset.to(guide.loc, copy=True).requires_grad_()
         vector = subset.put(guide.loc, subset.take(guide.loc) + moved)
         latents, log_det = layout.constrain(vector)
-        with evaluation_mode(model):
+        with evaluation_mode(guide.program_modules):
             run = record(model, latents, *guide.few, draw=leave_open)
         value: Any = run.log_prior() + log_det
         (gradient,) = torch.autograd.grad(value, moved)

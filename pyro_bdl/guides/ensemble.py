@@ -20,6 +20,7 @@ from pyro_bdl.init import init_afresh, start_at
 from pyro_bdl.program.batch_norm import layers_called
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.layout import Latent
+from pyro_bdl.program.one_thread import Hidden
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import record
 
@@ -82,7 +83,7 @@ class AutoEnsemble(Guide):
         return {"size": self.size, "anchored": self.anchored}
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        with layers_called((self.program_model,)) as layers:
+        with layers_called(self.program_model) as layers:
             self._starts = [self._start(args, kwargs) for _ in range(1, self.size)]
         super()._setup_prototype(*args, **kwargs)
         del self._starts
@@ -97,8 +98,8 @@ class AutoEnsemble(Guide):
 
     def _start(self, args: tuple, kwargs: dict) -> Tensor:
         started = start_at(self._init)(self.program_model)
-        trace = trace_once(poutine.block(started, self._prototype_hide_fn), args, kwargs)
-        return at_full_size(Program.from_trace(started, trace, args, kwargs), trace)[0]
+        first = trace_once(poutine.block(started, self._prototype_hide_fn), args, kwargs)
+        return at_full_size(Program.from_run(started, first, args, kwargs), first.trace)[0]
 
     def create_parameters(self, start: Tensor) -> None:
         self.locs = nn.Parameter(torch.stack([start, *self._starts]))
@@ -111,7 +112,7 @@ class AutoEnsemble(Guide):
     def _normal_prior(self, start: Tensor) -> tuple[Tensor, Tensor]:
         """Means and scales (P,) of the Normal priors; scale 0 for positive latents."""
         layout = self.require_layout()
-        with torch.enable_grad(), poutine.block():
+        with torch.enable_grad(), Hidden():
             latents, _ = layout.constrain(start.detach().requires_grad_())
             run = record(self.program_model, latents, *self.few_rows)
         loc, scale = torch.zeros_like(start), torch.zeros_like(start)

@@ -65,7 +65,7 @@ def _log_joint(guide: Any, vector: Tensor) -> float:
     """The tempered log p(y, w) + log |det dw/du| in nats at a vector (P,)."""
     model = guide.program_model
     latents, log_det = guide.require_layout().constrain(vector)
-    with evaluation_mode(model):
+    with evaluation_mode(guide.program_modules):
         run = record(model, latents, *guide.few, draw=leave_open)
         total = torch.as_tensor(run.log_prior() + log_det, device=vector.device).double()
         for batches, factor in guide.passes:

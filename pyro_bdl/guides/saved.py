@@ -214,7 +214,7 @@ def log_densities(guide: Any) -> dict[str, float]:
     if guide.subsampled:
         return {}
     model, values = guide.program_model, guide.require_layout().constrain(guide.location())[0]
-    with evaluation_mode(model), own_randomness():
+    with evaluation_mode(guide.program_modules), own_randomness():
         run = record(model, values, *guide.few_rows, draw=leave_open)
     sites = run.latents | run.observed | run.factors
     return {

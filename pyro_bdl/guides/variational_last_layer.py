@@ -126,7 +126,7 @@ class AutoVariationalLastLayer(NormalGuide):
                 sites = subset_of(self, self.selection, args, kwargs).sites
                 values = layout.constrain(start)[0]
                 outputs = LayerOutputs({name: values[name] for name in sites}, change)
-                with torch.enable_grad(), evaluation_mode(self.program_model), outputs:
+                with torch.enable_grad(), evaluation_mode(self.program_modules), outputs:
                     run = record(self.program_model, values, args, kwargs, draw=leave_open)
             features = [term for term in outputs.terms if term.inputs is not None]
             if len(features) != 1 or len({len(term.where) for term in outputs.terms}) != 1:

@@ -122,7 +122,7 @@ def _named_start(program: Program, init: Any) -> Mapping[str, Any]:
     if isinstance(init, Mapping):
         return init
     if isinstance(init, str) and init == "prior":
-        trace = prune_subsample_sites(trace_once(program.model, program.args, program.kwargs))
+        trace = prune_subsample_sites(trace_once(program.model, program.args, program.kwargs).trace)
         return {name: trace.nodes[name]["value"] for name in program.latents}
     if isinstance(init, str) and init == "network":
         started = start_at(init_to_network)(program.model)

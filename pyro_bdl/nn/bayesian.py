@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pyro
 import torch
-from pyro import poutine
 from pyro.nn import PyroParam
 from pyro.poutine.plate_messenger import block_plate
 from pyro.poutine.runtime import get_plates
@@ -29,6 +28,7 @@ from pyro_bdl.program.gaussian_prior import (
     as_gaussian_prior,
 )
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork
+from pyro_bdl.program.one_thread import Hidden
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.scales import Hyperprior, Scope, hyperparameter_scope, on_device
@@ -68,12 +68,12 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         self.prior = prior
         self.site_prefix = f"{name}." if name else ""
         self.plates = plates
-        self._over_networks = DrawMap(over="the networks of a plate", batch_norm=False)
+        self._over_networks = DrawMap(over="the networks of a plate")
         self._cache: dict[str, tuple[Any, Distribution]] = {}
         self._places = _places(copied)
         self._checked_modes: set[bool] = set()  # of training, without reentrant checkpoints
         self._hyperparameters: dict[str, str] = {}
-        with poutine.block(), hyperparameter_scope(_NetworkScope(self)):
+        with Hidden(), hyperparameter_scope(_NetworkScope(self)):
             self._find_sites()
 
     def _find_sites(self) -> None:
@@ -241,7 +241,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         for attribute in result._hyperparameters.values():
             delattr(result, attribute)
         result._hyperparameters, result._cache = {}, {}
-        with poutine.block(), hyperparameter_scope(_NetworkScope(result)):
+        with Hidden(), hyperparameter_scope(_NetworkScope(result)):
             for name in result.sites:
                 owner, key = result._places[name][0]
                 if result._distribution(name, getattr(owner, key)) is None:

@@ -55,7 +55,7 @@ def collapse(model: Callable, guide: Guide, *args: Any, **kwargs: Any) -> Collap
     guide.prototype(*args, **kwargs)
     elbo = TemperedTraceMeanField_ELBO()
     halves: list[dict[str, Any]] = [{}, {}]  # sums over the draws of each half
-    with preserved_buffers(model), own_randomness():
+    with preserved_buffers(guide.program_modules), own_randomness():
         elbo.loss(model, guide, *args, **kwargs)
         for number, vector in enumerate(guide.sample_vectors(_DRAWS)):
             latents = guide.require_layout().constrain(vector)[0]
@@ -119,7 +119,7 @@ def warn_of_joint_scales(
     rows = leading_size(args)
     some = torch.arange(min(rows, _ROWS), device=device_of_rows(args))
     part = tuple(taken(value, some) for value in args)
-    with preserved_buffers(model), own_randomness(), torch.enable_grad():
+    with preserved_buffers(guide.program_modules), own_randomness(), torch.enable_grad():
         vector = guide.sample_vectors(1)[0].detach()
         latents = guide.require_layout().constrain(vector)[0]
         prior = record(model, latents, part, {}, draw=sum_out_discrete).log_prior()

@@ -15,7 +15,7 @@ from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.training.descent import Training
-from pyro_bdl.utils.module_state import evaluation_mode, modules_of
+from pyro_bdl.utils.module_state import Modules, evaluation_mode
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import whole_number
 
@@ -79,7 +79,7 @@ class EarlyStopping:
         self.check_every = options.check_every or max(1, steps // _CHECKS)
         self.program = Program(model, *back)
         self.is_ensemble = isinstance(guide, AutoEnsemble)
-        modules = modules_of(model, guide)
+        modules = Modules(self.program.modules, guide.program_modules, guide)
         tensors: list[Tensor] = list(guide.parameters())
         trained = len(tensors)
         for module in modules:
@@ -107,7 +107,7 @@ class EarlyStopping:
 
     def _score(self) -> Tensor:
         guide: Any = self.guide
-        with evaluation_mode(self.model, guide), own_randomness():
+        with evaluation_mode(self.program.modules, guide), own_randomness():
             draws = guide.sample_latents(guide.size if self.is_ensemble else _DRAWS)
             values = map_draws(lambda draw: self.program.log_likelihood(draw), draws)
         count = leading_size(self.program.args)

@@ -243,7 +243,7 @@ class AutoMCDropout(Guide):
         weight, number = self.weights[latent.name], list(self.weights).index(latent.name)
         count = latent.size if self.mask == "weights" else weight.num_units
         return NoisyWeight(
-            parts[0], parts[1], self.parameter("p")[number], count, self.noise, self._step(),
+            parts[0], parts[1], self.parameter("p")[number], count, self.noise, self._scheduled(),
             scale_free=latent.name in self._scale_free,
             batch_dims=len(latent.shape) - latent.event_dim,
         )  # fmt: skip
@@ -270,9 +270,13 @@ class AutoMCDropout(Guide):
     def has_density(self) -> bool:
         return False
 
-    def _step(self) -> int | None:
-        """The number of earlier training steps, None for fixed rates."""
-        return int(self.steps) if self.learn_p and self.weights else None
+    def numbers(self) -> dict[str, float]:
+        """The noise's scheduled number, where rates are learned."""
+        learned = self.learn_p and self.weights
+        return {"noise": self.noise.schedule(int(self.steps))} if learned else {}
+
+    def _scheduled(self) -> float | Tensor | None:
+        return self.number("noise") if self.learn_p and self.weights else None
 
     def note_step(self, step: Any) -> None:
         super().note_step(step)

@@ -75,7 +75,7 @@ class AutoInducing(Guide):
         self.init_precision, self.init_scale = init_precision, init_scale
         self.layers: dict[str, Layer] = {}  # by their weight
         self._first: Batch = (), {}
-        self._map = DrawMap(batch_norm=False)
+        self._map = DrawMap()
 
     def options(self) -> dict[str, Any]:
         return {"num_inducing": self.num_inducing}
@@ -158,7 +158,7 @@ class AutoInducing(Guide):
         for leaf in real.values():
             leaf.requires_grad_()
         leaves = {name: value.detach().clone().requires_grad_() for name, value in values.items()}
-        with evaluation_mode(model):
+        with evaluation_mode(self.program_modules):
             run = record(model, leaves, args, kwargs)
             survey = Survey(leaves, run.latents)
             with survey:
@@ -214,7 +214,7 @@ class AutoInducing(Guide):
                 "take guide.save(path) and bdl.load_posterior(path, model)"
             )
         args, kwargs = self._arguments()
-        with evaluation_mode(self.program_model), found:
+        with evaluation_mode(self.program_modules), found:
             record(self.program_model, rest, args, kwargs, draw=found.sample)
         return found
 
