@@ -36,11 +36,14 @@ class At:
     :param subset: the latents of interest; the others count as constants.
     :param vector: the unconstrained vector (P,) of the latents. ``leaves`` are these by site; those
         of the subset take gradients.
+    :param modules: the modules of the program that are known.
     """
 
-    def __init__(self, model: Callable, subset: Subset, vector: Tensor) -> None:
+    def __init__(
+        self, model: Callable, subset: Subset, vector: Tensor, modules: Modules | None = None
+    ) -> None:
         self.model, self.subset = model, subset
-        self._modules = Modules(model)
+        self._modules = Modules(model, modules)
         self._map = RowMap()
         self._plans: dict[Any, Plan | None] = {}
         self._dense: set[str] = set()  # sites with uses that no recorder sees

@@ -5,7 +5,7 @@ Its optimum approximates the tempered posterior, which is proportional to p(y | 
 = 1 is the Bayesian posterior (Huix et al. 2022).
 
 All threads share Pyro's handlers, so only one thread at a time may run programs and take steps.
-These bounds refuse a second thread; Pyro's bounds do not notice it.
+These bounds refuse a second thread (``program/one_thread.py``); Pyro's bounds do not notice it.
 """
 
 import contextlib

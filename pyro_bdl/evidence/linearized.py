@@ -80,7 +80,7 @@ class LinearizedModel:
         row = guide.subset.size * guide.loc.element_size()
         free = available_memory(guide.loc.device) or 8 * 2**30
         fits = guide.num_data * row <= SHARE_OF_MEMORY * free
-        at = At(guide.program_model, guide.subset, guide.loc)
+        at = At(guide.program_model, guide.subset, guide.loc, guide.program_modules)
         self._data = LinearizedData(at, guide.passes, rows=fits)
         self._matrix: Tensor | None = None
         self._solver: Callable[[Tensor], Tensor] | None = None  # at one prior and noise

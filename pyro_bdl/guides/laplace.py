@@ -19,6 +19,7 @@ from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.program import check_program
 from pyro_bdl.program.subset import Subset, select
+from pyro_bdl.utils.module_state import as_written
 
 
 class AutoLaplaceGGN(UnconstrainedMAP):
@@ -113,10 +114,11 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         config = replace(self.config, **changes)
         batches = Batches(data)
         few = batches.together(lambda: self._begin(*batches.first()))
-        chosen = subset_of(self, subset, *batches.first())
-        posterior = self._approximate(
-            config, chosen, batches, few=few, check=held_out is None, progress=progress
-        )
+        with as_written(self.program_modules):
+            chosen = subset_of(self, subset, *batches.first())
+            posterior = self._approximate(
+                config, chosen, batches, few=few, check=held_out is None, progress=progress
+            )
         return posterior if held_out is None else posterior.fit_width(held_out)
 
     def _approximate(

@@ -70,7 +70,9 @@ class OneThread(Messenger):
 
     def check_thread(self, msg: Any) -> None:
         """Refuse a statement of another thread."""
-        if self.thread is not None and self.thread is not threading.current_thread():
+        if torch.compiler.is_compiling() or self.thread is None:
+            return
+        if self.thread is not threading.current_thread():
             raise RuntimeError(
                 f"{_TWO_THREADS} (the statement '{msg['name']}' is of another thread than the "
                 f"program that runs): {_THREADS}"

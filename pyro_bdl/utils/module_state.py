@@ -52,6 +52,8 @@ class Modules:
     def add(self, owner: Any) -> list[nn.Module]:
         """Add a module with its parts, the module of a bound method, or other ``Modules``.
 
+        A guide brings those of its program, its ``program_modules``.
+
         :param owner: any object; others, such as functions and data, add nothing.
         :returns: those that are new.
         """
@@ -59,7 +61,8 @@ class Modules:
             owner = owner.__self__
         if not isinstance(owner, nn.Module | Modules):
             return []
-        parts = owner.modules() if isinstance(owner, nn.Module) else owner
+        parts = owner if isinstance(owner, Modules) else owner.modules()
+        parts = chain(parts, getattr(owner, "program_modules", ()))
         new = [part for part in parts if id(part) not in self._by_id]
         self._by_id.update((id(part), part) for part in new)
         return new
@@ -147,7 +150,7 @@ def watching_calls(*, first: bool = False) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        if first or any(context.compiled for context in _open.get()):
+        if first or any(context.compiled or not context.known for context in _open.get()):
             stack.enter_context(_without_warning_of_hooks())
         stack.callback(register_module_forward_pre_hook(_note).remove)
         yield

@@ -14,9 +14,7 @@ from pyro_bdl import bayesianize, models, priors, training
 from pyro_bdl.elbo import CompiledELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.estimators import local_reparameterization
-from pyro_bdl.guides import (
-    AutoMeanField,
-)
+from pyro_bdl.guides import AutoMCDropout, AutoMeanField, BernoulliNoise
 from pyro_bdl.optim import IVON, InSVI
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -76,6 +74,19 @@ def test_batch_norm_for_several_particles_runs_uncompiled():
             make=lambda: regression_with(nn.BatchNorm1d(3)),
             replays=0,
         )
+
+
+def test_learned_dropout_rates_are_compiled():
+    """The temperature of their relaxation falls from step to step."""
+    noise = BernoulliNoise(lambda step: 1.0 / (1 + step))
+    elbo, _ = same_steps(
+        {},
+        [(X, Y)] * 12,
+        kind=lambda model: AutoMCDropout(
+            model, p=0.3, learn_p=True, sites="all", noise=noise
+        ),
+    )
+    assert elbo.num_traces == 1
 
 
 # What changes outside of the arguments
