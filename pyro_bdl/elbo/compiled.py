@@ -12,15 +12,13 @@ from pyro_bdl.elbo.checks import check_data
 from pyro_bdl.elbo.step import Step, Terms
 from pyro_bdl.elbo.tempered import Temperature, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.estimators.per_datum import active
-from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.base import SET_BY_STEPS, Guide
 from pyro_bdl.tracing.compiled import Arguments, CompiledLoss, Evaluation, split
 from pyro_bdl.tracing.step import BACKENDS, Outcome
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.validation import check_temperature
-
-_SET_BY_STEPS = ("last_step", "plates")  # attributes of guides
 
 
 class CompiledELBO(TemperedTrace_ELBO):
@@ -86,7 +84,7 @@ class CompiledELBO(TemperedTrace_ELBO):
             raise ValueError(f"max_graphs must be at least 1, got {max_graphs}")
         self.closed_forms = bound.closed_forms
         super().__init__(temperature, num_particles, **options)
-        self.graphs = CompiledLoss(type(self).__name__, backend, max_graphs, _SET_BY_STEPS)
+        self.graphs = CompiledLoss(type(self).__name__, backend, max_graphs, SET_BY_STEPS)
 
     @property
     def num_traces(self) -> int:

@@ -15,6 +15,7 @@ from pyro_bdl.curvature.fisher import cell_weights
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.elbo.checks import check_data
 from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.guides.base import SET_BY_STEPS
 from pyro_bdl.guides.last_layer import AutoLastLayer
 from pyro_bdl.guides.last_layer_features import Features, read_features
 from pyro_bdl.program.batches import leading_size
@@ -55,7 +56,7 @@ class LastLayerEvidence(Trace_ELBO):
         super().__init__()
         self._found: tuple[Callable, Callable, list[str]] | None = None
         self._outputs = 0  # of the last layer; 0 before its first run
-        self.graphs = CompiledLoss(type(self).__name__)
+        self.graphs = CompiledLoss(type(self).__name__, moving=SET_BY_STEPS)
 
     def loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
         """-[log p(y | v) + log p(v)], in nats."""

@@ -28,6 +28,8 @@ from pyro_bdl.program.trace import distribution_of_targets
 from pyro_bdl.utils.module_state import Modules, outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
 
+SET_BY_STEPS = ("last_step", "plates")  # attributes of guides that change from step to step
+
 
 class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
     """Base class of all guides: an ``AutoGuide`` over one flat unconstrained vector u.
