@@ -186,7 +186,8 @@ class NoisyWeight(TorchDistribution):
     :param p: the rate, a scalar.
     :param count: the number of factors.
     :param noise: the distribution of the factors.
-    :param scheduled: None for a fixed rate, else the number of ``noise.schedule``.
+    :param scheduled: None for a fixed rate, else a function that returns ``noise.schedule``'s
+        number when factors are drawn.
     :param scale_free: whether the prior is log-uniform.
     :param batch_dims: how many leading dimensions of m are batch dimensions, each of whose cells
         has as many factors of its own as any other.
@@ -202,7 +203,7 @@ class NoisyWeight(TorchDistribution):
         p: Tensor,
         count: int,
         noise: Noise,
-        scheduled: float | Tensor | None,
+        scheduled: Callable[[], float | Tensor] | None,
         *,
         scale_free: bool = False,
         batch_dims: int = 0,
@@ -256,11 +257,13 @@ class NoisyWeight(TorchDistribution):
         return variance(self.p) * self.loc.square()
 
 
-def draw(noise: Noise, p: Tensor, num_samples: int, scheduled: float | Tensor | None) -> Tensor:
+def draw(
+    noise: Noise, p: Tensor, num_samples: int, scheduled: Callable[[], float | Tensor] | None
+) -> Tensor:
     """Draw factors (num_samples, K), relaxed if the rate is learned and a gradient is needed."""
     if scheduled is None or not torch.is_grad_enabled():
         return noise.sample(p, num_samples)
-    return noise.rsample(p, num_samples, scheduled)
+    return noise.rsample(p, num_samples, scheduled())
 
 
 @register_kl(NoisyWeight, Independent)

@@ -13,6 +13,7 @@ from pyro_bdl.errors import ArgumentError, FailedStepError, warn
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.check import TENSORS_NEEDED, kind_of, named_arguments
+from pyro_bdl.utils.module_state import Modules
 from pyro_bdl.utils.progress import hidden
 from pyro_bdl.utils.validation import listed, whole_number
 
@@ -205,7 +206,8 @@ class Descent:
 
     def _skip(self, number: int, reason: str) -> None:
         self.skipped.append(number)
-        layers: list[Any] = [m for m in self.objective.guide.program_modules if keeps_statistics(m)]
+        modules = Modules(self.objective.model, self.objective.guide)
+        layers: list[Any] = [m for m in modules if keeps_statistics(m)]
         if self.policy == "raise":
             action = "the parameters are those before it"
         elif self.skipped[-_MOST_SKIPPED:] == [*range(number - _MOST_SKIPPED + 1, number + 1)]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -275,8 +276,8 @@ class AutoMCDropout(Guide):
         learned = self.learn_p and self.weights
         return {"noise": self.noise.schedule(int(self.steps))} if learned else {}
 
-    def _scheduled(self) -> float | Tensor | None:
-        return self.number("noise") if self.learn_p and self.weights else None
+    def _scheduled(self) -> Callable[[], float | Tensor] | None:
+        return partial(self.number, "noise") if self.learn_p and self.weights else None
 
     def note_step(self, step: Any) -> None:
         super().note_step(step)
