@@ -8,12 +8,12 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro.distributions import Unit
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor, nn
 
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.program.trace import is_deterministic, record
 
 _INSTEAD = "use AutoMeanField, or AutoAmortized with an encoder, on the program itself"
@@ -46,7 +46,7 @@ class Gaussian:
         return Gaussian(mean, self.covariance - gain @ cross)
 
 
-class _Reading(Messenger):
+class _Reading(OneThread):
     """One run with the local sites at given values, by default their means, and no statement about
     the outputs outside.
 
@@ -69,6 +69,7 @@ class _Reading(Messenger):
         self.plate = ""
 
     def _process_message(self, msg: Any) -> None:
+        self.check_thread(msg)
         if msg["type"] != "sample":
             return
         name, fn = msg["name"], msg["fn"]
@@ -121,7 +122,7 @@ class _Reading(Messenger):
             )
 
 
-class _Marginals(Messenger):
+class _Marginals(OneThread):
     """The last run: the outputs' statements with the local latents integrated out, each given
     those before it."""
 
@@ -131,6 +132,7 @@ class _Marginals(Messenger):
         self.present: dict[str, Gaussian] = {}
 
     def _process_message(self, msg: Any) -> None:
+        self.check_thread(msg)
         if msg["type"] != "sample":
             return
         name = msg["name"]

@@ -19,7 +19,7 @@ from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, leave_open, record
 from pyro_bdl.program.vmap import RowMap, with_rows
 from pyro_bdl.utils.memory import Allocations, bytes_at_once
-from pyro_bdl.utils.module_state import evaluating, modules_of
+from pyro_bdl.utils.module_state import Modules, evaluation_mode
 from pyro_bdl.utils.trees import tree_leaves
 
 _BUDGET = 24 * 2**20  # bytes for the activations and gradients of a piece, at least
@@ -34,11 +34,14 @@ class At:
     :param subset: the latents of interest; the others count as constants.
     :param vector: the unconstrained vector (P,) of the latents. ``leaves`` are these by site; those
         of the subset take gradients.
+    :param modules: the modules of the program that are known.
     """
 
-    def __init__(self, model: Callable, subset: Subset, vector: Tensor) -> None:
+    def __init__(
+        self, model: Callable, subset: Subset, vector: Tensor, modules: Modules | None = None
+    ) -> None:
         self.model, self.subset = model, subset
-        self._modules = modules_of(model)
+        self._modules = Modules(model, modules)
         self._map = RowMap()
         self._plans: dict[Any, Plan | None] = {}
         self._dense: set[str] = set()  # sites with uses that no recorder sees
@@ -136,7 +139,7 @@ class At:
             yield self._of_rows(part, mapped, plan)
 
     def _mode(self) -> Any:
-        return nullcontext() if self.training else evaluating(self._modules)
+        return nullcontext() if self.training else evaluation_mode(self._modules)
 
     def _recorded(
         self, batch: Batch, lane: Tensor | None, plates: Mapping[str, Tensor]

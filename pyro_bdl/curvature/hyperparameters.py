@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import pyro
 import torch
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import transform_to
 
 from pyro_bdl.curvature.prior import hyperpriors, independent_normal, is_one_number, run_at
 from pyro_bdl.distributions.parameters import base_distribution
+from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.program.saved import few_rows
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site
@@ -57,7 +57,7 @@ def _inside(value: Tensor, constraint: Any) -> Tensor:
     return value
 
 
-class ReadParameters(Messenger):
+class ReadParameters(OneThread):
     """Notes the parameters that a program reads, or gives them other values.
 
     :param values: parameter -> value.

@@ -5,7 +5,7 @@ Its optimum approximates the tempered posterior, which is proportional to p(y | 
 = 1 is the Bayesian posterior (Huix et al. 2022).
 
 All threads share Pyro's handlers, so only one thread at a time may run programs and take steps.
-These bounds refuse a second thread; Pyro's bounds do not notice it.
+These bounds refuse a second thread (``program/one_thread.py``); Pyro's bounds do not notice it.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ from typing import Any
 
 import pyro
 import torch
-from pyro import poutine
 from pyro.infer import Trace_ELBO
 from torch import Tensor, nn
 
@@ -38,6 +37,7 @@ from pyro_bdl.estimators.sticking import constant_parameters
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.kl import entropy, mean_field_kl, sampled_kl
 from pyro_bdl.program.batches import leading_size
+from pyro_bdl.program.one_thread import Hidden, OneThread
 from pyro_bdl.program.supports import nan_outside_support
 from pyro_bdl.program.trace import Run, record, sum_out_discrete
 from pyro_bdl.program.vmap import DrawMap
@@ -159,19 +159,22 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         self._batches = FirstBatches(0 if self._weighted else 2)
         _warn_of_members(guide, self.num_particles)
 
-    def finish(self, step: Step) -> None:
-        """Count a step, and hand it to the guides that took it."""
-        self.step += 1
+    def begin_training(self) -> None:
+        """Make ready for a training, which may be of another program than the last one."""
+
+    def finish(self, step: Step, count: int = 1) -> None:
+        """Count steps, and hand the last one to the guides that took them."""
+        self.step += count
         detached = step._replace(loss=step.loss.detach())
         for part in self._parts:
-            part.note_step(detached)
+            part.note_step(detached, count)
 
     def _evaluate(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Step:
         """-L(eta) at the current step's temperature, from new draws."""
         self._check_once(model, guide, args, kwargs)
         temperature = check_temperature(self.schedule(self.step))
         try:
-            with pyro.validation_enabled(False):
+            with OneThread(), pyro.validation_enabled(False):
                 terms = self.terms(model, guide, args, kwargs)
         except RuntimeError:
             with contextlib.suppress(RuntimeError):
@@ -196,6 +199,8 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         if self._checked != (model, guide):
             check_first(model, guide, args, kwargs)
             self._checked = model, guide
+            modules = guide.program_modules if isinstance(guide, Guide) else None
+            self._map = DrawMap(modules=modules)
 
     def prepare(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
@@ -210,7 +215,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
             return None
         key = model, leading_size((args, kwargs))
         if key not in self._rows:
-            with poutine.block(), torch.no_grad(), preserved_buffers(guide), own_randomness():
+            with Hidden(), torch.no_grad(), preserved_buffers(guide), own_randomness():
                 values = values_of(record(guide, {}, args, kwargs))
             self._rows[key] = RowwiseLikelihood(estimator.name, model, values, args, kwargs)
         return estimator

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.batch_norm import uses_its_batch
@@ -12,7 +12,7 @@ from pyro_bdl.program.batches import as_dicts, leading_size, taken
 from pyro_bdl.program.supports import nan_outside_support
 from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
 from pyro_bdl.program.vmap import RowMap
-from pyro_bdl.utils.module_state import evaluation_mode, modules_of
+from pyro_bdl.utils.module_state import changed, evaluation_mode
 from pyro_bdl.utils.random_state import own_randomness
 
 _INSTEAD = "use plain sampling (estimator=None)"
@@ -47,13 +47,16 @@ class RowwiseLikelihood:
         self._map = RowMap()
         self._of_data: set[str] = set()  # plates of the data
         self._plates: dict[str, Tensor] = {}  # their indices in a run over one row
-        if any(map(uses_its_batch, modules_of(model))):
-            raise UnsupportedProgramError(
-                f"{name} needs data that do not depend on each other, and a BatchNorm layer "
-                "normalizes by the batch: call eval() on it where it has running statistics, use "
-                f"GroupNorm or LayerNorm where it has none, or {_INSTEAD}"
-            )
-        with torch.no_grad(), evaluation_mode(model):
+
+        def refuse(module: nn.Module, args: Any) -> None:
+            if uses_its_batch(module):
+                raise UnsupportedProgramError(
+                    f"{name} needs data that do not depend on each other, and a BatchNorm layer "
+                    "normalizes by the batch: call eval() on it where it has running statistics, "
+                    f"use GroupNorm or LayerNorm where it has none, or {_INSTEAD}"
+                )
+
+        with torch.no_grad(), changed(refuse, model), evaluation_mode(model):
             with own_randomness():
                 whole = self._run(values, args, kwargs)
                 count = leading_size((args, kwargs))

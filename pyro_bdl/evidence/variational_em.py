@@ -152,7 +152,7 @@ def _mean_square(model: Callable, guide: Guide, batches: Batches) -> Tensor:
     layout = guide.require_layout()
     vectors = guide.sample_vectors(_DRAWS)
     squares = cells = vectors.new_zeros(())
-    with evaluation_mode(model):
+    with evaluation_mode(guide.program_modules):
         for args, kwargs in batches:
 
             def residuals(draw: dict[str, Tensor], args: Any = args, kwargs: Any = kwargs) -> Any:

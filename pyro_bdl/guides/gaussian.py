@@ -117,7 +117,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
         self.refresh(reading)
 
     def _add(self, batches: Batches, before: Curvature | None, progress: bool | None) -> None:
-        at = At(self.program_model, self.subset, self.loc)
+        at = At(self.program_model, self.subset, self.loc, self.program_modules)
         fitted = fit_curvature(at, batches, self.config, before=before, progress=progress)
         self.curvature = fitted.curvature
         self.num_data += fitted.num_data

@@ -22,7 +22,7 @@ from pyro_bdl.program.program import check_program
 from pyro_bdl.program.saved import few_rows
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.program.trace import leave_open, record
-from pyro_bdl.utils.module_state import evaluation_mode, vmappable
+from pyro_bdl.utils.module_state import as_written, evaluation_mode, vmappable
 
 
 class AutoLaplaceGGN(UnconstrainedMAP):
@@ -125,10 +125,11 @@ class AutoLaplaceGGN(UnconstrainedMAP):
             held_out = Batches(held_out)
             check_held_out(self.program_model, held_out)
         few = batches.together(lambda: self._begin(*batches.first()))
-        chosen = subset_of(self, subset, *batches.first())
-        posterior = self._approximate(
-            config, chosen, batches, few=few, check=held_out is None, progress=progress
-        )
+        with as_written(self.program_modules):
+            chosen = subset_of(self, subset, *batches.first())
+            posterior = self._approximate(
+                config, chosen, batches, few=few, check=held_out is None, progress=progress
+            )
         return posterior if held_out is None else posterior.fit_width(held_out)
 
     def _approximate(

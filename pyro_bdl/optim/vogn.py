@@ -76,7 +76,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
             raise ValueError(f"{name} takes one draw for all data, and cannot use {estimator}")
         layout = guide.require_layout()
         if self._point is None or self._point.subset.layout is not layout:
-            self._point = At(model, Subset(layout), guide.location())
+            self._point = At(model, Subset(layout), guide.location(), guide.program_modules)
             self._modes_agree = {}
         vectors = guide.sample_vectors(self.num_particles)
         particles = [self._at(model, guide, vector, args, kwargs) for vector in vectors.unbind()]

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from pyro_bdl.errors import ArgumentError, UnsupportedProgramError
 from pyro_bdl.program.network_sites import SampledNetwork
-from pyro_bdl.utils.module_state import modules_of
+from pyro_bdl.program.one_thread import OneThread
+from pyro_bdl.utils.module_state import Modules, modules_in_sight
 from pyro_bdl.utils.trees import tree_leaves
 from pyro_bdl.utils.validation import check_finite_tensor
 
@@ -31,7 +32,7 @@ _SAME = 1e-4  # relative, of densities in two runs
 def named_arguments(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments by the program's parameter names, or by "argument 0" etc. if it has no
     names."""
-    program = _without_handlers(function)
+    program = without_handlers(function)
     called = program.forward if isinstance(program, nn.Module) else program
     try:
         signature = inspect.signature(called)
@@ -62,19 +63,19 @@ def by_entry(named: Mapping[str, Any]) -> dict[str, Any]:
     return entries
 
 
-def _without_handlers(function: Any) -> Any:
+def without_handlers(function: Any) -> Any:
     """The program without handlers of Pyro and of this package, which accept any arguments."""
     if isinstance(function, functools.partial) and any(
         isinstance(value, Messenger) for value in function.args[:1]
     ):
-        return _without_handlers(function.args[-1])
+        return without_handlers(function.args[-1])
     if "__wrapped__" in getattr(function, "__dict__", {}):
-        return _without_handlers(function.__wrapped__)
+        return without_handlers(function.__wrapped__)
     if isinstance(function, nn.Module) and callable(getattr(function, "model", None)):
         parameters = inspect.signature(function.forward).parameters.values()
         kinds = [parameter.kind for parameter in parameters]
         if kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
-            return _without_handlers(function.model)
+            return without_handlers(function.model)
     return function
 
 
@@ -89,7 +90,8 @@ def explain(error: Exception, function: Callable, args: tuple, kwargs: Mapping[s
     """Raise an error that names the argument a run cannot use; return if there is none.
 
     :param error: the error that a run of the program raised.
-    :param function: the program, also under handlers.
+    :param function: the program, also under handlers. Its weights are those of the modules that
+        the open contexts of ``module_state`` have met.
     :raises ArgumentError: if an argument is an array, a table or a list instead of a tensor, or has
         another floating dtype than the weights.
     """
@@ -111,7 +113,7 @@ def _why_unusable(name: str, value: Any, function: Callable, *, about_tensors: b
         return None
     tensors = chain.from_iterable(
         (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        for module in modules_of(function)
+        for module in Modules(without_handlers(function), modules_in_sight())
     )
     weights = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), value.dtype)
     if value.is_floating_point() and value.dtype != weights:
@@ -186,15 +188,14 @@ def refuse_sharded(modules: Iterable[nn.Module]) -> None:
                 )
 
 
-def check_modules(modules: Iterable[nn.Module]) -> None:
-    """Check that a program's parameters are whole and its networks those that were given priors.
+def check_module(module: nn.Module) -> None:
+    """Check that a module's parameters are whole, and a network the one that was given priors.
 
     :raises UnsupportedProgramError: otherwise.
     """
-    refuse_sharded(modules)
-    for module in modules:
-        if isinstance(module, SampledNetwork):
-            module.check_layers()
+    refuse_sharded([module])
+    if isinstance(module, SampledNetwork):
+        module.check_layers()
 
 
 def check_one_density(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
@@ -218,7 +219,7 @@ def check_one_density(first: Mapping[str, Tensor], second: Mapping[str, Tensor])
 # ------------------------------------------------------------------------------------- whole data
 
 
-class WholeData(Messenger):
+class WholeData(OneThread):
     """Handler that refuses plates that choose rows of the arguments at random.
 
     Such a plate chooses other rows in each run, so that results for different draws of the latents
