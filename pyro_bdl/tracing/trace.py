@@ -105,10 +105,16 @@ class _Outside(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags:
             args = tree_map_only(Tensor, torch.ops.aten.detach.default, args)
         if func._schema.is_mutable:
-            tensors = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Tensor)]
+            given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+            given |= kwargs or {}
+            written = [
+                given.get(argument.name)
+                for argument in func._schema.arguments
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
             with _disable_current_modes():
-                for tensor in tensors:
-                    if id(tensor) not in self.saved:
+                for tensor in tree_leaves(written):
+                    if isinstance(tensor, Tensor) and id(tensor) not in self.saved:
                         self.saved[id(tensor)] = tensor, tensor.detach().clone()
         return func(*args, **(kwargs or {}))
 
