@@ -12,7 +12,6 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import transform_to
 
-from pyro_bdl.curvature.at import NOT_ON_SOME
 from pyro_bdl.curvature.prior import hyperpriors, independent_normal, is_one_number, run_at
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.program.batches import Batch, has_rows, leading_size, taken
@@ -21,6 +20,9 @@ from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.trees import tree_map_only
+
+# what programs raise that cannot run on fewer rows than they were written for
+NOT_ON_SOME = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 
 
 @dataclass
@@ -124,12 +126,10 @@ class ParameterReading:
         return [name for name, gradient in pairs if gradient is not None]
 
 
-def read_at_center(
-    model: Callable, guide: Any, args: tuple, kwargs: dict[str, Any]
-) -> ParameterReading:
+def read_at_center(model: Callable, guide: Any) -> ParameterReading:
     """Read the program's parameters at a guide's center, on a few of its data."""
     subset, vector = Subset(guide.require_layout()), guide.location().detach()
-    return read(model, subset, vector, *few_rows(model, subset.layout, vector, (args, kwargs)))
+    return read(model, subset, vector, *guide.few_rows)
 
 
 def read(

@@ -27,6 +27,7 @@ from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import distribution_of_targets
 from pyro_bdl.utils.module_state import outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.utils.trees import tree_map_only
 
 
 class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
@@ -301,6 +302,10 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
             return kind
         digest = hashlib.sha256(json.dumps(sites_of(self.layout)).encode()).hexdigest()
         return f"{kind}_{digest[:8]}"
+
+    def _apply(self, function: Callable, recurse: bool = True) -> Any:
+        self.few_rows = tree_map_only(Tensor, function, self.few_rows)
+        return super()._apply(function, recurse)
 
     def _shared_on_copy(self) -> tuple[str, ...]:
         return "_model", "_program_model", "master"

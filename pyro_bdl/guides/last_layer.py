@@ -56,14 +56,15 @@ class AutoLastLayer(AutoLaplaceGGN):
     :param model: a Pyro program with continuous latents.
     :param subset: the last layer, by default the weights and biases of the program's last matrix
         product; for other values see ``AutoLaplaceGGN``.
-    :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
+    :param options: ``rows`` of ``AutoLaplaceGGN``; ``init_loc_fn``, where the guide starts, and
+        ``create_plates``, see ``Guide``.
     """
 
     def __init__(self, model: Callable, *, subset: Any = "last-layer", **options: Any) -> None:
         super().__init__(model, structure="full", subset=subset, **options)
 
     def options(self) -> dict[str, Any]:
-        return {"subset": self.subset}
+        return {"subset": self.subset, "rows": self.config.rows}
 
     def _approximate(
         self, config: CurvatureConfig, subset: Subset, batches: Batches, **options: Any
@@ -80,7 +81,7 @@ class AutoLastLayer(AutoLaplaceGGN):
             )
         posterior = super()._approximate(config, subset, batches, **options | {"check": False})
         model, loc = self.program_model, posterior.loc
-        _check_used_once(model, subset, loc, *posterior.few)
+        _check_used_once(model, subset, loc, *posterior.few_rows)
         closed = config.curvature in ("ggn", "hessian")
         closed = closed and is_quadratic(model, subset, loc, *batches.first())
         find_mode(posterior, steps=1 if closed else STEPS, progress=options["progress"])

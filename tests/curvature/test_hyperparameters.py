@@ -240,7 +240,7 @@ def test_two_observations_have_no_common_noise():
     assert noise_site(reading) is None and list(reading.parameters) == ["noise"]
     several = models.Regression(bayesianize(nn.Linear(2, 2)), noise=learned([0.5, 1.0]))
     guide = AutoLaplaceGGN(several).prototype(X, X)
-    reading = read_at_center(several, guide, (X, X), {})
+    reading = read_at_center(several, guide)
     assert noise_site(reading) is None and short(reading.in_likelihood) == ["noise"]
 
 
