@@ -37,7 +37,6 @@ from pyro_bdl.estimators.rows import RowwiseLikelihood
 from pyro_bdl.estimators.sticking import constant_parameters
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.kl import entropy, mean_field_kl, sampled_kl
-from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.supports import nan_outside_support
 from pyro_bdl.program.trace import Run, record, sum_out_discrete
 from pyro_bdl.program.vmap import DrawMap
@@ -119,7 +118,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         self._checked: tuple[Callable, Callable] | None = None
         self._trained: tuple[Callable, Callable] | None = None
         self._parts: list[Guide] = []  # the guides of this package in the guide that is trained
-        self._rows: dict[tuple[Callable, int], RowwiseLikelihood] = {}
+        self._rows: dict[Callable, RowwiseLikelihood] = {}
         self._weighted = not callable(temperature) and temperature != 1.0  # the KL, by hand
         self._batches = FirstBatches(0)
 
@@ -163,6 +162,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
     def _evaluate(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Step:
         """-L(eta) at the current step's temperature, from new draws."""
         self._check_once(model, guide, args, kwargs)
+        self.check_rows(model, guide, args, kwargs)
         temperature = check_temperature(self.schedule(self.step))
         try:
             with pyro.validation_enabled(False):
@@ -191,27 +191,24 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
             check_first(model, guide, args, kwargs)
             self._checked = model, guide
 
-    def prepare(
-        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
-    ) -> PerDatum | None:
-        """The estimator of a step, after a comparison of rows alone with all rows at once where the
-        program or the number of rows is new to it; None for plain draws.
+    def check_rows(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+        """Compare rows alone with all rows of a batch, in the first pass over the data, where an
+        estimator takes them alone.
 
         :raises UnsupportedProgramError: if the data depend on each other.
         """
         estimator = self.estimator or active()
         if estimator is None:
-            return None
-        key = model, leading_size((args, kwargs))
-        if key not in self._rows:
+            return
+        rows = self._rows.setdefault(model, RowwiseLikelihood(estimator.name, model))
+        if rows.is_due(args, kwargs):
             with poutine.block(), torch.no_grad(), preserved_buffers(guide), own_randomness():
                 values = values_of(record(guide, {}, args, kwargs))
-            self._rows[key] = RowwiseLikelihood(estimator.name, model, values, args, kwargs)
-        return estimator
+            rows.check(values, args, kwargs)
 
     def terms(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Terms:
         """The parts of the bound, averaged over the particles."""
-        estimator = self.prepare(model, guide, args, kwargs)
+        estimator = self.estimator or active()
         if isinstance(guide, Guide) and not guide.subsampled:
             with guide.reading():
                 return self.flat_terms(model, guide, args, kwargs, estimator)
@@ -319,8 +316,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
             require_values(run, values)
             return run
 
-        rows = self._rows[model, leading_size((args, kwargs))]
-        likelihood, run = rows(values, args, kwargs, run=of_datum)
+        likelihood, run = self._rows[model](values, args, kwargs, run=of_datum)
         self._batches.look(run.observed)
         return likelihood, run
 
