@@ -104,6 +104,8 @@ class CompiledELBO(TemperedTrace_ELBO):
         """Take a step, by the program or by a graph; see ``TemperedTrace_ELBO.take_step``."""
         if not torch.is_grad_enabled() or is_transformed():
             return super().take_step(model, guide, *args, **kwargs)
+        self._check_once(model, guide, args, kwargs)
+        self.check_rows(model, guide, args, kwargs)
         try:
             arguments = split(args, kwargs)
         except NotTraceable as error:

@@ -27,6 +27,7 @@ from pyro_bdl.program.saved import few_rows
 from pyro_bdl.program.trace import distribution_of_targets, is_marked_imputed, is_recording
 from pyro_bdl.utils.module_state import Modules, outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.utils.trees import tree_map_only
 
 SET_BY_STEPS = ("last_step", "plates")  # attributes of guides that change from step to step
 
@@ -334,10 +335,12 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
                 stacklevel=4,
             )
 
-    def note_step(self, step: Any, count: int = 1) -> None:
-        """Keep the last of some steps of an ELBO of this package for the optimizer that goes on
-        from it."""
+    def note_step(self, step: Any) -> None:
+        """Keep a step of an ELBO of this package for the optimizer that goes on from it."""
         self.last_step = step
+
+    def skip_steps(self, count: int) -> None:
+        """Count steps that were taken without this guide's methods."""
 
     # Names and copies
 
@@ -353,6 +356,10 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
             return kind
         digest = hashlib.sha256(json.dumps(sites_of(self.layout)).encode()).hexdigest()
         return f"{kind}_{digest[:8]}"
+
+    def _apply(self, function: Callable, recurse: bool = True) -> Any:
+        self.few_rows = tree_map_only(Tensor, function, self.few_rows)
+        return super()._apply(function, recurse)
 
     def _shared_on_copy(self) -> tuple[str, ...]:
         return "_model", "_program_model", "program_modules", "master"

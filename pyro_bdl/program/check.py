@@ -24,7 +24,6 @@ from pyro_bdl.utils.trees import tree_leaves
 from pyro_bdl.utils.validation import check_finite_tensor
 
 TENSORS_NEEDED = "the program computes with tensors: pass torch.as_tensor(...) of it"
-_SAME = 1e-4  # relative, of densities in two runs
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -196,24 +195,6 @@ def check_module(module: nn.Module) -> None:
     refuse_sharded([module])
     if isinstance(module, SampledNetwork):
         module.check_layers()
-
-
-def check_one_density(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
-    """Check that two runs of a program at the same latents have the same density.
-
-    :param first: the log density of each site in one run.
-    :param second: those in another run.
-    :raises UnsupportedProgramError: naming the site that differs.
-    """
-    for name, value in first.items():
-        if not torch.allclose(value, second[name], rtol=_SAME, equal_nan=True):
-            raise UnsupportedProgramError(
-                f"the density of the site '{name}' is {float(value):.6g} in one run and "
-                f"{float(second[name]):.6g} in another at the same latents: the program uses "
-                "random numbers or a counter besides the sample statements that are seen, such as "
-                "a latent under poutine.block, or dropout that is always on: condition the latent, "
-                "write F.dropout(x, p, self.training), or pass the number as an argument"
-            )
 
 
 # ------------------------------------------------------------------------------------- whole data

@@ -24,13 +24,13 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.check import (
     check_finite,
     check_module,
-    check_one_density,
     explain,
     refuse_sparse,
     without_handlers,
 )
 from pyro_bdl.program.layout import Latent, Layout, transform_of
 from pyro_bdl.program.one_thread import Hidden, OneThread
+from pyro_bdl.program.rows import check_repeated, check_rows
 from pyro_bdl.program.supports import check_fixed_supports, check_support, feasible_value
 from pyro_bdl.program.trace import (
     RENAME,
@@ -43,6 +43,7 @@ from pyro_bdl.program.trace import (
     sum_out_discrete,
     why_not_summed_out,
 )
+from pyro_bdl.program.vmap import RowMap
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import (
     Modules,
@@ -235,9 +236,23 @@ class Program:
         discrete = self.run(latents, *args, **kwargs).discrete
         return {} if discrete is None else discrete.responsibilities()
 
-    def check(self) -> None:
-        """Check the contract of a program on its arguments, as :func:`check_program` does."""
-        check_program(self.model, {**self._subsamples, **self.initial}, self.args, self.kwargs)
+    def check(self, *, rows: str = "together") -> None:
+        """Check the contract of a program on its arguments, as :func:`check_program` does.
+
+        :param rows: "alone" to check too that each row of the arguments alone is what it is beside
+            the others, as curvature and estimators with noise for every datum need it.
+        """
+        latents = {**self._subsamples, **self.initial}
+        check_program(self.model, latents, self.args, self.kwargs)
+        if rows == "alone":
+            check_rows(
+                self.model,
+                latents,
+                (self.args, self.kwargs),
+                RowMap(),
+                subject="the method",
+                advice='it is for methods that take whole batches (rows="together")',
+            )
 
     def require_observed(self) -> None:
         """Check that the program has observed data.
@@ -305,8 +320,7 @@ def check_program(
         if not observed and not any(map(_is_factor, first.factors.values())):
             raise UnsupportedProgramError(NOTHING_OBSERVED)
         second = record(model, {**first.subsamples, **latents}, args, kwargs, draw=leave_open)
-        terms = [run.prior_terms() | run.terms() for run in (first, second)]
-    check_one_density(*terms)
+        check_repeated(first, second)
 
 
 class _FirstRun(OneThread):

@@ -167,6 +167,9 @@ def looped(function: Callable[[Draws], Any], draws: Draws) -> Any:
         tree_flatten(function({name: value[i] for name, value in draws.items()}))
         for i in range(number_of_draws(draws))
     ]
+    if len(results) == 1:  # views, which are still the same tensors
+        leaves, structure = results[0]
+        return tree_unflatten([leaf[None] for leaf in leaves], structure)
     columns = zip(*(leaves for leaves, _ in results), strict=True)
     return tree_unflatten([torch.stack(column) for column in columns], results[0][1])
 
@@ -233,9 +236,11 @@ class RowMap:
 
 
 class _Outside:
-    """A tensor of a map over rows as it is outside of the map."""
+    """A tensor of a map over rows as it is outside of the map, and whether it differs from row to
+    row by its operators."""
 
     value: Tensor | None = None
+    depends = False
 
 
 class _Tap(torch.autograd.Function):
@@ -261,6 +266,7 @@ class _Tap(torch.autograd.Function):
             rows = value.expand(info.batch_size, *value.shape)
         else:
             rows = value.movedim(in_dims[0], 0)
+        outside.depends = in_dims[0] is not None
         outside.value = rows.clone() if copied else rows  # no view, which could change in place
         return outside.value, 0
 
@@ -287,3 +293,11 @@ def with_rows(value: Tensor, lane: Tensor | None) -> Tensor:
     outside = _Outside()
     result = _Tap.apply(value, lane, outside, False)
     return result if outside.value is None else outside.value
+
+
+def depends_on_row(value: Tensor, lane: Tensor) -> bool:
+    """Return whether a tensor of a map over rows is computed from the row, whatever its numbers;
+    False where the rows are taken in a loop."""
+    outside = _Outside()
+    _Tap.apply(value, lane, outside, False)
+    return outside.depends

@@ -22,7 +22,7 @@ from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed, with_gradients
 from pyro_bdl.utils.memory import keep_freed_blocks
 from pyro_bdl.utils.module_state import Modules, as_written, changed, without_side_effects
-from pyro_bdl.utils.trees import TreeSpec, tree_flatten, tree_unflatten
+from pyro_bdl.utils.trees import TreeSpec, constants_of, tree_flatten, tree_unflatten
 
 # ------------------------------------------------------------------------------- arguments
 
@@ -67,9 +67,7 @@ def split(args: tuple, kwargs: dict[str, Any]) -> Arguments:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(tensor.layout is not torch.strided for tensor in tensors):
         raise NotTraceable("an argument is a sparse tensor")
-    # with their types, since 1, 1.0 and True are equal
-    rest = (None if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
-    return Arguments(tensors, tuple(rest), structure)
+    return Arguments(tensors, constants_of(leaves), structure)
 
 
 # ------------------------------------------------------------------------------ attributes

@@ -9,7 +9,7 @@ Between two stretches of steps the parameters and the optimizer's state are torc
 import functools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -280,10 +280,19 @@ class JaxDescent(Descent):
         """Take the steps to the end of a stretch; return the number of the next step."""
         end = min((number // self.stride + 1) * self.stride, self.steps)
         rows = [self.batches.next() for _ in range(end - number)]
+        self._check_rows(rows)
         while rows:
             taken = self._stretch(number, rows)
             number, rows = number + taken, rows[taken:]
         return number
+
+    def _check_rows(self, rows: Iterable[Tensor | None]) -> None:
+        """Compare rows alone with the rows of each step, in the first pass over the data."""
+        model, guide = self.objective.model, self.objective.guide
+        for indices in rows:
+            args = self.args if indices is None else _some(self.args, indices)
+            if not self._bound.check_rows(model, guide, args, {}):
+                return
 
     def _stretch(self, number: int, rows: list[Tensor | None]) -> int:
         """Take steps with these rows up to the first that fails; return how many were tried."""
@@ -311,7 +320,8 @@ class JaxDescent(Descent):
         tried = done if finite else done + 1
         last = torch.tensor(losses[tried - 1], device=device)
         values: Any = [None if t is None else torch.tensor(t, device=device) for t in terms]
-        bound.finish(bound.noted(Terms(*values), last, scheduled[tried - 1][0]), tried)
+        bound.skip(tried - 1)
+        bound.finish(bound.noted(Terms(*values), last, scheduled[tried - 1][0]))
         if not finite:
             self.fail(number + done, last, rows[done])
         return tried
@@ -364,7 +374,7 @@ def _check_one_loss(bound: Any, model: Any, guide: Any, args: tuple, modules: Mo
         )
 
 
-def _some(args: tuple, rows: slice) -> tuple:
+def _some(args: tuple, rows: slice | Tensor) -> tuple:
     return tuple(taken(as_dicts(value), rows) for value in args)
 
 
