@@ -268,6 +268,19 @@ def test_tempered_optimum():
     torch.testing.assert_close(guide.scale.detach() ** -2, tempered, rtol=0.05, atol=0.0)
 
 
+def test_rows_that_meet_in_a_later_batch_are_refused_under_noise_of_each_datum():
+    def gated(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(1, 1), 1.0).to_event(2))
+        inputs = x + (x > 0.99) * x.mean()  # the last row reads the others of its batch
+        with pyro.plate("data", 40, subsample=x):
+            pyro.sample("y", dist.Normal((inputs @ w)[:, 0], 0.3), obs=y)
+
+    elbo = bdl.elbo.TemperedTraceMeanField_ELBO(estimator="local_reparameterization")
+    guide = bdl.guides.AutoMeanField(gated)
+    with pytest.raises(bdl.errors.UnsupportedProgramError, match="depend on each other"):
+        run("jax", gated, guide, *data(), steps=40, batch_size=10, elbo=elbo)
+
+
 @pytest.mark.parametrize("estimator", ["local_reparameterization", "flipout"])
 def test_noise_of_each_datum_has_the_same_expectation(estimator):
     means = []
