@@ -154,9 +154,9 @@ class _Evaluation(Evaluation):
         parts = self.guide.modules() if isinstance(self.guide, nn.Module) else ()
         guides = [part for part in parts if isinstance(part, Guide)]
         self.numbers = [(part, numbers) for part in guides if (numbers := part.numbers())]
-        numbers = [self.temperature, *chain(*(numbers.values() for _, numbers in self.numbers))]
+        moving = [self.temperature, *chain(*(numbers.values() for _, numbers in self.numbers))]
         dtype = self.bound.kl.dtype
-        return [*self.arguments.tensors, *torch.tensor(numbers, dtype=dtype, device="cpu")]
+        return [*self.arguments.tensors, *torch.tensor(moving, dtype=dtype, device="cpu")]
 
     def traced(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         count = len(self.arguments.tensors)

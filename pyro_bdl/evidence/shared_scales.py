@@ -85,7 +85,7 @@ def _normalized(guide: Guide, sites: list[str], batch: Batch) -> dict[str, tuple
         if not isinstance(known.get(OWNER_KEY, (None,))[0], NORMALIZATIONS):
             layers.setdefault(site.rpartition(".")[0], []).append(site)
     values = layout.constrain(vector)[0]
-    normalizing = modules if leading_size((args, kwargs)) > 1 else []
+    normalizing: Any = modules if leading_size((args, kwargs)) > 1 else []
     with evaluation_mode(modules), without_running_statistics(normalizing):
         subsamples = record(model, values, args, kwargs, draw=leave_open).subsamples
 

@@ -184,13 +184,13 @@ class JaxDescent(Descent):
         with jax.enable_x64(self._x64):
             self._data = [jnp.asarray(tensor.detach().cpu().numpy()) for tensor in whole.tensors]
             self._constants = [jnp.asarray(constant) for constant in translated.constants]
-        options = [
+        fixed = [
             (place, name, value)
             for place in self._places
             for name, value in groups[place].items()
             if name not in ("params", "lr")
         ]
-        key = translated.signature, self._update.__name__, repr((options, self._cut))
+        key = translated.signature, self._update.__name__, repr((fixed, self._cut))
         self._loop = _jitted(_Loop(key, self._compiled(translated.function)))
 
     @property

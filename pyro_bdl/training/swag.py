@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pyro_bdl.elbo.checks import require_gradients
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
@@ -150,7 +149,7 @@ class _TooHigh(Exception):
 
 
 @torch.no_grad()
-def _mean_loss(objective: Callable[..., Tensor], args: tuple, size: int) -> float:
+def _mean_loss(objective: Any, args: tuple, size: int) -> float:
     """The mean loss over all rows, in batches of ``size`` rows, without side effects."""
     count, total = leading_size(args), 0.0
     with preserved_buffers(objective.guide.program_modules), own_randomness():
