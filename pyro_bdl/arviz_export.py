@@ -16,7 +16,7 @@ from pyro_bdl.predictive.linearized import OF_WEIGHTS, UNKNOWN, LinearizedPredic
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.check import named_arguments
 from pyro_bdl.program.observed_arguments import Targets
-from pyro_bdl.program.program import Program, trace_once
+from pyro_bdl.program.program import FirstRun, Program, trace_once
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -96,7 +96,7 @@ def to_arviz(
         match no latent, or dims that do not fit.
     """
     kwargs = dict(model_kwargs or {})
-    with evaluation_mode(model, posterior, args, kwargs), seeded(seed):
+    with evaluation_mode(model, posterior), seeded(seed):
         posterior = as_posterior(posterior, model, args, kwargs)
         linear: LinearizedPredictive | None = None
         if is_linear(posterior):
@@ -104,8 +104,8 @@ def to_arviz(
             samples = Samples({site: value[None] for site, value in linear.latents().items()})
         else:
             samples = to_samples(posterior, num_samples, *args, **kwargs)
-        trace = _traced(model, samples, args, kwargs)
-        program = Program.from_trace(model, trace, args, kwargs)
+        first = _first_run(model, samples, args, kwargs)
+        program = Program.from_run(model, first, args, kwargs)
         program.require_observed()
         samples = samples_of_program(program.latents, posterior, samples)
         drawn = {
@@ -135,7 +135,7 @@ def to_arviz(
         name: cells.reshape(*targets.observed[name].distribution.batch_shape, -1).any(-1)
         for name, cells in seen.items()
     }
-    labels = Labels(trace, dims or {}, coords or {})
+    labels = Labels(first.trace, dims or {}, coords or {})
     groups = {
         name: labels.dataset(values, leading, seen=of_data if name in _OF_DATA else {})
         for part, leading in ((drawn, ("chain", "draw")), (fixed, ()))
@@ -278,8 +278,8 @@ def _as_numpy(value: Tensor) -> Any:
 # ------------------------------------------------------------------------------------- groups
 
 
-def _traced(model: Callable, samples: Samples, args: tuple, kwargs: dict) -> Any:
-    """A trace of the program; at a draw of the posterior if its prior is improper."""
+def _first_run(model: Callable, samples: Samples, args: tuple, kwargs: dict) -> FirstRun:
+    """A run of the program; at a draw of the posterior if its prior is improper."""
     try:
         return trace_once(model, args, kwargs)
     except NotImplementedError:

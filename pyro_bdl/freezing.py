@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from pyro.poutine.messenger import Messenger
 from torch import Tensor, fx, nn
 from torch.distributions import Distribution
 
@@ -20,6 +19,7 @@ from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive.linearized import is_linear
 from pyro_bdl.predictive.observations import PredictiveMoments
 from pyro_bdl.program.check import on_whole_data
+from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.program.trace import Site, leave_any_open, leave_open, record
 from pyro_bdl.program.vmap import is_shared, map_draws
 from pyro_bdl.tracing.graph import is_random
@@ -58,7 +58,7 @@ class _Parts(NamedTuple):
     latents: _Weights
 
 
-class _Unscaled(Messenger):
+class _Unscaled(OneThread):
     """Handler that takes the scales off sample statements: no distribution depends on them, and
     those of plates are quotients of numbers of rows."""
 

@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from pyro.distributions import Unit
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import nn
 
 from pyro_bdl.estimators import flipout, local_reparameterization, per_example_dropout
+from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.program.trace import is_deterministic, is_prior_factor
 from pyro_bdl.utils.validation import check_temperature
 
@@ -27,12 +27,13 @@ __all__ = [
 ]
 
 
-class _ScaleSites(Messenger):
+class _ScaleSites(OneThread):
     def __init__(self, factor: float, likelihood_only: bool) -> None:
         super().__init__()
         self.factor, self.likelihood_only = factor, likelihood_only
 
     def _process_message(self, msg: Any) -> None:
+        self.check_thread(msg)
         if msg["type"] != "sample" or isinstance(msg["fn"], _Subsample):
             return
         observed = msg["is_observed"] and not is_deterministic(msg)

@@ -98,7 +98,7 @@ def ratios(
     :raises UnsupportedProgramError: for a latent of which a mask leaves numbers without a density.
     """
     _check(guide, num_samples)
-    with evaluation_mode(model, guide, args), seeded(seed), torch.no_grad():
+    with evaluation_mode(model, guide), seeded(seed), torch.no_grad():
         program = Program(model, *args, **dict(model_kwargs or {}))
         program.require_observed()
         program.run(program.initial).refuse_improper("ratio of the posterior and a guide")
@@ -139,7 +139,7 @@ def site_khat(
             "ratios(...) for all of them, or function_khat(...)"
         )
     khats = {}
-    with evaluation_mode(model, guide, args), seeded(seed), torch.no_grad():
+    with evaluation_mode(model, guide), seeded(seed), torch.no_grad():
         program = Program(model, *args, **dict(model_kwargs or {}))
         program.require_observed()
         check_guide(program.latents, guide)

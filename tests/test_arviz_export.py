@@ -295,7 +295,7 @@ def test_dtypes_and_gradients(fitted, dtype):
 
 
 def _trace(model, x, y):
-    return bdl.program.program.trace_once(model, (x, y), {})
+    return bdl.program.program.trace_once(model, (x, y), {}).trace
 
 
 def test_on_another_device(device):

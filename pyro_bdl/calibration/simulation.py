@@ -193,7 +193,7 @@ def simulation_based_calibration(
         raise ValueError(f"num_simulations must be at least 10, got {num_simulations}")
     if num_draws < 9:
         raise ValueError(f"num_draws must be at least 9, got {num_draws}")
-    with evaluation_mode(model, args, inference), seeded(seed):
+    with evaluation_mode(model, inference), seeded(seed):
         program = Program(model, *args)
         program.require_observed()
         targets = Targets(program)

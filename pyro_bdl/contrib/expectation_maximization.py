@@ -336,8 +336,8 @@ class _Maximization:
     def run(self, values: Mapping[str, Tensor]) -> Run:
         """Run the program at the present latents and at values of its parameters."""
         latents = self.program.constrain(self.vector)[0] if self.program.size else {}
-        quiet = preserved_buffers(self.model, self.args, self.kwargs)
-        with evaluation_mode(self.model), quiet, ReadParameters(values):
+        quiet = preserved_buffers(self.program.modules)
+        with evaluation_mode(self.program.modules), quiet, ReadParameters(values):
             return self.program.run(latents)
 
     def _check(self, run: Run, values: Mapping[str, Tensor]) -> None:

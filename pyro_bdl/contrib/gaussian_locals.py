@@ -8,13 +8,14 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro.distributions import Unit
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor, nn
 
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.program.trace import is_deterministic, record
+from pyro_bdl.utils.autograd import is_transformed
 
 _INSTEAD = "use AutoMeanField, or AutoAmortized with an encoder, on the program itself"
 
@@ -46,7 +47,7 @@ class Gaussian:
         return Gaussian(mean, self.covariance - gain @ cross)
 
 
-class _Reading(Messenger):
+class _Reading(OneThread):
     """One run with the local sites at given values, by default their means, and no statement about
     the outputs outside.
 
@@ -69,6 +70,7 @@ class _Reading(Messenger):
         self.plate = ""
 
     def _process_message(self, msg: Any) -> None:
+        self.check_thread(msg)
         if msg["type"] != "sample":
             return
         name, fn = msg["name"], msg["fn"]
@@ -121,7 +123,7 @@ class _Reading(Messenger):
             )
 
 
-class _Marginals(Messenger):
+class _Marginals(OneThread):
     """The last run: the outputs' statements with the local latents integrated out, each given
     those before it."""
 
@@ -131,6 +133,7 @@ class _Marginals(Messenger):
         self.present: dict[str, Gaussian] = {}
 
     def _process_message(self, msg: Any) -> None:
+        self.check_thread(msg)
         if msg["type"] != "sample":
             return
         name = msg["name"]
@@ -159,7 +162,6 @@ class WithoutLocals(nn.Module):
         super().__init__()
         self.model = model
         self.sites = tuple(sites)
-        self._checked = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(args, kwargs)[0]
@@ -207,40 +209,68 @@ class WithoutLocals(nn.Module):
             parts = zip(sizes, point.split(list(sizes.values()), -1), strict=True)
             return {name: part.reshape(first.priors[name].shape()) for name, part in parts}
 
-        moved = [_read_all(read(values(mean + unit), first.values).outputs) for unit in eye]
+        def moments(point: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+            """At values of the local latents, the means of the outputs, and all that must not
+            depend on these values."""
+            reading = read(values(point), first.values)
+            own_outputs, own_priors = _read_all(reading.outputs), _read_all(reading.priors)
+            constant = {name: output.covariance for name, output in own_outputs.items()}
+            for name, prior in own_priors.items():
+                constant[name] = torch.cat([prior.mean[..., None], prior.covariance], -1)
+            return {name: output.mean for name, output in own_outputs.items()}, constant
+
+        # slopes and second derivatives off the means, where those of odd functions vanish, and a
+        # point on the other side, which tells kinks
+        sd = covariance.diagonal(dim1=-2, dim2=-1).sqrt()
+        signs = torch.arange(sd.numel(), device=sd.device).reshape(sd.shape) % 2 * 2 - 1
+        point, other = mean + 2.3 * signs * sd, mean - 1.7 * signs * sd
+        points = torch.stack([*[point] * len(eye), other])
+
+        def column(point: Tensor, unit: Tensor) -> Any:
+
+            def along(here: Tensor) -> Any:
+                return torch.func.jvp(moments, (here,), (unit.expand_as(here),))
+
+            return torch.func.jvp(along, (point,), (torch.ones_like(point),))
+
+        columns = torch.vmap(column)(points, torch.cat([eye, eye[:1]]))
+        ((means, _), (slopes, changes)), (_, (bends, _)) = columns
         seen = {}
+        linear = {name: (changes[name] == 0).all() for name in priors}
         for name, output in outputs.items():
-            matrix = torch.stack([each[name].mean - output.mean for each in moved], -1)
+            matrix = slopes[name][:-1].movedim(0, -1)
             seen[name] = matrix, output.mean - _applied(matrix, mean), output.covariance
-        if not self._checked:
-            with torch.no_grad():
-                sd = covariance.diagonal(dim1=-2, dim2=-1).sqrt()
-                signs = torch.arange(sd.numel(), device=sd.device).reshape(sd.shape) % 2 * 2 - 1
-                point = mean + 2.3 * signs * sd
-                self._check(read(values(point), first.values), point, priors, seen)
+            expected = output.mean + _applied(matrix, points - mean)
+            straight = (changes[name] == 0).all() & (bends[name] == 0).all()
+            linear[name] = straight & _same(means[name], expected)
+        local.mean = self._checked(local.mean, linear, outputs)
         with _Marginals(first.values | values(mean), local, seen) as marginals:
             result = self.model(*args, **kwargs)
         return result, marginals.local, sizes
 
-    def _check(self, elsewhere: _Reading, point: Tensor, priors: Any, seen: Any) -> None:
-        """Check that the program is linear and Gaussian in the local latents, at another point.
+    def _checked(
+        self, value: Tensor, linear: Mapping[str, Tensor], outputs: Mapping[str, Any]
+    ) -> Tensor:
+        """A tensor of this evaluation; NaN, inside ``torch.func`` and traces, where the program is
+        not linear and Gaussian in the local latents.
 
-        :raises UnsupportedProgramError: where it is not.
+        :param linear: whether it is, by site.
+        :raises UnsupportedProgramError: elsewhere.
         """
-        for name, prior in _read_all(elsewhere.priors).items():
-            if not _close(prior, priors[name]):
-                raise UnsupportedProgramError(
-                    f"the prior of '{name}' depends on another local latent: {_INSTEAD}"
-                )
-        for name, output in _read_all(elsewhere.outputs).items():
-            matrix, offset, noise = seen[name]
-            if not _close(output, Gaussian(_applied(matrix, point) + offset, noise)):
-                raise UnsupportedProgramError(
-                    f"the observation '{name}' is not linear in the local latents "
-                    f"{', '.join(map(repr, self.sites))}, or its noise depends on them, so that "
-                    f"they have no integral in closed form: {_INSTEAD}"
-                )
-        self._checked = True
+        if is_transformed():
+            return torch.where(torch.stack(list(linear.values())).all(), value, torch.nan)
+        name = next((name for name, is_linear in linear.items() if not is_linear), None)
+        if name is None:
+            return value
+        if name not in outputs:
+            raise UnsupportedProgramError(
+                f"the prior of '{name}' depends on another local latent: {_INSTEAD}"
+            )
+        raise UnsupportedProgramError(
+            f"the observation '{name}' is not linear in the local latents "
+            f"{', '.join(map(repr, self.sites))}, or its noise depends on them, so that "
+            f"they have no integral in closed form: {_INSTEAD}"
+        )
 
 
 def _applied(matrix: Tensor, vector: Tensor) -> Tensor:
@@ -248,10 +278,10 @@ def _applied(matrix: Tensor, vector: Tensor) -> Tensor:
     return (matrix @ vector[..., None])[..., 0]
 
 
-def _close(a: Gaussian, b: Gaussian) -> bool:
-    slack = 1e-6 if a.mean.dtype == torch.float64 else 1e-3
-    pairs = ((a.mean, b.mean), (a.covariance, b.covariance))
-    return all(torch.allclose(x, y, rtol=slack, atol=slack) for x, y in pairs)
+def _same(some: Tensor, other: Tensor) -> Tensor:
+    """Whether means (points, rows, k) agree, relative to the size of each entry over the rows."""
+    slack = 1e-6 if other.dtype == torch.float64 else 1e-3
+    return ((some - other).abs() <= slack * other.abs().amax(-2, keepdim=True)).all()
 
 
 def _read_all(distributions: Mapping[str, Any]) -> dict[str, Gaussian]:

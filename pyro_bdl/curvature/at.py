@@ -1,30 +1,76 @@
 """A program at one point of its latents, run on the rows of data one at a time."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.curvature.jacobian.affine_uses import DependentDataError, UnseenUseError, UseRecorder
+from pyro_bdl.curvature.jacobian.affine_uses import UnseenUseError, UseRecorder
 from pyro_bdl.curvature.jacobian.linearization import Linearization, unseen_uses
 from pyro_bdl.curvature.jacobian.recorded_rows import RecordedRows
-from pyro_bdl.curvature.mapped_rows import MappedRows, Plan, apart, tensors_of
-from pyro_bdl.distributions.parameters import parameters_of
-from pyro_bdl.program.batches import NOT_ON_SOME, Batch, as_dicts, has_rows, leading_size, taken
+from pyro_bdl.curvature.structures import STRUCTURES
+from pyro_bdl.distributions.parameters import rebuilt
+from pyro_bdl.program.batches import Batch, as_dicts, has_rows, leading_size, taken
+from pyro_bdl.program.rows import (
+    AllRows,
+    FirstPass,
+    check_repeated,
+    form_of,
+    site_tensors,
+    template_of,
+)
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, leave_open, record
 from pyro_bdl.program.vmap import RowMap, with_rows
-from pyro_bdl.utils.memory import Allocations, bytes_at_once
-from pyro_bdl.utils.module_state import evaluating, modules_of
+from pyro_bdl.utils.memory import bytes_at_once
+from pyro_bdl.utils.module_state import Modules, evaluation_mode
 from pyro_bdl.utils.trees import tree_leaves
 
 _BUDGET = 24 * 2**20  # bytes for the activations and gradients of a piece, at least
 _PER_WEIGHT = 8  # or this multiple of the weights' bytes, which every piece reads and adds to
-_FEW = 16  # rows that run together, to be compared with the same rows alone
+_FIRST = 64  # rows of a form's first piece, which says how much memory a row takes
+_SINGLE = [f'"{n}"' for n, kind in STRUCTURES.items() if kind.curvature.takes_single_rows]
+_ADVICE = (
+    'declare rows="together", with which whole batches run, as in AutoLaplaceGGN(model, '
+    f'structure="full", rows="together"), for every structure but {" and ".join(_SINGLE)}'
+)
+
+
+@dataclass
+class _Facts:
+    """What a run over all rows says of the rows alone.
+
+    :param plates: the names of the data's plates.
+    :param scaled: the observed sites whose scale is N / (number of rows).
+    :param tempering: the scales of observed sites without those of plates.
+    :param deterministic: whether a deterministic site has the rows in front; one that depends on
+        other rows is left out.
+    """
+
+    plates: tuple[str, ...]
+    scaled: frozenset[str] = frozenset()
+    tempering: dict[str, Any] = field(default_factory=dict)
+    deterministic: dict[str, bool] = field(default_factory=dict)
+
+
+@dataclass
+class _Mapped:
+    """A run over single rows: its statements, and its tensors with the rows in front.
+
+    :param run: of one row.
+    :param observed: tensors of the observed sites, (n, *shape in one row).
+    :param deterministic: the deterministic sites, (n, *shape in one row).
+    """
+
+    run: Run
+    rows: RecordedRows
+    observed: dict[str, dict[str, Tensor]]
+    deterministic: dict[str, Tensor]
 
 
 class At:
@@ -34,15 +80,27 @@ class At:
     :param subset: the latents of interest; the others count as constants.
     :param vector: the unconstrained vector (P,) of the latents. ``leaves`` are these by site; those
         of the subset take gradients.
+    :param rows: "alone", one row at a time; "together" for a program whose rows depend on each
+        other, which runs on whole batches.
+    :param modules: the modules of the program that are known.
     """
 
-    def __init__(self, model: Callable, subset: Subset, vector: Tensor) -> None:
-        self.model, self.subset = model, subset
-        self._modules = modules_of(model)
+    def __init__(
+        self,
+        model: Callable,
+        subset: Subset,
+        vector: Tensor,
+        rows: str = "alone",
+        modules: Modules | None = None,
+    ) -> None:
+        self.model, self.subset, self.rows = model, subset, rows
+        self._modules = Modules(model, modules)
         self._map = RowMap()
-        self._plans: dict[Any, Plan | None] = {}
+        self._facts: dict[Hashable, _Facts | None] = {}  # by number and form of rows
+        self._numbers: dict[Hashable, float] = {}  # that operations read and make, for one row
         self._dense: set[str] = set()  # sites with uses that no recorder sees
-        self._seen: set[Any] = set()  # forms of data for which all other uses are recorded
+        self._seen: set[Hashable] = set()  # forms of data for which all other uses are recorded
+        self._first_pass = FirstPass()
         self._move(vector.detach(), training=False, differentiable=False)
 
     def moved(
@@ -66,6 +124,13 @@ class At:
         for name in () if training else self.subset.parts:
             self.leaves[name] = self.leaves[name].clone().requires_grad_()
 
+    def is_due(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether a batch has to run in evaluation mode, to be compared with its rows alone:
+        in the first pass over the data, or of another number of rows."""
+        batch = args, dict(kwargs)
+        known = (leading_size(batch), form_of(batch)) in self._facts
+        return not known or self._first_pass.is_due(batch)
+
     # ------------------------------------------------------------------------------- runs
 
     def linearizations(
@@ -79,64 +144,93 @@ class At:
         """Yield the linearization of each batch; a large batch is cut into pieces that fit in
         memory.
 
-        In the first batch of a form, and at every power of two, a few rows alone are compared with
-        the same rows together. If they differ, its rows depend on each other, and whole batches run
-        at once.
+        Each batch runs whole too, without gradients: every row alone must be what it is beside the
+        others.
 
         :param every_output: choose the pieces' size for Jacobians of all outputs at once.
         :param as_rows: as rows over all latents, in float64.
+        :raises UnsupportedProgramError: for rows that depend on each other.
         """
 
-        def size(plan: Plan) -> int:
-            """The number of rows in a piece."""
-            per_row, item = 2.0 * plan.memory, self.vector.element_size()
+        def size(batch: Batch, outputs: float) -> int:
+            """The number of rows in a piece, with so many numbers observed for each row."""
+            item, known = self.vector.element_size(), self._numbers.get(form_of(batch))
+            leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+            numbers = sum(leaf.numel() for leaf in leaves) / leading_size(batch)
+            per_row = 2.0 * item * (known or numbers)
             if every_output:
-                per_row *= 1.0 + 0.5 * plan.numbers
-                per_row += 8 * plan.numbers * self.subset.size if as_rows else 0
+                per_row *= 1.0 + 0.5 * outputs
+                per_row += 8 * outputs * self.subset.size if as_rows else 0
             shared = [s.size for s in self.subset.layout.latents.values() if len(s.shape) > 2]
             kinds = {"rows": self.subset.size, "entries": max(shared, default=0), "factors": 0}
             per_row += item * kinds["entries" if config is None else config.kind.makes]
             budget = bytes_at_once(max(_BUDGET, _PER_WEIGHT * item * self.subset.layout.size))
-            return max(1, int(budget / max(per_row, 1.0)))
+            rows = max(1, int(budget / max(per_row, 1.0)))
+            return rows if known else min(rows, _FIRST)
 
         for args, kwargs in batches:
             yield from self._pieces((args, kwargs), size)
 
-    def linearize(self, args: tuple, kwargs: Mapping[str, Any]) -> Linearization:
-        """The linearization of one batch, in one piece."""
-        (result,) = self._pieces((args, dict(kwargs)), lambda plan: leading_size((args, kwargs)))
+    def linearize(
+        self, args: tuple, kwargs: Mapping[str, Any], *, compared: bool = True
+    ) -> Linearization:
+        """The linearization of one batch, in one piece.
+
+        :param compared: whether rows alone are compared with the whole batch; if not, a batch of
+            this form was before.
+        """
+        batch = args, dict(kwargs)
+        (result,) = self._pieces(batch, lambda batch, _: leading_size(batch), compared=compared)
         return result
 
-    def whole(self, args: tuple, kwargs: Mapping[str, Any]) -> Linearization:
-        """The linearization of one batch from a run over all of its rows at once."""
+    def whole(
+        self, args: tuple, kwargs: Mapping[str, Any], plates: Mapping[str, Tensor] | None = None
+    ) -> Linearization:
+        """The linearization of one batch from a run over all of its rows at once.
+
+        :param plates: indices of the program's plates.
+        """
         batch = tuple(map(as_dicts, args)), as_dicts(kwargs)
         with torch.enable_grad(), self._mode():
             values = self.subset.layout.to_supports(self.leaves)
-            run = record(self.model, values, *batch, draw=leave_open)
+            run = record(self.model, {**values, **(plates or {})}, *batch, draw=leave_open)
         return Linearization(self, batch, run, None)
 
-    def _pieces(self, batch: Batch, size: Callable[[Plan], int]) -> Iterator[Linearization]:
+    def _pieces(
+        self, batch: Batch, size: Callable[[Batch, float], int], *, compared: bool = True
+    ) -> Iterator[Linearization]:
         batch = tuple(map(as_dicts, batch[0])), as_dicts(batch[1])
-        plan, few = self._plan(batch)
-        if plan is None:
-            yield self.whole(*batch)
-            return
         count = leading_size(batch)
-        at_once = min(count, size(plan))
-        for start in range(0, count, at_once):
+        key, outputs, whole = (count, form_of(batch)), 0.0, None
+        if compared:
+            whole = self._all_rows(batch, count)
+            alone = self.rows == "alone" and count and has_rows(batch, count)
+            known = _Facts(tuple(whole.plates)) if alone and not whole.are_joint else None
+            self._facts[key] = known
+            tensors = [value for site in whole.tensors.values() for value in site.values()]
+            outputs = sum(tensor.numel() for tensor in tensors) / max(1, count)
+        facts = self._facts[key]
+        if facts is None:
+            linearization = self.whole(*batch, {} if whole is None else whole.run.subsamples)
+            if whole is not None:
+                with torch.enable_grad():  # distributions keep what they compute here
+                    check_repeated(whole.run, linearization.run)
+            yield linearization
+        start = 0
+        while facts is not None and start < count:
+            at_once = min(count - start, size(batch, outputs))
             part = taken(batch, slice(start, start + at_once)) if at_once < count else batch
-            mapped = self._mapped(part, plan, catch=start == 0)
-            first = few if start == 0 else None  # to be compared
-            if mapped is None or (
-                first is not None and not mapped.agree(first, plan, min(count, _FEW))
-            ):
-                self._plans[_form(batch)] = None
-                yield self.whole(*batch)
-                return
-            yield self._of_rows(part, mapped, plan)
+            mapped = self._mapped(part, facts, whole, start)
+            if whole is not None:
+                self._compare(mapped, facts, whole, start)
+            self._numbers[key[1]] = mapped.rows.numbers
+            start += at_once
+            yield self._of_rows(part, mapped, facts)
+        if whole is not None:
+            self._first_pass.note(batch, whole)
 
     def _mode(self) -> Any:
-        return nullcontext() if self.training else evaluating(self._modules)
+        return nullcontext() if self.training else evaluation_mode(self._modules)
 
     def _recorded(
         self, batch: Batch, lane: Tensor | None, plates: Mapping[str, Tensor]
@@ -154,130 +248,117 @@ class At:
 
     # ------------------------------------------------------------------------------- single rows
 
-    def _mapped(self, batch: Batch, plan: Plan, *, catch: bool) -> MappedRows | None:
-        """Run the program on every row alone; None if it cannot run on one.
+    def _all_rows(self, batch: Batch, count: int) -> AllRows:
+        """A run over all rows of a batch in evaluation mode, without gradients."""
+        layout = self.subset.layout
 
-        It runs again while sites are used in ways that no recorder sees.
+        def run() -> Run:
+            with torch.no_grad(), self._mode():
+                values = layout.to_supports(layout.unflatten(self.vector))
+                return record(self.model, values, *batch, draw=leave_open)
 
-        :param catch: whether it may be so.
+        return AllRows(run(), count, run, "the linearization", _ADVICE)
+
+    def _mapped(self, batch: Batch, facts: _Facts, whole: AllRows | None, start: int) -> _Mapped:
+        """Run the program on every row alone; again while sites are used in ways that no recorder
+        sees.
+
+        :param start: the number of the first row in ``whole``.
+        :raises UnsupportedProgramError: if the program cannot run on one row.
         """
+        count = leading_size(batch)
+        index = torch.arange(start, start + count, device=self.vector.device)
+        plates = dict.fromkeys(facts.plates, index)
+        if whole is not None:
+            plates |= {name: whole.plates[name][start : start + count] for name in plates}
         while True:
+            alone = nullcontext() if whole is None else whole.running_alone()
             try:
-                with torch.enable_grad():
-                    return self._map_rows(batch, plan)
+                with torch.enable_grad(), alone:
+                    return self._map_rows(batch, plates)
             except UnseenUseError as error:
                 self._dense |= error.sites
-            except DependentDataError:
-                raise
-            except NOT_ON_SOME:
-                if not catch:
-                    raise
-                return None
 
-    def _map_rows(self, batch: Batch, plan: Plan) -> MappedRows:
+    def _map_rows(self, batch: Batch, plates: Mapping[str, Tensor]) -> _Mapped:
         count, recorders = leading_size(batch), []
-        inside: list[tuple[Run, dict[str, Any], bool]] = []
+        inside: list[tuple[Run, bool]] = []
 
-        def of_row(args: tuple, kwargs: dict[str, Any], lane: Tensor) -> Any:
-            run, recorder = self._recorded((args, kwargs), lane, plan.plates)
-            parts = {name: apart(site) for name, site in run.observed.items()}
-            templates = {name: template for name, (template, _) in parts.items()}
-            inside[:] = [(run, templates, with_rows(lane, lane).dim() > 0)]
+        def of_row(both: tuple, kwargs: dict[str, Any], lane: Tensor) -> Any:
+            args, own_plates = both
+            run, recorder = self._recorded((args, kwargs), lane, own_plates)
+            inside[:] = [(run, with_rows(lane, lane).dim() > 0)]
             recorders.append(recorder)
             return {
-                "observed": {name: tensors for name, (_, tensors) in parts.items()},
-                "deterministic": tensors_of(run.deterministic),
+                "observed": {name: site_tensors(site) for name, site in run.observed.items()},
+                "deterministic": _tensors_of(run.deterministic),
             }
 
         with self._mode():
-            tensors = self._map(of_row, *batch)
-        ((run, templates, together),) = inside
-        recorders = recorders[-1:] if together else recorders[-count:]
+            tensors = self._map(of_row, (batch[0], plates), batch[1])
+        ((run, mapped),) = inside
+        recorders = recorders[-1:] if mapped else recorders[-count:]
         if any(len(r.edges) != len(recorders[0].edges) for r in recorders):
             raise ValueError("the rows use the latents in different ways")
-        rows = RecordedRows(self.subset, recorders, count, together)
-        values = [value for of_site in tensors["observed"].values() for value in of_site.values()]
-        if any(value.dim() < 2 or value.shape[1] != 1 for value in values):
-            raise ValueError("an observed site has no axis of the data in front")
-        observed = {
-            name: {key: value.flatten(0, 1) for key, value in of_site.items()}
-            for name, of_site in tensors["observed"].items()
-        }
-        deterministic = tensors["deterministic"]
-        form = _form(batch)
+        rows = RecordedRows(self.subset, recorders, count, mapped)
+        result = _Mapped(run, rows, **tensors)
+        form = form_of(batch)
         if form not in self._seen:
-            outputs = [value for of_site in observed.values() for value in of_site.values()]
+            outputs = [v for site in result.observed.values() for v in site.values()]
             leaves = {name: self.leaves[name] for name in self.subset.parts}
-            wrong = unseen_uses(rows, [*outputs, *deterministic.values()], leaves)
+            wrong = unseen_uses(rows, [*outputs, *result.deterministic.values()], leaves)
             if wrong:
                 raise UnseenUseError(wrong)
             self._seen.add(form)
-        return MappedRows(run, rows, templates, observed, deterministic)
+        return result
 
-    def _first_rows(self, batch: Batch, plates: Iterable[str] = ()) -> Run:
-        """Run the program on a few rows together."""
-        count = leading_size(batch)
-        few = min(count, _FEW)
-        layout = self.subset.layout
-        with torch.no_grad(), self._mode():
-            values = layout.to_supports(layout.unflatten(self.vector))
-            indices = {name: torch.arange(few, device=self.vector.device) for name in plates}
-            part = taken(batch, slice(few))
-            return record(self.model, {**values, **indices}, *part, draw=leave_open)
-
-    def _plan(self, batch: Batch) -> tuple[Plan | None, Run | None]:
-        """The plan of rows of this form, None where there are no rows; and a run over a few rows
-        of this batch, where they are to be compared."""
-        form, count = _form(batch), leading_size(batch)
-        if not count or not has_rows(batch, count):
-            return None, None
-        if form in self._plans:
-            plan = self._plans[form]
-            if plan is None:
-                return None, None
-            plan.batches += 1
-            compared = not self.training and not plan.batches & (plan.batches - 1)
-            return plan, self._first_rows(batch, plan.plates) if compared else None
-        self._plans[form] = None
-        try:
-            with Allocations() as allocations:
-                few = self._first_rows(batch)
-        except NOT_ON_SOME:
-            try:
-                with Allocations() as allocations:
-                    few = self._first_rows(batch, self._fixed_plates(batch))
-            except NOT_ON_SOME:
-                return None, None
-        plates = {}
-        for site in few.observed.values():
-            for name, dim in site.plates:
-                if dim == -len(site.distribution.batch_shape) and name in few.subsamples:
-                    plates[name] = torch.zeros_like(few.subsamples[name][:1])
-        tensors = [
-            v for site in few.observed.values() for v in parameters_of(site.distribution).values()
-        ]
-        numbers, some = sum(tensor.numel() for tensor in tensors), min(count, _FEW)
-        self._plans[form] = plan = Plan(plates, allocations.bytes / some, numbers / some)
-        return plan, few
-
-    def _fixed_plates(self, batch: Batch) -> list[str]:
-        """The plates whose size is the number of rows, whatever the program gets."""
-        layout, count = self.subset.layout, leading_size(batch)
-        with torch.no_grad(), self._mode():
-            values = layout.to_supports(layout.unflatten(self.vector))
-            run = record(self.model, values, *batch, draw=leave_open)
-        return [name for name, indices in run.subsamples.items() if len(indices) == count]
+    def _compare(self, mapped: _Mapped, facts: _Facts, whole: AllRows, start: int) -> None:
+        """Check rows alone against all rows of their batch."""
+        whole.compare(mapped.observed, start)
+        row, sites = mapped.run.observed, whole.run.observed
+        facts.scaled = frozenset(n for n in row if row[n].subsampling != sites[n].subsampling)
+        facts.tempering = {n: site.scale / site.subsampling for n, site in sites.items()}
+        known = facts.deterministic if start else _tensors_of(whole.run.deterministic)
+        places = {}
+        for name in known.keys() & mapped.deterministic.keys():
+            together = whole.run.deterministic[name]
+            found = whole.aligned(mapped.deterministic[name], together, start)
+            if found is not None and found.agree.all():
+                places[name] = found.in_front
+            elif start:
+                whole.refuse(f"the site '{name}' depends on the other rows")
+        facts.deterministic = places
 
     @torch.enable_grad()
-    def _of_rows(self, batch: Batch, mapped: MappedRows, plan: Plan) -> Linearization:
+    def _of_rows(self, batch: Batch, mapped: _Mapped, facts: _Facts) -> Linearization:
         """The linearization of single rows; what their tensors do not make, as factors, is that of
-        a run over all rows."""
-        whole = self.whole(*batch).run if mapped.needs_whole else mapped.run
-        run, parameters = mapped.joined(whole, plan)
+        a run over all of them."""
+        count, parameters = mapped.rows.num_data, {}
+        templates = {name: template_of(site) for name, site in mapped.run.observed.items()}
+        factors = mapped.run.factors or mapped.run.prior_factors
+        unknown = factors or mapped.run.discrete or None in templates.values()
+        run = copy.copy(self.whole(*batch).run if unknown else mapped.run)
+        run.observed = dict(run.observed)
+        for name, site in mapped.run.observed.items():
+            own = {key: value.flatten(0, 1) for key, value in mapped.observed[name].items()}
+            value, mask = (own.pop(f"site.{key}", getattr(site, key)) for key in ("value", "mask"))
+            tempering = own.pop("site.scale", facts.tempering[name])
+            if templates[name] is None:
+                parameters[name] = own
+                continue
+            share = site.subsampling / (count if name in facts.scaled else 1)
+            run.observed[name] = site._replace(
+                distribution=rebuilt(templates[name], own),
+                value=value,
+                mask=mask,
+                scale=tempering * share,
+                subsampling=share,
+            )
+        run.deterministic = {}
+        for name, in_front in facts.deterministic.items():
+            value = mapped.deterministic[name]
+            run.deterministic[name] = value.flatten(0, 1) if in_front else value[0]
         return Linearization(self, batch, run, mapped.rows, parameters)
 
 
-def _form(batch: Batch) -> Any:
-    """The shapes of a row, which programs may branch on."""
-    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    return tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
+def _tensors_of(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}

@@ -14,6 +14,7 @@ from pyro_bdl.curvature.fisher import (
 from pyro_bdl.curvature.structures import STRUCTURES, Kron, structure_of
 from pyro_bdl.curvature.structures.base import Curvature, Structure
 from pyro_bdl.distributions.families import Cotangent
+from pyro_bdl.program.rows import ROWS
 from pyro_bdl.program.trace import Site
 from pyro_bdl.utils.memory import available_memory
 from pyro_bdl.utils.validation import whole_number
@@ -33,11 +34,14 @@ class CurvatureConfig:
     :param num_draws: observations drawn per datum, by default 1 for "ggn-mc". "ggn" draws
         observations, by default 512, only for distributions without a closed form
         (``fisher.cell_roots``).
+    :param rows: "alone" where the program runs on one row of the data at a time; "together" where
+        its rows depend on each other, so that whole batches run.
     """
 
     structure: Structure = field(default_factory=Kron)
     curvature: str = "ggn"
     num_draws: int | None = None
+    rows: str = "alone"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "structure", structure_of(self.structure))
@@ -55,6 +59,8 @@ class CurvatureConfig:
                 f'structure="{name}" needs curvature="ggn", whose products with vectors are known, '
                 f"got {self.curvature!r}"
             )
+        if self.rows not in ROWS:
+            raise ValueError(f"rows is 'alone' or 'together', got {self.rows!r}")
         if self.num_draws is not None:
             whole_number(self.num_draws, "num_draws")
 

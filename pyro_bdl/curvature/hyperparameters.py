@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import pyro
 import torch
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import transform_to
 
 from pyro_bdl.curvature.prior import hyperpriors, independent_normal, is_one_number, run_at
 from pyro_bdl.distributions.parameters import base_distribution
-from pyro_bdl.program.saved import few_rows
+from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import reaches
@@ -57,7 +56,7 @@ def _inside(value: Tensor, constraint: Any) -> Tensor:
     return value
 
 
-class ReadParameters(Messenger):
+class ReadParameters(OneThread):
     """Notes the parameters that a program reads, or gives them other values.
 
     :param values: parameter -> value.
@@ -121,12 +120,10 @@ class ParameterReading:
         return [name for name, gradient in pairs if gradient is not None]
 
 
-def read_at_center(
-    model: Callable, guide: Any, args: tuple, kwargs: dict[str, Any]
-) -> ParameterReading:
+def read_at_center(model: Callable, guide: Any) -> ParameterReading:
     """Read the program's parameters at a guide's center, on a few of its data."""
     subset, vector = Subset(guide.require_layout()), guide.location().detach()
-    return read(model, subset, vector, *few_rows(model, subset.layout, vector, (args, kwargs)))
+    return read(model, subset, vector, *guide.few_rows)
 
 
 def read(

@@ -64,10 +64,14 @@ class Noise:
         """Draw independent factors (num_samples, K)."""
         raise NotImplementedError
 
-    def rsample(self, p: Tensor, num_samples: int, step: int) -> Tensor:
+    def schedule(self, step: int) -> float:
+        """The number that ``rsample`` needs after so many training steps; by default the steps."""
+        return step
+
+    def rsample(self, p: Tensor, num_samples: int, scheduled: float | Tensor) -> Tensor:
         """Draw factors (num_samples, K) that are differentiable in p.
 
-        :param step: the number of training steps taken so far.
+        :param scheduled: the number of ``schedule``; in a compiled step a scalar tensor.
         """
         raise NotImplementedError
 
@@ -106,13 +110,15 @@ class BernoulliNoise(Noise):
         uniform = torch.rand(num_samples, len(p), dtype=p.dtype, device=p.device)
         return (uniform >= p) / (1.0 - p)
 
-    def rsample(self, p: Tensor, num_samples: int, step: int) -> Tensor:
-        kept = self.temperature
-        temperature = kept(step) if callable(kept) else kept
+    def schedule(self, step: int) -> float:
+        """The temperature."""
+        return self.temperature(step) if callable(self.temperature) else self.temperature
+
+    def rsample(self, p: Tensor, num_samples: int, scheduled: float | Tensor) -> Tensor:
         uniform = torch.rand(num_samples, len(p), dtype=p.dtype, device=p.device)
         tiny = torch.finfo(p.dtype).eps
         odds = torch.logit(1.0 - p, eps=tiny) + torch.logit(uniform, eps=tiny)
-        return torch.sigmoid(odds / temperature) / (1.0 - p)
+        return torch.sigmoid(odds / scheduled) / (1.0 - p)
 
     def entropy(self, p: Tensor) -> Tensor:
         return -(torch.xlogy(p, p) + torch.xlogy(1.0 - p, 1.0 - p))
@@ -137,7 +143,7 @@ class GaussianNoise(Noise):
         normal = torch.randn(num_samples, len(p), dtype=p.dtype, device=p.device)
         return 1.0 + variance(p).sqrt() * normal
 
-    def rsample(self, p: Tensor, num_samples: int, step: int) -> Tensor:
+    def rsample(self, p: Tensor, num_samples: int, scheduled: float | Tensor) -> Tensor:
         return self.sample(p, num_samples)
 
     def entropy(self, p: Tensor) -> Tensor:
@@ -180,7 +186,8 @@ class NoisyWeight(TorchDistribution):
     :param p: the rate, a scalar.
     :param count: the number of factors.
     :param noise: the distribution of the factors.
-    :param step: None for a fixed rate, else the number of training steps taken so far.
+    :param scheduled: None for a fixed rate, else a function that returns ``noise.schedule``'s
+        number when factors are drawn.
     :param scale_free: whether the prior is log-uniform.
     :param batch_dims: how many leading dimensions of m are batch dimensions, each of whose cells
         has as many factors of its own as any other.
@@ -196,13 +203,13 @@ class NoisyWeight(TorchDistribution):
         p: Tensor,
         count: int,
         noise: Noise,
-        step: int | None,
+        scheduled: Callable[[], float | Tensor] | None,
         *,
         scale_free: bool = False,
         batch_dims: int = 0,
     ) -> None:
         self.loc, self.index, self.p, self.count = loc, index, p, count
-        self.noise, self.step, self.scale_free = noise, step, scale_free
+        self.noise, self.scheduled, self.scale_free = noise, scheduled, scale_free
         shape = loc.shape
         super().__init__(shape[:batch_dims], shape[batch_dims:], validate_args=False)
 
@@ -218,7 +225,7 @@ class NoisyWeight(TorchDistribution):
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         shape = torch.Size(sample_shape)
-        factors = draw(self.noise, self.p.expand(self.count), shape.numel(), self.step)
+        factors = draw(self.noise, self.p.expand(self.count), shape.numel(), self.scheduled)
         return (self.loc * factors[:, self.index]).reshape(shape + self.loc.shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -229,7 +236,7 @@ class NoisyWeight(TorchDistribution):
         if self.scale_free:
             logs = self.loc.abs().log().flatten(len(self.batch_shape)).sum(-1)
             return self.event_shape.numel() * self.noise.entropy(self.p) + logs
-        if self.step is None:
+        if self.scheduled is None:
             return torch.zeros_like(self.p).expand(self.batch_shape)
         count = self.count // self.batch_shape.numel()
         return (count * self.noise.entropy(self.p)).expand(self.batch_shape)
@@ -250,11 +257,13 @@ class NoisyWeight(TorchDistribution):
         return variance(self.p) * self.loc.square()
 
 
-def draw(noise: Noise, p: Tensor, num_samples: int, step: int | None) -> Tensor:
+def draw(
+    noise: Noise, p: Tensor, num_samples: int, scheduled: Callable[[], float | Tensor] | None
+) -> Tensor:
     """Draw factors (num_samples, K), relaxed if the rate is learned and a gradient is needed."""
-    if step is None or not torch.is_grad_enabled():
+    if scheduled is None or not torch.is_grad_enabled():
         return noise.sample(p, num_samples)
-    return noise.rsample(p, num_samples, step)
+    return noise.rsample(p, num_samples, scheduled())
 
 
 @register_kl(NoisyWeight, Independent)

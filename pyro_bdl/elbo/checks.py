@@ -18,6 +18,7 @@ from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import run_at_draw
 from pyro_bdl.program.check import check_finite
+from pyro_bdl.program.one_thread import Hidden
 from pyro_bdl.program.supports import check_support
 from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
 from pyro_bdl.utils.autograd import is_transformed
@@ -143,7 +144,7 @@ def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> N
     :raises TypeError: for an argument that the program cannot use.
     """
     check_finite(model, args, kwargs)
-    with poutine.block(), torch.no_grad(), preserved_buffers(model, guide):
+    with Hidden(), torch.no_grad(), preserved_buffers(model, guide):
         _checked_run(model, guide, args, kwargs)
 
 
@@ -155,7 +156,7 @@ def check_first(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> 
     """
     check_finite(model, args, kwargs)
     with (
-        poutine.block(), torch.no_grad(), preserved_buffers(model, guide), own_randomness(),
+        Hidden(), torch.no_grad(), preserved_buffers(model, guide), own_randomness(),
     ):  # fmt: skip
         p = _checked_run(model, guide, args, kwargs)
         bias = p.bias_of_minibatches()

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from pyro_bdl.elbo.checks import check_data
 from pyro_bdl.elbo.step import Step, Terms
 from pyro_bdl.elbo.tempered import Temperature, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.estimators.per_datum import active
+from pyro_bdl.guides.base import SET_BY_STEPS, Guide
 from pyro_bdl.tracing.compiled import Arguments, CompiledLoss, Evaluation, split
 from pyro_bdl.tracing.step import BACKENDS, Outcome
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed
-from pyro_bdl.utils.module_state import modules_of
 from pyro_bdl.utils.validation import check_temperature
 
 
@@ -32,10 +33,14 @@ class CompiledELBO(TemperedTrace_ELBO):
     gradients. The other steps run only the graph, without the cost of Python, Pyro and autograd.
     Temperature, arguments, parameters and random numbers, including the indices of subsampled
     plates, are new in each run. Other shapes, dtypes, devices, values of arguments that are not
-    tensors, and ``train()`` or ``eval()`` of program or guide have graphs of their own.
+    tensors, and ``train()`` or ``eval()`` of any module of program or guide have graphs of their
+    own. Where an attribute of these modules was set (``num_data``, the ``p`` of dropout, a layer, a
+    hook, ``update_prior``), or a tensor in a closure was changed in place, the next step traces
+    again. ``training.train`` begins with a comparison.
 
-    The contract: what else the program reads (attributes, closures, globals) stays as it is between
-    steps. A change is found by the next comparison, told by a warning, and traced.
+    The contract: what else the program reads (numbers in closures and globals, objects that are no
+    modules) stays as it is between steps. A change is found by the next comparison, told by a
+    warning, and traced.
 
     A program that cannot be traced runs uncompiled, with a warning that says why: control flow or
     shapes that depend on values of tensors, or random numbers from outside torch. Steps without
@@ -79,7 +84,7 @@ class CompiledELBO(TemperedTrace_ELBO):
             raise ValueError(f"max_graphs must be at least 1, got {max_graphs}")
         self.closed_forms = bound.closed_forms
         super().__init__(temperature, num_particles, **options)
-        self.graphs = CompiledLoss(type(self).__name__, backend, max_graphs)
+        self.graphs = CompiledLoss(type(self).__name__, backend, max_graphs, SET_BY_STEPS)
 
     @property
     def num_traces(self) -> int:
@@ -91,10 +96,16 @@ class CompiledELBO(TemperedTrace_ELBO):
         """The number of steps that ran only a graph."""
         return self.graphs.num_replays
 
+    def begin_training(self) -> None:
+        """Compare graph and program at the next step, and at steps 2, 4, 8, ... from there."""
+        self.graphs.begin()
+
     def take_step(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Step:
         """Take a step, by the program or by a graph; see ``TemperedTrace_ELBO.take_step``."""
         if not torch.is_grad_enabled() or is_transformed():
             return super().take_step(model, guide, *args, **kwargs)
+        self._check_once(model, guide, args, kwargs)
+        self.check_rows(model, guide, args, kwargs)
         try:
             arguments = split(args, kwargs)
         except NotTraceable as error:
@@ -114,10 +125,7 @@ class CompiledELBO(TemperedTrace_ELBO):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without graphs: copies begin without them."""
-        graphs = self.graphs
-        return super().__getstate__() | {
-            "graphs": CompiledLoss(graphs.subject, graphs.backend, graphs.max_graphs)
-        }
+        return super().__getstate__() | {"graphs": self.graphs.emptied()}
 
 
 class _Evaluation(Evaluation):
@@ -129,12 +137,10 @@ class _Evaluation(Evaluation):
         self, bound: TemperedTrace_ELBO, model: Callable, guide: Any, arguments: Arguments
     ) -> None:
         self.bound, self.model, self.guide, self.arguments = bound, model, guide, arguments
-        self.owner = model, guide
-        self.key = (
-            getattr(model, "training", None), getattr(guide, "training", None), arguments.key,
-            active(), castings(), bound.num_particles, bound.estimator,
-        )  # fmt: skip
+        self.owner = self.holders = model, guide
+        self.key = arguments.key, active(), castings(), bound.num_particles, bound.estimator
         self.temperature = check_temperature(bound.schedule(bound.step))
+        self.numbers: list[tuple[Guide, dict[str, float]]] = []
 
     def plain(self) -> Tensor:
         args, kwargs = self.arguments.rebuild(self.arguments.tensors)
@@ -145,18 +151,25 @@ class _Evaluation(Evaluation):
     def tensors(self) -> list[Tensor]:
         # of the KL's dtype, since float64 would promote the loss; a step of the bound came before
         assert self.bound.kl is not None
-        temperature = torch.tensor(self.temperature, dtype=self.bound.kl.dtype, device="cpu")
-        return [*self.arguments.tensors, temperature]
+        parts = self.guide.modules() if isinstance(self.guide, nn.Module) else ()
+        guides = [part for part in parts if isinstance(part, Guide)]
+        self.numbers = [(part, numbers) for part in guides if (numbers := part.numbers())]
+        moving = [self.temperature, *chain(*(numbers.values() for _, numbers in self.numbers))]
+        dtype = self.bound.kl.dtype
+        return [*self.arguments.tensors, *torch.tensor(moving, dtype=dtype, device="cpu")]
 
     def traced(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        args, kwargs = self.arguments.rebuild(tensors[:-1])
-        bound, guide = self.bound, self.guide
-        terms = bound.terms(self.model, guide, args, kwargs)
-        loss = bound.negative_bound(terms, tensors[-1])
+        count = len(self.arguments.tensors)
+        args, kwargs = self.arguments.rebuild(tensors[:count])
+        temperature, *numbers = tensors[count:]
+        left = iter(numbers)
+        bound = self.bound
+        with contextlib.ExitStack() as stack:
+            for part, names in self.numbers:
+                stack.enter_context(part.holding({name: next(left) for name in names}))
+            terms = bound.terms(self.model, self.guide, args, kwargs)
+        loss = bound.negative_bound(terms, temperature)
         return loss, *(part for part in terms if part is not None)
-
-    def modules(self) -> list[nn.Module]:
-        return modules_of(self.model, self.guide)
 
     def size(self, loss: Tensor) -> Tensor:
         """The likelihood and the KL, whose difference the loss is, in absolute value."""

@@ -5,7 +5,7 @@ Its optimum approximates the tempered posterior, which is proportional to p(y | 
 = 1 is the Bayesian posterior (Huix et al. 2022).
 
 All threads share Pyro's handlers, so only one thread at a time may run programs and take steps.
-These bounds refuse a second thread; Pyro's bounds do not notice it.
+These bounds refuse a second thread (``program/one_thread.py``); Pyro's bounds do not notice it.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ from typing import Any
 
 import pyro
 import torch
-from pyro import poutine
 from pyro.infer import Trace_ELBO
 from torch import Tensor, nn
 
@@ -37,7 +36,7 @@ from pyro_bdl.estimators.rows import RowwiseLikelihood
 from pyro_bdl.estimators.sticking import constant_parameters
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.kl import entropy, mean_field_kl, sampled_kl
-from pyro_bdl.program.batches import leading_size
+from pyro_bdl.program.one_thread import Hidden, OneThread
 from pyro_bdl.program.supports import nan_outside_support
 from pyro_bdl.program.trace import Run, record, sum_out_discrete
 from pyro_bdl.program.vmap import DrawMap
@@ -120,7 +119,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         self._checked: tuple[Callable, Callable] | None = None
         self._trained: tuple[Callable, Callable] | None = None
         self._parts: list[Guide] = []  # the guides of this package in the guide that is trained
-        self._rows: dict[tuple[Callable, int], RowwiseLikelihood] = {}
+        self._rows: dict[Callable, RowwiseLikelihood] = {}
         self._weighted = not callable(temperature) and temperature != 1.0  # the KL, by hand
         self._batches = FirstBatches(0)
 
@@ -159,6 +158,15 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         self._batches = FirstBatches(0 if self._weighted else 2)
         _warn_of_members(guide, self.num_particles)
 
+    def begin_training(self) -> None:
+        """Make ready for a training, which may be of another program than the last one."""
+
+    def skip(self, count: int) -> None:
+        """Count steps that were taken elsewhere."""
+        self.step += count
+        for part in self._parts:
+            part.skip_steps(count)
+
     def finish(self, step: Step) -> None:
         """Count a step, and hand it to the guides that took it."""
         self.step += 1
@@ -169,9 +177,10 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
     def _evaluate(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Step:
         """-L(eta) at the current step's temperature, from new draws."""
         self._check_once(model, guide, args, kwargs)
+        self.check_rows(model, guide, args, kwargs)
         temperature = check_temperature(self.schedule(self.step))
         try:
-            with pyro.validation_enabled(False):
+            with OneThread(), pyro.validation_enabled(False):
                 terms = self.terms(model, guide, args, kwargs)
         except RuntimeError:
             with contextlib.suppress(RuntimeError):
@@ -196,28 +205,30 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         if self._checked != (model, guide):
             check_first(model, guide, args, kwargs)
             self._checked = model, guide
+            modules = guide.program_modules if isinstance(guide, Guide) else None
+            self._map = DrawMap(modules=modules)
 
-    def prepare(
-        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
-    ) -> PerDatum | None:
-        """The estimator of a step, after a comparison of rows alone with all rows at once where the
-        program or the number of rows is new to it; None for plain draws.
+    def check_rows(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> bool:
+        """Compare rows alone with all rows of a batch, in the first pass over the data, where an
+        estimator takes them alone.
 
+        :returns: whether they were compared.
         :raises UnsupportedProgramError: if the data depend on each other.
         """
         estimator = self.estimator or active()
         if estimator is None:
-            return None
-        key = model, leading_size((args, kwargs))
-        if key not in self._rows:
-            with poutine.block(), torch.no_grad(), preserved_buffers(guide), own_randomness():
-                values = values_of(record(guide, {}, args, kwargs))
-            self._rows[key] = RowwiseLikelihood(estimator.name, model, values, args, kwargs)
-        return estimator
+            return False
+        rows = self._rows.setdefault(model, RowwiseLikelihood(estimator.name, model))
+        if not rows.is_due(args, kwargs):
+            return False
+        with Hidden(), torch.no_grad(), preserved_buffers(guide), own_randomness():
+            values = values_of(record(guide, {}, args, kwargs))
+        rows.check(values, args, kwargs)
+        return True
 
     def terms(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Terms:
         """The parts of the bound, averaged over the particles."""
-        estimator = self.prepare(model, guide, args, kwargs)
+        estimator = self.estimator or active()
         if isinstance(guide, Guide) and not guide.subsampled:
             with guide.reading():
                 return self.flat_terms(model, guide, args, kwargs, estimator)
@@ -325,8 +336,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
             require_values(run, values)
             return run
 
-        rows = self._rows[model, leading_size((args, kwargs))]
-        likelihood, run = rows(values, args, kwargs, run=of_datum)
+        likelihood, run = self._rows[model](values, args, kwargs, run=of_datum)
         self._batches.look(run.observed)
         return likelihood, run
 

@@ -45,7 +45,7 @@ def masked(product: DataProduct, values: dict[str, Tensor]) -> Tensor:
     assert weight.tag is not None
     site = weight.tag.site
     if site not in values:
-        values[site] = draw(noisy.noise, noisy.p.expand(noisy.count), 1, noisy.step)[0]
+        values[site] = draw(noisy.noise, noisy.p.expand(noisy.count), 1, noisy.scheduled)[0]
     factors, loc, index = values[site], weight.of(noisy.loc), weight.of(noisy.index)
     shift = None if bias is None else bias.value
     units = _units(product, index)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pyro.distributions import Delta
-from pyro.poutine.messenger import Messenger, block_messengers
+from pyro.poutine.messenger import block_messengers
 from torch import Tensor
 from torch.distributions import Distribution
 
@@ -18,6 +18,7 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.estimators.product import DataProduct, Operand, data_product
 from pyro_bdl.program.linear_ops.recognize import recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker, tells_numbers
+from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.program.trace import is_deterministic
 from pyro_bdl.utils.trees import tree_leaves
 
@@ -102,7 +103,7 @@ class Products(Tracker):
             )
 
 
-class PerDatum(Messenger):
+class PerDatum(OneThread):
     """A context in which products of data with latents have separate noise for every datum.
 
     Inside it, the ELBOs of this package use another estimator of the expected log likelihood: they

@@ -233,7 +233,7 @@ def _log_prior(
     subset, layout = guide.subset, guide.require_layout()
     if point is not None:
         vector = subset.put(guide.loc, subset.take(guide.loc) + point.offset.to(guide.loc))
-        reading = read(guide.program_model, subset, vector, *guide.few)
+        reading = read(guide.program_model, subset, vector, *guide.few_rows)
     total = guide.loc.new_zeros((), dtype=torch.float64)
     for name, chosen in subset.chosen.items():
         site, latent = reading.run.latents[name], layout.latents[name]

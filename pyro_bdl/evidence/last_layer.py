@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from pyro.infer import Trace_ELBO
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_bdl.bayesian_linear import SufficientStatistics, log_evidence
 from pyro_bdl.curvature.fisher import cell_weights
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.elbo.checks import check_data
 from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.guides.base import SET_BY_STEPS
 from pyro_bdl.guides.last_layer import AutoLastLayer
 from pyro_bdl.guides.last_layer_features import Features, read_features
 from pyro_bdl.guides.output_quadrature import tags_of
@@ -25,7 +26,6 @@ from pyro_bdl.tracing.compiled import Arguments, CompiledLoss, Evaluation, split
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed, reaches
-from pyro_bdl.utils.module_state import modules_of
 
 
 class LastLayerEvidence(Trace_ELBO):
@@ -57,7 +57,7 @@ class LastLayerEvidence(Trace_ELBO):
         super().__init__()
         self._found: tuple[Callable, Callable, list[str]] | None = None
         self._outputs = 0  # of the last layer; 0 before its first run
-        self.graphs = CompiledLoss(type(self).__name__)
+        self.graphs = CompiledLoss(type(self).__name__, moving=SET_BY_STEPS)
 
     def loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
         """-[log p(y | v) + log p(v)], in nats."""
@@ -130,7 +130,7 @@ class LastLayerEvidence(Trace_ELBO):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without graphs: copies begin without them."""
-        return self.__dict__ | {"graphs": CompiledLoss(type(self).__name__)}
+        return self.__dict__ | {"graphs": self.graphs.emptied()}
 
 
 class _Evaluation(Evaluation):
@@ -140,8 +140,8 @@ class _Evaluation(Evaluation):
         self, loss: LastLayerEvidence, model: Callable, guide: Any, arguments: Arguments
     ) -> None:
         self.loss, self.model, self.guide, self.arguments = loss, model, guide, arguments
-        self.owner = model, guide
-        self.key = getattr(model, "training", None), arguments.key, castings()
+        self.owner = self.holders = model, guide
+        self.key = arguments.key, castings()
 
     def plain(self) -> Tensor:
         return self._at(self.arguments.tensors)
@@ -151,9 +151,6 @@ class _Evaluation(Evaluation):
 
     def traced(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return (self._at(tensors, checked=True),)
-
-    def modules(self) -> list[nn.Module]:
-        return modules_of(self.model, self.guide)
 
     def size(self, loss: Tensor) -> Tensor:
         """The loss may be zero by chance, and is of the order of the number of data."""

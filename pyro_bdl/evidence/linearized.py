@@ -80,7 +80,8 @@ class LinearizedModel:
         row = guide.subset.size * guide.loc.element_size()
         free = available_memory(guide.loc.device) or 8 * 2**30
         fits = guide.num_data * row <= SHARE_OF_MEMORY * free
-        at = At(guide.program_model, guide.subset, guide.loc)
+        rows, modules = guide.config.rows, guide.program_modules
+        at = At(guide.program_model, guide.subset, guide.loc, rows, modules)
         self._data = LinearizedData(at, guide.passes, rows=fits)
         self._matrix: Tensor | None = None
         self._solver: Callable[[Tensor], Tensor] | None = None  # at one prior and noise
@@ -223,8 +224,8 @@ def _log_prior(guide: LaplaceGuide, offset: Tensor) -> tuple[Tensor, Tensor]:
         moved = offset.to(guide.loc, copy=True).requires_grad_()
         vector = subset.put(guide.loc, subset.take(guide.loc) + moved)
         latents, log_det = layout.constrain(vector)
-        with evaluation_mode(model):
-            run = record(model, latents, *guide.few, draw=leave_open)
+        with evaluation_mode(guide.program_modules):
+            run = record(model, latents, *guide.few_rows, draw=leave_open)
         value: Any = run.log_prior() + log_det
         (gradient,) = torch.autograd.grad(value, moved)
     return value.detach().double(), gradient.double()

@@ -17,7 +17,7 @@ from pyro_bdl.program.normalized import NORMALIZATIONS, normalized_groups
 from pyro_bdl.program.saved import few_rows
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import leave_open, record
-from pyro_bdl.utils.module_state import evaluation_mode, modules_of
+from pyro_bdl.utils.module_state import evaluation_mode
 
 _BATCH_NORMS = nn.modules.batchnorm._NormBase
 _ROWS = 32  # enough for a BatchNorm layer's statistics
@@ -75,7 +75,7 @@ def _normalized(guide: Guide, sites: list[str], batch: Batch) -> dict[str, tuple
     """Normalized groups among the layers of some sites."""
     model, layout = guide.program_model, guide.require_layout()
     vector = guide.location().detach()
-    modules = modules_of(model)
+    modules = guide.program_modules
     statistics = any(isinstance(module, _BATCH_NORMS) for module in modules)
     args, kwargs = few_rows(model, layout, vector, batch, number=_ROWS if statistics else 2)
     layers: dict[str, list[str]] = {}
@@ -85,8 +85,8 @@ def _normalized(guide: Guide, sites: list[str], batch: Batch) -> dict[str, tuple
         if not isinstance(known.get(OWNER_KEY, (None,))[0], NORMALIZATIONS):
             layers.setdefault(site.rpartition(".")[0], []).append(site)
     values = layout.constrain(vector)[0]
-    normalizing = modules if leading_size((args, kwargs)) > 1 else []
-    with evaluation_mode(model), without_running_statistics(normalizing):
+    normalizing: Any = modules if leading_size((args, kwargs)) > 1 else []
+    with evaluation_mode(modules), without_running_statistics(normalizing):
         subsamples = record(model, values, args, kwargs, draw=leave_open).subsamples
 
         def outputs(names: Collection[str], factor: float) -> list[Tensor]:

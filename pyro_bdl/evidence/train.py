@@ -59,7 +59,7 @@ def train_by_evidence(
     :raises MemoryError: if the guide's structure does not fit in memory.
     """
     guide.prototype(*args)
-    reading = read_at_center(model, guide, args, {})
+    reading = read_at_center(model, guide)
     tuned = followed(reading)
     partial = guide.subset is not None
     if not partial:  # raise errors before training, not after it

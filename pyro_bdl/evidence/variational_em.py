@@ -108,7 +108,7 @@ def _groups(
     if isinstance(guide, Guide):
         guide.prototype(*args, **kwargs)
         e_step: list[Tensor] = [leaf for leaf in guide.parameters() if leaf.requires_grad]
-        found = read_at_center(model, guide, args, kwargs).parameters
+        found = read_at_center(model, guide).parameters
     else:
         with preserved_buffers(model), ReadParameters() as own:
             guide(*args, **kwargs)
@@ -131,7 +131,7 @@ def _groups(
 @torch.enable_grad()
 def _closed_forms(model: Callable, guide: Guide, batches: Batches) -> dict[str, Tensor]:
     """The maxima of the ELBO in the scales of Normal priors and of a Normal noise, by name."""
-    reading, subset = read_at_center(model, guide, *batches.first()), Subset(guide.require_layout())
+    reading, subset = read_at_center(model, guide), Subset(guide.require_layout())
     mean, variance = guide.location(), guide.variances()
 
     def sums(site: str, loc: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ def _mean_square(model: Callable, guide: Guide, batches: Batches) -> Tensor:
     layout = guide.require_layout()
     vectors = guide.sample_vectors(_DRAWS)
     squares = cells = vectors.new_zeros(())
-    with evaluation_mode(model):
+    with evaluation_mode(guide.program_modules):
         for args, kwargs in batches:
 
             def residuals(draw: dict[str, Tensor], args: Any = args, kwargs: Any = kwargs) -> Any:

@@ -14,6 +14,7 @@ from pyro_bdl.guides.base import without_arguments
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.guides.statements import sample_site
 from pyro_bdl.program.layout import marginal
+from pyro_bdl.program.one_thread import Hidden
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
 
@@ -74,8 +75,8 @@ class AutoAmortized(OwnParameters, AutoGuide):
         return self
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        trace = trace_once(self.model, args, kwargs, self._prototype_hide_fn)
-        latents = Program.from_trace(self.model, trace, args, kwargs).latents
+        first = trace_once(self.model, args, kwargs, self._prototype_hide_fn)
+        trace, latents = first.trace, Program.from_run(self.model, first, args, kwargs).latents
         for name in self._encoders:
             if name not in latents:
                 known = ", ".join(map(repr, latents))
@@ -98,7 +99,7 @@ class AutoAmortized(OwnParameters, AutoGuide):
         if others:
             self.rest = self._make_rest(poutine.block(self.model, hide=list(self._encoders)))
             self._create_plates(*args, **kwargs)
-            with poutine.block():  # a first step must not see its sites twice
+            with Hidden():  # a first step must not see its sites twice
                 self.rest(*args, **kwargs)
 
     def _check_prototype(self, trace: Any) -> None:

@@ -25,8 +25,11 @@ from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.saved import few_rows
 from pyro_bdl.program.trace import distribution_of_targets, is_marked_imputed, is_recording
-from pyro_bdl.utils.module_state import outside_inference_mode
+from pyro_bdl.utils.module_state import Modules, outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.utils.trees import tree_map_only
+
+SET_BY_STEPS = ("last_step", "plates")  # attributes of guides that change from step to step
 
 
 class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
@@ -55,6 +58,8 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         self.layout = None
         self._take_name()
         self._program_model = (model,)  # in a tuple, so that it is no submodule
+        # Those of the program, which calls them in its first run.
+        self.program_modules = Modules(model)
         self._values: Mapping[str, Tensor] | None = None  # of parameters, while ``holding``
         self.subsampled: set[str] = set()
         self.told: set[str] = set()  # warnings about the program that are given once
@@ -100,8 +105,9 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
 
     @outside_inference_mode()
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        trace = trace_once(self.model, args, kwargs, self._prototype_hide_fn)
-        program = Program.from_trace(self.model, trace, args, kwargs)
+        first = trace_once(self.model, args, kwargs, self._prototype_hide_fn)
+        program, trace = Program.from_run(self.model, first, args, kwargs), first.trace
+        self.program_modules = first.modules
         start, full = at_full_size(program, trace)
         if self.master is not None:
             self.master()._check_prototype(trace)
@@ -138,6 +144,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
     def _take_structure(self, source: "Guide") -> None:
         """Copy the layout of a guide for the same program, instead of ``prototype``."""
         self.layout = source.require_layout()
+        self.program_modules = source.program_modules
         self._rename()
         self.subsampled = source.subsampled
         self.told = source.told
@@ -184,9 +191,22 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         self._follow_store(name)
         return getattr(self, name)
 
+    def numbers(self, ahead: int = 0) -> dict[str, float]:
+        """Numbers that the guide computes with and that change from step to step, by name.
+
+        :param ahead: those after so many more steps.
+        """
+        return {}
+
+    def number(self, name: str) -> float | Tensor:
+        """One of ``numbers``; inside ``holding`` the value that is held."""
+        if self._values is not None and name in self._values:
+            return self._values[name]
+        return self.numbers()[name]
+
     @contextmanager
     def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Read parameters from ``values``, so that the guide is a function of its parameters."""
+        """Read parameters and numbers from ``values``, so that the guide is a function of them."""
         before, self._values = self._values, values
         try:
             yield
@@ -210,7 +230,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         before = [guide._values for guide in guides]
         try:
             for guide in guides:
-                guide._values = guide._read(detached)
+                guide._values = {**(guide._values or {}), **guide._read(detached)}
             yield
         finally:
             for guide, values in zip(guides, before, strict=True):
@@ -319,6 +339,9 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         """Keep a step of an ELBO of this package for the optimizer that goes on from it."""
         self.last_step = step
 
+    def skip_steps(self, count: int) -> None:
+        """Count steps that were taken without this guide's methods."""
+
     # Names and copies
 
     def _name_of_kind(self) -> str:
@@ -334,13 +357,18 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         digest = hashlib.sha256(json.dumps(sites_of(self.layout)).encode()).hexdigest()
         return f"{kind}_{digest[:8]}"
 
+    def _apply(self, function: Callable, recurse: bool = True) -> Any:
+        self.few_rows = tree_map_only(Tensor, function, self.few_rows)
+        return super()._apply(function, recurse)
+
     def _shared_on_copy(self) -> tuple[str, ...]:
-        return "_model", "_program_model", "master"
+        return "_model", "_program_model", "program_modules", "master"
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the model, which stays in the original."""
         state = dict(super(AutoGuide, self).__getstate__())
         state.update(_model=None, _program_model=None, master=None, last_step=None)
+        state["program_modules"] = Modules()
         return state
 
 

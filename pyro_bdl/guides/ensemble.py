@@ -5,7 +5,6 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
-from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_bdl.errors import warn
@@ -21,6 +20,7 @@ from pyro_bdl.program.batch_norm import layers_called
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.network_sites import OWNER_KEY
+from pyro_bdl.program.one_thread import Hidden
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import record
 
@@ -88,7 +88,7 @@ class AutoEnsemble(Guide):
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         is_new = self._loaded is None
-        with layers_called((self.program_model,)) as layers:
+        with layers_called(self.program_model) as layers:
             self._starts = [self._start(args, kwargs) for _ in range(1, self.size)]
         super()._setup_prototype(*args, **kwargs)
         del self._starts
@@ -114,11 +114,12 @@ class AutoEnsemble(Guide):
 
     def _start(self, args: tuple, kwargs: dict) -> Tensor:
         started = start_at(self._init)(self.program_model)
-        trace = trace_once(started, args, kwargs, self._prototype_hide_fn)
+        first = trace_once(started, args, kwargs, self._prototype_hide_fn)
         if init_afresh in (self._init, getattr(self._init, "func", None)):
-            owners = {n: node["infer"].get(OWNER_KEY) for n, node in trace.iter_stochastic_nodes()}
+            nodes = first.trace.iter_stochastic_nodes()
+            owners = {n: node["infer"].get(OWNER_KEY) for n, node in nodes}
             self._alike = [n for n, owner in owners.items() if owner and reset_of(owner[0]) is None]
-        return at_full_size(Program.from_trace(started, trace, args, kwargs), trace)[0]
+        return at_full_size(Program.from_run(started, first, args, kwargs), first.trace)[0]
 
     def create_parameters(self, start: Tensor) -> None:
         self.locs = nn.Parameter(torch.stack([start, *self._starts]))
@@ -131,7 +132,7 @@ class AutoEnsemble(Guide):
     def _normal_prior(self, start: Tensor) -> tuple[Tensor, Tensor]:
         """Means and scales (P,) of the Normal priors; scale 0 for positive latents."""
         layout = self.require_layout()
-        with torch.enable_grad(), poutine.block():
+        with torch.enable_grad(), Hidden():
             latents, _ = layout.constrain(start.detach().requires_grad_())
             run = record(self.program_model, latents, *self.few_rows)
         loc, scale = torch.zeros_like(start), torch.zeros_like(start)

@@ -32,8 +32,6 @@ class Family:
     normal_marginals = False
     # Draws that a step must take to train all of the guide: the number of an ensemble's members.
     num_members = 1
-    # Whether what a step draws depends on the number of steps before it.
-    counts_steps = False
 
     def create_parameters(self, start: Tensor) -> None:
         """Create the parameters.

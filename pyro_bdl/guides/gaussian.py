@@ -32,9 +32,8 @@ from pyro_bdl.guides.mode import find_mode, log_joint
 from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.guides.point import JointGuide, restored_source
 from pyro_bdl.program.batches import Batch, Batches, has_rows, leading_size, taken
-from pyro_bdl.program.saved import few_rows
+from pyro_bdl.program.check import on_whole_data
 from pyro_bdl.program.subset import Subset, select
-from pyro_bdl.utils.trees import tree_map_only
 
 _SMALLEST = 1e-30  # of squares that are divided by
 _PARABOLAS = 4  # on the way to a maximum
@@ -83,7 +82,6 @@ class LaplaceGuide(JointGuide, NormalGuide):
     def __init__(self, source: Guide, subset: Subset, config: CurvatureConfig) -> None:
         super().__init__(source)
         self.subset, self.config = subset, config
-        self.few: Batch = (), {}
         self.register_buffer("loc", source.location().detach().clone())
         self.register_buffer("width", self.loc.new_ones(()))
 
@@ -106,7 +104,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
     def fit(self, data: list[Batches], reading: ParameterReading, progress: bool | None) -> None:
         """Compute the curvature at ``loc`` from passes over data.
 
-        :param reading: a run of the program on ``few``.
+        :param reading: a run of the program on a few rows.
         """
         self._passes, self.num_data, self._in_likelihood = [], 0, {}
         for number, batches in enumerate(data):
@@ -117,7 +115,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
         self.refresh(reading)
 
     def _add(self, batches: Batches, before: Curvature | None, progress: bool | None) -> None:
-        at = At(self.program_model, self.subset, self.loc)
+        at = At(self.program_model, self.subset, self.loc, self.config.rows, self.program_modules)
         fitted = fit_curvature(at, batches, self.config, before=before, progress=progress)
         self.curvature = fitted.curvature
         self.num_data += fitted.num_data
@@ -178,12 +176,16 @@ class LaplaceGuide(JointGuide, NormalGuide):
         """
         width, self._precision, self.width = self.width, None, torch.ones_like(self.width)
         try:
-            model, batches = self.program_model, Batches(held_out)
-            self.held_out = search(model, self.subset, self.loc, self.precision, batches)
+            self.held_out = search(self.at_whole_data(), self.precision, Batches(held_out))
             width = torch.full_like(width, self.held_out.factor)
         finally:
             self._precision, self.width = None, width
         return self
+
+    def at_whole_data(self) -> At:
+        """The program at ``loc``, for predictions."""
+        program = on_whole_data(self.program_model)
+        return At(program, self.subset, self.loc, self.config.rows, self.program_modules)
 
     # Hyperparameters
 
@@ -192,7 +194,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
 
         :raises ValueError: where a parameter of the likelihood has changed since the fit.
         """
-        reading = read(self.program_model, self.subset, self.loc, *self.few)
+        reading = read(self.program_model, self.subset, self.loc, *self.few_rows)
         _check_unchanged(reading, self._in_likelihood)
         return reading
 
@@ -283,7 +285,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
     # Files and copies
 
     def saved(self) -> dict[str, Any]:
-        found = {"config": asdict(self.config), "subset": self.subset.indices, "few": self.few}
+        found = {"config": asdict(self.config), "subset": self.subset.indices}
         said = None if self.held_out is None else asdict(self.held_out)
         numbers = {"num_data": self.num_data, "held_out": said, "mode": self.mode}
         return {**super().saved(), **found, **numbers, "plan": self.curvature.plan()}
@@ -302,11 +304,10 @@ class LaplaceGuide(JointGuide, NormalGuide):
 
     def _apply(self, function: Callable, recurse: bool = True) -> Any:
         self._precision = None
-        self.few = tree_map_only(Tensor, function, self.few)
         return super()._apply(function, recurse)
 
     def _shared_on_copy(self) -> tuple[str, ...]:
-        return (*super()._shared_on_copy(), "few", "_passes", "prior_quadratic")
+        return (*super()._shared_on_copy(), "_passes", "prior_quadratic")
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the data, as in a file."""
@@ -350,8 +351,6 @@ class LaplaceGuide(JointGuide, NormalGuide):
 def _restore(guide: LaplaceGuide, saved: Mapping[str, Any]) -> None:
     """Take the sums over the data from a file, and the hyperparameters of the program."""
     device = guide.loc.device
-    args, kwargs = tree_map_only(Tensor, lambda value: value.to(device), saved["few"])
-    guide.few = Batches([args or kwargs]).first()
     like = guide.loc.new_empty(0, dtype=torch.promote_types(guide.loc.dtype, torch.float32))
     guide.curvature = guide.config.structure.empty(guide.subset, like, None)
     guide.curvature.build(saved["plan"])
@@ -388,23 +387,19 @@ def approximate(
     subset: Subset,
     batches: Batches,
     *,
-    few: Batch | None = None,
     check: bool = True,
     progress: bool | None = None,
 ) -> LaplaceGuide:
     """The Gaussian around a guide's center, with the curvature over data.
 
-    :param few: a few rows of the data, where they are at hand.
     :param check: warn if the guide is not at a maximum.
     :raises UnsupportedProgramError: if latents are in subsampled plates.
     """
     refuse_subsampled(source)
     guide = LaplaceGuide(source, subset, config)
-    model, layout = guide.program_model, guide.require_layout()
-    guide.few = few or few_rows(model, layout, guide.loc, batches.first())
     reading = guide.read()
     run, leaves = reading.run, reading.leaves
-    guide.config = chosen_config(config, run, leaves, subset, guide.few, batches)
+    guide.config = chosen_config(config, run, leaves, subset, guide.few_rows, batches)
     guide.fit([batches], reading, progress)
     check_factors(run, leaves, guide.config)
     if check and not _is_worse_than_network(guide, reading, batches):
@@ -498,11 +493,11 @@ def _is_worse_than_network(
     moving = [(value, site) for site in observed for value in site_parameters(site).values()]
     numbers = sum(value.numel() / num_data(site) for value, site in moving)
     rows = min(count, _MOST_ROWS, max(_LEAST_ROWS, int(_COLUMNS / max(1.0, numbers))))
-    if not has_rows(batch, count) or rows < _LEAST_ROWS:
+    needs_all = guide.config.rows == "together" or leading_size(guide.few_rows) == count
+    if not has_rows(batch, count) or rows < _LEAST_ROWS or (needs_all and rows < count):
         return False
     some = [taken(batch, slice(rows))]
-    model, at = guide.program_model, guide.loc
-    found = densities(model, guide.subset, at, guide.precision, some, (0.0, 1.0))
+    found = densities(guide.at_whole_data(), guide.precision, some, (0.0, 1.0))
     changes = found[1] - found[0]
     change, error = float(changes.mean()), float(changes.std()) / math.sqrt(changes.numel())
     too_high = float(guide.effective_parameters()) / guide.num_data

@@ -21,8 +21,7 @@ from pyro_bdl.curvature.linear_outputs import GaussianOutputs, observed_outputs
 from pyro_bdl.curvature.structures.base import Precision
 from pyro_bdl.errors import warn
 from pyro_bdl.program.batches import Batch, Batches
-from pyro_bdl.program.check import check_finite_batches, on_whole_data
-from pyro_bdl.program.subset import Subset
+from pyro_bdl.program.check import check_finite_batches
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.validation import listed, ranked
 
@@ -69,22 +68,20 @@ class HeldOut:
 
 
 @torch.no_grad()
-def search(
-    model: Callable, subset: Subset, vector: Tensor, precision: Precision, held_out: Batches
-) -> HeldOut:
+def search(at: At, precision: Precision, held_out: Batches) -> HeldOut:
     """Find the factor t of the covariance C under which held-out rows are most probable.
 
     Each row's outputs are N(f(x; u*), t J C J'), so that one pass over the rows, for J C J', is
     enough for all factors.
 
-    :param vector: u*, (P,).
+    :param at: the program at u*.
     :param precision: C^-1, of the subset.
     :param held_out: rows with targets that the network was not trained on.
     :raises ValueError: for fewer than two rows, rows without targets, that are not finite, or that
         are impossible under the network itself.
     """
-    check_held_out(model, held_out)
-    log_densities = densities(model, subset, vector, precision, held_out, (0.0, *FACTORS))
+    check_held_out(at.model, held_out)
+    log_densities = densities(at, precision, held_out, (0.0, *FACTORS))
     rows = log_densities.shape[1]
     if rows < 2:
         raise ValueError(f"held_out needs at least two rows, got {rows}")
@@ -118,15 +115,10 @@ def search(
 
 @torch.no_grad()
 def densities(
-    model: Callable,
-    subset: Subset,
-    vector: Tensor,
-    precision: Precision,
-    batches: Iterable[Batch],
-    factors: Sequence[float],
+    at: At, precision: Precision, batches: Iterable[Batch], factors: Sequence[float]
 ) -> Tensor:
     """log p_t(y | x) of each row under each factor t, (factors, n); t = 0 is the network."""
-    at, parts = At(on_whole_data(model), subset, vector), []
+    parts = []
     for part in at.linearizations(batches, every_output=True):
         sites = [outputs.gaussian(precision) for outputs in observed_outputs(part).values()]
         parts.append(torch.stack([_log_densities(sites, factor) for factor in factors]))

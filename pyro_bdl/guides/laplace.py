@@ -15,14 +15,12 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.gaussian import LaplaceGuide, approximate, refuse_subsampled
 from pyro_bdl.guides.held_out import check_held_out
 from pyro_bdl.guides.point import UnconstrainedMAP
-from pyro_bdl.program.batches import Batch, Batches
-from pyro_bdl.program.check import check_finite
+from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.check import check_finite, refuse_sparse
 from pyro_bdl.program.linear_ops.last_layer import LastLayer
-from pyro_bdl.program.program import check_program
-from pyro_bdl.program.saved import few_rows
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.program.trace import leave_open, record
-from pyro_bdl.utils.module_state import evaluation_mode, vmappable
+from pyro_bdl.utils.module_state import as_written, evaluation_mode, vmappable
 
 
 class AutoLaplaceGGN(UnconstrainedMAP):
@@ -58,6 +56,9 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         default, used only if the Fisher information has no closed form and is estimated
         (``curvature.fisher.cell_roots`` lists the closed forms). The relative error of the estimate
         falls with the square root of draws times data.
+    :param rows: "together" for a program whose rows of data depend on each other (group means,
+        graphs, statistics of a batch): whole batches run, for "full", "diag" and "hessian". By
+        default each row runs alone, and a batch in which that gives another result is refused.
     :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
     :raises ValueError: for an unknown structure or curvature.
     """
@@ -70,9 +71,10 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         curvature: str = "ggn",
         subset: Any = None,
         num_draws: int | None = None,
+        rows: str = "alone",
         **options: Any,
     ) -> None:
-        config = CurvatureConfig(structure_of(structure), curvature, num_draws)
+        config = CurvatureConfig(structure_of(structure), curvature, num_draws, rows)
         super().__init__(model, **options)
         self.config = config
         self._selection = (subset,)  # in a tuple: a module in it is the program's own
@@ -104,14 +106,14 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         The program runs in evaluation mode, and its mode is restored afterwards. Dropout layers
         drop nothing. BatchNorm layers use their running statistics, because statistics of a batch
         would make its data depend on each other; a layer without running statistics
-        (``track_running_stats=False``) is refused.
+        (``track_running_stats=False``) needs ``rows="together"``.
 
         :param data: the program's arguments ``(x, y)``, or an iterable of batches of them; each
             datum counts once. A program without arguments needs none.
         :param held_out: the same for rows that the weights were not trained on, some hundreds.
         :param progress: show a bar over batches; by default in terminals and notebooks.
-        :param changes: ``structure``, ``curvature``, ``subset`` or ``num_draws`` for this
-            approximation alone.
+        :param changes: ``structure``, ``curvature``, ``subset``, ``num_draws`` or ``rows`` for
+            this approximation alone.
         :raises MemoryError: if the structure does not fit in memory.
         :raises UnsupportedProgramError: if latents are in subsampled plates.
         :raises ValueError: for an empty iterable, a missing target, a target outside its support
@@ -124,11 +126,12 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         if held_out is not None:  # before the fit, which they come after
             held_out = Batches(held_out)
             check_held_out(self.program_model, held_out)
-        few = batches.together(lambda: self._begin(*batches.first()))
-        chosen = subset_of(self, subset, *batches.first())
-        posterior = self._approximate(
-            config, chosen, batches, few=few, check=held_out is None, progress=progress
-        )
+        batches.together(lambda: self._begin(*batches.first()))
+        with as_written(self.program_modules):
+            chosen = subset_of(self, subset, *batches.first())
+            posterior = self._approximate(
+                config, chosen, batches, check=held_out is None, progress=progress
+            )
         return posterior if held_out is None else posterior.fit_width(held_out)
 
     def _approximate(
@@ -136,8 +139,8 @@ class AutoLaplaceGGN(UnconstrainedMAP):
     ) -> LaplaceGuide:
         return approximate(self, config, subset, batches, **options)
 
-    def _begin(self, args: tuple, kwargs: dict[str, Any]) -> Batch:
-        """Check the program; return a few rows of the data."""
+    def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Check the program and the first of the data."""
         model = self.program_model
         for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -145,13 +148,10 @@ class AutoLaplaceGGN(UnconstrainedMAP):
                     f"the embedding '{name}' has sparse gradients, which no curvature is made of: "
                     "set its attribute sparse to False"
                 )
+        refuse_sparse(model, args, kwargs)
         check_finite(model, args, kwargs)
         self.prototype(*args, **kwargs)
         refuse_subsampled(self)
-        layout, vector = self.require_layout(), self.location().detach()
-        few = few_rows(model, layout, vector, (args, kwargs))
-        check_program(model, layout.constrain(vector)[0], *few)
-        return few
 
 
 def subset_of(guide: Guide, selection: Any, args: tuple, kwargs: Any) -> Subset:

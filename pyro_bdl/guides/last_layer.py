@@ -57,7 +57,8 @@ class AutoLastLayer(AutoLaplaceGGN):
     :param model: a Pyro program with continuous latents.
     :param subset: the last layer, by default the weights and biases of the program's last matrix
         product; for other values see ``AutoLaplaceGGN``.
-    :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
+    :param options: ``rows`` of ``AutoLaplaceGGN``; ``init_loc_fn``, where the guide starts, and
+        ``create_plates``, see ``Guide``.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class AutoLastLayer(AutoLaplaceGGN):
             )
 
     def options(self) -> dict[str, Any]:
-        return {"subset": self.subset}
+        return {"subset": self.subset, "rows": self.config.rows}
 
     def _approximate(
         self, config: CurvatureConfig, subset: Subset, batches: Batches, **options: Any

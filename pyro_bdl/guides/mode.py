@@ -74,8 +74,8 @@ def log_joint(guide: Any, vector: Tensor) -> tuple[float, float]:
     pass over a ``LaplaceGuide``'s data."""
     model = guide.program_model
     latents, log_det = guide.require_layout().constrain(vector)
-    with evaluation_mode(model):
-        run = record(model, latents, *guide.few, draw=leave_open)
+    with evaluation_mode(guide.program_modules):
+        run = record(model, latents, *guide.few_rows, draw=leave_open)
         prior = torch.as_tensor(run.log_prior() + log_det, device=vector.device).double()
         total = torch.zeros_like(prior)
         for batches, factor in guide.passes:

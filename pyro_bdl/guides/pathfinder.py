@@ -157,7 +157,7 @@ class AutoPathfinder(NormalGuide):
         starts = [self.loc] + [
             _RADIUS * (2 * torch.rand_like(self.loc) - 1) for _ in range(1, self.num_paths)
         ]
-        with evaluation_mode(model, args, kwargs), torch.no_grad():
+        with evaluation_mode(self.program_modules), torch.no_grad():
             program = Program(model, *args, **kwargs)
             program.require_observed()
             found = [self._best_on_path(program, start) for start in starts]

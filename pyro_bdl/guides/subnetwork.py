@@ -42,8 +42,8 @@ class AutoSubnetwork(AutoLaplaceGGN):
         ``LargestPredictiveVariance``, the largest contributions to the outputs' variance.
     :param size: how many weights: a count, or a fraction of all. By default a tenth of all, at most
         1000; with a selector that has its own choice, all of it.
-    :param options: ``curvature`` and ``num_draws`` of ``AutoLaplaceGGN``, and ``init_loc_fn``,
-        ``create_plates`` of ``Guide``.
+    :param options: ``curvature``, ``num_draws`` and ``rows`` of ``AutoLaplaceGGN``, and
+        ``init_loc_fn``, ``create_plates`` of ``Guide``.
     :raises ValueError: for a size that is no positive count or fraction.
     """
 
@@ -63,8 +63,9 @@ class AutoSubnetwork(AutoLaplaceGGN):
 
     def options(self) -> dict[str, Any]:
         config = self.config
-        found = {"size": self.size, "curvature": config.curvature, "num_draws": config.num_draws}
-        return {**found, "select": self.select}
+        names = ("curvature", "num_draws", "rows")
+        found = {name: getattr(config, name) for name in names}
+        return {**found, "size": self.size, "select": self.select}
 
     def choose(self, data: Any, *, select: Selector | None = None, size: Size = None) -> Tensor:
         """The chosen positions in the flat vector, sorted.

@@ -126,7 +126,7 @@ class AutoVariationalLastLayer(NormalGuide):
                 values = layout.constrain(start)[0]
                 values |= {name: values[name].detach().requires_grad_() for name in sites}
                 seen = self._tracker({name: values[name] for name in sites})
-                with torch.enable_grad(), evaluation_mode(model), seen:
+                with torch.enable_grad(), evaluation_mode(self.program_modules), seen:
                     run = record(model, values, args, kwargs, draw=leave_open)
             check_one_product(seen, sites)
             terms = seen.layers[0].terms

@@ -32,7 +32,7 @@ def run(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chain
         )
     total = len(start) * (plan.num_warmup + plan.num_samples)
     bar = progress_bar(plan.progress, total, kernel.name.upper())
-    density = CompiledDensity(target.log_density, target.log_density)
+    density = CompiledDensity(target.log_density, target.program.modules)
     chains = []
     for i, vector in enumerate(start):
         try:

@@ -104,14 +104,14 @@ def sample(
         progress,
     )
     started = time.perf_counter()
-    with evaluation_mode(model, args, init), seeded(seed):
+    with evaluation_mode(model, init), seeded(seed):
         program = checked_program(model, args, {}, init)
         require_all_data(program)
         restriction = Restriction(program, subset)
         start = starting_vectors(restriction, init, num_chains)
         kernel.check_size(start.shape[-1])
         described = restriction.described(start[0])
-    with evaluation_mode(model, args):
+    with evaluation_mode(program.modules):
         if backend == "pyro":
             from pyro_bdl.mcmc.pyro_backend import run
         else:

@@ -38,8 +38,8 @@ def checked_program(model: Callable, args: tuple, kwargs: dict[str, Any], init: 
             draws = latent_draws(init, 1, *args, **kwargs)
         values = {name: value[0] for name, value in draws.items()}
     with pyro.validation_enabled(False):
-        trace = trace_once(model, args, kwargs, values=values)
-    program = Program.from_trace(model, trace, args, kwargs)
+        first = trace_once(model, args, kwargs, values=values)
+    program = Program.from_run(model, first, args, kwargs)
     if program.discrete and not program.observed and not program.factors:
         program.require_observed()
     program.check()
@@ -150,8 +150,8 @@ def _named_start(program: Program, init: Any) -> Mapping[str, Any]:
         return init
     if isinstance(init, str) and init == "prior":
         with pyro.validation_enabled(False):  # what is no start is drawn again
-            trace = trace_once(program.model, program.args, program.kwargs)
-        trace = prune_subsample_sites(trace)
+            first = trace_once(program.model, program.args, program.kwargs)
+        trace = prune_subsample_sites(first.trace)
         return {name: trace.nodes[name]["value"] for name in program.latents}
     if isinstance(init, str) and init == "network":
         started = start_at(init_to_network)(program.model)

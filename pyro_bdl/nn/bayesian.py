@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pyro
 import torch
-from pyro import poutine
 from pyro.nn import PyroParam
 from pyro.poutine.plate_messenger import block_plate
 from pyro.poutine.runtime import get_plates
@@ -36,6 +35,7 @@ from pyro_bdl.program.gaussian_prior import (
     as_gaussian_prior,
 )
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork
+from pyro_bdl.program.one_thread import Hidden
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.trace import prior_factor
 from pyro_bdl.program.vmap import DrawMap
@@ -76,13 +76,13 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         self.prior = prior
         self.site_prefix = f"{name}." if name else ""
         self.plates = plates
-        self._over_networks = DrawMap(over="the networks of a plate", batch_norm=False)
+        self._over_networks = DrawMap(over="the networks of a plate")
         self._cache: dict[str, tuple[Any, Distribution]] = {}
         self._cached_prior: Any = None
         self._places = _places(copied)
         self._checked_modes: set[bool] = set()  # of training, without reentrant checkpoints
         self._hyperparameters: dict[str, str] = {}
-        with poutine.block(), hyperparameter_scope(_NetworkScope(self)):
+        with Hidden(), hyperparameter_scope(_NetworkScope(self)):
             self._find_sites()
 
     def _find_sites(self) -> None:
@@ -262,7 +262,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
             return
         check_prior(value, "prior")
         weights = {site: self._places[site][0] for site in self.sites}
-        with poutine.block(), hyperparameter_scope(_TrialScope(self)):
+        with Hidden(), hyperparameter_scope(_TrialScope(self)):
             for site, (owner, key) in weights.items():
                 parameter = getattr(owner, key)
                 distribution = value(site, owner, parameter)
@@ -274,7 +274,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         for attribute in self._hyperparameters.values():
             delattr(self, attribute)
         self._hyperparameters, self._cache = {}, {}
-        with poutine.block(), hyperparameter_scope(_NetworkScope(self)):
+        with Hidden(), hyperparameter_scope(_NetworkScope(self)):
             for site, (owner, key) in weights.items():
                 self._distribution(site, getattr(owner, key))
         self._cache.clear()

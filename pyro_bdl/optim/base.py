@@ -104,7 +104,8 @@ class NaturalGradient(torch.optim.Optimizer):
             if optimizer is not None and optimizer.guide.last_step is not None:
                 optimizer._seen = optimizer._seen.with_step(optimizer.guide.last_step)
 
-        self.guide.loc.register_post_accumulate_grad_hook(note)
+        hook = self.guide.loc.register_post_accumulate_grad_hook(note)
+        weakref.finalize(self, hook.remove).atexit = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

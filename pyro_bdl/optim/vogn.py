@@ -44,6 +44,8 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
     :param curvature: "ggn-mc" for squared gradients of drawn targets, "empirical-fisher" for those
         of the observed ones, which saves a backward pass, or "ggn" for the Gauss-Newton matrix,
         which takes a backward pass for every output.
+    :param rows: "together" for a program whose rows of data depend on each other, see
+        ``AutoLaplaceGGN``.
     :raises TypeError: at a step, for a guide without a location and scale.
     """
 
@@ -57,9 +59,10 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         *,
         cold_temperature: Temperature | None = None,
         curvature: str = "ggn-mc",
+        rows: str = "alone",
     ) -> None:
         super().__init__(temperature, num_particles, cold_temperature=cold_temperature)
-        self.config = CurvatureConfig(structure_of(self.structure), curvature)
+        self.config = CurvatureConfig(structure_of(self.structure), curvature, rows=rows)
         self._point: At | None = None
         self._modes_agree: dict[bool | None, bool] = {}
 
@@ -76,7 +79,8 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
             raise ValueError(f"{name} takes one draw for all data, and cannot use {estimator}")
         layout = guide.require_layout()
         if self._point is None or self._point.subset.layout is not layout:
-            self._point = At(model, Subset(layout), guide.location())
+            rows, modules = self.config.rows, guide.program_modules
+            self._point = At(model, Subset(layout), guide.location(), rows, modules)
             self._modes_agree = {}
         vectors = guide.sample_vectors(self.num_particles)
         particles = [self._at(model, guide, vector, args, kwargs) for vector in vectors.unbind()]
@@ -91,8 +95,10 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         if not torch.is_grad_enabled():
             return self.particle(model, guide, vector, args, kwargs)
         mode = getattr(model, "training", None)
-        if self._modes_agree.get(mode):  # one run gives the value and the squares
-            at = point.moved(vector, training=True).linearize(args, kwargs)
+        due = point.is_due(args, kwargs)  # to be compared with rows together
+        if self._modes_agree.get(mode) and not due:  # one run gives the value and the squares
+            moved = point.moved(vector, training=True)
+            at = moved.linearize(args, kwargs, compared=False)
             total = self.log_likelihood(at.run, point.subset.layout.latents)
             likelihood = torch.as_tensor(total, device=vector.device)
             log_det = point.subset.layout.constrain(vector)[1]
@@ -100,7 +106,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         else:
             with own_randomness():
                 is_new = mode not in self._modes_agree
-                at = point.moved(vector).linearize(args, kwargs)
+                at = point.moved(vector).linearize(args, kwargs, compared=due)
             likelihood, kl, q_entropy = self.particle(model, guide, vector, args, kwargs)
             if is_new:
                 self._modes_agree[mode] = self._same(guide, vector, at, likelihood, kl)

@@ -161,7 +161,10 @@ class LinearizedComponent:
     def _at(self, *, differentiable: bool) -> At:
         """The program at the guide's center."""
         if self._point is None or self._point.subset is not self.guide.subset:
-            self._point = At(on_whole_data(self.model), self.guide.subset, self.guide.location())
+            config = getattr(self.guide, "config", None)
+            rows = "alone" if config is None else config.rows
+            program, vector = on_whole_data(self.model), self.guide.location()
+            self._point = At(program, self.guide.subset, vector, rows, self.guide.program_modules)
         return self._point.moved(self.guide.location(), differentiable=differentiable)
 
     def closed_forms(

@@ -49,7 +49,7 @@ from pyro_bdl.program.vmap import (
 )
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.autograd import wants_gradients
-from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.module_state import Modules, evaluation_mode
 from pyro_bdl.utils.validation import whole_number
 
 MEMORY = 32 * 2**20  # larger freed blocks are returned to the system (utils/memory.py)
@@ -116,6 +116,7 @@ class Predictive(DrawPredictions):
         self.num_samples, self.memory = num_samples, memory
         self.batch_norm_data = None if batch_norm_data is None else Batches(batch_norm_data)
         self.progress, self.differentiable = progress, differentiable
+        self._modules = Modules()  # those that its calls have met
         self._statistics: tuple[list[Any], Draws] | None = None
         self._is_checked = (
             isinstance(posterior, Guide) and posterior.is_of(model) and not posterior.subsampled
@@ -294,7 +295,7 @@ class Predictive(DrawPredictions):
         wanted = self.differentiable and wants_gradients(args, kwargs)
         with (
             torch.set_grad_enabled(wanted),
-            evaluation_mode(self.model, self.posterior, args, kwargs),
+            evaluation_mode(self.model, self._modules, self.posterior),
         ):
             parts = self._draws(args, kwargs)
             total, draws = next(parts)

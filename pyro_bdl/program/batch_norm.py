@@ -16,7 +16,7 @@ from tqdm import trange
 
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.trace import leave_open, record
-from pyro_bdl.utils.module_state import hooked, modules_of
+from pyro_bdl.utils.module_state import hooked
 from pyro_bdl.utils.progress import hidden
 
 _RUNNING = ("running_mean", "running_var")
@@ -37,10 +37,11 @@ def uses_its_batch(module: nn.Module) -> bool:
 
 @contextmanager
 def layers_called(
-    *programs: Any, chosen: Callable[[nn.Module], bool] = keeps_statistics
+    *owners: Any, chosen: Callable[[nn.Module], bool] = keeps_statistics
 ) -> Iterator[list[_BatchNorm]]:
-    """Yield a list of the programs' BatchNorm layers that are called inside the context.
+    """Yield a list of the BatchNorm layers that programs call inside the context.
 
+    :param owners: as in ``module_state.changed``.
     :param chosen: selects layers; by default those with running statistics.
     """
     layers: list[Any] = []
@@ -49,7 +50,7 @@ def layers_called(
         if chosen(module) and module not in layers:
             layers.append(module)
 
-    with hooked(modules_of(*programs), note, kind=_BatchNorm):
+    with hooked(note, None, *owners, kind=_BatchNorm):
         yield layers
 
 
@@ -86,10 +87,10 @@ def statistics_of_draws(
     :raises ValueError: if the program calls no BatchNorm layer with running statistics.
     """
     rows: list[Draws] = []
-    modules, total = modules_of(model), next(iter(draws.values())).shape[0]
+    total = next(iter(draws.values())).shape[0]
     for i in trange(total, desc="batch norm", disable=hidden(progress), leave=False, delay=1):
         draw = {name: value[i] for name, value in draws.items()}
-        with leaving_running_statistics(modules, in_evaluation=True) as calls:
+        with leaving_running_statistics(model, in_evaluation=True) as calls:
             for args, kwargs in data:
                 record(model, draw, args, kwargs, draw=leave_open)
         layers, means = _means(calls)
@@ -142,12 +143,13 @@ class BatchStatistics(NamedTuple):
 
 @contextmanager
 def leaving_running_statistics(
-    modules: Iterable[nn.Module], *, in_evaluation: bool = False
+    *owners: Any, in_evaluation: bool = False
 ) -> Iterator[list[BatchStatistics]]:
     """Let BatchNorm layers normalize by their batch, with their running statistics unchanged.
 
     Yields a list of the statistics of their calls, in order.
 
+    :param owners: as in ``module_state.changed``.
     :param in_evaluation: also the layers in evaluation mode, not only those in training mode.
     """
     calls: list[BatchStatistics] = []
@@ -168,7 +170,7 @@ def leaving_running_statistics(
             module._buffers.update(away.pop(module))
 
     try:
-        with hooked(modules, take_away, put_back, kind=_BatchNorm):
+        with hooked(take_away, put_back, *owners, kind=_BatchNorm):
             yield calls
     finally:
         for module in list(away):

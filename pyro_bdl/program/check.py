@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from pyro_bdl.errors import ArgumentError, UnsupportedProgramError
 from pyro_bdl.program.network_sites import SampledNetwork
-from pyro_bdl.utils.module_state import modules_of
+from pyro_bdl.program.one_thread import OneThread
+from pyro_bdl.utils.module_state import Modules, modules_in_sight
 from pyro_bdl.utils.trees import tree_leaves
 from pyro_bdl.utils.validation import check_finite_tensor
 
 TENSORS_NEEDED = "the program computes with tensors: pass torch.as_tensor(...) of it"
-_SAME = 1e-4  # relative, of densities in two runs
 
 # ------------------------------------------------------------------------------------ arguments
 
@@ -31,7 +31,7 @@ _SAME = 1e-4  # relative, of densities in two runs
 def named_arguments(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments by the program's parameter names, or by "argument 0" etc. if it has no
     names."""
-    program = _without_handlers(function)
+    program = without_handlers(function)
     called = program.forward if isinstance(program, nn.Module) else program
     try:
         signature = inspect.signature(called)
@@ -62,19 +62,19 @@ def by_entry(named: Mapping[str, Any]) -> dict[str, Any]:
     return entries
 
 
-def _without_handlers(function: Any) -> Any:
+def without_handlers(function: Any) -> Any:
     """The program without handlers of Pyro and of this package, which accept any arguments."""
     if isinstance(function, functools.partial) and any(
         isinstance(value, Messenger) for value in function.args[:1]
     ):
-        return _without_handlers(function.args[-1])
+        return without_handlers(function.args[-1])
     if "__wrapped__" in getattr(function, "__dict__", {}):
-        return _without_handlers(function.__wrapped__)
+        return without_handlers(function.__wrapped__)
     if isinstance(function, nn.Module) and callable(getattr(function, "model", None)):
         parameters = inspect.signature(function.forward).parameters.values()
         kinds = [parameter.kind for parameter in parameters]
         if kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
-            return _without_handlers(function.model)
+            return without_handlers(function.model)
     return function
 
 
@@ -89,7 +89,8 @@ def explain(error: Exception, function: Callable, args: tuple, kwargs: Mapping[s
     """Raise an error that names the argument a run cannot use; return if there is none.
 
     :param error: the error that a run of the program raised.
-    :param function: the program, also under handlers.
+    :param function: the program, also under handlers. Its weights are those of the modules that
+        the open contexts of ``module_state`` have met.
     :raises ArgumentError: if an argument is an array, a table or a list instead of a tensor, or has
         another floating dtype than the weights.
     """
@@ -111,7 +112,7 @@ def _why_unusable(name: str, value: Any, function: Callable, *, about_tensors: b
         return None
     tensors = chain.from_iterable(
         (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        for module in modules_of(function)
+        for module in Modules(without_handlers(function), modules_in_sight())
     )
     weights = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), value.dtype)
     if value.is_floating_point() and value.dtype != weights:
@@ -186,39 +187,20 @@ def refuse_sharded(modules: Iterable[nn.Module]) -> None:
                 )
 
 
-def check_modules(modules: Iterable[nn.Module]) -> None:
-    """Check that a program's parameters are whole and its networks those that were given priors.
+def check_module(module: nn.Module) -> None:
+    """Check that a module's parameters are whole, and a network the one that was given priors.
 
     :raises UnsupportedProgramError: otherwise.
     """
-    refuse_sharded(modules)
-    for module in modules:
-        if isinstance(module, SampledNetwork):
-            module.check_layers()
-
-
-def check_one_density(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
-    """Check that two runs of a program at the same latents have the same density.
-
-    :param first: the log density of each site in one run.
-    :param second: those in another run.
-    :raises UnsupportedProgramError: naming the site that differs.
-    """
-    for name, value in first.items():
-        if not torch.allclose(value, second[name], rtol=_SAME, equal_nan=True):
-            raise UnsupportedProgramError(
-                f"the density of the site '{name}' is {float(value):.6g} in one run and "
-                f"{float(second[name]):.6g} in another at the same latents: the program uses "
-                "random numbers or a counter besides the sample statements that are seen, such as "
-                "a latent under poutine.block, or dropout that is always on: condition the latent, "
-                "write F.dropout(x, p, self.training), or pass the number as an argument"
-            )
+    refuse_sharded([module])
+    if isinstance(module, SampledNetwork):
+        module.check_layers()
 
 
 # ------------------------------------------------------------------------------------- whole data
 
 
-class WholeData(Messenger):
+class WholeData(OneThread):
     """Handler that refuses plates that choose rows of the arguments at random.
 
     Such a plate chooses other rows in each run, so that results for different draws of the latents

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from pyro_bdl.distributions.matrix_normal import MatrixNormal
 from pyro_bdl.program.layout import Latent, Layout, marginal
 from pyro_bdl.program.network_sites import INIT_KEY
+from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.program.subset import Subset
 
 
@@ -177,7 +178,7 @@ class JointSite(TorchDistribution):
         return self.run.draws[self.block][self.latent.name][0]
 
 
-class _PriorRun(Messenger):
+class _PriorRun(OneThread):
     """One run of a program under a ``GaussianPrior``.
 
     ``values`` holds the values of the sites so far, ``draws`` the joint draws of the blocks, and
@@ -193,6 +194,7 @@ class _PriorRun(Messenger):
         self._met: set[str] = set()
 
     def _process_message(self, msg: Any) -> None:
+        self.check_thread(msg)
         if msg["type"] != "sample" or isinstance(msg["fn"], _Subsample):
             return
         block = self.prior.blocks_by_site.get(msg["name"])

@@ -63,7 +63,7 @@ class Targets:
         """
         arguments = self.replaced(lambda site, target: None)
         try:
-            with torch.no_grad(), evaluation_mode(self.program.model):
+            with torch.no_grad(), evaluation_mode(self.program.modules):
                 record(self.program.model, self.program.initial, *arguments, draw=leave_open)
         except (AttributeError, TypeError):
             return self.program.args, self.program.kwargs

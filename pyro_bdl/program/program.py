@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from pyro import poutine
 from pyro.distributions import Unit
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
@@ -24,12 +23,14 @@ from pyro_bdl.distributions.copies import is_improper
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.check import (
     check_finite,
-    check_modules,
-    check_one_density,
+    check_module,
     explain,
     refuse_sparse,
+    without_handlers,
 )
 from pyro_bdl.program.layout import Latent, Layout, transform_of
+from pyro_bdl.program.one_thread import Hidden, OneThread
+from pyro_bdl.program.rows import check_repeated, check_rows
 from pyro_bdl.program.supports import check_fixed_supports, check_support, feasible_value
 from pyro_bdl.program.trace import (
     RENAME,
@@ -42,8 +43,15 @@ from pyro_bdl.program.trace import (
     sum_out_discrete,
     why_not_summed_out,
 )
+from pyro_bdl.program.vmap import RowMap
 from pyro_bdl.utils.autograd import reaches
-from pyro_bdl.utils.module_state import evaluation_mode, modules_of, saved_buffers
+from pyro_bdl.utils.module_state import (
+    Modules,
+    changed,
+    evaluation_mode,
+    preserved_buffers,
+    watching_calls,
+)
 from pyro_bdl.utils.random_state import own_randomness
 
 NOTHING_OBSERVED = (
@@ -94,14 +102,15 @@ class Program:
             )
 
     @classmethod
-    def from_trace(cls, model: Callable, trace: Any, args: tuple, kwargs: dict) -> "Program":
-        """Make the program from an existing trace of the model."""
+    def from_run(cls, model: Callable, first: "FirstRun", args: tuple, kwargs: dict) -> "Program":
+        """Make the program from the model's first run."""
         program = cls.__new__(cls)
-        program._read(model, trace, args, kwargs)
+        program._read(model, first, args, kwargs)
         return program
 
-    def _read(self, model: Callable, trace: Any, args: tuple, kwargs: dict) -> None:
+    def _read(self, model: Callable, first: "FirstRun", args: tuple, kwargs: dict) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
+        trace, self.modules = first
         self.plates: dict[str, tuple[int, int]] = {}
         latents: list[str] = []
         discrete: list[str] = []
@@ -227,9 +236,23 @@ class Program:
         discrete = self.run(latents, *args, **kwargs).discrete
         return {} if discrete is None else discrete.responsibilities()
 
-    def check(self) -> None:
-        """Check the contract of a program on its arguments, as :func:`check_program` does."""
-        check_program(self.model, {**self._subsamples, **self.initial}, self.args, self.kwargs)
+    def check(self, *, rows: str = "together") -> None:
+        """Check the contract of a program on its arguments, as :func:`check_program` does.
+
+        :param rows: "alone" to check too that each row of the arguments alone is what it is beside
+            the others, as curvature and estimators with noise for every datum need it.
+        """
+        latents = {**self._subsamples, **self.initial}
+        check_program(self.model, latents, self.args, self.kwargs)
+        if rows == "alone":
+            check_rows(
+                self.model,
+                latents,
+                (self.args, self.kwargs),
+                RowMap(),
+                subject="the method",
+                advice='it is for methods that take whole batches (rows="together")',
+            )
 
     def require_observed(self) -> None:
         """Check that the program has observed data.
@@ -264,7 +287,7 @@ class Program:
         from pyro_bdl.tracing.compiled import CompiledDensity
 
         program = Program(self.model, *args, **kwargs) if args or kwargs else self
-        return CompiledDensity(program.log_density, program.model)
+        return CompiledDensity(program.log_density, program.modules)
 
     def _open(self, msg: Any) -> None:
         if msg["name"] in self.latents:
@@ -290,18 +313,17 @@ def check_program(
     """
     refuse_sparse(model, args, kwargs)
     check_finite(model, args, kwargs)
-    with torch.no_grad(), own_randomness(), evaluation_mode(model):
+    with torch.no_grad(), own_randomness(), evaluation_mode(without_handlers(model)):
         first = record(model, latents, args, kwargs, draw=leave_open)
         check_support(first)
         observed = [site for site in first.observed.values() if site.value is not None]
         if not observed and not any(map(_is_factor, first.factors.values())):
             raise UnsupportedProgramError(NOTHING_OBSERVED)
         second = record(model, {**first.subsamples, **latents}, args, kwargs, draw=leave_open)
-        terms = [run.prior_terms() | run.terms() for run in (first, second)]
-    check_one_density(*terms)
+        check_repeated(first, second)
 
 
-class _FirstRun(Messenger):
+class _FirstRun(OneThread):
     """Handler of the first run: names must differ, and latents with an improper prior, which
     cannot be sampled, get a value.
 
@@ -349,42 +371,54 @@ class _FirstRun(Messenger):
                 self.used.add(name)
 
 
+class FirstRun(NamedTuple):
+    """A program's first run.
+
+    :param trace: its Pyro trace.
+    :param modules: the program, if it is a module, and the modules that it called, with their
+        parts; without networks whose parameters it reads and that it does not call.
+    """
+
+    trace: Any
+    modules: Modules
+
+
 def trace_once(
     model: Callable,
     args: tuple,
     kwargs: Mapping[str, Any],
     hide: Callable[[Any], bool] = lambda msg: False,
     values: Mapping[str, Any] = MappingProxyType({}),
-) -> Any:
-    """The Pyro trace of one run that does not change buffers (BatchNorm statistics).
+) -> FirstRun:
+    """Run a program once, without a change of buffers (BatchNorm statistics).
 
     A second run follows where what ``obs_mask`` leaves unobserved is used by later statements.
 
     :param hide: whether a statement is left out of the trace.
     :param values: of latents, site -> value; the others are drawn from the prior.
     """
-    first, modules = _FirstRun(values), modules_of(model, args, dict(kwargs))
-    check_modules(modules)
-    restore = saved_buffers(module for module in modules if module.training)
-    try:
-        while True:
-            tracer = poutine.trace(poutine.block(first(model), hide))
-            with poutine.block(), torch.no_grad():
-                trace = tracer.get_trace(*args, **kwargs)
-            if first.used.isdisjoint(first.imputed):
-                return _without_graph(trace) if first.imputed else trace
-            first = _FirstRun(values, first.used)
-    except Exception as error:
-        explain(error, model, args, kwargs)
-        for name, plate in _sites_in_plates(tracer.trace).items():
-            error.add_note(
-                f"if '{name}' are weights: they are sampled inside the plate '{plate}', which "
-                "gives every datum its own copy: call the network outside the plate and observe "
-                "inside it"
-            )
-        raise
-    finally:
-        restore()
+    first, program = _FirstRun(values), without_handlers(model)
+    with (
+        changed(lambda module, args: check_module(module), program) as modules,
+        preserved_buffers(program),
+    ):
+        try:
+            while True:
+                tracer = poutine.trace(poutine.block(first(model), hide))
+                with Hidden(), torch.no_grad(), watching_calls(first=True):
+                    trace = tracer.get_trace(*args, **kwargs)
+                if first.used.isdisjoint(first.imputed):
+                    return FirstRun(_without_graph(trace) if first.imputed else trace, modules)
+                first = _FirstRun(values, first.used)
+        except Exception as error:
+            explain(error, model, args, kwargs)
+            for name, plate in _sites_in_plates(tracer.trace).items():
+                error.add_note(
+                    f"if '{name}' are weights: they are sampled inside the plate '{plate}', which "
+                    "gives every datum its own copy: call the network outside the plate and "
+                    "observe inside it"
+                )
+            raise
 
 
 def _without_graph(trace: Any) -> Any:
@@ -499,6 +533,6 @@ def site_shapes(model: Callable, args: tuple, kwargs: dict) -> dict[str, SiteSha
     """The shapes of a program's sites in one run; the indices of plates are no sites."""
     return {
         name: SiteShape(node["value"].shape, not node["is_observed"] and not is_deterministic(node))
-        for name, node in trace_once(model, args, kwargs).nodes.items()
+        for name, node in trace_once(model, args, kwargs).trace.nodes.items()
         if node["type"] == "sample" and not isinstance(node["fn"], _Subsample)
     }

@@ -3,20 +3,21 @@ statements say there, by which another program is recognized."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import pyro
 import torch
-from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
 from pyro_bdl.distributions.parameters import is_known, parameters_of
 from pyro_bdl.program.batches import NOT_ON_SOME, Batch, has_rows, leading_size, taken
+from pyro_bdl.program.check import without_handlers
 from pyro_bdl.program.layout import differences, origin
-from pyro_bdl.program.program import Program
+from pyro_bdl.program.one_thread import OneThread
+from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import Run, leave_open, record
-from pyro_bdl.utils.module_state import device_of, evaluation_mode, modules_of
+from pyro_bdl.utils.module_state import Modules, device_of, evaluation_mode
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.trees import tree_map_only
 
@@ -67,8 +68,8 @@ def described_program(
 
     :param latents: the point of the statements, which the tree holds too; None to leave them out.
     """
-    modules = _outermost(model)
-    read, run = _run(model, batch, latents)
+    read, run, called = _run(model, batch, latents)
+    modules = _outermost(called)
     held = {id(parameter) for module in modules for parameter in module.parameters()}
     tree = {
         "states": [module.state_dict() for module in modules],
@@ -90,15 +91,15 @@ def taking_up(model: Callable, tree: dict[str, Any]) -> Iterator[tuple[Program, 
 
     :raises RuntimeError: if they do not fit, or the file holds those of other modules.
     """
-    modules, store = _outermost(model), pyro.get_param_store()
-    device = _device(modules)
+    store, device = pyro.get_param_store(), _device(model, tree["batch"])
     tree = tree_map_only(Tensor, lambda value: value.to(device), tree)
     args, kwargs = tree["batch"]
-    before = [copy.deepcopy(module.state_dict()) for module in modules]
     known = {name: value.detach().clone() for name, value in store.items()}
+    with own_randomness(), evaluation_mode(model):  # it takes up the values of Pyro's store
+        program = Program(model, *args, **kwargs)
+    modules = _outermost(program.modules)
+    before = [copy.deepcopy(module.state_dict()) for module in modules]
     try:
-        with own_randomness(), evaluation_mode(model):  # it takes up the values of Pyro's store
-            program = Program(model, *args, **kwargs)
         _load(modules, tree["states"])
         for name, value in tree["parameters"].items():
             store[name] = value
@@ -126,7 +127,7 @@ def check_same(
     :param advice: what to do, at the end of the error.
     :raises RuntimeError: if a site is missing, or its density, scale or parameters differ.
     """
-    now, before = statements(_run(model, tree["batch"], latents)[1]), tree["statements"]
+    now, before = statements(_run(model, tree["batch"], latents).run), tree["statements"]
     added = [name for name in now if name not in before and LOG_DENSITY in now[name]]
     for site in [*before, *added]:
         saved, here = before.get(site), now.get(site)
@@ -180,7 +181,7 @@ def statements(run: Run) -> dict[str, dict[str, Any]]:
     return result
 
 
-class _Reads(Messenger):
+class _Reads(OneThread):
     """Handler that collects the parameters that a program declares."""
 
     def __init__(self) -> None:
@@ -193,30 +194,35 @@ class _Reads(Messenger):
         self.values[msg["name"]] = value, leaf
 
 
+class _Seen(NamedTuple):
+    """The parameters that a program reads, each with its unconstrained tensor, its run, and the
+    modules that it calls."""
+
+    read: dict[str, tuple[Tensor, Any]]
+    run: Run
+    modules: Modules
+
+
 @torch.no_grad()
-def _run(
-    model: Callable, batch: Batch, latents: Mapping[str, Tensor] | None
-) -> tuple[dict[str, tuple[Tensor, Any]], Run]:
-    """The parameters that a program reads, each with its unconstrained tensor, and its run."""
+def _run(model: Callable, batch: Batch, latents: Mapping[str, Tensor] | None) -> _Seen:
     draw = None if latents is None else leave_open
-    with evaluation_mode(model), own_randomness(), _Reads() as reads:
+    with evaluation_mode(model) as modules, own_randomness(), _Reads() as reads:
         run = record(model, latents or {}, *batch, draw=draw)
-    return reads.values, run
+    return _Seen(reads.values, run, modules)
 
 
-def _outermost(model: Callable) -> list[nn.Module]:
-    """The modules that a program holds, without their parts."""
-    modules: list[nn.Module] = []
-    parts: set[nn.Module] = set()
-    for module in modules_of(model):
-        if module not in parts:
-            modules.append(module)
-        parts.update(module.modules())
-    return modules
+def _outermost(modules: Modules) -> list[nn.Module]:
+    """Modules that are no parts of others among them."""
+    parts = {id(part) for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if id(module) not in parts]
 
 
-def _device(modules: list[nn.Module]) -> torch.device:
-    """The device of the first tensor of modules; the CPU where they hold none."""
+def _device(model: Callable, batch: Batch) -> torch.device:
+    """The device of the first tensor of a program's modules; the CPU where they hold none."""
+    modules = Modules(without_handlers(model))
+    if not any(map(device_of, modules)):  # those that it calls, up to where it meets the wrong one
+        with evaluation_mode(modules), own_randomness(), suppress(Exception):
+            trace_once(model, *batch)
     devices = (device_of(module) for module in modules)
     return next((device for device in devices if device is not None), torch.device("cpu"))
 

@@ -3,13 +3,13 @@
 from typing import Any
 
 import torch
-from pyro import poutine
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_bdl.distributions.copies import point_of
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.layout import support_bounds, transform_of
+from pyro_bdl.program.one_thread import Hidden
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.validation import listed
@@ -20,7 +20,7 @@ def check_fixed_supports(program: Any) -> None:
     bounded = [site for site in program.latents.values() if support_bounds(site.support)]
     if not bounded or len(program.latents) < 2:
         return
-    with torch.no_grad(), poutine.block(), preserved_buffers(program.model):
+    with torch.no_grad(), Hidden(), preserved_buffers(program.modules):
         elsewhere = program.constrain(program.unconstrain(program.initial) + 0.5)[0]
         again = program.run(elsewhere).latents
     for site in bounded:

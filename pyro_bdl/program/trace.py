@@ -1,7 +1,6 @@
 """One run of a Pyro program, statement by statement."""
 
 import functools
-import threading
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,7 +9,6 @@ import pyro
 import torch
 from pyro.distributions import Unit
 from pyro.distributions.util import scale_and_mask
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
@@ -29,7 +27,9 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.check import explain
 from pyro_bdl.program.layout import NEW_ROWS
 from pyro_bdl.program.network_sites import OWNER_KEY
+from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.utils.autocast import uncast
+from pyro_bdl.utils.module_state import watching_calls
 
 if TYPE_CHECKING:
     from pyro_bdl.contrib.discrete import Enumeration, SummedOut
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 UNOBSERVED = "_unobserved"  # ends the names of Pyro's second statement of obs_mask
 RENAME = "give each its own name (two networks in one program: bayesianize(net, prior, name=...))"
 _PRIOR = "prior"  # the key by which a factor is declared a part of the prior
-_THREADS = (
-    "Pyro's handlers and its parameter store are not thread-safe: run one program at a time, with "
-    "a lock around each step, or several in separate processes"
-)
 
 
 class Site(NamedTuple):
@@ -297,10 +293,8 @@ def is_recording() -> bool:
     return any(isinstance(handler, _Recorder) for handler in _PYRO_STACK)
 
 
-class _Recorder(Messenger):
+class _Recorder(OneThread):
     """Handler that runs a program at given values and records every sample statement.
-
-    Statements of other threads reach it too, and are refused.
 
     :param values: site -> value for latents and plates' indices; other sites are sampled.
     :param draw: called at a site that has neither an observation nor a value.
@@ -314,15 +308,9 @@ class _Recorder(Messenger):
         self.draw = draw
         self.run = Run()
         self.enumeration: Enumeration | None = None  # from the first discrete site on
-        # torch.compile, which runs one thread, cannot follow get_ident
-        self.thread = None if torch.compiler.is_compiling() else threading.get_ident()
 
     def _process_message(self, msg: Any) -> None:
-        if self.thread is not None and self.thread != threading.get_ident():
-            raise RuntimeError(
-                f"the statement '{msg['name']}' is of another thread than the program that runs: "
-                f"{_THREADS}"
-            )
+        self.check_thread(msg)
         if msg["type"] != "sample":
             return
         msg["stop"] = True  # a pure function: outer handlers must not see or change its sites
@@ -419,10 +407,7 @@ def record(
     :raises RuntimeError: if another thread runs a program at this time.
     """
     recorder = _Recorder(values, draw)
-    for handler in _PYRO_STACK:
-        if isinstance(handler, _Recorder) and handler.thread not in (None, recorder.thread):
-            raise RuntimeError(f"two threads run Pyro programs at the same time: {_THREADS}")
-    with pyro.validation_enabled(False), recorder:
+    with recorder, pyro.validation_enabled(False), watching_calls():
         try:
             recorder.run.result = function(*args, **(kwargs or {}))
         except (TypeError, AttributeError, RuntimeError) as error:

@@ -9,18 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.program.batch_norm import (
     BatchStatistics,
-    keeps_statistics,
     leaving_running_statistics,
     take_up,
 )
 from pyro_bdl.program.batches import as_dicts, leading_size
 from pyro_bdl.utils.memory import Allocations, keep_freed_blocks
-from pyro_bdl.utils.module_state import modules_of, vmappable
+from pyro_bdl.utils.module_state import Modules, vmappable
 from pyro_bdl.utils.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Draws = dict[str, Tensor]
@@ -59,17 +58,18 @@ class DrawMap:
     It uses ``vmap`` for chunks of several draws. Latents that all draws share are no inputs of it,
     so that what depends on them alone is computed once for a chunk. If ``vmap`` raises a
     ``RuntimeError``, as for an operator without a batching rule, and a loop over the draws does
-    not, it warns once and loops from then on. BatchNorm layers in training mode update their
-    running statistics as in a loop.
+    not, it warns once and loops from then on; after a want of memory only that once. BatchNorm
+    layers in training mode update their
+    running statistics as in a loop. A map is for one program.
 
     :param over: what there are several of, for that message.
-    :param batch_norm: whether there may be BatchNorm layers that keep running statistics.
+    :param modules: the program's modules as far as they are known, where it may run in training
+        mode; runs add those that they call.
     """
 
-    def __init__(self, *, over: str = "draws", batch_norm: bool = True) -> None:
-        self.over = over
+    def __init__(self, *, over: str = "draws", modules: Modules | None = None) -> None:
+        self.over, self.modules = over, modules
         self._loops, self._shares = False, True
-        self._modules: list[nn.Module] | None = None if batch_norm else []
 
     def __call__(
         self,
@@ -101,22 +101,21 @@ class DrawMap:
         # vmap gains nothing with one draw, and batched convolutions are slower
         if self._loops or number_of_draws(draws) == 1:
             return looped(function, draws)
-        if self._modules is None:
-            self._modules = modules_of(function)
-        normalizing = any(m.training and keeps_statistics(m) for m in self._modules)
+        in_training = self.modules is not None and not torch.compiler.is_compiling()
         while True:
             fixed = {n: v[0] for n, v in draws.items() if self._shares and is_shared(v)}
             varying = {name: value for name, value in draws.items() if name not in fixed}
             at = functools.partial(_with_fixed, function, fixed)
             try:
-                if normalizing:
+                if in_training:
                     return _vmapped_with_batch_norm(
-                        self._modules, at, varying, number_of_draws(draws)
+                        self.modules, at, varying, number_of_draws(draws)
                     )
                 return _vmapped(at, varying, number_of_draws(draws))
             except RuntimeError as error:
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
-            if not fixed:
+                again = not isinstance(error, torch.OutOfMemoryError)
+            if not (fixed and again):
                 break
             self._shares = False  # such as an update in place of what all draws share
         result = looped(function, draws)  # which raises what is wrong without vmap too
@@ -126,7 +125,7 @@ class DrawMap:
             "one-by-one",
             stacklevel=3,
         )
-        self._loops = True
+        self._loops = again
         return result
 
 
@@ -147,7 +146,7 @@ def _vmapped(function: Callable[[Draws], Any], draws: Draws, count: int) -> Any:
 
 
 def _vmapped_with_batch_norm(
-    modules: list[nn.Module], function: Callable[[Draws], Any], draws: Draws, count: int
+    modules: Modules | None, function: Callable[[Draws], Any], draws: Draws, count: int
 ) -> Any:
     layers: list[Any] = []
 
@@ -168,6 +167,9 @@ def looped(function: Callable[[Draws], Any], draws: Draws) -> Any:
         tree_flatten(function({name: value[i] for name, value in draws.items()}))
         for i in range(number_of_draws(draws))
     ]
+    if len(results) == 1:  # views, which are still the same tensors
+        leaves, structure = results[0]
+        return tree_unflatten([leaf[None] for leaf in leaves], structure)
     columns = zip(*(leaves for leaves, _ in results), strict=True)
     return tree_unflatten([torch.stack(column) for column in columns], results[0][1])
 
@@ -198,7 +200,7 @@ class RowMap:
     """
 
     def __init__(self) -> None:
-        self._map = DrawMap(over="data", batch_norm=False)
+        self._map = DrawMap(over="data")
 
     def __call__(
         self,
@@ -234,9 +236,11 @@ class RowMap:
 
 
 class _Outside:
-    """A tensor of a map over rows as it is outside of the map."""
+    """A tensor of a map over rows as it is outside of the map, and whether it differs from row to
+    row by its operators."""
 
     value: Tensor | None = None
+    depends = False
 
 
 class _Tap(torch.autograd.Function):
@@ -262,6 +266,7 @@ class _Tap(torch.autograd.Function):
             rows = value.expand(info.batch_size, *value.shape)
         else:
             rows = value.movedim(in_dims[0], 0)
+        outside.depends = in_dims[0] is not None
         outside.value = rows.clone() if copied else rows  # no view, which could change in place
         return outside.value, 0
 
@@ -288,3 +293,11 @@ def with_rows(value: Tensor, lane: Tensor | None) -> Tensor:
     outside = _Outside()
     result = _Tap.apply(value, lane, outside, False)
     return result if outside.value is None else outside.value
+
+
+def depends_on_row(value: Tensor, lane: Tensor) -> bool:
+    """Return whether a tensor of a map over rows is computed from the row, whatever its numbers;
+    False where the rows are taken in a loop."""
+    outside = _Outside()
+    _Tap.apply(value, lane, outside, False)
+    return outside.depends

@@ -1,8 +1,11 @@
 """Losses and log densities as graphs of torch's operators, run in place of the program and compared
 with it now and then."""
 
-from collections.abc import Callable, Hashable, Sequence
+import operator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import pyro
@@ -12,13 +15,14 @@ from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 
 from pyro_bdl.errors import warn
+from pyro_bdl.program.one_thread import Hidden
 from pyro_bdl.tracing.step import Outcome, Step, agree, trace_step
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed, with_gradients
 from pyro_bdl.utils.memory import keep_freed_blocks
-from pyro_bdl.utils.module_state import as_written, modules_of, without_side_effects
-from pyro_bdl.utils.trees import TreeSpec, tree_flatten, tree_unflatten
+from pyro_bdl.utils.module_state import Modules, as_written, changed, without_side_effects
+from pyro_bdl.utils.trees import TreeSpec, constants_of, tree_flatten, tree_unflatten
 
 # ------------------------------------------------------------------------------- arguments
 
@@ -63,24 +67,90 @@ def split(args: tuple, kwargs: dict[str, Any]) -> Arguments:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(tensor.layout is not torch.strided for tensor in tensors):
         raise NotTraceable("an argument is a sparse tensor")
-    # with their types, since 1, 1.0 and True are equal
-    rest = (None if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
-    return Arguments(tensors, tuple(rest), structure)
+    return Arguments(tensors, constants_of(leaves), structure)
+
+
+# ------------------------------------------------------------------------------ attributes
+
+_BOOKKEEPING = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+_WORDS = (bool, int, float, complex, str, bytes)
+_MISSING = object()
+
+
+class Attributes:
+    """The attributes of modules, parts, parameters, buffers and hooks among them, so that one that
+    is set between evaluations is noticed.
+
+    Numbers and words are compared by value, all else by identity. Modes are left out.
+
+    :param moving: names of attributes that are left out, since they change from step to step.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], moving: Collection[str]) -> None:
+        self.moving = moving
+        self.dicts: list[tuple[nn.Module, dict[str, Any]]] = []
+        for module in modules:
+            own = vars(module)
+            self.dicts += [(module, own), *((module, own[n]) for n in _BOOKKEEPING if n in own)]
+        self.left_out: set[tuple[int, str]] = set()  # a dict's number, and what a run sets in it
+        self._read()
+
+    def _read(self) -> None:
+        self.before, self._readers = [], []
+        for number, (_, values) in enumerate(self.dicts):
+            chosen = {n: v for n, v in values.items() if not self._is_left_out(number, n)}
+            self.before.append(chosen)
+            whole = len(chosen) == len(values)
+            self._readers.append(values.values if whole else partial(map, values.get, [*chosen]))
+        self._lengths = [len(values) for _, values in self.dicts]
+        self._values = list(chain.from_iterable(values.values() for values in self.before))
+
+    def _is_left_out(self, number: int, name: str) -> bool:
+        return name in self.moving or (number, name) in self.left_out
+
+    def changed(self) -> str | None:
+        """An attribute that was set since the last call, with its module; None if none was."""
+        present = chain.from_iterable(read() for read in self._readers)
+        lengths = [len(values) for _, values in self.dicts]
+        if lengths == self._lengths and all(map(operator.is_, present, self._values)):
+            return None
+        number, name = next(self._changes(), (0, ""))
+        self._read()  # modes may have changed, too
+        return f"{type(self.dicts[number][0]).__name__}.{name}" if name else None
+
+    def leave_out_changes(self) -> None:
+        """Leave out what was set since the last call: by a run of the program itself."""
+        self.left_out.update(self._changes())
+        self._read()
+
+    def _changes(self) -> Iterator[tuple[int, str]]:
+        for number, ((_, values), before) in enumerate(zip(self.dicts, self.before, strict=True)):
+            for name in dict.fromkeys((*before, *values)):
+                old, new = before.get(name, _MISSING), values.get(name, _MISSING)
+                same = old is new or (
+                    type(old) is type(new) and isinstance(old, _WORDS) and old == new
+                )
+                if not same and name != "training" and not self._is_left_out(number, name):
+                    yield number, name
 
 
 # ---------------------------------------------------------------------------------- graphs
+
+_SOON = 16  # evaluations after a change of an attribute, within which another one counts
 
 
 class Evaluation(Protocol):
     """One evaluation of a loss that can run plainly or as a graph.
 
     :ivar owner: the program (and guide) that is evaluated.
-    :ivar key: what a graph depends on besides the values of tensors: shapes, dtypes, devices,
-        arguments that are not tensors, modes.
+    :ivar key: what a graph depends on besides the values of tensors and the modules' modes: shapes,
+        dtypes, devices, arguments that are not tensors.
+    :ivar holders: what is known of the program's modules, see ``module_state.changed``.
     """
 
     owner: Hashable
     key: Hashable
+    holders: tuple
 
     def plain(self) -> Tensor:
         """Run the program; return its loss."""
@@ -90,9 +160,6 @@ class Evaluation(Protocol):
 
     def traced(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The loss and further results as a function of ``tensors``, to be traced."""
-
-    def modules(self) -> list[nn.Module]:
-        """The modules of the program, whose buffers an evaluation may change."""
 
     def size(self, loss: Tensor) -> Tensor:
         """The number that errors of the loss are compared with, by default its absolute value."""
@@ -104,69 +171,149 @@ class Graph:
     """The graph of one kind of evaluations; ``step`` is None where the program runs uncompiled.
 
     :param parameters: those in Pyro's store that it reads, by name.
-    :param evaluations: how often the loss was evaluated since it was traced, that time included.
+    :param evaluations: how often the loss was evaluated since it was traced or a training began,
+        that time included.
+    :param agreed: whether a comparison with the program has found it right.
     """
 
     step: Step | None = None
     parameters: dict[str, Tensor] = field(default_factory=dict)
     evaluations: int = 0
     num_traces: int = 0
+    agreed: bool = False
 
     def is_due(self) -> bool:
         """Return whether this evaluation is compared with the program: 2, 4, 8, ..."""
         return self.evaluations.bit_count() == 1
 
-    def reads_current_parameters(self) -> bool:
-        """Return whether Pyro's store still holds the same tensors, and all leaves are trained."""
+    def reads_current_tensors(self) -> bool:
+        """Return whether Pyro's store still holds the same tensors, all leaves are trained, and
+        the tensors that the graph takes for constants were not changed in place."""
         assert self.step is not None
         stored = dict(pyro.get_param_store().named_parameters())
-        return all(stored.get(name) is value for name, value in self.parameters.items()) and all(
-            leaf.requires_grad for leaf in self.step.leaves if isinstance(leaf, Tensor)
+        return (
+            all(stored.get(name) is value for name, value in self.parameters.items())
+            and all(leaf.requires_grad for leaf in self.step.leaves if isinstance(leaf, Tensor))
+            and self.step.has_its_constants()
         )
 
 
+@dataclass
+class Owner:
+    """A program (and guide), which graphs copy.
+
+    :param modules: its modules, as far as evaluations have met them.
+    :param attributes: their attributes since its graphs were traced; None without graphs.
+    :param evaluations: how often the loss was evaluated since an attribute was set.
+    :param changes: how often an attribute was set soon after another one.
+    """
+
+    modules: Modules
+    attributes: Attributes | None = None
+    evaluations: int = 0
+    changes: int = 0
+
+
 class CompiledLoss:
-    """A loss whose evaluations run as graphs, one for each key.
+    """A loss whose evaluations run as graphs, one for each key and modes of the modules.
 
     The first evaluation runs the program and traces it (``make_fx``). Evaluations 2, 4, 8, ... run
     program and graph with the same random numbers, and compare loss and gradients; the others run
-    the graph alone. The contract: between evaluations nothing that the program reads changes but
-    its arguments, parameters, buffers and random numbers. Where a comparison shows that something
-    else did, the program is traced again, with a warning.
+    the graph alone. Graphs are traced anew where an attribute of the program's modules was set (a
+    number, a word, a part, a buffer; ``update_prior``) or a constant tensor was changed in place.
+    The contract: what else the program reads does not change between evaluations. Where a
+    comparison shows that it did, the program is traced again, with a warning.
 
     :param subject: the name that warnings begin with.
     :param backend: of ``pyro_bdl.tracing.step.BACKENDS``.
-    :param max_graphs: the largest number of keys of one owner, and of traces of one key; beyond it
-        the program runs uncompiled.
+    :param max_graphs: the largest number of keys of one owner, of traces of one key, and of changes
+        of attributes in quick succession; beyond it the program runs uncompiled.
+    :param moving: names of attributes of modules that change from step to step.
     """
 
-    def __init__(self, subject: str, backend: str = "eager", max_graphs: int = 8) -> None:
+    def __init__(
+        self,
+        subject: str,
+        backend: str = "eager",
+        max_graphs: int = 8,
+        moving: Collection[str] = (),
+    ) -> None:
         self.subject, self.backend, self.max_graphs = subject, backend, max_graphs
+        self.moving = frozenset(moving)
         self.num_traces = 0  # times that a program was traced
         self.num_replays = 0  # evaluations that ran only a graph
-        self.graphs: dict[tuple[Hashable, Hashable], Graph] = {}
+        self.graphs: dict[tuple[Hashable, Hashable, Hashable], Graph] = {}
+        self._owners: dict[Hashable, Owner] = {}
         self._warned: set[str] = set()
+
+    def emptied(self) -> "CompiledLoss":
+        """One with these options and without graphs, for copies."""
+        return CompiledLoss(self.subject, self.backend, self.max_graphs, self.moving)
+
+    def begin(self) -> None:
+        """Begin the comparisons anew, with the next evaluation, as at the start of a training."""
+        for graph in self.graphs.values():
+            graph.evaluations = min(graph.evaluations, 1)
 
     def __call__(self, evaluation: Evaluation) -> Tensor | Outcome:
         """Return the plain loss, or the outcome of a graph."""
-        key = evaluation.owner, evaluation.key
-        graph = self.graphs.get(key)
-        if graph is None or graph.step is None or not graph.reads_current_parameters():
+        owner = self._owners.get(evaluation.owner)
+        if owner is None:
+            owner = self._owners[evaluation.owner] = Owner(Modules(*evaluation.holders))
+        owner.evaluations += 1
+        attribute = None if owner.attributes is None else owner.attributes.changed()
+        if attribute is not None:
+            self._drop(owner, evaluation.owner, attribute)
+        if owner.changes >= self.max_graphs:
+            return evaluation.plain()
+        graph = self.graphs.get(self._key(owner, evaluation))
+        if graph is None:
+            return self._new(owner, evaluation)
+        if graph.step is None:
+            return evaluation.plain()
+        if not graph.reads_current_tensors():
             loss = evaluation.plain()
-            if graph is None and self._has_room(evaluation.owner):
-                graph = self.graphs[key] = Graph()
-                self._trace(graph, evaluation)
-            elif graph is not None and graph.step is not None:
-                self._trace(graph, evaluation)
+            self._trace(owner, graph, evaluation)
             return loss
         graph.evaluations += 1
         if graph.is_due():
-            return self._compare(graph, graph.step, evaluation)
+            return self._compare(owner, graph, graph.step, evaluation)
         self.num_replays += 1
         if am_i_wrapped():  # tell SVI which parameters to optimize
             for name in graph.parameters:
                 pyro.param(name)
         return graph.step(evaluation.tensors())
+
+    def _key(self, owner: Owner, evaluation: Evaluation) -> tuple[Hashable, Hashable, Hashable]:
+        modes = tuple([module.training for module in owner.modules])
+        return evaluation.owner, evaluation.key, modes
+
+    def _new(self, owner: Owner, evaluation: Evaluation) -> Tensor:
+        """Run the program, which shows its modules, and trace it."""
+        if not self._has_room(evaluation.owner):
+            return evaluation.plain()
+        known = len(owner.modules)
+        with changed(lambda module, args: None, owner.modules):
+            loss = evaluation.plain()
+        if len(owner.modules) > known:  # graphs so far do not know them
+            self._drop(owner, evaluation.owner)
+        graph = self.graphs[self._key(owner, evaluation)] = Graph()
+        self._trace(owner, graph, evaluation)
+        return loss
+
+    def _drop(self, owner: Owner, name: Hashable, attribute: str | None = None) -> None:
+        """Drop the graphs of an owner, since an attribute was set, or since it has more modules."""
+        self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] != name}
+        owner.attributes = None
+        if attribute is None:
+            return
+        owner.changes = owner.changes + 1 if owner.evaluations < _SOON else 0
+        owner.evaluations = 0
+        if owner.changes >= self.max_graphs:
+            self.warn(
+                f"runs the program uncompiled, since '{attribute}' is set between evaluations "
+                "again and again: pass what changes as an argument, as a tensor"
+            )
 
     def warn(self, reason: str) -> None:
         """Warn once that a program runs uncompiled, or that its graph was stale."""
@@ -181,6 +328,8 @@ class CompiledLoss:
         others = [key for key in self.graphs if key[0] != owner]
         if others:
             del self.graphs[others[0]]
+            used = {owner, *(key[0] for key in self.graphs)}
+            self._owners = {name: o for name, o in self._owners.items() if name in used}
             return True
         self.warn(
             "runs the program uncompiled, since its arguments come in more than "
@@ -194,16 +343,18 @@ class CompiledLoss:
         graph.step = None
         self.warn(f"runs the program uncompiled, since {reason}")
 
-    def _trace(self, graph: Graph, evaluation: Evaluation) -> None:
+    def _trace(self, owner: Owner, graph: Graph, evaluation: Evaluation) -> None:
         self.num_traces += 1
         graph.num_traces += 1
-        graph.step, graph.evaluations = None, 1
+        graph.step, graph.evaluations, graph.agreed = None, 1, False
         keep_freed_blocks()  # a graph frees all its memory at its end, and allocates it again
-        modules = evaluation.modules()
+        modules = owner.modules
+        if owner.attributes is None:
+            owner.attributes = Attributes(modules, self.moving)
         statements = poutine.trace(param_only=True)
         try:
             with (
-                without_side_effects(modules), as_written(modules), poutine.block(), statements,
+                without_side_effects(modules), as_written(modules), Hidden(), statements,
                 pyro.validation_enabled(False),
             ):  # fmt: skip
                 step = trace_step(evaluation.traced, evaluation.tensors(), self.backend)
@@ -216,11 +367,12 @@ class CompiledLoss:
             stored = dict(pyro.get_param_store().named_parameters())
             names = statements.trace.nodes.keys() & stored.keys()
             graph.step, graph.parameters = step, {name: stored[name] for name in names}
+        owner.attributes.leave_out_changes()
 
-    def _compare(self, graph: Graph, step: Step, evaluation: Evaluation) -> Tensor:
+    def _compare(self, owner: Owner, graph: Graph, step: Step, evaluation: Evaluation) -> Tensor:
         """Evaluate the program, and compare the graph's outcome with it."""
         try:
-            with without_side_effects(evaluation.modules(), step.written):
+            with without_side_effects(owner.modules, step.written):
                 outcome = step(evaluation.tensors())
                 written = [tensor.clone() for tensor in step.written]
         except Exception as error:
@@ -228,6 +380,8 @@ class CompiledLoss:
             self._refuse(graph, f"its graph cannot be run ({type(error).__name__}: {error})")
             return loss
         loss = evaluation.plain()
+        assert owner.attributes is not None
+        owner.attributes.leave_out_changes()
         if not loss.isfinite():
             graph.evaluations -= 1  # no comparison is possible; the next evaluation compares
             return loss
@@ -240,18 +394,26 @@ class CompiledLoss:
         ]
         for ours, theirs in zip(written, step.written, strict=True):
             pairs.append((ours, theirs, theirs.detach().float().norm()))
-        if not all(agree(*pair) for pair in pairs):
-            self._differ(graph, evaluation, float(outcome.results[0]), float(loss.detach()))
+        if all(agree(*pair) for pair in pairs):
+            graph.agreed = True
+        else:
+            losses = float(outcome.results[0]), float(loss.detach())
+            self._differ(owner, graph, evaluation, losses)
         return with_gradients(loss.detach(), gradients, outcome.leaves)
 
-    def _differ(self, graph: Graph, evaluation: Evaluation, ours: float, theirs: float) -> None:
-        """Trace the program again, unless its graph never agreed or it changes all the time."""
-        if graph.evaluations == 2:
+    def _differ(
+        self, owner: Owner, graph: Graph, evaluation: Evaluation, losses: tuple[float, float]
+    ) -> None:
+        """Trace the program again, unless its graph never agreed or it changes all the time.
+
+        :param losses: the graph's and the program's.
+        """
+        if not graph.agreed:
             self._refuse(
                 graph,
-                f"its graph gives a loss of {ours:.6g} and the program itself {theirs:.6g}, or "
+                "its graph gives a loss of {:.6g} and the program itself {:.6g}, or "
                 "another gradient: it computes with something other than tensors, such as numpy's "
-                "or Python's random numbers or a counter",
+                "or Python's random numbers or a counter".format(*losses),
             )
         elif graph.num_traces >= self.max_graphs:
             self._refuse(
@@ -259,11 +421,12 @@ class CompiledLoss:
             )
         else:
             self.warn(
-                "traces the program again, since something that it reads (an attribute, a closure "
-                "cell, a global) was changed between evaluations; up to half of the evaluations so "
-                "far used the old value: pass what changes as an argument"
+                "traces the program again, since something that it reads (a closure cell, a "
+                "global, an attribute of an object that is no module) was changed between "
+                "evaluations; up to half of the evaluations so far used the old value: pass what "
+                "changes as an argument"
             )
-            self._trace(graph, evaluation)
+            self._trace(owner, graph, evaluation)
 
 
 # ------------------------------------------------------------------------------ log densities
@@ -277,11 +440,11 @@ class CompiledDensity:
     autocast or without gradients run the program itself.
 
     :param function: of a vector (P,), a scalar.
-    :param model: the program, whose modules' buffers are restored after a trace.
+    :param modules: the program's modules, whose buffers are restored after a trace.
     """
 
-    def __init__(self, function: Callable[[Tensor], Tensor], model: Any) -> None:
-        self.function, self.model = function, model
+    def __init__(self, function: Callable[[Tensor], Tensor], modules: Modules) -> None:
+        self.function, self.modules = function, modules
         self.graphs = CompiledLoss("Program.compile")
 
     def __call__(self, vector: Tensor) -> Tensor:
@@ -296,7 +459,7 @@ class CompiledDensity:
 class _DensityEvaluation(Evaluation):
     def __init__(self, density: CompiledDensity, vector: Tensor) -> None:
         self.density, self.vector = density, vector
-        self.owner = density.model
+        self.owner, self.holders = density, (density.modules,)
         self.key = vector.shape, vector.dtype, vector.device
 
     def plain(self) -> Tensor:
@@ -307,6 +470,3 @@ class _DensityEvaluation(Evaluation):
 
     def traced(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return (self.density.function(*tensors),)
-
-    def modules(self) -> list[nn.Module]:
-        return modules_of(self.density.model)

@@ -35,6 +35,8 @@ class Step:
     :param leaves: the tensors in which gradients are taken: parameters, and arguments by their
         position.
     :param num_others: the number of further results.
+    :param constants: the tensors among ``outside``, or computed with in advance, that no run
+        changes, each with its version.
     """
 
     run: Run
@@ -42,6 +44,11 @@ class Step:
     written: list[Tensor]
     leaves: list[Tensor | int]
     num_others: int
+    constants: list[tuple[Tensor, int]]
+
+    def has_its_constants(self) -> bool:
+        """Return whether no constant was changed in place."""
+        return all(tensor._version == version for tensor, version in self.constants)
 
     def __call__(self, arguments: Sequence[Tensor]) -> "Outcome":
         with torch.no_grad(), without_autocast():  # the graph holds the casts
@@ -91,19 +98,27 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
         leaves[:] = [leaf for leaf, _ in pairs]
         return value.detach(), *[r.detach() for r in others], *[g for _, g in pairs]
 
-    run, outside, written = compiled(function, arguments, backend)
+    run, outside, written, constants = compiled(function, arguments, backend)
     positions = {id(argument): number for number, argument in enumerate(arguments)}
-    return Step(run, outside, written, [positions.get(id(t), t) for t in leaves], num_others)
+    return Step(
+        run,
+        outside,
+        written,
+        [positions.get(id(t), t) for t in leaves],
+        num_others,
+        [(tensor, tensor._version) for tensor in constants if not tensor.is_inference()],
+    )
 
 
 def compiled(
     function: Run, arguments: Sequence[Tensor], backend: str = "eager"
-) -> tuple[Run, tuple[Tensor, ...], list[Tensor]]:
+) -> tuple[Run, tuple[Tensor, ...], list[Tensor], list[Tensor]]:
     """Trace a function of tensors, and simplify its graph.
 
     :param backend: of ``BACKENDS``.
     :returns: the graph as a function of the arguments and then of the outside tensors, these
-        tensors, and those of them that it changes in place.
+        tensors, those of them that it changes in place, and the tensors that it takes for
+        constants.
     :raises NotTraceable: if the graph would not stand for the function.
     """
     with without_cached_casts():
@@ -112,6 +127,7 @@ def compiled(
     attributes, written = outside_tensors(graph), changed_tensors(graph)
     inputs = lift(graph.graph, attributes)
     constants = {node: tensor for node, tensor in inputs.items() if tensor not in variable}
+    fixed = [*constants.values()]
     simplify(graph.graph, constants)
     inputs |= lift(graph.graph, {n: t for n, t in constants.items() if n.op != "placeholder"})
     for node in [node for node in inputs if not node.users]:
@@ -121,7 +137,7 @@ def compiled(
     outside = tuple(inputs.values())
     with without_autocast():
         run = BACKENDS[backend](graph, [*arguments, *outside])
-    return run, outside, [*written]
+    return run, outside, [*written], fixed
 
 
 def agree(a: Tensor, b: Tensor, size: Tensor) -> bool:

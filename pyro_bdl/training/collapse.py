@@ -62,7 +62,7 @@ def collapse(model: Callable, guide: Guide, *args: Any, **kwargs: Any) -> Collap
     """
     guide.prototype(*args, **kwargs)
     elbo = TemperedTraceMeanField_ELBO()
-    with preserved_buffers(model), own_randomness():
+    with preserved_buffers(guide.program_modules), own_randomness():
         elbo.loss(model, guide, *args, **kwargs)
     kl = _kl_of_latents(elbo, model, guide, args, kwargs)
     return _measured(model, guide, [(args, kwargs)], kl)
@@ -72,7 +72,7 @@ def collapse(model: Callable, guide: Guide, *args: Any, **kwargs: Any) -> Collap
 def _kl_of_latents(elbo: Any, model: Callable, guide: Guide, args: tuple, kwargs: Any) -> Tensor:
     """The KL of a bound's last step, which counts the prior's factors too, without these: they are
     of hyperparameters or of weights that are no latents."""
-    with preserved_buffers(model), own_randomness():
+    with preserved_buffers(guide.program_modules), own_randomness():
         latents = guide.require_layout().constrain(guide.sample_vectors(1)[0])[0]
         run = record(model, latents, args, kwargs, draw=sum_out_discrete)
     total: Tensor = elbo.kl
@@ -125,7 +125,7 @@ def _measured(
     """The numbers of a collapse from the densities of some data; the KL is per datum of ``rows``,
     by default of as many as the program states."""
     own, others, seen, stated = [], [], [], 1.0
-    with preserved_buffers(model), own_randomness():
+    with preserved_buffers(guide.program_modules), own_randomness():
         vectors = guide.sample_vectors(_DRAWS)
         for args, kwargs in batches:
             densities = []
@@ -217,7 +217,7 @@ def warn_of_joint_scales(
     rows = leading_size(args)
     some = torch.arange(min(rows, _ROWS), device=device_of_rows(args))
     part = tuple(taken(value, some) for value in args)
-    with preserved_buffers(model), own_randomness(), torch.enable_grad():
+    with preserved_buffers(guide.program_modules), own_randomness(), torch.enable_grad():
         vector = guide.sample_vectors(1)[0].detach()
         latents = guide.require_layout().constrain(vector)[0]
         run = record(model, latents, part, {}, draw=sum_out_discrete)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pyro import poutine
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -15,8 +14,9 @@ from pyro_bdl.errors import ArgumentError, FailedStepError, warn
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.check import TENSORS_NEEDED, WholeData, kind_of, named_arguments
+from pyro_bdl.program.one_thread import Hidden
 from pyro_bdl.program.trace import Site, record, sum_out_discrete
-from pyro_bdl.utils.module_state import evaluation_mode, modules_of
+from pyro_bdl.utils.module_state import Modules, evaluation_mode
 from pyro_bdl.utils.progress import hidden
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import listed, ranked, whole_number
@@ -230,7 +230,8 @@ class Descent:
 
     def _skip(self, number: int, reason: str) -> None:
         self.skipped.append(number)
-        layers: list[Any] = [m for m in modules_of(self.objective) if keeps_statistics(m)]
+        modules = Modules(self.objective.model, self.objective.guide)
+        layers: list[Any] = [m for m in modules if keeps_statistics(m)]
         if self.policy == "raise":
             action = "the parameters are those before it"
         elif self.skipped[-_MOST_SKIPPED:] == [*range(number - _MOST_SKIPPED + 1, number + 1)]:
@@ -300,7 +301,7 @@ def _check_batches(model: Callable, guide: Callable, args: tuple, size: int, tot
     :raises ArgumentError: if it cannot run on some of the rows.
     """
     some = tuple(taken(value, slice(size)) for value in args)
-    with poutine.block(), own_randomness(), evaluation_mode(model, guide):
+    with Hidden(), own_randomness(), evaluation_mode(model, guide):
         try:
             values = values_of(record(guide, {}, some))
             run = record(model, values, some, draw=sum_out_discrete)

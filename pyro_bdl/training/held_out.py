@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_bdl.errors import UnsupportedProgramError, warn
@@ -15,10 +14,11 @@ from pyro_bdl.guides.ensemble import AutoEnsemble
 from pyro_bdl.handlers import Handled
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
+from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.training.descent import Training
-from pyro_bdl.utils.module_state import evaluation_mode, modules_of
+from pyro_bdl.utils.module_state import Modules, evaluation_mode
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import listed, ranked, whole_number
 
@@ -26,7 +26,7 @@ _DRAWS = 16  # of a guide, for its predictive density
 _CHECKS = 50
 
 
-class KeptRows(Messenger):
+class KeptRows(OneThread):
     """Handler under which the rows that are kept are all data, N / B is K / B.
 
     Where a plate of the data has more cells than the rows that the program gets, it has the size N
@@ -42,6 +42,7 @@ class KeptRows(Messenger):
         self.plates, self.share = plates, share
 
     def _process_message(self, msg: Any) -> None:
+        self.check_thread(msg)
         if msg["type"] != "sample":
             return
         frames = []
@@ -112,7 +113,7 @@ class EarlyStopping:
         self.program = Program(model, *back)
         self.plates, self.sites, self.seen = _rows_of(self.program)
         self.is_ensemble = isinstance(guide, AutoEnsemble)
-        modules = modules_of(model, guide)
+        modules = Modules(self.program.modules, guide.program_modules, guide)
         tensors: list[Tensor] = list(guide.parameters())
         trained = len(tensors)
         for module in modules:
@@ -149,7 +150,7 @@ class EarlyStopping:
 
     def _score(self) -> Tensor:
         guide: Any = self.guide
-        with evaluation_mode(self.model, guide), own_randomness():
+        with evaluation_mode(self.program.modules, guide), own_randomness():
             draws = guide.sample_latents(guide.size if self.is_ensemble else _DRAWS)
             values = map_draws(lambda draw: self.program.log_likelihood(draw), draws)
         count = leading_size(self.program.args)

@@ -9,7 +9,8 @@ Between two stretches of steps the parameters and the optimizer's state are torc
 import functools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import pyro
 import torch
-from pyro import poutine
 from torch import Tensor
 
 from pyro_bdl.elbo.step import Terms
@@ -26,10 +26,11 @@ from pyro_bdl.elbo.tempered import TemperedTrace_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import as_dicts, taken
+from pyro_bdl.program.one_thread import Hidden
 from pyro_bdl.tracing.compiled import split
 from pyro_bdl.tracing.jax.translate import KEYS, loss_to_jax
 from pyro_bdl.training.descent import Descent
-from pyro_bdl.utils.module_state import modules_of, without_side_effects
+from pyro_bdl.utils.module_state import Modules, without_side_effects
 from pyro_bdl.utils.validation import check_temperature
 
 STEPS_AT_ONCE = 500
@@ -116,9 +117,10 @@ def _jitted(loop: _Loop) -> Callable[..., Any]:
 class JaxDescent(Descent):
     """Gradient steps as :class:`Descent` takes them, many at a time in a compiled loop.
 
-    Minibatches, learning rates and temperatures are those of ``Descent``, and so are the parameters
-    after a step without random numbers, up to rounding. Random numbers are others than torch's:
-    their key is drawn by torch's generator at the start of each stretch of steps, so that a seed
+    Minibatches, learning rates, temperatures and other schedules are those of ``Descent``, and so
+    are the parameters after a step without random numbers, up to rounding. Random numbers are
+    others than torch's: their key is drawn by torch's generator at the start of each stretch of
+    steps, so that a seed
     and a checkpoint determine them. What else the program reads stays as it is meanwhile.
 
     :param steps: the number of all steps.
@@ -148,19 +150,27 @@ class JaxDescent(Descent):
             a.shape != b.shape for a, b in zip(whole.tensors, example.tensors, strict=True)
         ]
         bound, model, guide = self._bound, self.objective.model, self.objective.guide
-        modules = modules_of(self.objective)
+        modules = Modules(model, guide)
         _check_one_loss(bound, model, guide, first, modules)
         dtype = bound.kl.dtype
-        temperature = torch.ones((), dtype=dtype, device="cpu")
+        guides = [part for part in guide.modules() if isinstance(part, Guide)]
+        self._numbers = [(part, tuple(part.numbers())) for part in guides]
+        scheduled = torch.tensor(self._scheduled(0), dtype=dtype, device="cpu").unbind()
 
         def loss(*tensors: Tensor) -> tuple[Tensor, ...]:
-            args, kwargs = example.rebuild(tensors[:-1])
-            terms = bound.terms(model, guide, args, kwargs)
-            return bound.negative_bound(terms, tensors[-1]) * self.scale, *terms[:3], terms.draw
+            count = len(example.tensors)
+            args, kwargs = example.rebuild(tensors[:count])
+            temperature, *numbers = tensors[count:]
+            left = iter(numbers)
+            with ExitStack() as stack:
+                for part, names in self._numbers:
+                    stack.enter_context(part.holding({name: next(left) for name in names}))
+                terms = bound.terms(model, guide, args, kwargs)
+            return bound.negative_bound(terms, temperature) * self.scale, *terms[:3], terms.draw
 
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        with without_side_effects(modules), poutine.block(), pyro.validation_enabled(False):
-            translated = loss_to_jax(loss, trained, [*example.tensors, temperature])
+        with without_side_effects(modules), Hidden(), pyro.validation_enabled(False):
+            translated = loss_to_jax(loss, trained, [*example.tensors, *scheduled])
         self.parameters = translated.parameters
         groups = self.optimizer.param_groups
         self._places = [  # of each parameter's group
@@ -174,13 +184,13 @@ class JaxDescent(Descent):
         with jax.enable_x64(self._x64):
             self._data = [jnp.asarray(tensor.detach().cpu().numpy()) for tensor in whole.tensors]
             self._constants = [jnp.asarray(constant) for constant in translated.constants]
-        options = [
+        fixed = [
             (place, name, value)
             for place in self._places
             for name, value in groups[place].items()
             if name not in ("params", "lr")
         ]
-        key = translated.signature, self._update.__name__, repr((options, self._cut))
+        key = translated.signature, self._update.__name__, repr((fixed, self._cut))
         self._loop = _jitted(_Loop(key, self._compiled(translated.function)))
 
     @property
@@ -192,7 +202,7 @@ class JaxDescent(Descent):
 
         :raises UnsupportedProgramError: where there is none.
         """
-        name, guide = type(self.optimizer).__name__, self.objective.guide
+        name = type(self.optimizer).__name__
         if type(self.optimizer) not in UPDATES:
             known = ", ".join(optimizer.__name__ for optimizer in UPDATES)
             raise UnsupportedProgramError(f"the optimizer {name} has no steps there ({known} have)")
@@ -204,12 +214,13 @@ class JaxDescent(Descent):
             raise UnsupportedProgramError(
                 f"{type(self._bound).__name__} is none of the tempered bounds"
             )
-        counting = [g for g in guide.modules() if isinstance(g, Guide) and g.counts_steps]
-        if counting:
-            raise UnsupportedProgramError(
-                f"what {type(counting[0]).__name__} draws depends on the number of earlier steps"
-            )
         return update
+
+    def _scheduled(self, ahead: int) -> list[float]:
+        """The temperature after so many more steps, and the numbers of the guides."""
+        bound = self._bound
+        numbers = [part.numbers(ahead)[name] for part, names in self._numbers for name in names]
+        return [check_temperature(bound.schedule(bound.step + ahead)), *numbers]
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The loop over steps, which ends before a step whose loss or gradient is not finite."""
@@ -221,7 +232,7 @@ class JaxDescent(Descent):
 
         def run(
             parameters: list, states: list, constants: list, key: Any, count: Any, rows: Any,
-            rates: Any, temperatures: Any, data: list,
+            rates: Any, scheduled: Any, data: list,
         ) -> Any:  # fmt: skip
             def value(parameters: list, key: Any, arguments: list) -> tuple[Any, Any]:
                 first, *terms = function(parameters, constants, key, *arguments)
@@ -232,7 +243,7 @@ class JaxDescent(Descent):
                     leaf.at[rows[i]].get(mode="promise_in_bounds") if is_cut else leaf
                     for leaf, is_cut in zip(data, cut, strict=True)
                 ]
-                return [*parts, temperatures[i]]
+                return [*parts, *scheduled[i]]
 
             def evaluate(i: Any, parameters: list) -> Any:
                 at = jax.value_and_grad(value, has_aux=True)
@@ -257,7 +268,7 @@ class JaxDescent(Descent):
 
             shapes = jax.eval_shape(evaluate, 0, parameters)[0]
             loss, terms = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            losses = jnp.zeros(len(temperatures), loss.dtype)
+            losses = jnp.zeros(len(scheduled), loss.dtype)
             start = jnp.array(0), jnp.array(True), parameters, states, losses, terms
             return jax.lax.while_loop(lambda carry: (carry[0] < count) & carry[1], body, start)
 
@@ -269,15 +280,24 @@ class JaxDescent(Descent):
         """Take the steps to the end of a stretch; return the number of the next step."""
         end = min((number // self.stride + 1) * self.stride, self.steps)
         rows = [self.batches.next() for _ in range(end - number)]
+        self._check_rows(rows)
         while rows:
             taken = self._stretch(number, rows)
             number, rows = number + taken, rows[taken:]
         return number
 
+    def _check_rows(self, rows: Iterable[Tensor | None]) -> None:
+        """Compare rows alone with the rows of each step, in the first pass over the data."""
+        model, guide = self.objective.model, self.objective.guide
+        for indices in rows:
+            args = self.args if indices is None else _some(self.args, indices)
+            if not self._bound.check_rows(model, guide, args, {}):
+                return
+
     def _stretch(self, number: int, rows: list[Tensor | None]) -> int:
         """Take steps with these rows up to the first that fails; return how many were tried."""
         bound, count = self._bound, len(rows)
-        temperatures = [check_temperature(bound.schedule(bound.step + i)) for i in range(count)]
+        scheduled = [self._scheduled(i) for i in range(count)]
         rates = np.array([self.rates(number + i) for i in range(count)], self._dtype)
         chosen = [indices for indices in rows if indices is not None]  # all of them, or none
         indices = torch.stack(chosen).cpu().numpy() if chosen else np.zeros((count, 0), int)
@@ -289,7 +309,7 @@ class JaxDescent(Descent):
                 [{name: _array(value) for name, value in state.items()} for state in states],
                 self._constants, jax.random.key(seed, impl=KEYS), count, self._padded(indices),
                 self._padded(rates),
-                self._padded(np.asarray(temperatures, self._dtype)),
+                self._padded(np.asarray(scheduled, self._dtype)),
                 self._data,
             )  # fmt: skip
             done, finite, parameters, after, losses, terms = jax.device_get(results)
@@ -300,8 +320,8 @@ class JaxDescent(Descent):
         tried = done if finite else done + 1
         last = torch.tensor(losses[tried - 1], device=device)
         values: Any = [None if t is None else torch.tensor(t, device=device) for t in terms]
-        bound.step += tried - 1
-        bound.finish(bound.noted(Terms(*values), last, temperatures[tried - 1]))
+        bound.skip(tried - 1)
+        bound.finish(bound.noted(Terms(*values), last, scheduled[tried - 1][0]))
         if not finite:
             self.fail(number + done, last, rows[done])
         return tried
@@ -333,7 +353,7 @@ class JaxDescent(Descent):
                 tensor.copy_(torch.from_numpy(np.array(values[name])))
 
 
-def _check_one_loss(bound: Any, model: Any, guide: Any, args: tuple, modules: list) -> None:
+def _check_one_loss(bound: Any, model: Any, guide: Any, args: tuple, modules: Modules) -> None:
     """Check program, guide and data, and that the loss is one function of torch's random numbers.
 
     :raises UnsupportedProgramError: if it differs between two steps with the same ones.
@@ -354,7 +374,7 @@ def _check_one_loss(bound: Any, model: Any, guide: Any, args: tuple, modules: li
         )
 
 
-def _some(args: tuple, rows: slice) -> tuple:
+def _some(args: tuple, rows: slice | Tensor) -> tuple:
     return tuple(taken(as_dicts(value), rows) for value in args)
 
 

@@ -126,6 +126,8 @@ def train(
         for batch in batches:
             check_data(model, guide, batch, {})
     elbo = TemperedTraceMeanField_ELBO(num_particles=guide.num_members) if elbo is None else elbo
+    if isinstance(elbo, TemperedTrace_ELBO):
+        elbo.begin_training()
     objective: Any = elbo(model if stopping is None else stopping.of_kept(args), guide)
     if optimizer is None:
         optimizer = torch.optim.Adam(objective.parameters(), lr=learning_rate)

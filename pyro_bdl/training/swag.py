@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pyro_bdl.elbo.checks import require_gradients
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
@@ -13,7 +12,7 @@ from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
 from pyro_bdl.program.batches import leading_size, taken
 from pyro_bdl.program.check import check_finite
 from pyro_bdl.training.descent import BATCH, Descent, Training, num_rows, rows_per_step
-from pyro_bdl.utils.module_state import modules_of, preserved_buffers, saved_buffers
+from pyro_bdl.utils.module_state import Modules, preserved_buffers, saved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import whole_number
 
@@ -87,7 +86,7 @@ def collect_swag(
     per_member = guide.num_members / max(1, count)
     parameters = list(guide.parameters())
     before = [parameter.detach().clone() for parameter in parameters]
-    restore_buffers = saved_buffers(modules_of(model, guide))  # those of the snapshots, too
+    restore_buffers = saved_buffers(Modules(guide.program_modules, guide))  # the snapshots' too
     start = _mean_loss(objective, args, size) * per_member
     expected = 0.5 * guide.require_layout().size
 
@@ -150,10 +149,10 @@ class _TooHigh(Exception):
 
 
 @torch.no_grad()
-def _mean_loss(objective: Callable[..., Tensor], args: tuple, size: int) -> float:
+def _mean_loss(objective: Any, args: tuple, size: int) -> float:
     """The mean loss over all rows, in batches of ``size`` rows, without side effects."""
     count, total = leading_size(args), 0.0
-    with preserved_buffers(objective), own_randomness():
+    with preserved_buffers(objective.guide.program_modules), own_randomness():
         if not count:
             return objective(*args).item()
         for start in range(0, count, size):

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -64,18 +65,58 @@ def available_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free
-    return _memory_of_machine()
+    return memory_of_machine()
 
 
-def _memory_of_machine() -> int | None:
+def memory_of_machine(root: Path = Path("/")) -> int | None:
+    """The bytes that the process can still allocate on the host: of the machine, and below the
+    limits of the container (control groups, versions 1 and 2) it runs in; None if unknown.
+
+    :param root: the folder that holds ``proc`` and ``sys``.
+    """
+    machine = _numbers(root / "proc/meminfo", "MemAvailable:")
+    free = [machine[0] * 1024] if machine else []
+    for folder in _control_groups(root):
+        for limit, used, cache in _FILES:
+            most, now = _numbers(folder / limit), _numbers(folder / used)
+            if most and now:  # cached files are dropped for new blocks
+                free.append(most[0] - now[0] + sum(_numbers(folder / "memory.stat", cache)))
+    return max(0, min(free)) if free else None
+
+
+# The limit, the use, and a line of memory.stat with the part of it that is cached files.
+_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def _control_groups(root: Path) -> Iterator[Path]:
+    """The folders of the process's control groups, and of the groups that these are in.
+
+    A container may see its own group as the top one, under a path that its machine has.
+    """
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = root / "sys/fs/cgroup" / controllers
+        own = PurePosixPath(path.lstrip("/"))
+        yield from (top / part for part in (own, *own.parents))
+
+
+def _numbers(path: Path, name: str = "") -> list[int]:
+    """The number in a file, or in its line that begins with a name; none if there is no such, as
+    where no limit is set ("max")."""
+    words = [line.removeprefix(name).split() for line in _lines(path) if line.startswith(name)]
+    return [int(first) for first, *_ in words[:1] if first.isdecimal()]
+
+
+def _lines(path: Path) -> list[str]:
     try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        return path.read_text().splitlines()
     except OSError:
-        pass
-    return None
+        return []
 
 
 class Allocations(TorchDispatchMode):

@@ -1,15 +1,17 @@
 """Contexts that change a program's torch modules for a while: evaluation mode, kept buffers, hooks.
 
-They act only on the modules that the program holds (``modules_of``), so that networks in other
-threads are not affected.
+The modules of a program are those that it calls, and the program itself if it is a module, each
+with its parts. ``watching_calls``, around each run of a program, shows the contexts that are open
+which modules this thread calls: each is changed before its forward pass, and is as it was on exit
+of the context. Nothing is searched for, and networks in other threads are not affected.
 """
 
-import contextlib
-import functools
 import random
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from itertools import chain
 from typing import Any
 
@@ -17,15 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_pre_hook
 
+from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.random_state import own_randomness
 
-_MOST_ENTRIES = 1000  # longer containers are taken for data and not searched for modules
-_CONTAINERS = (list, tuple, set, frozenset, dict)
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_LIBRARIES = ("site-packages", "dist-packages", "pyro_bdl")  # in the paths of files
-_BOOKKEEPING = vars(nn.Module()).keys()  # attributes that each module has
 _MISSING: Any = object()
+
+_Undo = Callable[[], Any]
 
 
 def device_of(module: nn.Module) -> torch.device | None:
@@ -34,105 +35,178 @@ def device_of(module: nn.Module) -> torch.device | None:
     return None if first is None else first.device
 
 
-def modules_of(*programs: Any) -> list[nn.Module]:
-    """The modules that programs hold, each before its parts.
+# -------------------------------------------------------------------------- modules that are called
 
-    These are submodules, modules in the attributes of modules and of methods' objects, in closures,
-    defaults and arguments of functions and ``partial``s, in lists and dicts among them, and in the
-    global variables that a function outside of installed libraries names; and those of the
-    functions found there. Attributes of other objects are searched one level deep.
 
-    :param programs: functions, modules, methods, or containers of them.
+class Modules:
+    """A set of modules, each before its parts, in the order in which they were added.
+
+    :param owners: as in ``add``.
     """
-    modules: list[nn.Module] = []
-    seen: dict[int, Any] = {}  # holds the objects too, so that no id is reused
-    pending = [_opened(program) for program in reversed(programs)]
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value
-        if isinstance(value, nn.Module):
-            modules.append(value)
-        holders = (nn.Module, *_CONTAINERS, *_FUNCTIONS)
-        pending += [part for part in reversed(_parts(value)) if isinstance(part, holders)]
-    return modules
 
+    def __init__(self, *owners: Any) -> None:
+        self._by_id: dict[int, nn.Module] = {}  # modules may compare by value
+        for owner in owners:
+            self.add(owner)
 
-def _parts(value: Any) -> list[Any]:
-    """The objects that a module, a container or a function holds."""
-    if isinstance(value, nn.Module):
-        own = vars(value).keys() - _BOOKKEEPING
-        return [*value.children(), *(vars(value)[name] for name in sorted(own))]
-    if isinstance(value, _CONTAINERS):
-        if len(value) > _MOST_ENTRIES:
+    def add(self, owner: Any) -> list[nn.Module]:
+        """Add a module with its parts, the module of a bound method, or other ``Modules``.
+
+        A guide brings those of its program, its ``program_modules``.
+
+        :param owner: any object; others, such as functions and data, add nothing.
+        :returns: those that are new.
+        """
+        if isinstance(owner, types.MethodType):
+            owner = owner.__self__
+        if not isinstance(owner, nn.Module | Modules):
             return []
-        return list(value.values() if isinstance(value, dict) else value)
-    if isinstance(value, types.MethodType):
-        return [_opened(value.__self__), value.__func__]
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
-    held = [getattr(value, "__wrapped__", None), *(value.__defaults__ or ())]
-    held += (value.__kwdefaults__ or {}).values()
-    for cell in value.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a variable without a value yet
-            held.append(cell.cell_contents)
-    if not any(library in value.__code__.co_filename for library in _LIBRARIES):
-        held += [value.__globals__.get(name) for name in _names(value.__code__)]
-    return [_opened(part) for part in held]
+        parts = owner if isinstance(owner, Modules) else owner.modules()
+        parts = chain(parts, getattr(owner, "program_modules", ()))
+        new = [part for part in parts if id(part) not in self._by_id]
+        self._by_id.update((id(part), part) for part in new)
+        return new
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(list(self._by_id.values()))
+
+    def __contains__(self, module: object) -> bool:
+        return id(module) in self._by_id
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __reduce__(self) -> tuple:
+        return Modules, tuple(self)
 
 
-def _names(code: types.CodeType) -> list[str]:
-    """The names that a function and the functions inside it look up."""
-    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return [*code.co_names, *(name for part in inner for name in _names(part))]
+class _Context:
+    """A context that changes modules.
+
+    :param change: changes a module, and returns what takes the change back, or None. It is called
+        with the arguments of the module's call where the module is met by it, else with None.
+    :param owners: see ``changed``.
+    """
+
+    def __init__(self, change: Callable[[nn.Module, Any], _Undo | None], owners: tuple) -> None:
+        self.change, self.known = change, Modules()
+        self.growing = [owner for owner in owners if isinstance(owner, Modules)]
+        self.compiled = False  # whether a module is of ``torch.compile``
+        self.undo = ExitStack()
+
+    def take(self, owner: Any, args: Any = None) -> None:
+        """Change the modules of an owner that are new.
+
+        :param args: those of its call.
+        """
+        for module in self.known.add(owner):
+            self.compiled = self.compiled or "dynamo_ctx" in vars(module)
+            undo = self.change(module, args if module is owner else None)
+            if undo is not None:
+                self.undo.callback(undo)
+
+    def called(self, module: nn.Module, args: Any) -> None:
+        if module not in self.known:
+            for modules in self.growing:
+                modules.add(module)
+            self.take(module, args)
 
 
-def _opened(value: Any) -> Any:
-    """The attributes of an object of a user's class; any other value itself."""
-    if isinstance(value, (nn.Module, type, types.ModuleType, *_CONTAINERS, *_FUNCTIONS)):
-        return value
-    return list(getattr(value, "__dict__", {}).values())
+_open: ContextVar[tuple[_Context, ...]] = ContextVar("pyro_bdl_module_contexts", default=())
 
 
 @contextmanager
-def evaluation_mode(*programs: Any) -> Iterator[None]:
-    """Put all modules that programs hold into evaluation mode; their modes are restored on exit.
+def changed(change: Callable[[nn.Module, Any], _Undo | None], *owners: Any) -> Iterator[Modules]:
+    """Change the modules of a program, those that are called only inside included.
 
-    Running statistics do not move meanwhile. Modules of ``torch.compile`` run uncompiled.
-
-    :param programs: as in ``modules_of``.
+    :param change: changes a module, see ``_Context``.
+    :param owners: what is known of the modules: modules, methods of modules, and ``Modules``, to
+        which those that are called are added.
+    :returns: the modules that were changed so far.
     """
-    with evaluating(modules_of(*programs)):
+    context = _Context(change, owners)
+    with context.undo:
+        for owner in owners:
+            context.take(owner)
+        _open.set((*_open.get(), context))
+        try:
+            yield context.known
+        finally:  # by identity, since generators may end in another order
+            _open.set(tuple(other for other in _open.get() if other is not context))
+
+
+def _note(module: nn.Module, args: Any) -> None:
+    for context in _open.get():  # none in other threads; outer contexts first
+        context.called(module, args)
+
+
+@contextmanager
+def watching_calls(*, first: bool = False) -> Iterator[None]:
+    """Show the contexts that are open the modules that are called, for the length of one run.
+
+    :param first: whether it is the first run of a program.
+    """
+    if torch.compiler.is_compiling() or not _open.get():
+        yield
+        return
+    with ExitStack() as stack:
+        if first or any(context.compiled or not context.known for context in _open.get()):
+            stack.enter_context(_without_warning_of_hooks())
+        stack.callback(register_module_forward_pre_hook(_note).remove)
         yield
 
 
 @contextmanager
-def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put modules into evaluation mode, as ``evaluation_mode`` does."""
-    modes = [module.training for module in modules]
-    with as_written(modules):
-        for module in modules:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module, training in zip(modules, modes, strict=True):
-                module.training = training
+def _without_warning_of_hooks() -> Iterator[None]:
+    """Let modules of ``torch.compile`` not warn of the hook."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using `torch.compile")
+        yield
 
 
-@contextmanager
-def preserved_buffers(*programs: Any) -> Iterator[None]:
+def modules_in_sight() -> Modules:
+    """The modules that the contexts which are open know."""
+    return Modules(*(context.known for context in _open.get()))
+
+
+# ------------------------------------------------------------------------------------- contexts
+
+
+def evaluation_mode(*owners: Any) -> AbstractContextManager[Modules]:
+    """Put all modules of a program into evaluation mode; their modes are restored on exit.
+
+    Running statistics do not move meanwhile. Modules of ``torch.compile`` run uncompiled, from the
+    run after the one that first meets them.
+
+    :param owners: as in ``changed``.
+    """
+    return changed(_evaluate, *owners)
+
+
+def _evaluate(module: nn.Module, args: Any) -> _Undo:
+    training, compiled = module.training, _uncompile(module)
+    module.training = False
+
+    def restore() -> None:
+        module.training = training
+        compiled()
+
+    return restore
+
+
+def preserved_buffers(*owners: Any) -> AbstractContextManager[Modules]:
     """Restore the buffers of modules in training mode, such as BatchNorm's running statistics, on
     exit.
 
-    :param programs: as in ``modules_of``.
+    :param owners: as in ``changed``.
     """
-    restore = saved_buffers(module for module in modules_of(*programs) if module.training)
-    try:
-        yield
-    finally:
-        restore()
+    return changed(lambda module, args: _save(module) if module.training else None, *owners)
+
+
+def _save(module: nn.Module) -> _Undo | None:
+    if is_transformed():  # inside vmap, values of draws may stand in the places of buffers
+        return None
+    return saved_buffers([module])
 
 
 def saved_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
@@ -174,61 +248,63 @@ def without_side_effects(
             tensor.data.copy_(value)
 
 
-@contextmanager
-def as_written(modules: Iterable[nn.Module]) -> Iterator[None]:
+def as_written(*owners: Any) -> AbstractContextManager[Modules]:
     """Run modules of ``torch.compile`` uncompiled.
 
     Hooks, tracers and transforms of ``torch.func`` then see their operations.
+
+    :param owners: as in ``changed``.
     """
-    saved: list[tuple[nn.Module, str, Any]] = []
+    return changed(lambda module, args: _uncompile(module), *owners)
 
-    def put(module: nn.Module, name: str, value: Any) -> None:
-        saved.append((module, name, module.__dict__.get(name, _MISSING)))
-        module.__dict__[name] = value
 
-    for module in modules:
-        if "dynamo_ctx" in module.__dict__:  # torch.compile(module)
-            put(module, "forward", module._orig_mod)
-        if module.__dict__.get("_compiled_call_impl") is not None:
-            put(module, "_compiled_call_impl", None)
-    try:
-        yield
-    finally:
-        for module, name, value in reversed(saved):
+def _uncompile(module: nn.Module) -> _Undo:
+    state = vars(module)
+    values: dict[str, Any] = {}
+    if "dynamo_ctx" in state:  # torch.compile(module)
+        values["forward"] = module._orig_mod
+    if state.get("_compiled_call_impl") is not None:
+        values["_compiled_call_impl"] = None
+    before = {name: state.get(name, _MISSING) for name in values}
+    state.update(values)
+
+    def restore() -> None:
+        for name, value in before.items():
             if value is _MISSING:
-                del module.__dict__[name]
+                del state[name]
             else:
-                module.__dict__[name] = value
+                state[name] = value
+
+    return restore
 
 
-@contextmanager
 def hooked(
-    modules: Iterable[nn.Module],
     before: Callable[..., Any],
-    after: Callable[..., Any] | None = None,
-    *,
+    after: Callable[..., Any] | None,
+    *owners: Any,
     kind: type[nn.Module] = nn.Module,
-) -> Iterator[None]:
+) -> AbstractContextManager[Modules]:
     """Run modules uncompiled, with a hook before and a hook after each call of modules of one
     class.
 
     :param before: a forward pre-hook.
     :param after: a forward hook, if any.
+    :param owners: as in ``changed``.
     :param kind: the class.
     """
-    modules = list(modules)
-    hooks = []
-    with as_written(modules):
-        try:
-            for module in modules:
-                if isinstance(module, kind):
-                    hooks.append(module.register_forward_pre_hook(before))
-                    if after is not None:
-                        hooks.append(module.register_forward_hook(after, always_call=True))
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+
+    def hook(module: nn.Module, args: Any) -> _Undo:
+        undo = ExitStack()
+        undo.callback(_uncompile(module))
+        if isinstance(module, kind):
+            undo.callback(module.register_forward_pre_hook(before).remove)
+            if after is not None:
+                undo.callback(module.register_forward_hook(after, always_call=True).remove)
+            if args is not None:  # of the call that is under way, whose hooks are read already
+                before(module, args)
+        return undo.close
+
+    return changed(hook, *owners)
 
 
 @contextmanager

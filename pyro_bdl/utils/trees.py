@@ -1,6 +1,7 @@
 """Nested tuples, lists and dicts as lists of leaves: torch's functions for them, imported in one
 place, since torch has no public name for them."""
 
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -31,3 +32,14 @@ def _are_equal(one: Any, other: Any) -> bool:
     a, b = (value.detach().to("cpu", torch.float64) for value in (one, other))
     size = float(b.nan_to_num().abs().max()) if b.numel() else 0.0
     return bool(torch.isclose(a, b, rtol=0.0, atol=_ROUNDING * size, equal_nan=True).all())
+
+
+def constants_of(leaves: Iterable[Any]) -> tuple[tuple[type, Any] | None, ...]:
+    """Of each leaf its type, since 1, 1.0 and True are equal, and its value or, where it cannot be
+    in a key, its identity; None for a tensor."""
+    return tuple(
+        None
+        if isinstance(leaf, Tensor)
+        else (type(leaf), leaf if isinstance(leaf, Hashable) else id(leaf))
+        for leaf in leaves
+    )

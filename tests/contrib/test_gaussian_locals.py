@@ -13,6 +13,7 @@ from pyro_bdl.elbo import CompiledELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField
 from pyro_bdl.handlers import integrate
+from pyro_bdl.program import record
 from pyro_bdl.tracing.jax.translate import to_jax
 
 N = 7
@@ -225,3 +226,28 @@ def _line():
 def test_what_has_no_closed_form_is_named(model, sites, words):
     with pytest.raises((UnsupportedProgramError, ValueError), match=words):
         Program(integrate(model, *sites))
+
+
+@pytest.mark.parametrize("curve", [torch.tanh, torch.relu, torch.abs])
+def test_every_evaluation_is_looked_at(curve):
+    """At w = 0 the program is linear in z; elsewhere it is not, and the same object says so, in
+    transforms by NaN."""
+
+    def model(y):
+        w = pyro.sample("w", dist.Normal(Y.new_zeros(()), 1.0))
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Normal(torch.zeros_like(y), 1.0))
+            pyro.sample("y", dist.Normal(curve(w * z), 0.3), obs=y)
+
+    program = integrate(model, "z")
+
+    def likelihood(w):
+        return record(program, {"w": w}, (Y,)).log_likelihood()
+
+    expected = dist.Normal(Y.new_zeros(()), 0.3).log_prob(Y).sum()
+    torch.testing.assert_close(likelihood(Y.new_zeros(())), expected)
+    for w in (1e-3, 2.0):
+        with pytest.raises(UnsupportedProgramError, match="'y' is not linear"):
+            likelihood(Y.new_tensor(w))
+    found = torch.vmap(likelihood)(Y.new_tensor([0.0, 2.0]))
+    assert found.isnan().tolist() == [False, True]

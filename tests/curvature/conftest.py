@@ -82,13 +82,14 @@ class Oracle:
     @staticmethod
     def fit(program, vector, data, subset=None, **options):
         subset = Subset(program.layout, subset) if not isinstance(subset, Subset) else subset
-        names = ("structure", "curvature", "num_draws")
+        names = ("structure", "curvature", "num_draws", "rows")
         config = {name: options.pop(name) for name in names if name in options}
         if options:  # of the structure, if it has them
             kind = STRUCTURES[config["structure"]]
             own = {field.name for field in fields(kind)}
             config["structure"] = kind(**{k: v for k, v in options.items() if k in own})
-        return fit_curvature(At(program.model, subset, vector), data, CurvatureConfig(**config))
+        config = CurvatureConfig(**config)
+        return fit_curvature(At(program.model, subset, vector, config.rows), data, config)
 
     @staticmethod
     def regression(net, x, outputs=1, noise=0.5, prior=None):

@@ -8,10 +8,10 @@ from torch import nn
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.curvature import Full, config
 from pyro_bdl.curvature.automatic_structure import chosen_config
-from pyro_bdl.curvature.hyperparameters import few_rows
 from pyro_bdl.curvature.prior import run_at
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.saved import few_rows
 from pyro_bdl.program.subset import Subset
 
 pytestmark = pytest.mark.filterwarnings("ignore:the guide is not at a maximum")

@@ -112,8 +112,9 @@ def test_distributions_that_cannot_be_read(oracle):
     program, vector = oracle.program(mixture, torch.randn(4))
     y = torch.randn(4)
     with pytest.raises(ValueError, match=r"'y' is not known.*ExpandedDistribution.*hessian"):
-        oracle.fit(program, vector, (y,), structure="full")
-    found = oracle.fit(program, vector, (y,), structure="full", curvature="hessian")
+        oracle.fit(program, vector, (y,), structure="full", rows="together")
+    hessian = {"structure": "full", "curvature": "hessian", "rows": "together"}
+    found = oracle.fit(program, vector, (y,), **hessian)
     assert torch.isfinite(found.curvature.matrix).all()
 
 
@@ -135,8 +136,8 @@ def test_distributions_that_cannot_be_made_again(oracle):
 
     program, vector = oracle.program(model, torch.ones(4))
     with pytest.raises(ValueError, match=r"Fisher information of Around.*loc, scale.*hessian"):
-        oracle.fit(program, vector, (torch.ones(4),), structure="diag")
-    hessian = {"structure": "full", "curvature": "hessian"}
+        oracle.fit(program, vector, (torch.ones(4),), structure="diag", rows="together")
+    hessian = {"structure": "full", "curvature": "hessian", "rows": "together"}
     found = oracle.fit(program, vector, (torch.ones(4),), **hessian)
     torch.testing.assert_close(found.curvature.matrix, torch.eye(4))
 

@@ -11,7 +11,6 @@ from torch import nn
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.curvature.hyperparameters import (
     Hyperparameter,
-    few_rows,
     followed,
     group_sum,
     noise_owner,
@@ -24,6 +23,7 @@ from pyro_bdl.curvature.hyperparameters import (
     scales,
 )
 from pyro_bdl.guides import AutoLaplaceGGN
+from pyro_bdl.program.saved import few_rows
 from pyro_bdl.program.subset import select
 
 X = torch.arange(12.0, dtype=torch.float64).reshape(6, 2) / 10
@@ -240,7 +240,7 @@ def test_two_observations_have_no_common_noise():
     assert noise_site(reading) is None and list(reading.parameters) == ["noise"]
     several = models.Regression(bayesianize(nn.Linear(2, 2)), noise=learned([0.5, 1.0]))
     guide = AutoLaplaceGGN(several).prototype(X, X)
-    reading = read_at_center(several, guide, (X, X), {})
+    reading = read_at_center(several, guide)
     assert noise_site(reading) is None and short(reading.in_likelihood) == ["noise"]
 
 

@@ -10,13 +10,11 @@ from helpers.compiled_steps import X, Y, regression, regression_with, same_steps
 from pyro.nn import PyroParam
 from torch import nn
 
-from pyro_bdl import bayesianize, models, priors
+from pyro_bdl import bayesianize, models, priors, training
 from pyro_bdl.elbo import CompiledELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.estimators import local_reparameterization
-from pyro_bdl.guides import (
-    AutoMeanField,
-)
+from pyro_bdl.guides import AutoMCDropout, AutoMeanField, BernoulliNoise
 from pyro_bdl.optim import IVON, InSVI
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -78,6 +76,17 @@ def test_batch_norm_for_several_particles_runs_uncompiled():
         )
 
 
+def test_learned_dropout_rates_are_compiled():
+    """The temperature of their relaxation falls from step to step."""
+    noise = BernoulliNoise(lambda step: 1.0 / (1 + step))
+    elbo, _ = same_steps(
+        {},
+        [(X, Y)] * 12,
+        kind=lambda model: AutoMCDropout(model, p=0.3, learn_p=True, sites="all", noise=noise),
+    )
+    assert elbo.num_traces == 1
+
+
 # What changes outside of the arguments
 
 
@@ -132,27 +141,141 @@ def _differences(model, guide, change, expected):
     before = [difference() for _ in range(4)]
     change()
     with expected:
-        stale, later = [difference() for _ in range(3)], [difference() for _ in range(5)]
+        soon, later = [difference() for _ in range(3)], [difference() for _ in range(5)]
     assert max(before) < 1e-4 and max(later) < 1e-4
     assert elbos[0].num_traces == 2
-    return stale
+    return soon
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: setattr(model.network.network[1], "p", 0.9),
-        lambda model: setattr(model, "num_data", 60),
-        lambda model: setattr(model, "_noise", 2.0),
-    ],
-    ids=["layer", "num_data", "noise"],
-)
-def test_changed_attributes_are_found_by_the_next_comparison(change):
-    net = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5), nn.Linear(3, 1))
+class _Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(2.0))
+        self.power, self.shift = 1, torch.tensor(0.0)
+
+    def forward(self, x):
+        return self.factor * x**self.power + self.shift
+
+
+def _hook(module, args, output):
+    return 2.0 * output
+
+
+_CHANGES = {
+    "dropout": lambda model, guide: setattr(model.network.network[1], "p", 0.9),
+    "num_data": lambda model, guide: setattr(model, "num_data", 60),
+    "noise": lambda model, guide: setattr(model, "_noise", 2.0),
+    "prior": lambda model, guide: model.update_prior(guide),
+    "network's prior": lambda model, guide: setattr(model.network, "task_prior", guide.as_prior()),
+    "mode of a layer": lambda model, guide: model.network.network[1].eval(),
+    "mode": lambda model, guide: model.eval(),
+    "number": lambda model, guide: setattr(model.network.network[3], "power", 2),
+    "tensor": lambda model, guide: setattr(model.network.network[3], "shift", torch.tensor(1.0)),
+    "tensor in place": lambda model, guide: model.network.network[3].shift.add_(1.0),
+    "buffer": lambda model, guide: setattr(model.network.network[3], "factor", torch.tensor(1.0)),
+    "buffer in place": lambda model, guide: model.network.network[3].factor.fill_(1.0),
+    "layer": lambda model, guide: model.network.network.insert(2, nn.Tanh()),
+    "hook": lambda model, guide: model.network.network[3].register_forward_hook(_hook),
+}
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["module", "function"])
+@pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES)
+def test_changes_of_modules_are_seen_at_once(change, bare):
+    """Those of a function's network too, which a run shows."""
+    net = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5), nn.Linear(3, 1), _Scaled())
     model = models.Regression(bayesianize(net), noise=0.5, num_data=6)
-    guide = AutoMeanField(model).prototype(X, Y)
+    program = (lambda x, y: model(x, y)) if bare else model
+    guide = AutoMeanField(program).prototype(X, Y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BdlWarning)
+        soon = _differences(program, guide, lambda: change(model, guide), warnings.catch_warnings())
+    assert max(soon) < 1e-4
+
+
+def _in_closures():
+    number, tensor = 2.0, torch.tensor(2.0)
+
+    def program(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(number * tensor * (x @ w), 1.0), obs=y)
+
+    def set_number():
+        nonlocal number
+        number = 3.0
+
+    return program, set_number, lambda: tensor.fill_(3.0)
+
+
+def test_a_tensor_of_a_closure_is_followed():
+    program, _, fill = _in_closures()
+    guide = AutoMeanField(program).prototype(X, Y)
+    assert max(_differences(program, guide, fill, warnings.catch_warnings())) < 1e-4
+
+
+def test_a_changed_closure_is_found_by_the_next_comparison():
+    program, set_number, _ = _in_closures()
+    guide = AutoMeanField(program).prototype(X, Y)
     warned = pytest.warns(BdlWarning, match="traces the program again")
-    assert min(_differences(model, guide, lambda: change(model), warned)) > 1e-3
+    assert min(_differences(program, guide, set_number, warned)) > 1e-3
+
+
+def test_a_training_begins_with_a_comparison():
+    program, set_number, _ = _in_closures()
+    guide = AutoMeanField(program).prototype(X, Y)
+    elbo, plain = CompiledELBO(), TemperedTraceMeanField_ELBO()
+    for _ in range(5):
+        elbo.loss_and_grads(program, guide, X, Y)
+    set_number()
+    with pytest.warns(BdlWarning, match="traces the program again"):
+        training.train(program, guide, X, Y, steps=1, elbo=elbo)
+    losses = []
+    for bound in (elbo, plain):
+        torch.manual_seed(0)
+        losses.append(bound.loss_and_grads(program, guide, X, Y))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+class _Noting(nn.Module):
+    """Counts its calls, and keeps what it returned last."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.last = 0, None
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = x.tanh()
+        return self.last
+
+
+def test_what_a_network_notes_of_its_runs_is_no_change():
+    elbo, record = same_steps({}, [(X, Y)] * 12, make=lambda: regression_with(_Noting()))
+    assert elbo.num_traces == 1 and record.model.network.network[1].calls > 0
+
+
+def test_a_network_that_a_program_meets_later_is_known_from_then_on():
+    net = bayesianize(nn.Sequential(nn.Linear(2, 1), nn.Dropout(0.5)))
+    late = nn.Dropout(0.5)
+
+    def program(x, y, dropping):
+        f = net(x)[:, 0]
+        f = late(f) if dropping else f
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+    guide = AutoMeanField(program).prototype(X, Y, False)
+    elbo, plain = CompiledELBO(), TemperedTraceMeanField_ELBO()
+    for number in range(16):
+        late.p = 0.2 if number == 10 else late.p
+        late.train(number < 13)
+        losses = []
+        for bound in (elbo, plain):
+            torch.manual_seed(number)
+            losses.append(bound.loss_and_grads(program, guide, X, Y, number % 2 == 1))
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert elbo.num_replays > 2
 
 
 def test_a_variable_that_each_run_changes_ends_uncompiled():
@@ -173,17 +296,38 @@ def test_a_variable_that_each_run_changes_ends_uncompiled():
 
 
 def test_endless_changes_end_uncompiled():
-    """Before the steps of comparisons that come after the first one."""
-    model = regression(num_data=6)
-    guide = AutoMeanField(model).prototype(X, Y)
+    """Of a closure, before the steps of comparisons that come after the first one."""
+    number = 1.0
+
+    def program(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(number * (x @ w), 1.0), obs=y)
+
+    guide = AutoMeanField(program).prototype(X, Y)
     elbo = CompiledELBO(max_graphs=2)
     again = pytest.warns(BdlWarning, match="traces the program again")
     with again, pytest.warns(BdlWarning, match="was changed between evaluations 2 times"):
-        for number in range(16):
-            if number in (3, 7):
-                model.num_data += 1
-            elbo.loss_and_grads(model, guide, X, Y)
+        for step in range(16):
+            if step in (3, 7):
+                number += 1.0
+            elbo.loss_and_grads(program, guide, X, Y)
     assert elbo.num_traces == 2
+
+
+@pytest.mark.parametrize(("every", "compiled"), [(1, False), (40, True)])
+def test_an_attribute_may_be_set_now_and_then_and_not_in_each_step(every, compiled):
+    model = regression(num_data=6)
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbo = CompiledELBO(max_graphs=2)
+    expected = warnings.catch_warnings()
+    if not compiled:
+        expected = pytest.warns(BdlWarning, match=r"'Regression.num_data' is set between")
+    with expected:
+        for number in range(4 * every + 4):
+            model.num_data += number % every == 0
+            elbo.loss_and_grads(model, guide, X, Y)
+    assert (elbo.num_replays > 80) == compiled
 
 
 def test_values_from_pyros_store(tmp_path):

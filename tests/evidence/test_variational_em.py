@@ -40,7 +40,7 @@ class ExactPosterior:
         with torch.no_grad():
             now = {
                 name.rpartition(".")[2]: p.value
-                for name, p in read_at_center(model, guide, data, {}).parameters.items()
+                for name, p in read_at_center(model, guide).parameters.items()
             }
             a, s = now["hyper_prior_scale"], now["noise"]
             guide.loc.copy_(line.mode(a, s))

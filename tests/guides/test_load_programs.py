@@ -44,12 +44,13 @@ class Own(PyroModule):
 
 
 def function():
-    """A program that is no module: a network in its closure, and a parameter in Pyro's store."""
-    bnn = bdl.bayesianize(net(), where="2.*")
+    """A program that is no module: a network that it holds in an object, and a parameter in Pyro's
+    store."""
+    held = types.SimpleNamespace(network=bdl.bayesianize(net(), where="2.*"))
     start = torch.tensor(0.3)
 
     def model(x, y=None):
-        f = bnn(x)[..., 0]
+        f = held.network(x)[..., 0]
         noise = pyro.param("the noise of a function", start, dist.constraints.positive)
         pyro.deterministic("f", f)
         with pyro.plate("data", 12, subsample=x):
@@ -80,6 +81,7 @@ PROGRAMS = {
 
 def _modules(model):
     cells = [cell.cell_contents for cell in getattr(model, "__closure__", None) or ()]
+    cells = [getattr(cell, "network", cell) for cell in cells]
     return [part for part in [model, *cells] if isinstance(part, nn.Module)]
 
 

@@ -1,6 +1,7 @@
 """Which guides the natural-gradient optimizers move, and what their copies move."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -42,6 +43,19 @@ def test_a_copy_moves_the_copied_guide(optimizer, elbo):
     step(model, guide, optimizer)
     assert torch.equal(guide.loc, clone["guide"].loc)
     assert torch.equal(guide.scale, clone["guide"].scale)
+
+
+def test_an_optimizer_that_is_gone_leaves_no_hook():
+    model, data = _problem()
+    guide = AutoMeanField(model).prototype(*data)
+    kept = IVON(guide)
+    for _ in range(3):
+        copy.deepcopy({"guide": guide, "optimizer": IVON(guide)})
+    gc.collect()
+    assert len(guide.loc._post_accumulate_grad_hooks) == 1
+    del kept
+    gc.collect()
+    assert not guide.loc._post_accumulate_grad_hooks
 
 
 @pytest.mark.parametrize(("optimizer", "elbo"), PAIRS)

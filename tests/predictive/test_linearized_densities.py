@@ -231,7 +231,7 @@ def test_masked_data_count_nothing(how):
         with pyro.plate("data", len(x)), poutine.mask(mask=mask if how == "handler" else True):
             pyro.sample("y", normal, obs=y)
 
-    guide = approximate(model, (x, y))
+    guide = approximate(model, (x, y), rows="together")
     predictive = LinearizedPredictive(model, guide, 2000)
     draws, density = predictive.log_likelihood(x, y)["y"], predictive.log_density(x, y)["y"]
     assert draws.shape == (2000, N)

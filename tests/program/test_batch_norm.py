@@ -13,6 +13,7 @@ import pyro_bdl as bdl
 from pyro_bdl.guides import AutoEnsemble, AutoLaplaceGGN, AutoMAP, AutoMeanField
 from pyro_bdl.program.batch_norm import leaving_running_statistics, take_up
 from pyro_bdl.program.vmap import DrawMap
+from pyro_bdl.utils.module_state import Modules
 
 
 def network():
@@ -170,7 +171,7 @@ def test_vmap_updates_statistics_as_a_loop_does(momentum, calls):
 
     layer(x)  # some statistics to begin with
     other = copy.deepcopy(layer)
-    found = DrawMap()(function, {"scale": scale})
+    found = DrawMap(modules=Modules(layer))(function, {"scale": scale})
     layer, at_once = other, layer
     expected = torch.stack([function({"scale": row}) for row in scale])
     torch.testing.assert_close(found, expected)
@@ -188,10 +189,10 @@ def test_each_draw_has_its_own_random_numbers():
 def test_statistics_come_back_after_an_error():
     layer = nn.BatchNorm1d(3)
     before = {name: id(value) for name, value in layer.named_buffers()}
-    with pytest.raises(ValueError, match="channel"), leaving_running_statistics([layer]):
+    with pytest.raises(ValueError, match="channel"), leaving_running_statistics(layer):
         layer(torch.ones(1, 3))
     assert {name: id(value) for name, value in layer.named_buffers()} == before
-    with leaving_running_statistics([layer]) as calls:
+    with leaving_running_statistics(layer) as calls:
         layer.eval()(torch.ones(1, 3))
     assert not calls
     take_up(calls)

@@ -194,7 +194,11 @@ FAMILIES = {family.__name__: family for family in TRAINED} | {
     "Gaussian dropout": lambda model: bdl.guides.AutoMCDropout(
         model, p=0.3, sites="all", noise=bdl.guides.GaussianNoise()
     ),
-}
+    "learned rates": lambda model: bdl.guides.AutoMCDropout(
+        model, p=0.3, sites="all", learn_p=True,
+        noise=bdl.guides.BernoulliNoise(temperature=lambda step: 0.05 + 0.02 * step),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -212,6 +216,23 @@ def test_losses_have_the_law_of_torchs(name):
         means.append(losses.mean())
         variances.append(losses.var() / len(losses))
     assert abs(means[0] - means[1]) <= 5 * sum(variances).sqrt() + 1e-9 * means[0].abs()
+
+
+class Counted(bdl.guides.GaussianNoise):
+    """Factors without random numbers that depend on the number of the step."""
+
+    def rsample(self, p, num_samples, scheduled):
+        return (1.0 + 0.001 * scheduled * p).expand(num_samples, len(p))
+
+
+def test_learned_rates_follow_their_schedule_over_stretches():
+    def made():
+        model = program()
+        guide = bdl.guides.AutoMCDropout(model, sites="all", learn_p=True, noise=Counted())
+        return model, guide, {}
+
+    ours, theirs = check_same_trajectory(made, data(), steps=520, rtol=1e-6)
+    assert len(ours.losses) == len(theirs.losses) == 520
 
 
 def conjugate():
@@ -245,6 +266,19 @@ def test_tempered_optimum():
     run("jax", linear, guide, x, y, steps=3000, learning_rate=0.03, elbo=elbo)
     tempered = 1.0 + (precision - 1.0) / 0.1
     torch.testing.assert_close(guide.scale.detach() ** -2, tempered, rtol=0.05, atol=0.0)
+
+
+def test_rows_that_meet_in_a_later_batch_are_refused_under_noise_of_each_datum():
+    def gated(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(1, 1), 1.0).to_event(2))
+        inputs = x + (x > 0.99) * x.mean()  # the last row reads the others of its batch
+        with pyro.plate("data", 40, subsample=x):
+            pyro.sample("y", dist.Normal((inputs @ w)[:, 0], 0.3), obs=y)
+
+    elbo = bdl.elbo.TemperedTraceMeanField_ELBO(estimator="local_reparameterization")
+    guide = bdl.guides.AutoMeanField(gated)
+    with pytest.raises(bdl.errors.UnsupportedProgramError, match="depend on each other"):
+        run("jax", gated, guide, *data(), steps=40, batch_size=10, elbo=elbo)
 
 
 @pytest.mark.parametrize("estimator", ["local_reparameterization", "flipout"])
@@ -463,7 +497,6 @@ WITHOUT_STEPS = {
     "running_mean|batch_norm|in place": with_guide(
         bdl.guides.AutoMAP, lambda: network(nn.BatchNorm1d(5))
     ),
-    "number of earlier steps": with_guide(lambda m: bdl.guides.AutoMCDropout(m, learn_p=True)),
     "airy": with_guide(bdl.guides.AutoMAP, lambda: network(Airy())),
     "OwnGradient": with_guide(bdl.guides.AutoMAP, lambda: network(Straight())),
     "keeps a counter": with_guide(bdl.guides.AutoMAP, lambda: network(Counter())),

@@ -40,3 +40,56 @@ def test_the_limit_of_a_piece_is_that_of_the_innermost_context():
         memory.working_memory(0),
     ):
         pass
+
+
+GB = 2**30
+
+
+def _machine(root, files):
+    for name, text in {"proc/meminfo": f"MemAvailable: {64 * 2**20} kB\n", **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return memory.memory_of_machine(root)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 64),
+        # version 2, as a container sees its own group
+        ({
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": f"{8 * GB}\n",
+            "sys/fs/cgroup/memory.current": f"{5 * GB}\n",
+            "sys/fs/cgroup/memory.stat": f"anon {3 * GB}\ninactive_file {GB}\nactive_file {GB}\n",
+        }, 4),
+        # no limit of its own, but one of the group around it
+        ({
+            "proc/self/cgroup": "0::/user.slice/job.scope\n",
+            "sys/fs/cgroup/user.slice/job.scope/memory.max": "max\n",
+            "sys/fs/cgroup/user.slice/job.scope/memory.current": f"{GB}\n",
+            "sys/fs/cgroup/user.slice/memory.max": f"{10 * GB}\n",
+            "sys/fs/cgroup/user.slice/memory.current": f"{4 * GB}\n",
+        }, 6),
+        # version 1, under the path that the machine has
+        ({
+            "proc/self/cgroup": "5:cpu,cpuacct:/docker/ab\n4:memory:/docker/ab\n0::/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GB}\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{2 * GB}\n",
+            "sys/fs/cgroup/memory/memory.stat": f"cache 1\ntotal_inactive_file {GB}\n",
+        }, 1),
+        ({
+            "proc/self/cgroup": "4:memory:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GB}\n",
+        }, 64),
+    ],
+    ids=["machine", "v2", "v2 around it", "v1", "v1 without a limit"],
+)  # fmt: skip
+def test_available_memory_is_that_below_the_limits_of_a_container(tmp_path, files, expected):
+    assert _machine(tmp_path, files) == expected * GB
+
+
+def test_available_memory_is_unknown_without_these_files(tmp_path):
+    assert memory.memory_of_machine(tmp_path) is None

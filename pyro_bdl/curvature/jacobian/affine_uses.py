@@ -56,10 +56,6 @@ class AffineUse:
     groups: int = 1
 
 
-class DependentDataError(UnsupportedProgramError):
-    """A program's data depend on each other: no way to run it has the rows apart."""
-
-
 class UnseenUseError(Exception):
     """Latents are used in a way that a recorder cannot follow.
 
@@ -102,10 +98,10 @@ class UseRecorder(Tracker):
             return func(*args, **kwargs)
         op = recognize(func, args, kwargs, self.is_latent)
         if op is not None and op.settings.get("training"):
-            raise DependentDataError(
+            raise UnsupportedProgramError(
                 "a BatchNorm layer without running statistics computes with the batch's own, which "
                 "makes data depend on each other: make it with track_running_stats=True and train "
-                "again, or use GroupNorm or LayerNorm"
+                'again, use GroupNorm or LayerNorm, or declare rows="together"'
             )
         if op is None or not op.is_plain or any(repeats(tag.indices) for tag in tagged):
             return self._dense(func, args, kwargs, tagged)

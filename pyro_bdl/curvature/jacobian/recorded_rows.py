@@ -45,6 +45,13 @@ class RecordedRows:
             _position(use, subset, first) for use, first in zip(self.uses, firsts, strict=True)
         ]
 
+    @property
+    def numbers(self) -> float:
+        """How many numbers of one datum the operations read and make."""
+        read = sum(use.inputs.numel() for use in self.uses if use.inputs is not None)
+        made = sum(use.output_shape.numel() for use in self.uses)
+        return made + read / (self.num_data if self._together else 1)
+
     def gradients(self, outputs: Sequence[Tensor], column: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients of <column, outputs> in the operations' results z, (n, *shape) each."""
         edges = [edge for recorder in self._recorders for edge in recorder.edges]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -243,7 +244,7 @@ class AutoMCDropout(Guide):
         weight, number = self.weights[latent.name], list(self.weights).index(latent.name)
         count = latent.size if self.mask == "weights" else weight.num_units
         return NoisyWeight(
-            parts[0], parts[1], self.parameter("p")[number], count, self.noise, self._step(),
+            parts[0], parts[1], self.parameter("p")[number], count, self.noise, self._scheduled(),
             scale_free=latent.name in self._scale_free,
             batch_dims=len(latent.shape) - latent.event_dim,
         )  # fmt: skip
@@ -271,18 +272,24 @@ class AutoMCDropout(Guide):
         return False
 
     @property
-    def counts_steps(self) -> bool:  # type: ignore[override]
+    def _learns(self) -> bool:
         """True where a rate is learned: the factors' temperature falls with the steps."""
         return self.learn_p and bool(self.weights)
 
-    def _step(self) -> int | None:
-        """The number of earlier training steps, None for fixed rates."""
-        return int(self.steps) if self.counts_steps else None
+    def numbers(self, ahead: int = 0) -> dict[str, float]:
+        """The noise's scheduled number, where rates are learned."""
+        return {"noise": self.noise.schedule(int(self.steps) + ahead)} if self._learns else {}
+
+    def _scheduled(self) -> Callable[[], float | Tensor] | None:
+        return partial(self.number, "noise") if self._learns else None
 
     def note_step(self, step: Any) -> None:
         super().note_step(step)
-        if self.counts_steps:
-            self.steps += 1
+        self.skip_steps(1)
+
+    def skip_steps(self, count: int) -> None:
+        if self._learns:
+            self.steps += count
 
     def sample_vectors(self, num_samples: int) -> Tensor:
         return self._by_site(

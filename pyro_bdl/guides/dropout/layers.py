@@ -22,7 +22,7 @@ from pyro_bdl.guides.dropout.weights import RECURRENT, UnitProduct, WeightReader
 from pyro_bdl.program.layout import Layout
 from pyro_bdl.program.linear_ops.recognize import decompose
 from pyro_bdl.program.linear_ops.tracker import CASTS, VIEWS, Tag
-from pyro_bdl.utils.module_state import hooked, modules_of
+from pyro_bdl.utils.module_state import hooked
 from pyro_bdl.utils.trees import tree_leaves
 
 _ELEMENTS = {F.dropout, torch.dropout}
@@ -77,7 +77,7 @@ class LayerReader(WeightReader):
         self._multiplied: set[int] = set()  # ids of the inputs that the operation multiplies
 
     def following(self, model: Callable) -> AbstractContextManager:
-        return hooked(modules_of(model), self._called, self._returned)
+        return hooked(self._called, self._returned, model)
 
     def _called(self, module: nn.Module, args: Any) -> None:
         self._calls.append(module)

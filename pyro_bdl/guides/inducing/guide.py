@@ -78,7 +78,7 @@ class AutoInducing(Guide):
         self.init_precision, self.init_scale = init_precision, init_scale
         self.layers: dict[str, Layer] = {}  # by their weight
         self._first: Batch = (), {}
-        self._map = DrawMap(batch_norm=False)
+        self._map = DrawMap()
 
     def options(self) -> dict[str, Any]:
         return {"num_inducing": self.num_inducing}
@@ -162,7 +162,7 @@ class AutoInducing(Guide):
         for leaf in real.values():
             leaf.requires_grad_()
         leaves = {name: value.detach().clone().requires_grad_() for name, value in values.items()}
-        with evaluation_mode(model):
+        with evaluation_mode(self.program_modules):
             with LastLayer(leaves) as seen:
                 run = record(model, leaves, args, kwargs)
             layers = find_layers(seen, run.latents)
@@ -228,7 +228,7 @@ class AutoInducing(Guide):
             noise=numbers,
         )
         args, kwargs = self._arguments()
-        with evaluation_mode(self.program_model), found:
+        with evaluation_mode(self.program_modules), found:
             record(self.program_model, rest, args, kwargs, draw=found.sample)
         return found
 

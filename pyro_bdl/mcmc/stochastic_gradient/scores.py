@@ -73,7 +73,7 @@ class Scores:
             return self._run(vectors, tree_unflatten(whole, structure))
 
         try:
-            run, outside, _ = compiled(scores, [vectors, *_tensors(leaves)])
+            run, outside, *_ = compiled(scores, [vectors, *_tensors(leaves)])
         except (NotTraceable, RuntimeError):  # a program that cannot be traced can still be run
             return None
 

@@ -117,7 +117,7 @@ class JaxDensity:
         return Samples(latents, values, {"backend": "jax"})
 
     def _tracing(self) -> Any:
-        return evaluation_mode(self.program.model, self.program.args, self.program.kwargs)
+        return evaluation_mode(self.program.modules)
 
     def _translated(
         self, structure: Any, constants: dict[int, Any], places: list[int], arrays: list[jax.Array]

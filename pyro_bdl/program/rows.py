@@ -1,0 +1,344 @@
+"""The rows of a batch of data: what statements say of them, and the contract of programs that run
+on one row at a time.
+
+Such a program has the same statements for a row alone as for the row beside all others of its
+batch. ``AllRows`` is one run over a whole batch. ``AllRows.compare`` holds every tensor of every
+statement about the rows alone against it, entry by entry, relative to the size of that entry over
+the rows.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.distributions.parameters import has_masks, is_known, parameters_of
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.program.batches import Batch, as_dicts, leading_size
+from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
+from pyro_bdl.program.vmap import RowMap, depends_on_row
+from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.utils.trees import constants_of, tree_flatten
+
+ROWS = ("alone", "together")
+# of the largest entry over the rows; 0.05 in half precision
+_SHARE = {torch.float64: 1e-6, torch.float32: 1e-3}
+
+
+def form_of(batch: Batch) -> Hashable:
+    """All that a program may branch on besides values and the number of rows: whether there are
+    several, the shapes and dtypes of one, and the arguments that are no tensors."""
+    leaves, structure = tree_flatten((tuple(map(as_dicts, batch[0])), as_dicts(batch[1])))
+    kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
+    return min(leading_size(leaves), 2), tuple(kinds), constants_of(leaves), str(structure)
+
+
+def site_tensors(site: Site) -> dict[str, Tensor]:
+    """The tensors of an observed site: parameters, value, mask, and the scale without plates."""
+    tensors = parameters_of(site.distribution)
+    if site.value is not None:
+        tensors["site.value"] = site.value
+    others = {"mask": site.mask, "scale": site.scale}
+    for name, value in others.items():
+        if isinstance(value, Tensor):
+            value = value / site.subsampling if name == "scale" else value
+            tensors[f"site.{name}"] = value.expand(site.distribution.batch_shape)
+    return tensors
+
+
+def template_of(site: Site) -> Any:
+    """The distribution, where its parameters alone make it again; else None."""
+    known = is_known(site.distribution) and not has_masks(site.distribution)
+    return site.distribution if known else None
+
+
+class AllRows:
+    """A run over all rows of a batch.
+
+    :param count: the number of rows.
+    :param again: runs the program once more in the same way, to tell random numbers from rows that
+        depend on each other.
+    :param subject: what takes rows alone, and
+    :param advice: what to do instead, for the error about such rows.
+    """
+
+    def __init__(
+        self, run: Run, count: int, again: Callable[[], Run], subject: str, advice: str
+    ) -> None:
+        self.run, self.count, self.again = run, count, again
+        self.subject, self.advice = subject, advice
+
+    @cached_property
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Site -> name -> tensor of all rows, of the observed sites."""
+        return {name: site_tensors(site) for name, site in self.run.observed.items()}
+
+    @cached_property
+    def plates(self) -> dict[str, Tensor]:
+        """The indices (count,) of the data's plates, for the plates of a row alone.
+
+        Where several plates of all data have as many cells as there are rows, they are left out:
+        some of them may be about other things, so that all run as they are written.
+        """
+        leading = self._leading
+        complete = {name for name, subsampled in leading.items() if not subsampled}
+        left_out = complete if len(complete) > 1 else set()
+        return {name: self.run.subsamples[name] for name in leading if name not in left_out}
+
+    @cached_property
+    def _leading(self) -> dict[str, bool]:
+        """The plates that are the first dimension of an observed site or a factor, with as many
+        cells as there are rows; whether they hold a part of their data."""
+        return {
+            name: site.subsampling != 1.0
+            for site in (self.run.observed | self.run.factors).values()
+            for name, dim in site.plates
+            if dim == -len(site.distribution.batch_shape)
+            and len(self.run.subsamples.get(name, ())) == self.count
+        }
+
+    @property
+    def are_joint(self) -> bool:
+        """True if the statements say that rows are no data of their own: an observed site has
+        another first dimension than the rows or none, as one whose distribution is joint over all
+        rows, a latent stands in the data's plate, or discrete sites couple the data."""
+        observed = (site.distribution.batch_shape for site in self.run.observed.values())
+        return (
+            any(tuple(shape[:1]) != (self.count,) for shape in observed)
+            or any(
+                plate in self._leading
+                for latent in self.run.latents.values()
+                for plate, _ in latent.plates
+            )
+            or self.run.coupled_data() is not None
+        )
+
+    @property
+    def num_data(self) -> float:
+        """N, the number of data that the program states; those of the batch if it states none."""
+        sites = (self.run.observed | self.run.factors).values()
+        return max((round(self.count * site.subsampling, 3) for site in sites), default=0.0)
+
+    def refuse(self, reason: str, error: Exception | None = None) -> NoReturn:
+        """Refuse the program for single rows.
+
+        :raises UnsupportedProgramError: always.
+        """
+        raise UnsupportedProgramError(
+            f"{self.subject} runs the program on one row of its arguments at a time, and {reason}: "
+            f"{self.advice}"
+        ) from error
+
+    @contextmanager
+    def running_alone(self) -> Iterator[None]:
+        """Refuse, inside ``with``, programs that cannot run on one row."""
+        try:
+            yield
+        except (UnsupportedProgramError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
+            self.again()  # which raises what is wrong with all rows too
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self.refuse(f"it cannot run on one ({reason})", error)
+
+    def compare(self, alone: Mapping[str, Mapping[str, Tensor]], start: int = 0) -> dict[str, bool]:
+        """Check tensors of rows alone, and tell which sites have a datum for each row.
+
+        :param alone: site -> name -> (n, *shape in one row), of the rows from ``start`` on.
+        :returns: site -> True for a datum for each row; False for one that is the same for all of
+            them, about latents.
+        :raises UnsupportedProgramError: naming site, tensor and row, where they differ.
+        """
+        together = self.tensors
+        if any("log_prob" in tensors for tensors in alone.values()):
+            for name, site in (self.run.observed | self.run.factors).items():
+                own = {"log_prob": site.log_prob() / site.subsampling}
+                together = {**together, name: {**together.get(name, {}), **own}}
+        absent = next(iter(alone.keys() ^ together.keys()), None)
+        if absent is not None:
+            self.refuse(f"the site '{absent}' is not there for every number of rows")
+        places: dict[str, bool] = {}
+        for name, tensors in alone.items():
+            for key, value in tensors.items():
+                other = together[name].get(key, value.new_empty(0, 0))
+                aligned = self.aligned(value, other, start)
+                if aligned is None:
+                    self.refuse(f"'{_shown(key)}' of the site '{name}' has no row for each")
+                places[name] = places.get(name, False) or aligned.in_front
+                self._check_equal(name, key, aligned, start)
+        return places
+
+    def aligned(self, alone: Tensor, together: Tensor, start: int) -> "Aligned | None":
+        """A tensor of rows alone beside the same entries of all rows; None where it has neither a
+        value for each row nor one for all of them.
+
+        :param alone: (n, *shape in one row), of the rows from ``start`` on.
+        """
+        if alone.shape[1:2] == (1,) and together.shape == (self.count, *alone.shape[2:]):
+            some = together[start : start + len(alone)]
+            return Aligned(alone[:, 0], some, _slack(together), in_front=True)
+        if together.shape == alone.shape[1:]:
+            return Aligned(alone, together.expand_as(alone), _slack(together[None]), in_front=False)
+        return None
+
+    def _check_equal(self, site: str, key: str, tensors: "Aligned", start: int) -> None:
+        wrong = ~tensors.agree.reshape(len(tensors.alone), -1)
+        if self.count == 1 or not wrong.any():
+            return
+        check_repeated(self.run, self.again())
+        row, entry = (int(i) for i in wrong.nonzero()[0])
+        one, all_ = (
+            value[row].reshape(-1)[entry].item() for value in (tensors.alone, tensors.together)
+        )
+        self.refuse(
+            f"its rows depend on each other ('{_shown(key)}' of the site '{site}' is {one:.6g} in "
+            f"row {start + row} alone, counted from 0, and {all_:.6g} beside the {self.count} rows "
+            "of its batch)"
+        )
+
+
+@dataclass
+class Aligned:
+    """Tensors of rows alone, and of the same rows beside all others.
+
+    :param slack: by which they may differ.
+    :param in_front: whether there is a value for each row.
+    """
+
+    alone: Tensor
+    together: Tensor
+    slack: Tensor
+    in_front: bool
+
+    @property
+    def agree(self) -> Tensor:
+        """Whether entries agree."""
+        return _agree(self.alone, self.together, self.slack)
+
+
+def check_repeated(first: Run, second: Run) -> None:
+    """Check that two runs of a program at the same latents and data are the same.
+
+    :raises UnsupportedProgramError: naming the site that differs.
+    """
+    others = _all_tensors(second)
+    for (site, key), value in _all_tensors(first).items():
+        other = others.get((site, key), value.new_empty(0, 0))
+        if (
+            other.shape == value.shape
+            and _agree(value, other, _slack(torch.atleast_1d(other))).all()
+        ):
+            continue
+        one, two = (float(v.detach().double().sum()) for v in (value, other))
+        raise UnsupportedProgramError(
+            f"'{_shown(key)}' of the site '{site}' is {one:.6g} in one run and {two:.6g} in "
+            "another at the same latents: the program uses random numbers or a counter besides "
+            "the sample statements that are seen, such as a latent under poutine.block, or "
+            "dropout that is always on: condition the latent, write F.dropout(x, p, "
+            "self.training), or pass the number as an argument"
+        )
+
+
+def _all_tensors(run: Run) -> dict[tuple[str, str], Tensor]:
+    """The tensors of the observed sites, and the densities of latents and of all factors."""
+    found = {(n, k): v for n, site in run.observed.items() for k, v in site_tensors(site).items()}
+    others = (run.priors | run.factors).items()
+    return found | {(n, "log_prob"): site.log_prob() for n, site in others}
+
+
+def _shown(key: str) -> str:
+    return key.removeprefix("site.")
+
+
+def _slack(values: Tensor) -> Tensor:
+    """By how much entries may differ, (*shape): a share of the largest absolute value of each
+    over the rows, at least the rounding of the largest of all."""
+    if not values.is_floating_point() or not values.numel():
+        return values.new_zeros(values.shape[1:])
+    size = values.detach().abs().nan_to_num(0.0, 0.0)
+    share = _SHARE.get(values.dtype, 0.05)
+    return (share * size.amax(0)).clamp(min=torch.finfo(values.dtype).eps * size.max())
+
+
+def _agree(some: Tensor, other: Tensor, slack: Tensor) -> Tensor:
+    some, other = some.detach(), other.detach()
+    same = (some == other) | (some.isnan() & other.isnan())
+    return same | ((some - other).abs() <= slack) if other.is_floating_point() else same
+
+
+class FirstPass:
+    """Counts rows of each form that were compared, until the first pass over the data is over."""
+
+    def __init__(self) -> None:
+        self._left: dict[Hashable, float] = {}
+
+    def is_due(self, batch: Batch) -> bool:
+        """Return whether fewer rows than the program states data were compared."""
+        return self._left.get(form_of(batch), 1.0) > 0
+
+    def note(self, batch: Batch, rows: AllRows) -> None:
+        """Count the rows of a batch."""
+        form = form_of(batch)
+        self._left[form] = self._left.get(form, rows.num_data) - rows.count
+
+
+@torch.no_grad()
+def check_rows(
+    model: Callable,
+    values: Mapping[str, Tensor],
+    batch: Batch,
+    row_map: RowMap,
+    *,
+    subject: str,
+    advice: str,
+) -> tuple[AllRows, Run, dict[str, bool]]:
+    """Check in evaluation mode that each row of a batch alone is what it is beside the others.
+
+    :param values: latents by site.
+    :param subject: what takes rows alone, and
+    :param advice: what to do instead, for the error.
+    :returns: the run over all rows, that over one, and of each site whether it has a datum for each
+        row.
+    :raises UnsupportedProgramError: for rows that depend on each other, and a program that cannot
+        run on one.
+    """
+    args, kwargs = tuple(map(as_dicts, batch[0])), as_dicts(batch[1])
+    row: list[Run] = []
+    about_rows: set[str] = set()
+
+    def run() -> Run:
+        return record(model, values, args, kwargs, draw=sum_out_discrete)
+
+    def of_row(both: tuple, own_kwargs: dict[str, Any], lane: Tensor) -> Any:
+        own_args, plates = both
+        found = record(model, {**values, **plates}, own_args, own_kwargs, draw=sum_out_discrete)
+        row[:] = [found]
+        tensors = {name: site_tensors(site) for name, site in found.observed.items()}
+        for name, site in (found.observed | found.factors).items():
+            if name in found.factors or template_of(site) is None:
+                own = {"log_prob": site.log_prob() / site.subsampling}
+                tensors[name] = tensors.get(name, {}) | own
+        about_rows.update(
+            name
+            for name, own in tensors.items()
+            if any(depends_on_row(value, lane) for value in own.values())
+        )
+        return tensors
+
+    with evaluation_mode(model), own_randomness():
+        whole = AllRows(run(), leading_size(batch), run, subject, advice)
+        name = whole.run.coupled_data()
+        if name is not None:
+            whole.refuse(f"discrete sites couple the data of the site '{name}'")
+        with whole.running_alone():
+            alone = row_map(of_row, (args, whole.plates), kwargs)
+        places = whole.compare(alone)
+    for name, has_rows in places.items():
+        if name in about_rows and not has_rows:
+            whole.refuse(f"the site '{name}' depends on the rows but stands in no plate of theirs")
+    return whole, row[0], places
