@@ -275,7 +275,7 @@ def test_what_depends_on_the_number_of_rows_is_refused(name, kind):
     function, words = DEPENDING[name]
     model = bdl.models.Regression(bdl.bayesianize(Network(function)), noise=0.3)
     x, y = torch.randn(9, 4), torch.randn(9)
-    guide = bdl.guides.AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    guide = bdl.guides.AutoLaplaceGGN(model, structure="full", rows="together").prototype(x, y)
     posterior = guide.laplace_approximation((x, y)) if kind == "Laplace" else drawn(model, x, y)
     with pytest.raises(bdl.errors.UnsupportedProgramError, match=words):
         bdl.freeze(model, posterior, x, draws=4)
