@@ -176,11 +176,10 @@ class AllRows:
                     self.refuse(f"'{_shown(key)}' of the site '{name}' has no row for each")
                 places[name] = places.get(name, False) or aligned.in_front
                 self._check_equal(name, key, aligned, start)
-            cells = (
-                tuple(row.observed[name].distribution.batch_shape) if name in row.observed else ()
-            )
-            if places[name] and cells and cells[0] != 1:  # a plate with indices of its own
-                self.refuse(f"the site '{name}' has {cells[0]} cells for one row")
+            site = row.observed.get(name)
+            cells = 1 if site is None else next(iter(site.distribution.batch_shape), 1)
+            if places.get(name) and cells != 1:  # in a plate with indices of its own
+                self.refuse(f"the site '{name}' has {cells} cells for one row")
         return places
 
     def aligned(self, alone: Tensor, together: Tensor, start: int) -> "Aligned | None":
