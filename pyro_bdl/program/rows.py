@@ -176,8 +176,9 @@ class AllRows:
                     self.refuse(f"'{_shown(key)}' of the site '{name}' has no row for each")
                 places[name] = places.get(name, False) or aligned.in_front
                 self._check_equal(name, key, aligned, start)
-            site = row.observed.get(name)
-            cells = 1 if site is None else next(iter(site.distribution.batch_shape), 1)
+            alone_site = row.observed.get(name)
+            shape = () if alone_site is None else alone_site.distribution.batch_shape
+            cells = next(iter(shape), 1)
             if places.get(name) and cells != 1:  # in a plate with indices of its own
                 self.refuse(f"the site '{name}' has {cells} cells for one row")
         return places
