@@ -313,7 +313,9 @@ class At:
 
     def _compare(self, mapped: _Mapped, facts: _Facts, whole: AllRows, start: int) -> None:
         """Check rows alone against all rows of their batch."""
-        whole.compare(mapped.observed, start)
+        for name, in_front in whole.compare(mapped.observed, mapped.run, start).items():
+            if not in_front:
+                whole.refuse(f"the site '{name}' is the same for every row")
         row, sites = mapped.run.observed, whole.run.observed
         facts.scaled = frozenset(n for n in row if row[n].subsampling != sites[n].subsampling)
         facts.tempering = {n: site.scale / site.subsampling for n, site in sites.items()}

@@ -21,13 +21,15 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.batches import Batch, as_dicts, leading_size
 from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
 from pyro_bdl.program.vmap import RowMap, depends_on_row
+from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.trees import constants_of, tree_flatten
 
 ROWS = ("alone", "together")
-# of the largest entry over the rows; 0.05 in half precision
+# of the largest entry over the rows
 _SHARE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_HALF = 0.05  # in half precision, and of what is made of it under autocast
 
 
 def form_of(batch: Batch) -> Hashable:
@@ -146,10 +148,13 @@ class AllRows:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             self.refuse(f"it cannot run on one ({reason})", error)
 
-    def compare(self, alone: Mapping[str, Mapping[str, Tensor]], start: int = 0) -> dict[str, bool]:
+    def compare(
+        self, alone: Mapping[str, Mapping[str, Tensor]], row: Run, start: int = 0
+    ) -> dict[str, bool]:
         """Check tensors of rows alone, and tell which sites have a datum for each row.
 
         :param alone: site -> name -> (n, *shape in one row), of the rows from ``start`` on.
+        :param row: a run over one of them.
         :returns: site -> True for a datum for each row; False for one that is the same for all of
             them, about latents.
         :raises UnsupportedProgramError: naming site, tensor and row, where they differ.
@@ -171,6 +176,11 @@ class AllRows:
                     self.refuse(f"'{_shown(key)}' of the site '{name}' has no row for each")
                 places[name] = places.get(name, False) or aligned.in_front
                 self._check_equal(name, key, aligned, start)
+            alone_site = row.observed.get(name)
+            shape = () if alone_site is None else alone_site.distribution.batch_shape
+            cells = next(iter(shape), 1)
+            if places.get(name) and cells != 1:  # in a plate with indices of its own
+                self.refuse(f"the site '{name}' has {cells} cells for one row")
         return places
 
     def aligned(self, alone: Tensor, together: Tensor, start: int) -> "Aligned | None":
@@ -261,7 +271,7 @@ def _slack(values: Tensor) -> Tensor:
     if not values.is_floating_point() or not values.numel():
         return values.new_zeros(values.shape[1:])
     size = values.detach().abs().nan_to_num(0.0, 0.0)
-    share = _SHARE.get(values.dtype, 0.05)
+    share = _HALF if castings() else _SHARE.get(values.dtype, _HALF)
     return (share * size.amax(0)).clamp(min=torch.finfo(values.dtype).eps * size.max())
 
 
@@ -337,7 +347,7 @@ def check_rows(
             whole.refuse(f"discrete sites couple the data of the site '{name}'")
         with whole.running_alone():
             alone = row_map(of_row, (args, whole.plates), kwargs)
-        places = whole.compare(alone)
+        places = whole.compare(alone, row[0])
     for name, has_rows in places.items():
         if name in about_rows and not has_rows:
             whole.refuse(f"the site '{name}' depends on the rows but stands in no plate of theirs")

@@ -377,7 +377,7 @@ def test_whether_it_is_linear_regression_is_told_by_the_operations(name):
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(location(z), spread), obs=y)
 
-    guide = AutoLastLayer(model)
+    guide = AutoLastLayer(model, rows="together" if name == "summed" else "alone")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)
         posterior = guide.laplace_approximation((x, y))

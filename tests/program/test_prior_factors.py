@@ -22,7 +22,7 @@ def factored(y=None, *, declare=bdl.priors.factor):
     """w ~ N(0, 1) exp(-lambda w^2 / 2), which is N(0, 1 / (1 + lambda)) but for its mass."""
     w = pyro.sample("w", dist.Normal(Y.new_zeros(()), 1.0))
     declare("narrower", -0.5 * LAMBDA * w.square())
-    with pyro.plate("data", 50, subsample=Y):  # N / B = 10
+    with pyro.plate("data", 50, subsample=Y if y is None else y):  # N / B = 10
         pyro.sample("y", dist.Normal(w, 1.0), obs=y)
 
 

@@ -75,6 +75,24 @@ def dense(posterior):
 # Curvature
 
 
+def of_all_rows(x, y=None):
+    """A plate that holds all rows, also where the program gets one of them."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(()), 1.0))
+    with pyro.plate("data", 50, subsample=Y[:5]):
+        pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+
+def test_a_plate_with_all_cells_for_one_row_is_refused_or_declared():
+    guide = AutoLaplaceGGN(of_all_rows, structure="full").prototype(X[:5], Y[:5])
+    with pytest.raises(UnsupportedProgramError, match="'y' has 5 cells for one row"):
+        guide.laplace_approximation((X[:5], Y[:5]))
+    posterior = guide.laplace_approximation((X[:5], Y[:5]), rows="together")
+    assert posterior.variances().item() == pytest.approx(1 / 51)
+    elbo = TemperedTraceMeanField_ELBO(estimator="local_reparameterization")
+    with pytest.raises(UnsupportedProgramError, match="'y' has 5 cells for one row"):
+        elbo.loss(of_all_rows, AutoMeanField(of_all_rows), X[:5], Y[:5])
+
+
 @pytest.mark.parametrize("name", COUPLED)
 def test_rows_that_depend_on_each_other_anywhere_are_refused_or_declared(name):
     features = COUPLED[name]
