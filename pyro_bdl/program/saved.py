@@ -150,7 +150,7 @@ def statements(run: Run) -> dict[str, dict[str, Any]]:
     parameters of their distributions too."""
     result: dict[str, dict[str, Any]] = {}
     for name, site in (run.priors | run.observed | run.factors).items():
-        result[name] = {_FACTOR: torch.as_tensor(site.scale)}
+        result[name] = {_FACTOR: torch.as_tensor(site.scale, device="cpu")}
         if site.value is not None:
             result[name][LOG_DENSITY] = site.log_prob().sum()
         if name in run.observed and is_known(site.distribution):
@@ -219,9 +219,13 @@ def _check_number(site: str, name: str, saved: Any, here: Any, scale: Any, slack
 
     :param scale: of the site's distribution, in which differences count.
     """
-    first = torch.as_tensor(saved).detach().double().cpu()
-    second = torch.as_tensor(torch.nan if here is None else here).detach().double().cpu()
-    units = first.abs().nan_to_num(0.0, 0.0, 0.0).max() + torch.as_tensor(scale).abs().max().cpu()
+    first = torch.as_tensor(saved, device="cpu").detach().double()
+    here = torch.nan if here is None else here
+    second = torch.as_tensor(here, device="cpu").detach().double()
+    units = (
+        first.abs().nan_to_num(0.0, 0.0, 0.0).max()
+        + torch.as_tensor(scale, device="cpu").abs().max()
+    )
     limit = slack * float(units)
     if first.shape == second.shape:
         alike = (first == second) | first.isnan() | ((first - second).abs() <= limit)
