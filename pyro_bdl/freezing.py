@@ -125,6 +125,9 @@ def freeze(
     :raises UnsupportedProgramError: for a program whose operators depend on values or on the number
         of rows, several observed sites without ``site``, or a mixture of Laplace approximations.
     """
+    # here, since it loads sympy
+    from pyro_bdl.tracing.any_rows import require_any_rows, trace_rows
+
     count = whole_number(draws, "draws")
     _check_rows(args)
     posterior = as_posterior(posterior, model, args, {})
@@ -205,6 +208,8 @@ def _check_one_row(
 
     :raises NotTraceable: if their numbers differ.
     """
+    from pyro_bdl.tracing.any_rows import NOT_WITH_OTHERS
+
     row = [value[:1] for value in args]
     try:
         expected = function(*weights, *row)

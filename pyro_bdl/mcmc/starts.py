@@ -96,7 +96,7 @@ class Restriction:
         fixed = layout.unflatten(self.at.to(vectors))
         result = {}
         for name, latent in layout.latents.items():
-            value = fixed[name].expand(*vectors.shape[:-1], *fixed[name].shape)
+            value = fixed[name].expand((*vectors.shape[:-1], *fixed[name].shape))
             if name in self.subset.parts:
                 part, entries = vectors[..., self.subset.parts[name]], self.subset.chosen[name]
                 if entries is not None:

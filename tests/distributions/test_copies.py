@@ -129,7 +129,7 @@ def test_targets_that_broadcast_count_each_term_once(name):
     torch.testing.assert_close(*densities)
     found = []
     for model in (broadcast, written_out):
-        guide = bdl.guides.AutoLaplaceGGN(model, structure="full")
+        guide = bdl.guides.AutoLaplaceGGN(model, structure="full", rows="together")
         found.append(
             guide.laplace_approximation((X, y)).precision.solve(torch.eye(2, dtype=X.dtype))
         )
