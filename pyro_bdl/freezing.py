@@ -208,7 +208,6 @@ def _check_one_row(
 
     :raises NotTraceable: if their numbers differ.
     """
-    from pyro_bdl.tracing.any_rows import NOT_WITH_OTHERS
 
     row = [value[:1] for value in args]
     try:
