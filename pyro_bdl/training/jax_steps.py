@@ -120,8 +120,8 @@ class JaxDescent(Descent):
     Minibatches, learning rates, temperatures and other schedules are those of ``Descent``, and so
     are the parameters after a step without random numbers, up to rounding. Random numbers are
     others than torch's: their key is drawn by torch's generator at the start of each stretch of
-    steps, so that a seed
-    and a checkpoint determine them. What else the program reads stays as it is meanwhile.
+    steps, so that a seed and a checkpoint determine them. What else the program reads stays as it
+    is meanwhile.
 
     :param steps: the number of all steps.
     :param rates: the learning rates of the optimizer's groups as a function of the step's number.
