@@ -243,7 +243,7 @@ def numpyros(case):
 def slope(run, short, long, compiles):
     """Seconds of processor time a step, between runs of two lengths, which are compiled before."""
     times = []
-    for steps in (short, long, short, long) if compiles else (short, long):
+    for steps in (short, long, short, long) if compiles else (short, short, long):
         start = time.process_time()
         run(steps)
         times.append(time.process_time() - start)
