@@ -4,8 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from pyro.distributions import MultivariateStudentT
 from torch import Tensor
-from torch.distributions import Distribution, MixtureSameFamily
+from torch.distributions import (
+    Bernoulli,
+    Categorical,
+    Distribution,
+    MixtureSameFamily,
+    OneHotCategorical,
+)
 from torch.nn.functional import logsigmoid
 
 from pyro_bdl.distributions.parameters import base_distribution
@@ -39,7 +46,7 @@ def observation_moments(distribution: Distribution) -> tuple[Tensor, Tensor]:
     classes = _class_probabilities(base)
     if classes is not None:
         return classes, classes * (1.0 - classes)
-    closed = _CLOSED.get(type(base).__name__)
+    closed = next((rule for kind, rule in _CLOSED.items() if isinstance(base, kind)), None)
     try:
         return (base.mean, base.variance) if closed is None else closed(base)
     except NotImplementedError:
@@ -67,10 +74,10 @@ def _fisher_snedecor(base: Any) -> tuple[Tensor, Tensor]:
     return torch.where(b > 2.0, mean, torch.nan), torch.where(b > 4.0, variance, torch.nan)
 
 
-_CLOSED: dict[str, Callable[[Any], tuple[Tensor, Tensor]]] = {
-    "StudentT": _student_t,
-    "MultivariateStudentT": _student_t,
-    "FisherSnedecor": _fisher_snedecor,
+_CLOSED: dict[type, Callable[[Any], tuple[Tensor, Tensor]]] = {
+    torch.distributions.StudentT: _student_t,
+    MultivariateStudentT: _student_t,
+    torch.distributions.FisherSnedecor: _fisher_snedecor,
 }
 
 
@@ -78,12 +85,11 @@ def log_probabilities(distribution: Distribution) -> Tensor | None:
     """The log probability of each class in the last dimension, in nats, from the logits where there
     are any: they do not underflow as probabilities do. None for mixtures, and for other numbers."""
     base: Any = base_distribution(distribution)
-    name = type(base).__name__
-    if name == "Bernoulli":
+    if isinstance(base, Bernoulli):
         if "logits" in vars(base):
             return logsigmoid(torch.stack([-base.logits, base.logits], -1))
         return torch.stack([(-base.probs.double()).log1p(), base.probs.double().log()], -1)
-    if name not in ("Categorical", "OrderedLogistic", "OneHotCategorical"):
+    if not isinstance(base, Categorical | OneHotCategorical):
         return None
     return base.logits if "logits" in vars(base) else base.probs.double().log()
 
