@@ -42,7 +42,7 @@ _Observed = Callable[[_Weights, tuple], Distribution]  # of latents and data
 
 
 class _Parts(NamedTuple):
-    """What is frozen.
+    """The parts of a frozen program.
 
     :param at_draw: y's distribution, given both kinds of weights and the data.
     :param run: the same without draws: the run of the program that it rests on.

@@ -35,7 +35,7 @@ _DRAWS_AT_ONCE = 2**23
 
 
 class Seen(NamedTuple):
-    """What was seen of some data; masks leave out the rest.
+    """The numbers of some data that were seen; masks leave out the rest.
 
     :param numbers: bool, as the numbers of the target, or one for each class label.
     :param counts: how many numbers of each datum were seen, ``(K,)``, as its log density.
@@ -47,7 +47,7 @@ class Seen(NamedTuple):
     rows: int
 
     def of_rows(self) -> Tensor:
-        """Whether anything of a row was seen, bool ``(n,)``."""
+        """Mark the rows of which something was seen, bool ``(n,)``."""
         return self.numbers.reshape(self.rows, -1).any(1)
 
     def numbers_seen(self) -> tuple[int, int]:
@@ -55,7 +55,7 @@ class Seen(NamedTuple):
         return int(self.numbers.sum()), self.numbers.numel()
 
     def at(self, rows: slice) -> "Seen":
-        """What was seen of some of the rows."""
+        """The same of some of the rows."""
         if rows == slice(None):
             return self
         counts = self.counts.reshape(self.rows, -1)[rows]
@@ -167,7 +167,7 @@ class Kind:
             return torch.cat([self._observed(model, part, posterior) for part in parts])
 
     def seen(self, model: Callable, args: tuple, posterior: Any) -> Seen | None:
-        """What was seen of the data; None where no mask leaves any out."""
+        """The data that were seen; None where no mask leaves any out."""
         if not self.is_masked:
             return None
         with torch.no_grad(), evaluation_mode(model, posterior):

@@ -61,7 +61,7 @@ class Block:
         rows, counts = seen.of_rows().to(device), seen.counts.to(device)
 
         def part(values: Tensor | None, start: int) -> Any:
-            """Of the rows on an axis, each of which holds several points where there are labels."""
+            """The counted rows along an axis; of labels each row holds several points."""
             if values is None:
                 return None
             points = rows.repeat_interleave(values.shape[start] // len(rows))

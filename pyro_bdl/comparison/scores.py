@@ -319,7 +319,7 @@ class Score:
             self._groups.setdefault(name, []).append(several)
 
     def _read(self, block: Block) -> tuple[dict[str, Tensor], dict[str, tuple]]:
-        """What is known at each point of a batch, and the inputs of metrics."""
+        """The predictions at each point of a batch, and the inputs of metrics."""
         closed, y, seen = block.closed, block.y, block.seen
         mean = block.mean.mean(0) if closed is None else closed.mean
         parts, inputs = {"mean": mean}, cast(dict[str, tuple], {})

@@ -279,7 +279,7 @@ def _applied(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def _same(some: Tensor, other: Tensor) -> Tensor:
-    """Whether means (points, rows, k) agree, relative to the size of each entry over the rows."""
+    """True where means (points, rows, k) agree, relative to each entry's size over the rows."""
     slack = 1e-6 if other.dtype == torch.float64 else 1e-3
     return ((some - other).abs() <= slack * other.abs().amax(-2, keepdim=True)).all()
 

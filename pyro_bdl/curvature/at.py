@@ -43,7 +43,7 @@ _ADVICE = (
 
 @dataclass
 class _Facts:
-    """What a run over all rows says of the rows alone.
+    """Facts about single rows from a run over all of them.
 
     :param plates: the names of the data's plates.
     :param scaled: the observed sites whose scale is N / (number of rows).

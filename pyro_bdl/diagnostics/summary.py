@@ -118,7 +118,7 @@ def summary(
 
 
 def _sampler(draws: Samples | Mapping[str, Tensor]) -> dict[str, float]:
-    """What the statistics of a Hamiltonian sampler say of its chains."""
+    """The statistics of a Hamiltonian sampler's chains."""
     stats = draws.stats if isinstance(draws, Samples) else {}
     found: dict[str, float] = {}
     if "diverging" in stats:

@@ -21,7 +21,7 @@ _INSTEAD = "use plain sampling (estimator=None)"
 
 @dataclass
 class _Form:
-    """What the statements say of rows of one form.
+    """Facts from the statements about rows of one form.
 
     :param plates: the names of the data's plates.
     :param weights: c_s by site.

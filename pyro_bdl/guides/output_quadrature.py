@@ -178,7 +178,7 @@ def read_head(run: Run, seen: LastLayer) -> Head:
 
 
 def _are_logits(base: Any, tags: Mapping[str, OutputTag], seen: LastLayer) -> bool:
-    """Whether a site's classes have all outputs of a row as logits, in order."""
+    """Return whether a site's classes have all outputs of a row as logits, in order."""
     tag = tags.get("logits")
     if not isinstance(base, Categorical | OneHotCategorical) or tag is None or len(tags) > 1:
         return False

@@ -84,7 +84,7 @@ class Restriction:
 
     @torch.no_grad()
     def described(self, vector: Tensor) -> dict[str, Any]:
-        """What files of draws hold of the program, with its statements at numbers (p,)."""
+        """The program as files of draws hold it, with its statements at numbers (p,)."""
         latents = self.program.layout.constrain(self.whole(vector))[0]
         return described_at(self.program, latents)
 

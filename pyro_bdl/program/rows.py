@@ -227,7 +227,7 @@ class Aligned:
 
     @property
     def agree(self) -> Tensor:
-        """Whether entries agree."""
+        """Return whether entries agree."""
         return _agree(self.alone, self.together, self.slack)
 
 

@@ -71,7 +71,7 @@ class Site(NamedTuple):
 
     @property
     def is_masked(self) -> bool:
-        """Whether a mask tensor says of each number whether it counts."""
+        """True if a mask tensor says of each number whether it counts."""
         return isinstance(self.mask, Tensor) or bool(masks_of(self.distribution))
 
     def seen(self) -> Tensor:

@@ -192,7 +192,7 @@ def _rolled(mask: Any, shift: int) -> Any:
 
 
 def _seen(site: Site) -> Tensor:
-    """Whether a row has a cell that is not masked, (n,)."""
+    """Mark the rows that have a cell that is not masked, (n,)."""
     shape, device = site.distribution.batch_shape, site.value.device
     mask = torch.as_tensor(True if site.mask is None else site.mask, device=device)
     return mask.expand(shape).reshape(len(site.value), -1).any(1)

@@ -45,7 +45,7 @@ class Path(IntEnum):
 
     @property
     def is_alone(self) -> bool:
-        """Whether each number depends on one number of z."""
+        """True if each number depends on one number of z."""
         return self in (Path.SAME, Path.SHIFTED, Path.AFFINE, Path.EXP, Path.CURVED)
 
 
@@ -329,7 +329,7 @@ class LastLayer(Tracker):
             self.tags[id(output)] = tag
 
     def _path(self, func: Any, args: tuple, kwargs: dict, tags: list[OutputTag]) -> Path:
-        """What an operation makes of outputs."""
+        """The tags of an operation's results."""
         first = tags[0]
         if len(tags) > 1:
             of_same = first.path in (Path.SAME, Path.LOGITS)
@@ -410,7 +410,7 @@ def _expanded(tag: Tag, shape: torch.Size) -> Callable[[Tensor], Tensor]:
 
 
 def _over_last(value: Tensor, args: tuple, kwargs: dict, *, keepdim: bool = False) -> bool:
-    """Whether a reduction is over the last dimension, which stays if ``keepdim``."""
+    """Return whether a reduction is over the last dimension, which stays if ``keepdim``."""
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     keeps = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
     is_last = isinstance(dim, int) and dim in (-1, value.dim() - 1)
