@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.automatic_structure import chosen_config
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.curvature.fisher import num_data, site_parameters
 from pyro_bdl.curvature.fit import SCALED_UP, fit_curvature
 from pyro_bdl.curvature.hyperparameters import (
     ParameterReading,
@@ -24,21 +23,19 @@ from pyro_bdl.curvature.hyperparameters import (
 from pyro_bdl.curvature.likelihood_sums import check_factors
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
 from pyro_bdl.curvature.structures.base import Curvature, Precision
-from pyro_bdl.distributions.parameters import is_known
 from pyro_bdl.errors import UnsupportedProgramError, warn
+from pyro_bdl.guides.against_network import is_worse_than_network
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.held_out import HeldOut, densities, search
+from pyro_bdl.guides.held_out import HeldOut, search
 from pyro_bdl.guides.mode import find_mode, log_joint
 from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.guides.point import JointGuide, restored_source
-from pyro_bdl.program.batches import Batch, Batches, has_rows, leading_size, taken
+from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.check import on_whole_data
 from pyro_bdl.program.subset import Subset, select
 
 _SMALLEST = 1e-30  # of squares that are divided by
 _PARABOLAS = 4  # on the way to a maximum
-_LEAST_ROWS, _MOST_ROWS = 8, 64  # at which a posterior is compared with its network
-_COLUMNS = 1024  # of their Jacobian, about
 
 
 class LaplaceGuide(JointGuide, NormalGuide):
@@ -402,7 +399,7 @@ def approximate(
     guide.config = chosen_config(config, run, leaves, subset, guide.few_rows, batches)
     guide.fit([batches], reading, progress)
     check_factors(run, leaves, guide.config)
-    if check and not _is_worse_than_network(guide, reading, batches):
+    if check and not is_worse_than_network(guide, run, batches):
         _check_maximum(guide)
     return guide
 
@@ -471,49 +468,6 @@ def _slope_of_prior(reading: ParameterReading, layout: Any) -> Tensor:
         total, leaves, retain_graph=True, materialize_grads=True
     )
     return torch.cat([gradient.reshape(-1) for gradient in found])
-
-
-def _is_worse_than_network(
-    guide: LaplaceGuide, reading: ParameterReading, batches: Batches
-) -> bool:
-    """Return whether the posterior predicts the first rows of its own data worse than the network
-    at u* alone does, and warn of it, once for a program.
-
-    Its closed-form log density is to be lower by more than two standard errors, and by more than
-    gamma / N besides: by that much a network's log density of its own data is too high on average
-    (Akaike 1974), with gamma the effective number of parameters.
-    """
-    topic, observed = "worse than the network", reading.run.observed.values()
-    if topic in guide.told or batches.ranks is not None or reading.run.factors:
-        return topic in guide.told
-    if not all(is_known(site.distribution) for site in observed):
-        return False
-    batch = batches.first()
-    count = leading_size(batch)
-    moving = [(value, site) for site in observed for value in site_parameters(site).values()]
-    numbers = sum(value.numel() / num_data(site) for value, site in moving)
-    rows = min(count, _MOST_ROWS, max(_LEAST_ROWS, int(_COLUMNS / max(1.0, numbers))))
-    needs_all = guide.config.rows == "together" or leading_size(guide.few_rows) == count
-    if not has_rows(batch, count) or rows < _LEAST_ROWS or (needs_all and rows < count):
-        return False
-    some = [taken(batch, slice(rows))]
-    found = densities(guide.at_whole_data(), guide.precision, some, (0.0, 1.0))
-    changes = found[1] - found[0]
-    change, error = float(changes.mean()), float(changes.std()) / math.sqrt(changes.numel())
-    too_high = float(guide.effective_parameters()) / guide.num_data
-    if not change < -too_high - 2.0 * error:
-        return False
-    guide.told.add(topic)
-    before, after = found.mean(1).tolist()
-    warn(
-        f"the posterior predicts {changes.numel()} of its own training rows worse than the network "
-        f"alone: their log density is {after:.3g} nats each instead of {before:.3g} (difference "
-        f"{change:.2g} ± {error:.1g}); whether it is too wide, rows say that the network was not "
-        "trained on, laplace_approximation(data, held_out=(x, y)), which choose the width",
-        "worse-than-the-network",
-        stacklevel=5,
-    )
-    return True
 
 
 def _check_maximum(guide: LaplaceGuide) -> None:

@@ -121,7 +121,7 @@ def densities(
     parts = []
     for part in at.linearizations(batches, every_output=True):
         sites = [outputs.gaussian(precision) for outputs in observed_outputs(part).values()]
-        parts.append(torch.stack([_log_densities(sites, factor) for factor in factors]))
+        parts.append(torch.stack([log_densities(sites, factor) for factor in factors]))
     return torch.cat(parts, 1)
 
 
@@ -136,7 +136,7 @@ def check_held_out(model: Callable, held_out: Batches) -> None:
         raise ValueError(f"held_out, {error}") from None
 
 
-def _log_densities(sites: list[GaussianOutputs], factor: float) -> Tensor:
+def log_densities(sites: list[GaussianOutputs], factor: float) -> Tensor:
     """log p(y | x) of each row, (n,), where the outputs' covariances are multiplied by a factor."""
     terms = []
     for gaussian in sites:
