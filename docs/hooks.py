@@ -14,7 +14,6 @@ import json
 import posixpath
 import re
 import string
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,7 +21,8 @@ from blocks import OUTPUTS, folded, with_outputs
 from fontTools.subset import Options, Subsetter
 from fontTools.ttLib import TTFont
 from latex2mathml.converter import convert
-from mkdocs.structure.files import File, InclusionLevel
+from mkdocs.structure.files import File
+from names import MODULE, identifier, modules, public, targets
 
 ROOT = Path(__file__).parent.parent
 COPIES = {
@@ -33,7 +33,8 @@ COPIES = {
 _FORMULA = re.compile(
     r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>([,.;:)]?)', flags=re.DOTALL
 )
-_MODULE = re.compile(r"^::: (pyro_bdl(?:\.[a-z_]+)?)$", flags=re.MULTILINE)
+_NAME = re.compile(r"(?<![\[`])`([A-Za-z_][\w.]*)`(?![`\]])")
+_AS_THEY_ARE = ("changes.md", "internals.md", "gallery.md", "examples.md")
 _FIGURE = re.compile(r"^!\[(.*?)\]\((.+?)\)(.*)$", flags=re.MULTILINE)
 _BARE_LETTER = re.compile(r"\\(mathcal|mathbb) +(\w)")
 _IMAGE = re.compile(r'<img [^>]*src="([^"]+\.png)"[^>]*>')
@@ -46,10 +47,26 @@ _MOST_BEFORE_FIGURE = 1500  # characters; the figure is shown at the top too if 
 _TERMINAL_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
+def on_config(config):
+    """Give each module of the reference its classes below it in the navigation."""
+    classes = {}
+    for path, name in ((Path(name).parent, name) for name, _ in class_pages()):
+        classes.setdefault(f"{path}.md", []).append({Path(name).stem: name})
+    for section in config["nav"]:
+        if pages := section.get("Reference"):
+            pages[:] = [
+                {Path(page).stem: [page, *classes[page]]} if page in classes else page
+                for page in pages
+            ]
+    return config
+
+
 def on_files(files, config):
     """Add the pages and figures that are made from files outside the folder of pages."""
     for source, name in COPIES.items():
         text = (ROOT / source).read_text(encoding="utf-8").replace("](../docs/pages/", "](")
+        if name == "changes.md":  # it has every word, and would fill every search
+            text = f"---\nsearch: {{exclude: true}}\n---\n\n{text}"
         files.append(File.generated(config, name, content=text))
     for path in sorted((ROOT / "benchmarks" / "figures").glob("*.png")):
         files.append(File.generated(config, f"figures/{path.name}", content=path.read_bytes()))
@@ -59,6 +76,7 @@ def on_files(files, config):
     gallery = ["# Gallery", "The first figure of each notebook."]
     for path in sorted((ROOT / "tutorials").glob("*.ipynb")):
         text, figures = notebook_page(path)
+        text = f"---\nsearch: {{boost: 0.2}}\n---\n\n{text}"  # after tasks and the reference
         gallery.append(_shown(path.stem, text))
         files.append(File.generated(config, f"tutorials/{path.stem}.md", content=text))
         for name, content in figures.items():
@@ -69,39 +87,30 @@ def on_files(files, config):
         content = path.read_text(encoding="utf-8")
         files.append(File.generated(config, f"outputs/{path.name}", content=content))
     for name, content in class_pages():
-        page = File.generated(config, name, content=content)
-        page.inclusion = InclusionLevel.NOT_IN_NAV
-        files.append(page)
+        files.append(File.generated(config, name, content=content))
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Show outputs below their blocks, and a module of the reference as a list of its classes."""
+    """Show outputs below their blocks, a module of the reference as a list of its classes, and the
+    package's names in texts as links."""
     name = page.file.src_uri
     if name.startswith("reference/"):
-        markdown = _MODULE.sub(lambda match: module_listing(match[1], name), markdown)
+        markdown = MODULE.sub(lambda match: module_listing(match[1], name), markdown)
+    elif name not in _AS_THEY_ARE:
+        markdown = with_names(markdown)
     return with_outputs(markdown, name)
-
-
-def public(module):
-    """Return the public classes and functions of a module by name."""
-    found = import_module(module)
-    objects = {name: getattr(found, name) for name in found.__all__}
-    return {
-        name: value for name, value in objects.items() if inspect.getdoc(value) and callable(value)
-    }
 
 
 def class_pages():
     """Yield the page of each class of each module that a page of the reference is about."""
-    for path in sorted((ROOT / "docs" / "pages" / "reference").glob("*.md")):
-        for module in _MODULE.findall(path.read_text(encoding="utf-8")):
-            for name, value in public(module).items():
-                if inspect.isclass(value):
-                    options = "    options:\n      heading_level: 1\n"
-                    back = f"\n[All of `{module}`](../{path.name})\n"
-                    content = f"::: {module}.{name}\n{options}{back}"
-                    yield f"reference/{path.stem}/{name}.md", content
+    for path, module in modules():
+        for name, value in public(module).items():
+            if inspect.isclass(value):
+                options = "    options:\n      heading_level: 1\n      inherited_members: true\n"
+                back = f"\n[All of `{module}`](../{path.name})\n"
+                content = f"::: {module}.{name}\n{options}{back}"
+                yield f"reference/{path.stem}/{name}.md", content
 
 
 def module_listing(module, page):
@@ -110,10 +119,29 @@ def module_listing(module, page):
     classes = sorted(name for name, value in found.items() if inspect.isclass(value))
     rows = [f"| [`{name}`]({folder}/{name}.md) | {_summary(found[name])} |" for name in classes]
     lines = ["| class | |", "|---|---|", *rows, ""] if rows else []
-    for name, value in found.items():
-        if inspect.isroutine(value):
-            is_file = value.__module__.endswith(f".{name}")  # the short path is then the module's
-            lines.append(f"::: {value.__module__ if is_file else module}.{name}\n")
+    routines = {name: value for name, value in found.items() if inspect.isroutine(value)}
+    lines += [f"::: {identifier(module, *item)}\n" for item in routines.items()]
+    return "\n".join(lines)
+
+
+def with_names(markdown):
+    """Return a page whose first mention of each public name is a link to it; headings, blocks of
+    code and words that are links already stay."""
+    known, seen, in_code, lines = targets(), set(), False, []
+
+    def link(match):
+        name = match[1].removeprefix("pyro_bdl.").removeprefix("bdl.").rpartition(".")
+        owner = match[1].split(".")[-2:]  # a class and its method, or a module and its function
+        key = next((k for k in (".".join(owner), name[2]) if k in known), None)
+        if key is None or key in seen:
+            return match[0]
+        seen.add(key)
+        return f'<autoref identifier="{known[key]}" optional><code>{match[1]}</code></autoref>'
+
+    for line in markdown.split("\n"):
+        in_code ^= line.lstrip().startswith(("```", "~~~"))
+        plain = in_code or line.startswith(("#", "    ", "```", "~~~", "[![", "!["))
+        lines.append(line if plain else _NAME.sub(link, line))
     return "\n".join(lines)
 
 

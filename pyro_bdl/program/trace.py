@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from pyro_bdl.contrib.discrete import Enumeration, SummedOut
 
 UNOBSERVED = "_unobserved"  # ends the names of Pyro's second statement of obs_mask
-RENAME = "give each its own name (two networks in one program: bayesianize(net, prior, name=...))"
+RENAME = (
+    "give each its own name (two networks in one program: bayesianize(net, prior, name=...); one "
+    "network at two inputs: call it once, on both of them stacked)"
+)
 _PRIOR = "prior"  # the key by which a factor is declared a part of the prior
 
 
