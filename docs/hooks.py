@@ -36,6 +36,7 @@ _FORMULA = re.compile(
 _NAME = re.compile(r"(?<![\[`])`([A-Za-z_][\w.]*)`(?![`\]])")
 _AS_THEY_ARE = ("changes.md", "internals.md", "gallery.md", "examples.md")
 _FIGURE = re.compile(r"^!\[(.*?)\]\((.+?)\)(.*)$", flags=re.MULTILINE)
+_PARAGRAPH, _TAG = re.compile(r"<p>(.*?)</p>", flags=re.DOTALL), re.compile(r"<[^>]+>")
 _BARE_LETTER = re.compile(r"\\(mathcal|mathbb) +(\w)")
 _IMAGE = re.compile(r'<img [^>]*src="([^"]+\.png)"[^>]*>')
 _WIDTH = re.compile(r' width="(\d+)"')
@@ -79,6 +80,7 @@ def on_files(files, config):
         text = f"---\nsearch: {{boost: 0.2}}\n---\n\n{text}"  # after tasks and the reference
         gallery.append(_shown(path.stem, text))
         files.append(File.generated(config, f"tutorials/{path.stem}.md", content=text))
+        files.append(File.generated(config, f"tutorials/{path.name}", content=path.read_bytes()))
         for name, content in figures.items():
             files.append(File.generated(config, f"tutorials/{name}", content=content))
     files.append(File.generated(config, "gallery.md", content="\n\n".join(gallery)))
@@ -194,7 +196,7 @@ def notebook_page(path):
                 blocks.append(f"<div>\n{''.join(data['text/html'])}\n</div>")
             elif text := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
                 blocks.append(_fenced(folded(_TERMINAL_COLOR.sub("", text)), "text"))
-    blocks.append(f"*This page is the notebook `tutorials/{path.name}` with its outputs.*")
+    blocks.append(f"*This page is the notebook [`{path.name}`]({path.name}) with its outputs.*")
     first = _first_figure(blocks)
     place = blocks.index(first)
     before = [block for block in blocks[:place] if block[0] != "?"]
@@ -221,6 +223,11 @@ def _fenced(text, language):
 
 def on_page_content(content, page, config, files):
     """Write the formulas as MathML, which browsers show without a script; keep options whole."""
+    if first := _PARAGRAPH.search(content):
+        words = html.unescape(_TAG.sub("", first[1]))
+        sentence = re.split(r"(?<=[.:]) ", " ".join(words.split()))[0]
+        found = {"title": page.title, "url": page.url, "first": sentence}
+        config.setdefault("site_pages", []).append(found)
     whole = r'<span class="whole">\g<0></span>'
     content = _COMMAND.sub(lambda command: _OPTION.sub(whole, command[0]), content)
     if page.file.src_uri != "gallery.md":  # its figures are links to the large ones
@@ -248,12 +255,39 @@ def _mathml(found):
 
 
 def on_post_build(config):
-    """Write the font of the formulas, STIX Two Math, with the signs they need.
+    """Write the font of the formulas, and the summaries for programs that read."""
+    site = Path(config["site_dir"])
+    (site / "api.txt").write_text("\n".join(api_summary()), encoding="utf-8")
+    (site / "llms.txt").write_text("\n".join(page_list(config)), encoding="utf-8")
+    write_font(site)
+
+
+def api_summary():
+    """Yield a line for each public name: its arguments and the first sentence about it."""
+    for _, module in modules():
+        yield f"\n{module}"
+        for name, value in public(module).items():
+            try:
+                names = ", ".join(inspect.signature(value).parameters)
+            except ValueError:  # an exception, of which there is no signature
+                names = ""
+            yield f"  {name}({names}): {_summary(value)}".replace("\\|", "|")
+
+
+def page_list(config):
+    """Yield the heading, the address and the first sentence of each page that has a text."""
+    yield f"# {config['site_name']}\n\n> {config['site_description']}\n"
+    yield "- [Every public name](api.txt): arguments, and a sentence about each\n"
+    for page in sorted(config["site_pages"], key=lambda page: page["url"]):
+        yield f"- [{page['title']}]({page['url']}): {page['first']}"
+
+
+def write_font(site):
+    """Write STIX Two Math with the signs that the formulas of the site need.
 
     Without a font of this kind braces and brackets do not stretch. Its license is the SIL Open
     Font License.
     """
-    site = Path(config["site_dir"])
     formulas = "".join(
         "".join(_MATH.findall(page.read_text("utf-8"))) for page in site.rglob("*.html")
     )
