@@ -225,7 +225,7 @@ def on_page_content(content, page, config, files):
     """Write the formulas as MathML, which browsers show without a script; keep options whole."""
     if first := _PARAGRAPH.search(content):
         words = html.unescape(_TAG.sub("", first[1]))
-        sentence = re.split(r"(?<=[.:]) ", " ".join(words.split()))[0]
+        sentence = re.split(r"(?<=\.) ", " ".join(words.split()))[0]
         found = {"title": page.title, "url": page.url, "first": sentence}
         config.setdefault("site_pages", []).append(found)
     whole = r'<span class="whole">\g<0></span>'
