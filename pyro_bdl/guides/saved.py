@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from pyro_bdl.errors import ArgumentError, warn
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.layout import Layout, differences, origin
+from pyro_bdl.program.samples import SAVED_KIND as SAMPLES_KIND
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.saved import (
     LOG_DENSITY,
     check_same,
@@ -19,8 +21,6 @@ from pyro_bdl.program.saved import (
     described_program,
     taking_up,
 )
-from pyro_bdl.samples import SAVED_KIND as SAMPLES_KIND
-from pyro_bdl.samples import Samples
 from pyro_bdl.utils.tensor_file import kind_of_file, load_tree, save_tree
 
 SAVED_KIND = "posterior"

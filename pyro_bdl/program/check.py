@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from pyro_bdl.errors import ArgumentError, UnsupportedProgramError
 from pyro_bdl.program.network_sites import SampledNetwork
-from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.utils.module_state import Modules, modules_in_sight
+from pyro_bdl.utils.one_thread import OneThread
 from pyro_bdl.utils.trees import tree_leaves
 from pyro_bdl.utils.validation import check_finite_tensor
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from pyro_bdl.distributions.matrix_normal import MatrixNormal
 from pyro_bdl.program.layout import Latent, Layout, marginal
 from pyro_bdl.program.network_sites import INIT_KEY
-from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.one_thread import OneThread
 
 
 class _SiteBlock(nn.Module):

@@ -29,7 +29,6 @@ from pyro_bdl.program.check import (
     without_handlers,
 )
 from pyro_bdl.program.layout import Latent, Layout, transform_of
-from pyro_bdl.program.one_thread import Hidden, OneThread
 from pyro_bdl.program.rows import check_repeated, check_rows
 from pyro_bdl.program.supports import check_fixed_supports, check_support, feasible_value
 from pyro_bdl.program.trace import (
@@ -52,6 +51,7 @@ from pyro_bdl.utils.module_state import (
     preserved_buffers,
     watching_calls,
 )
+from pyro_bdl.utils.one_thread import Hidden, OneThread
 from pyro_bdl.utils.random_state import own_randomness
 
 NOTHING_OBSERVED = (
@@ -70,7 +70,7 @@ class Program:
     program in its modules' current mode (training or evaluation).
 
     Finite discrete latent sites are no latents here: ``discrete`` names them, and all functions sum
-    them out exactly (``contrib/discrete``). Nor is what ``pyro.sample(..., obs=y, obs_mask=seen)``
+    them out exactly (``program/discrete``). Nor is what ``pyro.sample(..., obs=y, obs_mask=seen)``
     leaves unobserved, ``name_unobserved``, if no statement after it uses its value: it integrates
     to one and is drawn in predictions. If one does (a missing input), it is a latent.
 
@@ -265,12 +265,12 @@ class Program:
     def to_jax(self, *args: Any, **kwargs: Any) -> Any:
         """The log density as a JAX function of u (P,) and of the data, with its gradient and T(u).
 
-        See :class:`pyro_bdl.tracing.jax.program_density.JaxDensity`.
+        See :class:`pyro_bdl.program.jax_density.JaxDensity`.
 
         :param args: the program's arguments; by default those of the construction.
         :raises MissingOperatorError: if an operator has no translation to JAX.
         """
-        from pyro_bdl.tracing.jax.program_density import JaxDensity
+        from pyro_bdl.program.jax_density import JaxDensity
 
         if not args and not kwargs:
             return JaxDensity(self)
