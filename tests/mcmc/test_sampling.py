@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributions import constraints
 
 import pyro_bdl as bdl
+from pyro_bdl.contrib import pyro_mcmc
 from pyro_bdl.errors import BdlWarning, MissingOperatorError, UnsupportedProgramError
 from pyro_bdl.handlers import cold, temper
-from pyro_bdl.contrib import pyro_mcmc
 from pyro_bdl.mcmc import HMC, NUTS
 
 BACKENDS = ("numpyro", "pyro")
