@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from pyro.distributions import Unit
-from pyro.poutine.subsample_messenger import _Subsample
+from pyro.poutine.util import site_is_subsample
 from torch import nn
 
 from pyro_bdl.estimators import flipout, local_reparameterization, per_example_dropout
@@ -34,7 +34,7 @@ class _ScaleSites(OneThread):
 
     def _process_message(self, msg: Any) -> None:
         self.check_thread(msg)
-        if msg["type"] != "sample" or isinstance(msg["fn"], _Subsample):
+        if msg["type"] != "sample" or site_is_subsample(msg):
             return
         observed = msg["is_observed"] and not is_deterministic(msg)
         observed = (observed or isinstance(msg["fn"], Unit)) and not is_prior_factor(msg)

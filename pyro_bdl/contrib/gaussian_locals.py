@@ -8,7 +8,7 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro.distributions import Unit
-from pyro.poutine.subsample_messenger import _Subsample
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_bdl.distributions.parameters import base_distribution
@@ -108,7 +108,7 @@ class _Reading(OneThread):
 
     def _is_output(self, msg: Any) -> bool:
         is_inside = any(frame.name == self.plate for frame in msg["cond_indep_stack"])
-        return is_inside and not isinstance(msg["fn"], _Subsample) and not is_deterministic(msg)
+        return is_inside and not site_is_subsample(msg) and not is_deterministic(msg)
 
     def _check_output(self, msg: Any) -> None:
         if isinstance(msg["fn"], Unit):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.subsample_messenger import _Subsample
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_bdl.errors import ArgumentError, UnsupportedProgramError
@@ -227,7 +227,7 @@ class WholeData(OneThread):
 
     def _pyro_sample(self, msg: Any) -> None:
         plate = msg["fn"]
-        if not isinstance(plate, _Subsample) or msg["value"] is not None:
+        if not site_is_subsample(msg) or msg["value"] is not None:
             return
         chosen = plate.size if plate.subsample_size is None else plate.subsample_size
         if chosen < plate.size and plate.size in self.rows:

@@ -17,7 +17,7 @@ import pyro.distributions as dist
 import torch
 from pyro.distributions import TorchDistribution
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.subsample_messenger import _Subsample
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_bdl.distributions.matrix_normal import MatrixNormal
@@ -195,7 +195,7 @@ class _PriorRun(OneThread):
 
     def _process_message(self, msg: Any) -> None:
         self.check_thread(msg)
-        if msg["type"] != "sample" or isinstance(msg["fn"], _Subsample):
+        if msg["type"] != "sample" or site_is_subsample(msg):
             return
         block = self.prior.blocks_by_site.get(msg["name"])
         if block is None:

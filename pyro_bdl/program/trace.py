@@ -9,8 +9,7 @@ import pyro
 import torch
 from pyro.distributions import Unit
 from pyro.distributions.util import scale_and_mask
-from pyro.poutine.runtime import _PYRO_STACK
-from pyro.poutine.subsample_messenger import _Subsample
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import Distribution
 
@@ -30,7 +29,7 @@ from pyro_bdl.program.layout import NEW_ROWS
 from pyro_bdl.program.network_sites import OWNER_KEY
 from pyro_bdl.utils.autocast import uncast
 from pyro_bdl.utils.module_state import watching_calls
-from pyro_bdl.utils.one_thread import OneThread
+from pyro_bdl.utils.one_thread import OneThread, handlers
 
 UNOBSERVED = "_unobserved"  # ends the names of Pyro's second statement of obs_mask
 RENAME = "give each its own name (two networks in one program: bayesianize(net, prior, name=...))"
@@ -288,7 +287,7 @@ def is_marked_imputed(msg: Any) -> bool:
 
 def is_recording() -> bool:
     """Return whether a run of this package is going on, and not one of Pyro's own inference."""
-    return any(isinstance(handler, _Recorder) for handler in _PYRO_STACK)
+    return any(isinstance(handler, _Recorder) for handler in handlers())
 
 
 class _Recorder(OneThread):
@@ -313,7 +312,7 @@ class _Recorder(OneThread):
             return
         msg["stop"] = True  # a pure function: outer handlers must not see or change its sites
         name = msg["name"]
-        if isinstance(msg["fn"], _Subsample):
+        if site_is_subsample(msg):
             if msg["value"] is None and name in self.values:
                 msg["value"] = self.values[name]
             return
@@ -343,7 +342,7 @@ class _Recorder(OneThread):
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] != "sample":
             return
-        if isinstance(msg["fn"], _Subsample):
+        if site_is_subsample(msg):
             self.run.subsamples[msg["name"]] = msg["value"]
             return
         kind, site = self.run.add(msg)
