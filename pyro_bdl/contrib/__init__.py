@@ -12,8 +12,6 @@ from pyro_bdl.contrib.pathfinder import AutoPathfinder
 from pyro_bdl.contrib.pyro_mcmc import run
 from pyro_bdl.mcmc.sampling import BACKENDS
 
-__all__ = ["AutoInducing", "AutoPathfinder", "em", "integrate"]
-
 BACKENDS["pyro"] = run
 for module, value in (
     (guides, AutoInducing),
