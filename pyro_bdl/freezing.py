@@ -125,9 +125,6 @@ def freeze(
     :raises UnsupportedProgramError: for a program whose operators depend on values or on the number
         of rows, several observed sites without ``site``, or a mixture of Laplace approximations.
     """
-    # here, since it loads sympy
-    from pyro_bdl.tracing.any_rows import require_any_rows, trace_rows
-
     count = whole_number(draws, "draws")
     _check_rows(args)
     posterior = as_posterior(posterior, model, args, {})

@@ -9,11 +9,12 @@ import pyro_bdl as bdl
 from pyro_bdl.curvature.structures import STRUCTURES
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.mcmc.kernels import KERNELS
-from pyro_bdl.mcmc.stochastic_gradient.samplers import KERNELS as ON_MINIBATCHES
+from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 
 ROOT = Path(__file__).parent.parent
 GUIDES = {name: getattr(bdl.guides, name) for name in bdl.guides.__all__ if name != "Guide"}
 FAMILIES = {n: kind for n, kind in GUIDES.items() if issubclass(kind, Guide)}
+ON_MINIBATCHES = {kind.name: kind for kind in StochasticKernel.__subclasses__()}
 RESULTS = {"LaplaceGuide"}  # of the methods of other guides
 
 

@@ -13,10 +13,6 @@ from pyro_bdl.contrib.pyro_mcmc import run
 from pyro_bdl.mcmc.sampling import BACKENDS
 
 BACKENDS["pyro"] = run
-for module, value in (
-    (guides, AutoInducing),
-    (guides, AutoPathfinder),
-    (evidence, em),
-    (handlers, integrate),
-):
-    setattr(module, value.__name__, value)
+vars(guides).update(AutoInducing=AutoInducing, AutoPathfinder=AutoPathfinder)
+vars(evidence).update(em=em)
+vars(handlers).update(integrate=integrate)

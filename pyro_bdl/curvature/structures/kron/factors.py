@@ -12,6 +12,7 @@ from pyro_bdl.curvature.jacobian.jacobian import BlockPosition, LookupBlock, Pro
 from pyro_bdl.curvature.jacobian.output_layers import SoftmaxBlock
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import make_room
+from pyro_bdl.curvature.structures.diagonal import check_positive
 from pyro_bdl.curvature.structures.kron.precision import KroneckerBlock
 from pyro_bdl.utils.linear_algebra import products
 from pyro_bdl.utils.memory import available_memory
@@ -291,25 +292,21 @@ class WeightFactors(nn.Module):
 
         :raises ValueError: if the sum is not positive.
         """
-        where, one = self.position.indices, None
+        where = self.position.indices
         coupled = prior.couples(where)
-        if not coupled:
-            one = self._one_number(prior)
+        one = None if coupled else self._one_number(prior)
         if one is None:
             self.complete()
         block = self.block().mapped(lambda values: values * factor)
         if one is None:
             added = prior.within(where) if coupled else prior.diagonal[where].reshape(self.shape)
             added = block.rotated_diagonal(added.to(block.values))
-            result = replace(block, values=block.values + added)
+            block = replace(block, values=block.values + added)
         else:
-            result = block.mapped(lambda values: values + one.to(values))
-        if not all((values > 0).all() for _, values in result.parts()):
-            raise ValueError(
-                f"the posterior precision of '{self.position.key[0]}' is not positive: directions "
-                "without curvature need a prior with a finite variance"
-            )
-        return result
+            block = block.mapped(lambda values: values + one.to(values))
+        for _, values in block.parts():
+            check_positive(values, f" of '{self.position.key[0]}'")
+        return block
 
     def _one_number(self, prior: PriorPrecision) -> Tensor | None:
         """Return the prior precision of all entries if it is one number, and stays one when the
