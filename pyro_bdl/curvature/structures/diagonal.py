@@ -95,7 +95,6 @@ def check_positive(diagonal: Tensor, of: str = "") -> None:
     """
     if not (diagonal > 0).all():
         raise ValueError(
-            f"the posterior precision{of} is not positive (lowest entry "
-            f"{float(diagonal.min()):.3g}): directions without curvature need a prior with a finite "
-            "variance"
+            f"the posterior precision{of} is not positive (lowest entry {diagonal.min():.3g}): "
+            "directions without curvature need a prior with a finite variance"
         )
