@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from pyro_bdl import (
     bayesian_linear,
     calibration,
+    contrib,
     diagnostics,
     distributed,
     elbo,
@@ -37,7 +38,7 @@ from pyro_bdl.nn import BayesianModule, bayesianize
 from pyro_bdl.predictive.linearized import LinearizedPredictive
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.program import Program
-from pyro_bdl.samples import Samples
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.training import Checkpoint
 from pyro_bdl.utils.memory import working_memory
 from pyro_bdl.version import __version__
@@ -66,6 +67,7 @@ __all__ = [
     "calibration",
     "compare",
     "compare_evaluations",
+    "contrib",
     "data",
     "diagnostics",
     "distributed",

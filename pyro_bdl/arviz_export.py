@@ -17,7 +17,7 @@ from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.check import named_arguments
 from pyro_bdl.program.observed_arguments import Targets
 from pyro_bdl.program.program import FirstRun, Program, trace_once
-from pyro_bdl.samples import Samples
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.names import chooser

@@ -19,12 +19,12 @@ from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive.linearized import is_linear
 from pyro_bdl.predictive.observations import PredictiveMoments
 from pyro_bdl.program.check import on_whole_data
-from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.program.trace import Site, leave_any_open, leave_open, record
 from pyro_bdl.program.vmap import is_shared, map_draws
 from pyro_bdl.tracing.graph import is_random
 from pyro_bdl.tracing.trace import NotTraceable, tensor_of
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
+from pyro_bdl.utils.one_thread import OneThread
 from pyro_bdl.utils.validation import whole_number
 
 _CLASSES = ("Bernoulli", "Categorical", "OneHotCategorical")
@@ -125,9 +125,6 @@ def freeze(
     :raises UnsupportedProgramError: for a program whose operators depend on values or on the number
         of rows, several observed sites without ``site``, or a mixture of Laplace approximations.
     """
-    # here, since it loads sympy
-    from pyro_bdl.tracing.any_rows import require_any_rows, trace_rows
-
     count = whole_number(draws, "draws")
     _check_rows(args)
     posterior = as_posterior(posterior, model, args, {})

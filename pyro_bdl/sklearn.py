@@ -25,7 +25,7 @@ from pyro_bdl.guides.saved import load_posterior
 from pyro_bdl.nn import bayesianize
 from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
-from pyro_bdl.samples import Samples
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.validation import whole_number
 

@@ -1,6 +1,7 @@
 """``freeze``: the numbers of a predictive, without Pyro, for any number of rows."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pyro
 import pyro.distributions as dist
@@ -303,13 +304,26 @@ def test_sizes_and_constants_may_be_used(name):
 
 
 def test_len_is_what_it_was():
-    before = len
-    model = bdl.models.Regression(bdl.bayesianize(Network(DEPENDING["long"][0])), noise=0.3)
+    """Afterwards, and all the time in other threads."""
+
+    class Page(torch.Tensor):
+        def __len__(self):
+            return 7
+
+    page, before, found = torch.zeros(3).as_subclass(Page), len, []
+
+    def rows(net, x):
+        with ThreadPoolExecutor(1) as other:
+            found.append(other.submit(lambda: len(page)).result())
+        return DEPENDING["long"][0](net, x)
+
+    model = bdl.models.Regression(bdl.bayesianize(Network(rows)), noise=0.3)
     with pytest.raises(bdl.errors.UnsupportedProgramError):
         bdl.freeze(
             model, drawn(model, torch.randn(9, 4), torch.randn(9)), torch.randn(9, 4), draws=4
         )
     assert len is before and len([1, 2]) == 2
+    assert set(found) == {7}
 
 
 def test_sites_of_any_name():

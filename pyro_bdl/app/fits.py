@@ -21,7 +21,7 @@ from pyro_bdl.errors import ArgumentError, FailedStepError, MissingOperatorError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.saved import load_posterior
 from pyro_bdl.posteriors import Fit, Problem
-from pyro_bdl.samples import Samples
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.files import atomic_write
 from pyro_bdl.utils.progress import hidden, logger
 from pyro_bdl.utils.random_state import seeded

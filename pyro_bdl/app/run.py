@@ -17,10 +17,10 @@ from pyro_bdl import references
 from pyro_bdl.app import baselines, cross_validation
 from pyro_bdl.app.fits import Fits
 from pyro_bdl.app.options import Options
-from pyro_bdl.app.page import units, write_page
 from pyro_bdl.app.provenance import provenance
-from pyro_bdl.app.report.write import Table
 from pyro_bdl.comparison.columns import to_text
+from pyro_bdl.comparison.report.page import units, write_page
+from pyro_bdl.comparison.report.write import Table
 from pyro_bdl.comparison.table import Comparison, compare_evaluations
 from pyro_bdl.utils.files import atomic_write
 from pyro_bdl.utils.progress import logger

@@ -14,9 +14,9 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import check_guide, latent_draws
 from pyro_bdl.program.observed_arguments import Targets
 from pyro_bdl.program.program import Program
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.program.vmap import Draws, map_draws
-from pyro_bdl.samples import Samples
 from pyro_bdl.training.several_targets import GuidesOfTargets
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import shown

@@ -29,7 +29,7 @@ from pyro_bdl import diagnostics
 from pyro_bdl.comparison.metric import metric, metrics_of
 from pyro_bdl.diagnostics.rhat import SHARE, limit_of_rhat
 from pyro_bdl.guides import LaplaceGuide
-from pyro_bdl.samples import Samples
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.trees import tree_leaves
 
 _LEAST_DRAWS = 4

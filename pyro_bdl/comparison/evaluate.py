@@ -37,7 +37,7 @@ from pyro_bdl.metrics.monte_carlo import halves
 from pyro_bdl.predictive.linearized import OF_WEIGHTS, UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.batches import taken
-from pyro_bdl.samples import Samples
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.tensor_file import load_tree, save_tree

@@ -30,7 +30,7 @@ from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.batches import as_dicts, device_of_rows, has_rows, leading_size, taken
 from pyro_bdl.program.program import Program
-from pyro_bdl.samples import Samples
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.jackknife import GROUPS, jackknife_error, number_of_groups, without_each
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import shown

@@ -165,14 +165,14 @@ class Comparison:
         """Write one self-contained HTML file: the answer, figures, the table; return its path.
 
         :param path: the HTML file; missing folders are made.
-        :param options: see ``pyro_bdl.app.page.write_page``.
+        :param options: see ``pyro_bdl.comparison.report.page.write_page``.
         """
         return self._page().write_page(self, path, **options)
 
     def figures(self, **options: Any) -> "dict[str, Figure]":
         """Figures of the comparison, by names that can be used for files.
 
-        :param options: see ``pyro_bdl.app.figures.figures``.
+        :param options: see ``pyro_bdl.comparison.report.figures.figures``.
         """
         return self._page().figures(self, **options)
 
@@ -182,7 +182,7 @@ class Comparison:
 
     def _page(self) -> Any:
         """The module that draws and writes, which comes after this one."""
-        from pyro_bdl.app import page
+        from pyro_bdl.comparison.report import page
 
         return page
 

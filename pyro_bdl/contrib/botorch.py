@@ -13,7 +13,7 @@ from pyro_bdl.guides.draws import latent_draws, samples_of_mcmc
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
-from pyro_bdl.samples import Samples
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.random_state import seeded
 
 try:

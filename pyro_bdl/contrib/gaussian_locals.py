@@ -8,14 +8,14 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro.distributions import Unit
-from pyro.poutine.subsample_messenger import _Subsample
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.program.trace import is_deterministic, record
 from pyro_bdl.utils.autograd import is_transformed
+from pyro_bdl.utils.one_thread import OneThread
 
 _INSTEAD = "use AutoMeanField, or AutoAmortized with an encoder, on the program itself"
 
@@ -108,7 +108,7 @@ class _Reading(OneThread):
 
     def _is_output(self, msg: Any) -> bool:
         is_inside = any(frame.name == self.plate for frame in msg["cond_indep_stack"])
-        return is_inside and not isinstance(msg["fn"], _Subsample) and not is_deterministic(msg)
+        return is_inside and not site_is_subsample(msg) and not is_deterministic(msg)
 
     def _check_output(self, msg: Any) -> None:
         if isinstance(msg["fn"], Unit):
@@ -153,6 +153,32 @@ class _Marginals(OneThread):
             value = msg["value"].reshape(marginal.mean.shape)
             matrix = self.seen[msg["name"]][0]
             self.local = self.local.given(matrix, marginal, value, mask)
+
+
+def integrate(model: Callable, *sites: str) -> "WithoutLocals":
+    """The program without local latents z_n, integrated in closed form where all is Gaussian.
+
+    For z_n ~ N(m_n, S_n) in a plate and observations y_n ~ N(A_n z_n + b_n, R_n) in it, where all
+    but z may depend on the other latents w,
+
+        p(y_n | w) = N(y_n; A_n m_n + b_n, A_n S_n A_n' + R_n),
+
+    as in factor analysis or a linear regression on inputs with noise. Several observations of a row
+    follow each other, each given those before. Guides of any kind, Laplace approximations, NUTS,
+    SG-MCMC and predictions then treat the program as one without these latents, in minibatches
+    too. ``posterior(w, *args)`` of the result gives p(z_n | y_n, w). Deterministic sites are those
+    at z_n = m_n. The program runs k + 2 times, for k numbers of a row's latents; that it is linear
+    in them is checked in the first run, at one point.
+
+    :param model: a Pyro program; it is not changed.
+    :param sites: its local latents to integrate, Normal or MultivariateNormal, all in one plate.
+    :raises ValueError: for no sites; in a run, for one that is no latent site.
+    :raises UnsupportedProgramError: in a run, where latents or observations are not Gaussian, not
+        linear in the local latents, or in other plates.
+    """
+    if not sites:
+        raise ValueError("integrate needs the names of the local latents, as in integrate(m, 'z')")
+    return WithoutLocals(model, sites)
 
 
 class WithoutLocals(nn.Module):

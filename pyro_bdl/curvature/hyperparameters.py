@@ -13,10 +13,10 @@ from torch.distributions import transform_to
 
 from pyro_bdl.curvature.prior import hyperpriors, independent_normal, is_one_number, run_at
 from pyro_bdl.distributions.parameters import base_distribution
-from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import reaches
+from pyro_bdl.utils.one_thread import OneThread
 
 
 @dataclass

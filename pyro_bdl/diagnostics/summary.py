@@ -13,7 +13,7 @@ from pyro_bdl.diagnostics.convergence import Convergence, bfmi, convergence
 from pyro_bdl.diagnostics.ess import ess
 from pyro_bdl.diagnostics.rhat import SHARE, limit_of_rhat, rhat, within_rhat
 from pyro_bdl.guides.draws import samples_of_mcmc
-from pyro_bdl.samples import Samples
+from pyro_bdl.program.samples import Samples
 
 if TYPE_CHECKING:  # pandas takes long to import, and is imported when it is needed
     import pandas as pd

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from pyro_bdl.samples import Samples
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.collectives import Ranks
 
 Draws = TypeVar("Draws", Samples, dict[str, Tensor])

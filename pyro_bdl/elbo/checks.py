@@ -18,11 +18,11 @@ from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import run_at_draw
 from pyro_bdl.program.check import check_finite
-from pyro_bdl.program.one_thread import Hidden
 from pyro_bdl.program.supports import check_support
 from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
 from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.module_state import preserved_buffers
+from pyro_bdl.utils.one_thread import Hidden
 from pyro_bdl.utils.random_state import own_randomness
 
 _NOTHING_OBSERVED = (

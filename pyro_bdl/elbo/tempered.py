@@ -36,12 +36,12 @@ from pyro_bdl.estimators.rows import RowwiseLikelihood
 from pyro_bdl.estimators.sticking import constant_parameters
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.kl import entropy, mean_field_kl, sampled_kl
-from pyro_bdl.program.one_thread import Hidden, OneThread
 from pyro_bdl.program.supports import nan_outside_support
 from pyro_bdl.program.trace import Run, record, sum_out_discrete
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.utils.autocast import without_autocast
 from pyro_bdl.utils.module_state import preserved_buffers
+from pyro_bdl.utils.one_thread import Hidden, OneThread
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import check_temperature, whole_number
 

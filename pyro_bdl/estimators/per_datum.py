@@ -18,8 +18,8 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.estimators.product import DataProduct, Operand, data_product
 from pyro_bdl.program.linear_ops.recognize import recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker, tells_numbers
-from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.program.trace import is_deterministic
+from pyro_bdl.utils.one_thread import OneThread
 from pyro_bdl.utils.trees import tree_leaves
 
 if TYPE_CHECKING:

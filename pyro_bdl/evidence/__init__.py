@@ -1,11 +1,15 @@
 """The evidence of a Laplace approximation, and its maximization in hyperparameters."""
 
-from pyro_bdl.contrib.expectation_maximization import em
+from typing import TYPE_CHECKING
+
 from pyro_bdl.evidence.formula import log_marginal_likelihood
 from pyro_bdl.evidence.last_layer import LastLayerEvidence
 from pyro_bdl.evidence.maximize import maximize
 from pyro_bdl.evidence.train import train_by_evidence
 from pyro_bdl.evidence.variational_em import variational_em
+
+if TYPE_CHECKING:
+    from pyro_bdl.contrib.expectation_maximization import em
 
 __all__ = [
     "LastLayerEvidence",

@@ -14,9 +14,9 @@ from pyro_bdl.guides.base import without_arguments
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.guides.statements import sample_site
 from pyro_bdl.program.layout import marginal
-from pyro_bdl.program.one_thread import Hidden
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
+from pyro_bdl.utils.one_thread import Hidden
 
 
 class AutoAmortized(OwnParameters, AutoGuide):

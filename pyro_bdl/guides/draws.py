@@ -17,10 +17,10 @@ from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.layout import NEW_ROWS, Latent, differences, origin
 from pyro_bdl.program.program import Program, SiteShape, site_shapes
+from pyro_bdl.program.samples import Samples, as_tensor, is_numpyro_mcmc
 from pyro_bdl.program.saved import check_same, described_program
 from pyro_bdl.program.trace import UNOBSERVED, Run, leave_open, record
 from pyro_bdl.program.vmap import joined, map_draws, number_of_draws
-from pyro_bdl.samples import Samples, as_tensor, is_numpyro_mcmc
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.trees import tree_map_only
 from pyro_bdl.utils.validation import whole_number

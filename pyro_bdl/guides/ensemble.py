@@ -12,7 +12,6 @@ from pyro_bdl.guides.base import Guide, at_full_size
 from pyro_bdl.guides.kl import normal_priors
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.guides.mixture import MixtureGuide
-from pyro_bdl.guides.pathfinder import AutoPathfinder
 from pyro_bdl.guides.statements import point, sample_sites, vectors_in_plates
 from pyro_bdl.guides.summaries import empirical_quantiles
 from pyro_bdl.init import init_afresh, reset_of, start_at
@@ -20,9 +19,9 @@ from pyro_bdl.program.batch_norm import layers_called
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.network_sites import OWNER_KEY
-from pyro_bdl.program.one_thread import Hidden
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import record
+from pyro_bdl.utils.one_thread import Hidden
 
 _SHOWN = 4  # names in a message
 
@@ -66,6 +65,8 @@ class AutoEnsemble(Guide):
     anchors: Tensor
     prior_loc: Tensor
     prior_precision: Tensor
+
+    starts_at_a_vector = False
 
     def __init__(
         self,
@@ -230,7 +231,7 @@ class AutoEnsemble(Guide):
         :raises TypeError: for a class that has several members itself, or fits itself in its
             first run.
         """
-        if issubclass(kind, AutoPathfinder | AutoEnsemble):
+        if not kind.starts_at_a_vector:
             raise TypeError(
                 f"{kind.__name__} starts from several vectors, or finds its own way with the data: "
                 "give a kind that starts from one, such as AutoLaplaceGGN or AutoMeanField"

@@ -32,6 +32,8 @@ class Family:
     normal_marginals = False
     # Draws that a step must take to train all of the guide: the number of an ensemble's members.
     num_members = 1
+    # False of guides that start from several vectors, or find their way from the data alone.
+    starts_at_a_vector = True
 
     def create_parameters(self, start: Tensor) -> None:
         """Create the parameters.

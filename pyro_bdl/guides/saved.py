@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from pyro_bdl.errors import ArgumentError, warn
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.layout import Layout, differences, origin
+from pyro_bdl.program.samples import SAVED_KIND as SAMPLES_KIND
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.saved import (
     LOG_DENSITY,
     check_same,
@@ -19,8 +21,6 @@ from pyro_bdl.program.saved import (
     described_program,
     taking_up,
 )
-from pyro_bdl.samples import SAVED_KIND as SAMPLES_KIND
-from pyro_bdl.samples import Samples
 from pyro_bdl.utils.tensor_file import kind_of_file, load_tree, save_tree
 
 SAVED_KIND = "posterior"
@@ -264,20 +264,30 @@ def class_path(kind: type) -> str:
 
 
 def known_class(path: str, *bases: type) -> Any:
-    """The class with the path of ``class_path``, among some classes and their subclasses.
+    """The class with the path of ``class_path``, among some classes and their subclasses; or the
+    only one of that name in the same package, where it has moved since.
 
     :raises ValueError: for a class that is not imported.
     """
-    waiting = list(bases)
+    known, waiting = {}, list(bases)
     while waiting:
         kind = waiting.pop()
-        if class_path(kind) == path:
-            return kind
+        known[class_path(kind)] = kind
         waiting += kind.__subclasses__()
+    if path in known:
+        return known[path]
+    moved = [kind for other, kind in known.items() if _ends(other) == _ends(path)]
+    if len(moved) == 1:
+        return moved[0]
     raise ValueError(
         f"the file holds an object of the class {path}, which is not known here: "
         "import its module first"
     )
+
+
+def _ends(path: str) -> tuple[str, str]:
+    """The package of a class and its name."""
+    return path.split(".")[0], path.split(".")[-1]
 
 
 def described(value: Any, *bases: type) -> Any:

@@ -1,7 +1,7 @@
 """Subnetwork inference: full covariance over a few weights, with the others at the MAP."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pyro.distributions import constraints
@@ -23,8 +23,8 @@ from pyro_bdl.guides.selectors import (
 )
 from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.gaussian_prior import GaussianPrior, StoredPrecision, joint_prior
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.subset import Subset, select
-from pyro_bdl.samples import Samples
 
 _SHARE, _MOST = 0.1, 1000  # the default size
 
@@ -48,6 +48,9 @@ class AutoSubnetwork(AutoLaplaceGGN):
     """
 
     saved_parts = (Selector,)
+    chains: ClassVar[
+        Callable[..., Samples]
+    ]  # mcmc.sample, put here by mcmc, which stands on guides
 
     def __init__(
         self,
@@ -137,15 +140,13 @@ class AutoSubnetwork(AutoLaplaceGGN):
         :param init: where the chains start; by default draws of the Laplace approximation.
         :param options: arguments of ``mcmc.sample``.
         """
-        from pyro_bdl import mcmc
-
         model = self.program_model
         indices = self.choose([args], select=select, size=size)
         subset = Subset(self.require_layout(), indices.cpu())
         if init is None:
             init = approximate(self, self.config, subset, Batches([args]))
         at = self.location().detach()
-        return mcmc.sample(model, *args, init=init, subset=(subset, at), **options)
+        return self.chains(model, *args, init=init, subset=(subset, at), **options)
 
 
 def _selector(select: Any) -> Selector:

@@ -8,7 +8,7 @@ from pyro_bdl.mcmc.kernels import MCLMC, Kernel
 from pyro_bdl.mcmc.sampling import sample
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 from pyro_bdl.mcmc.stochastic_gradient.sampling import sgmcmc
-from pyro_bdl.samples import Samples
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.training.svi import train
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.validation import whole_number

@@ -214,6 +214,9 @@ class MAMS(Kernel):
         return Adjusted(log_density, self, plan, size).transition()
 
 
+KERNELS: dict[str, type[Kernel]] = {kind.name: kind for kind in (NUTS, HMC, MCLMC, MAMS)}
+
+
 def as_kernel(kernel: str | Kernel) -> Kernel:
     """The kernel of a name, with its defaults.
 
@@ -221,10 +224,9 @@ def as_kernel(kernel: str | Kernel) -> Kernel:
     """
     if isinstance(kernel, Kernel):
         return kernel
-    kinds = {kind.name: kind for kind in (NUTS, HMC, MCLMC, MAMS)}
-    if kernel not in kinds:
+    if kernel not in KERNELS:
         raise ValueError(
-            f"kernel must be one of {', '.join(kinds)}, or an object such as mcmc.NUTS(), got "
+            f"kernel must be one of {', '.join(KERNELS)}, or an object such as mcmc.NUTS(), got "
             f"{kernel!r}"
         )
-    return kinds[kernel]()
+    return KERNELS[kernel]()

@@ -20,11 +20,21 @@ from pyro_bdl.mcmc.chains import (
 from pyro_bdl.mcmc.kernels import MCLMC, Kernel, as_kernel
 from pyro_bdl.mcmc.starts import Restriction, checked_program, starting_vectors
 from pyro_bdl.program.program import Program
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.validation import whole_number
+
+
+def _in_jax(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chains:
+    from pyro_bdl.mcmc.run import run  # JAX is imported with the first chains
+
+    return run(target, start, kernel, plan)
+
+
+# Backend -> a function that runs chains of a target from starting vectors (chains, P).
+BACKENDS: dict[str, Callable[[Restriction, Tensor, Kernel, Plan], Chains]] = {"numpyro": _in_jax}
 
 
 def sample(
@@ -90,8 +100,8 @@ def sample(
         their support, a plate that holds a part of its data, or a checkpoint of another run.
     """
     kernel = as_kernel(kernel)
-    if backend not in ("numpyro", "pyro"):
-        raise ValueError(f"backend must be 'numpyro' or 'pyro', got {backend!r}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be {' or '.join(map(repr, BACKENDS))}, got {backend!r}")
     if chain_method not in (None, "parallel", "vectorized"):
         raise ValueError(f"chain_method must be 'parallel' or 'vectorized', got {chain_method!r}")
     num_chains = whole_number(num_chains, "num_chains")
@@ -112,14 +122,10 @@ def sample(
         kernel.check_size(start.shape[-1])
         described = restriction.described(start[0])
     with evaluation_mode(program.modules):
-        if backend == "pyro":
-            from pyro_bdl.mcmc.pyro_backend import run
-        else:
-            from pyro_bdl.mcmc.run import run
-        chains = run(restriction, start, kernel, plan)
+        chains = BACKENDS[backend](restriction, start, kernel, plan)
     info = {
         "kernel": kernel.name,
-        "backend": "pyro" if backend == "pyro" else kernel.library,
+        "backend": kernel.library if backend == "numpyro" else backend,
         "num_warmup": plan.num_warmup,
         "seed": seed,
         "options": kernel.options(),

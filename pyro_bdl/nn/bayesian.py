@@ -34,14 +34,15 @@ from pyro_bdl.program.gaussian_prior import (
     UnderPrior,
     as_gaussian_prior,
 )
+from pyro_bdl.program.network_plates import over_networks, plates_of
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork
-from pyro_bdl.program.one_thread import Hidden
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.trace import prior_factor
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.scales import Hyperprior, Scope, hyperparameter_scope, on_device
 from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.names import Names, chooser
+from pyro_bdl.utils.one_thread import Hidden
 
 _NO_BATCH = torch.Size()
 _SHOWN = 4  # names in a message
@@ -121,8 +122,6 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
             with self._under_task_prior():
                 values = self._sample()
             return self._forward(values, *args, **kwargs)
-        from pyro_bdl.contrib.network_plates import over_networks, plates_of
-
         plates = plates_of(frames, self.plates, self.site_prefix + self.sites[0])
         with self._under_task_prior():
             values = self._sample(plates.batch)

@@ -9,7 +9,7 @@ from typing import Any
 from pyro_bdl import mcmc
 from pyro_bdl.guides import AutoEnsemble, AutoSubnetwork
 from pyro_bdl.posteriors.registry import Problem, Result, register, trained
-from pyro_bdl.samples import Samples
+from pyro_bdl.program.samples import Samples
 
 # The largest number of rows that "sghmc" uses at once, and the size of minibatches beyond it.
 _MOST_ROWS, _ROWS = 8192, 1024

@@ -31,6 +31,7 @@ from pyro_bdl.predictive.observations import (
 from pyro_bdl.program.batch_norm import computing_with, statistics_of_draws
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.check import on_whole_data
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.trace import (
     Run,
     leave_any_open,
@@ -47,7 +48,6 @@ from pyro_bdl.program.vmap import (
     measured,
     number_of_draws,
 )
-from pyro_bdl.samples import Samples
 from pyro_bdl.utils.autograd import wants_gradients
 from pyro_bdl.utils.module_state import Modules, evaluation_mode
 from pyro_bdl.utils.validation import whole_number

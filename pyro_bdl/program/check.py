@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.subsample_messenger import _Subsample
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_bdl.errors import ArgumentError, UnsupportedProgramError
 from pyro_bdl.program.network_sites import SampledNetwork
-from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.utils.module_state import Modules, modules_in_sight
+from pyro_bdl.utils.one_thread import OneThread
 from pyro_bdl.utils.trees import tree_leaves
 from pyro_bdl.utils.validation import check_finite_tensor
 
@@ -227,7 +227,7 @@ class WholeData(OneThread):
 
     def _pyro_sample(self, msg: Any) -> None:
         plate = msg["fn"]
-        if not isinstance(plate, _Subsample) or msg["value"] is not None:
+        if not site_is_subsample(msg) or msg["value"] is not None:
             return
         chosen = plate.size if plate.subsample_size is None else plate.subsample_size
         if chosen < plate.size and plate.size in self.rows:

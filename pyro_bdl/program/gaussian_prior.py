@@ -17,14 +17,14 @@ import pyro.distributions as dist
 import torch
 from pyro.distributions import TorchDistribution
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.subsample_messenger import _Subsample
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_bdl.distributions.matrix_normal import MatrixNormal
 from pyro_bdl.program.layout import Latent, Layout, marginal
 from pyro_bdl.program.network_sites import INIT_KEY
-from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.one_thread import OneThread
 
 
 class _SiteBlock(nn.Module):
@@ -195,7 +195,7 @@ class _PriorRun(OneThread):
 
     def _process_message(self, msg: Any) -> None:
         self.check_thread(msg)
-        if msg["type"] != "sample" or isinstance(msg["fn"], _Subsample):
+        if msg["type"] != "sample" or site_is_subsample(msg):
             return
         block = self.prior.blocks_by_site.get(msg["name"])
         if block is None:

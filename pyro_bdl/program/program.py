@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from pyro import poutine
 from pyro.distributions import Unit
-from pyro.poutine.subsample_messenger import _Subsample
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_bdl.distributions.copies import is_improper
@@ -29,7 +29,6 @@ from pyro_bdl.program.check import (
     without_handlers,
 )
 from pyro_bdl.program.layout import Latent, Layout, transform_of
-from pyro_bdl.program.one_thread import Hidden, OneThread
 from pyro_bdl.program.rows import check_repeated, check_rows
 from pyro_bdl.program.supports import check_fixed_supports, check_support, feasible_value
 from pyro_bdl.program.trace import (
@@ -52,6 +51,7 @@ from pyro_bdl.utils.module_state import (
     preserved_buffers,
     watching_calls,
 )
+from pyro_bdl.utils.one_thread import Hidden, OneThread
 from pyro_bdl.utils.random_state import own_randomness
 
 NOTHING_OBSERVED = (
@@ -70,7 +70,7 @@ class Program:
     program in its modules' current mode (training or evaluation).
 
     Finite discrete latent sites are no latents here: ``discrete`` names them, and all functions sum
-    them out exactly (``contrib/discrete``). Nor is what ``pyro.sample(..., obs=y, obs_mask=seen)``
+    them out exactly (``program/discrete``). Nor is what ``pyro.sample(..., obs=y, obs_mask=seen)``
     leaves unobserved, ``name_unobserved``, if no statement after it uses its value: it integrates
     to one and is drawn in predictions. If one does (a missing input), it is a latent.
 
@@ -118,7 +118,7 @@ class Program:
         for name, node in trace.nodes.items():
             if node["type"] != "sample":
                 continue
-            if isinstance(node["fn"], _Subsample):
+            if site_is_subsample(node):
                 self.plates[name] = (node["fn"].size, len(node["value"]))
                 run.subsamples[name] = node["value"]
                 continue
@@ -265,12 +265,12 @@ class Program:
     def to_jax(self, *args: Any, **kwargs: Any) -> Any:
         """The log density as a JAX function of u (P,) and of the data, with its gradient and T(u).
 
-        See :class:`pyro_bdl.tracing.jax.program_density.JaxDensity`.
+        See :class:`pyro_bdl.program.jax_density.JaxDensity`.
 
         :param args: the program's arguments; by default those of the construction.
         :raises MissingOperatorError: if an operator has no translation to JAX.
         """
-        from pyro_bdl.tracing.jax.program_density import JaxDensity
+        from pyro_bdl.program.jax_density import JaxDensity
 
         if not args and not kwargs:
             return JaxDensity(self)
@@ -351,7 +351,7 @@ class _FirstRun(OneThread):
             msg["value"] = value
         if msg["value"] is None and is_improper(msg["fn"]):
             msg["value"] = feasible_value(msg["fn"], radius=2.0)
-        if msg["is_observed"] or msg["name"] in self.used or isinstance(msg["fn"], _Subsample):
+        if msg["is_observed"] or msg["name"] in self.used or site_is_subsample(msg):
             return
         if is_imputed(msg, self.names):
             msg["value"] = msg["fn"].sample()
@@ -362,7 +362,7 @@ class _FirstRun(OneThread):
                 msg["value"].requires_grad_()
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        infer, plate = msg["infer"], isinstance(msg["fn"], _Subsample)
+        infer, plate = msg["infer"], site_is_subsample(msg)
         if not self.imputed or plate or infer.get("_imputed") or infer.get("_deterministic"):
             return
         density = None if is_improper(msg["fn"]) else msg["fn"].log_prob(msg["value"]).sum()
@@ -440,7 +440,7 @@ def _sites_in_plates(trace: Any) -> dict[str, str]:
         for name, node in trace.nodes.items()
         if node["type"] == "sample"
         and not node["is_observed"]
-        and not isinstance(node["fn"], _Subsample)
+        and not site_is_subsample(node)
         and node["fn"].event_dim >= 1
         and node["cond_indep_stack"]
     }
@@ -534,5 +534,5 @@ def site_shapes(model: Callable, args: tuple, kwargs: dict) -> dict[str, SiteSha
     return {
         name: SiteShape(node["value"].shape, not node["is_observed"] and not is_deterministic(node))
         for name, node in trace_once(model, args, kwargs).trace.nodes.items()
-        if node["type"] == "sample" and not isinstance(node["fn"], _Subsample)
+        if node["type"] == "sample" and not site_is_subsample(node)
     }

@@ -14,10 +14,10 @@ from pyro_bdl.distributions.parameters import is_known, parameters_of
 from pyro_bdl.program.batches import NOT_ON_SOME, Batch, has_rows, leading_size, taken
 from pyro_bdl.program.check import without_handlers
 from pyro_bdl.program.layout import differences, origin
-from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import Run, leave_open, record
 from pyro_bdl.utils.module_state import Modules, device_of, evaluation_mode
+from pyro_bdl.utils.one_thread import OneThread
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.trees import tree_map_only
 

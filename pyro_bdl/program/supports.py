@@ -9,9 +9,9 @@ from torch.distributions import constraints
 from pyro_bdl.distributions.copies import point_of
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.layout import support_bounds, transform_of
-from pyro_bdl.program.one_thread import Hidden
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.module_state import preserved_buffers
+from pyro_bdl.utils.one_thread import Hidden
 from pyro_bdl.utils.validation import listed
 
 

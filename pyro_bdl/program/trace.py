@@ -3,14 +3,13 @@
 import functools
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pyro
 import torch
 from pyro.distributions import Unit
 from pyro.distributions.util import scale_and_mask
-from pyro.poutine.runtime import _PYRO_STACK
-from pyro.poutine.subsample_messenger import _Subsample
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import Distribution
 
@@ -25,14 +24,12 @@ from pyro_bdl.distributions.copies import (
 )
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.check import explain
+from pyro_bdl.program.discrete import Enumeration, SummedOut, sum_out, why_not_enumerable
 from pyro_bdl.program.layout import NEW_ROWS
 from pyro_bdl.program.network_sites import OWNER_KEY
-from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.utils.autocast import uncast
 from pyro_bdl.utils.module_state import watching_calls
-
-if TYPE_CHECKING:
-    from pyro_bdl.contrib.discrete import Enumeration, SummedOut
+from pyro_bdl.utils.one_thread import OneThread, handlers
 
 UNOBSERVED = "_unobserved"  # ends the names of Pyro's second statement of obs_mask
 RENAME = (
@@ -116,7 +113,7 @@ class Run:
     imputed: list[str] = field(default_factory=list)
     open: bool = False
     followed: bool = False
-    discrete: "SummedOut | None" = None
+    discrete: SummedOut | None = None
     result: Any = None
 
     def add(self, msg: Any) -> tuple[str, Site]:
@@ -293,7 +290,7 @@ def is_marked_imputed(msg: Any) -> bool:
 
 def is_recording() -> bool:
     """Return whether a run of this package is going on, and not one of Pyro's own inference."""
-    return any(isinstance(handler, _Recorder) for handler in _PYRO_STACK)
+    return any(isinstance(handler, _Recorder) for handler in handlers())
 
 
 class _Recorder(OneThread):
@@ -318,7 +315,7 @@ class _Recorder(OneThread):
             return
         msg["stop"] = True  # a pure function: outer handlers must not see or change its sites
         name = msg["name"]
-        if isinstance(msg["fn"], _Subsample):
+        if site_is_subsample(msg):
             if msg["value"] is None and name in self.values:
                 msg["value"] = self.values[name]
             return
@@ -334,7 +331,7 @@ class _Recorder(OneThread):
             elif self.draw is not None:
                 self.draw(msg)
                 if self.enumeration is None and msg["infer"].get("_sum_out"):
-                    self.enumeration = _discrete().Enumeration()
+                    self.enumeration = Enumeration()
             if imputed and name not in self.values:
                 msg["infer"]["_imputed"] = True
                 if self.draw is not None and msg["value"] is None:
@@ -348,7 +345,7 @@ class _Recorder(OneThread):
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] != "sample":
             return
-        if isinstance(msg["fn"], _Subsample):
+        if site_is_subsample(msg):
             self.run.subsamples[msg["name"]] = msg["value"]
             return
         kind, site = self.run.add(msg)
@@ -417,7 +414,7 @@ def record(
             explain(error, function, args, kwargs or {})
             raise
         if recorder.enumeration is not None:
-            _discrete().sum_out(recorder.run, recorder.enumeration)
+            sum_out(recorder.run, recorder.enumeration)
     return recorder.run
 
 
@@ -425,14 +422,7 @@ def why_not_summed_out(msg: Any) -> str | None:
     """Return why a site without a value cannot be summed out; None where it can be."""
     if not getattr(msg["fn"], "has_enumerate_support", False):
         return "its support cannot be enumerated"
-    return _discrete().why_not_enumerable(msg)
-
-
-def _discrete() -> Any:
-    """The package that sums discrete sites out, imported at the first such site."""
-    from pyro_bdl.contrib import discrete
-
-    return discrete
+    return why_not_enumerable(msg)
 
 
 def sum_out_discrete(msg: Any) -> None:

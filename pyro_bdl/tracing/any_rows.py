@@ -6,6 +6,7 @@ all its sizes are a n + b. ``trace_rows`` then needs the graphs of two sizes onl
 
 import builtins
 import operator
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,12 +14,6 @@ from typing import Any
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -26,9 +21,15 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_bdl.tracing.trace import NotTraceable, plain_torch, tensor_of, trace_pure
+from pyro_bdl.utils.dispatch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+)
 from pyro_bdl.utils.trees import tree_leaves
 
 _SIZES = (3, 5)  # rows of the two graphs
@@ -157,23 +158,26 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+_one_proof = threading.Lock()
+
+
 @contextmanager
 def _symbolic_len() -> Iterator[None]:
-    """Let ``len`` of a tensor be its symbol; Python itself makes a plain number of any length.
-
-    Of all other tensors, as those of other threads, it is the same as before. ``torch.export``
-    replaces ``min`` and ``max`` in this way.
+    """Let ``len`` of a tensor be its symbol in this thread; Python itself makes a plain number of
+    any length, also in ``torch.export``. In all other threads ``len`` is as before.
     """
-    plain = builtins.len
+    thread = threading.get_ident()
 
     def length(value: Any) -> Any:
-        return value.shape[0] if isinstance(value, Tensor) and value.dim() else plain(value)
+        here = threading.get_ident() == thread and isinstance(value, Tensor) and value.dim()
+        return value.shape[0] if here else plain(value)
 
-    builtins.len = length  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        builtins.len = plain
+    with _one_proof:
+        plain, builtins.len = builtins.len, length  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            builtins.len = plain
 
 
 # ------------------------------------------------------------------------------------ the graph

@@ -16,15 +16,8 @@ from typing import Any
 import pyro
 import torch
 from torch import Tensor, fx
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from pyro_bdl.tracing.graph import (
     base,
@@ -35,6 +28,15 @@ from pyro_bdl.tracing.graph import (
     name_of,
     reached,
     tagged,
+)
+from pyro_bdl.utils.dispatch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    TorchDispatchMode,
+    TracingContext,
+    tracing,
+    without_modes,
 )
 from pyro_bdl.utils.module_state import vmappable
 from pyro_bdl.utils.trees import tree_leaves, tree_map_only
@@ -83,7 +85,7 @@ class _Methods(TorchFunctionMode):
         if func in _PAST and args[0].numel():
             first = args[0].detach().reshape(-1)[0]
             is_truth = first.dtype is torch.bool  # all are read, not this truth value alone
-            torch.ops.aten._local_scalar_dense(first.byte() if is_truth else first)
+            (first.byte() if is_truth else first).item()
         result = func(*args, **(kwargs or {}))
         if not self.marks_constants or torch.is_grad_enabled():
             return result
@@ -116,7 +118,7 @@ class _Outside(TorchDispatchMode):
                 for argument in func._schema.arguments
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
-            with _disable_current_modes():
+            with without_modes():
                 for tensor in tree_leaves(written):
                     if isinstance(tensor, Tensor) and id(tensor) not in self.saved:
                         self.saved[id(tensor)] = tensor, tensor.detach().clone()

@@ -14,9 +14,9 @@ from pyro_bdl.errors import ArgumentError, FailedStepError, warn
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.check import TENSORS_NEEDED, WholeData, kind_of, named_arguments
-from pyro_bdl.program.one_thread import Hidden
 from pyro_bdl.program.trace import Site, record, sum_out_discrete
 from pyro_bdl.utils.module_state import Modules, evaluation_mode
+from pyro_bdl.utils.one_thread import Hidden
 from pyro_bdl.utils.progress import hidden
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import listed, ranked, whole_number

@@ -14,11 +14,11 @@ from pyro_bdl.guides.ensemble import AutoEnsemble
 from pyro_bdl.handlers import Handled
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
-from pyro_bdl.program.one_thread import OneThread
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.training.descent import Training
 from pyro_bdl.utils.module_state import Modules, evaluation_mode
+from pyro_bdl.utils.one_thread import OneThread
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import listed, ranked, whole_number
 

@@ -26,11 +26,11 @@ from pyro_bdl.elbo.tempered import TemperedTrace_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import as_dicts, taken
-from pyro_bdl.program.one_thread import Hidden
 from pyro_bdl.tracing.compiled import split
 from pyro_bdl.tracing.jax.translate import KEYS, loss_to_jax
 from pyro_bdl.training.descent import Descent
 from pyro_bdl.utils.module_state import Modules, without_side_effects
+from pyro_bdl.utils.one_thread import Hidden
 from pyro_bdl.utils.validation import check_temperature
 
 STEPS_AT_ONCE = 500

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from pyro_bdl.utils.dispatch import TorchDispatchMode
 from pyro_bdl.utils.trees import tree_leaves
 
 # The largest block that still raises glibc's threshold, with room for its header and padding.

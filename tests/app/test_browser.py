@@ -10,8 +10,8 @@ import subprocess
 import pytest
 from matplotlib.figure import Figure
 
-from pyro_bdl.app.report.write import Table, page
 from pyro_bdl.comparison.columns import Column
+from pyro_bdl.comparison.report.write import Table, page
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

@@ -16,8 +16,8 @@ import torch
 from pyro_bdl import posteriors
 from pyro_bdl.app import run as app
 from pyro_bdl.app.command import main
-from pyro_bdl.app.figures import CAPTIONS
 from pyro_bdl.app.run import limited_threads
+from pyro_bdl.comparison.report.figures import CAPTIONS
 from pyro_bdl.curvature import config as curvature_config
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")

@@ -17,7 +17,7 @@ from pyro_bdl.diagnostics import (
     within_ess,
     within_rhat,
 )
-from pyro_bdl.samples import Samples
+from pyro_bdl.program.samples import Samples
 
 
 @pytest.fixture

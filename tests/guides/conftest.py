@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pyro_bdl.curvature import LowRank, Samples
+from pyro_bdl.curvature.structures import STRUCTURES
 from pyro_bdl.guides import (
     AutoEnsemble,
     AutoInducing,
@@ -23,6 +24,7 @@ from pyro_bdl.guides import (
     AutoMatrixNormal,
     AutoMCDropout,
     AutoMeanField,
+    AutoMultiSWAG,
     AutoPathfinder,
     AutoSubnetwork,
     AutoSWAG,
@@ -80,7 +82,7 @@ def _moved(guide):
 def _laplace(structure):
     chosen = {"low_rank": LowRank(3), "samples": Samples(1000)}.get(structure, structure)
     # Kronecker factors take one datum at a time, and no latent of single data
-    kind = program if structure not in ("kron", "ekfac") else one_shift
+    kind = one_shift if STRUCTURES[structure].curvature.takes_single_rows else program
     guide = _moved(AutoLaplaceGGN(kind, structure=chosen))
     return guide.laplace_approximation((X, Y))
 
@@ -138,13 +140,7 @@ MADE = {
     "matrix normal": lambda: _moved(AutoMatrixNormal(program, init_scale=0.3)),
     "low rank": _low_rank,
     "pathfinder": lambda: AutoPathfinder(program).prototype(X, Y),
-    "full": functools.partial(_laplace, "full"),
-    "kron": functools.partial(_laplace, "kron"),
-    "diag": functools.partial(_laplace, "diag"),
-    "ekfac": functools.partial(_laplace, "ekfac"),
-    "kernel": functools.partial(_laplace, "kernel"),
-    "samples": functools.partial(_laplace, "samples"),
-    "low_rank Laplace": functools.partial(_laplace, "low_rank"),
+    **{name: functools.partial(_laplace, name) for name in STRUCTURES},
     "subset": _subset_normal,
     "subnetwork": lambda: _moved(AutoSubnetwork(program, size=3)).laplace_approximation((X, Y)),
     "SWAG": _swag,
@@ -156,14 +152,15 @@ MADE = {
     ),
     "inducing": lambda: _moved(AutoInducing(one_shift)),
     "radial": lambda: Radial(program).prototype(X, Y),
+    "MultiSWAG": lambda: AutoMultiSWAG(program, size=2).prototype(X, Y),
     "ensemble": lambda: AutoEnsemble(program, size=4).prototype(X, Y),
     "anchored": lambda: AutoEnsemble(program, size=4, anchored=True).prototype(X, Y),
     "dropout": lambda: _moved(AutoMCDropout(program, sites="all", p=0.3)),
 }
 # Guides with a density in all latents, joint over them or factorized
-DENSE = ["pathfinder", "mean field", "matrix normal", "low rank", "full", "kron", "diag", "ekfac"]
-DENSE += ["kernel", "low_rank Laplace", "subset", "SWAG", "mixture", "inducing"]
-DENSE += ["variational last layer, mean field"]
+DENSE = ["pathfinder", "mean field", "matrix normal", "low rank", "subset", "SWAG", "mixture"]
+DENSE += ["inducing", "variational last layer, mean field"]
+DENSE += [name for name, kind in STRUCTURES.items() if not kind.curvature.is_sampled]
 
 
 # Trained as the MAP is, by the same code: one of them says it for all in the default run.

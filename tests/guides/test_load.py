@@ -19,7 +19,7 @@ from pyro_bdl.guides import (
     AutoPathfinder,
     AutoSubnetwork,
 )
-from pyro_bdl.utils.tensor_file import load_tree
+from pyro_bdl.utils.tensor_file import load_tree, save_tree
 
 
 def _draws(guide):
@@ -174,6 +174,20 @@ def test_a_selector_and_the_options_of_a_path_come_back(tmp_path):
     path = AutoPathfinder(_network(), history=2, num_paths=2, most_steps=9).prototype(_X, _X)
     found = bdl.load_posterior(path.save(tmp_path / "path"), _network())
     assert found.history == 2 and torch.equal(found.elbos, path.elbos)
+
+
+def test_a_class_that_has_moved_within_its_package_is_found(tmp_path):
+    guide = AutoMeanField(_network()).prototype(_X, _X)
+    tree = load_tree(guide.save(tmp_path / "guide"), kind="posterior")
+    for path in ("pyro_bdl.elsewhere.AutoMeanField", "other.AutoMeanField"):
+        tree["guide"]["class"] = path
+        save_tree(tmp_path / "moved", tree, kind="posterior")
+        if path.startswith("pyro_bdl"):
+            found = bdl.load_posterior(tmp_path / "moved", _network())
+            assert torch.equal(found.loc, guide.loc)
+        else:
+            with pytest.raises(ValueError, match=r"other\.AutoMeanField, which is not known"):
+                bdl.load_posterior(tmp_path / "moved", _network())
 
 
 def test_what_is_no_posterior_is_refused(tmp_path):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_bdl import mcmc
 from pyro_bdl.mcmc import checkpoint
-from pyro_bdl.samples import Samples
+from pyro_bdl.program.samples import Samples
 
 
 class Killed(Exception):

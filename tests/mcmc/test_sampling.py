@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributions import constraints
 
 import pyro_bdl as bdl
+from pyro_bdl.contrib import pyro_mcmc
 from pyro_bdl.errors import BdlWarning, MissingOperatorError, UnsupportedProgramError
 from pyro_bdl.handlers import cold, temper
-from pyro_bdl.mcmc import HMC, NUTS, pyro_backend
+from pyro_bdl.mcmc import HMC, NUTS
 
 BACKENDS = ("numpyro", "pyro")
 QUICK = {
@@ -246,7 +247,7 @@ def test_interrupt_keeps_the_draws_made_pyro(monkeypatch):
             raise KeyboardInterrupt
 
     bar = SimpleNamespace(update=update, close=lambda: None)
-    monkeypatch.setattr(pyro_backend, "progress_bar", lambda *_: bar)
+    monkeypatch.setattr(pyro_mcmc, "progress_bar", lambda *_: bar)
     with pytest.warns(BdlWarning, match="interrupted"):
         samples = bdl.mcmc.sample(
             linear_model, X, Y, backend="pyro", num_warmup=30, num_samples=50, progress=False

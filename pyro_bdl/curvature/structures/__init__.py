@@ -13,17 +13,8 @@ from pyro_bdl.curvature.structures.kron.curvature import EKFAC, Kron
 from pyro_bdl.curvature.structures.low_rank import LowRank
 from pyro_bdl.curvature.structures.samples import Samples
 
-STRUCTURES: Mapping[str, type[Structure]] = MappingProxyType(
-    {
-        "kron": Kron,
-        "ekfac": EKFAC,
-        "full": Full,
-        "diag": Diagonal,
-        "low_rank": LowRank,
-        "kernel": Kernel,
-        "samples": Samples,
-    }
-)
+_KINDS = Kron, EKFAC, Full, Diagonal, LowRank, Kernel, Samples
+STRUCTURES: Mapping[str, type[Structure]] = MappingProxyType({k().name: k for k in _KINDS})
 
 
 @dataclass(frozen=True)

@@ -87,13 +87,14 @@ class DiagonalPrecision(Precision):
             yield block, block.position.spread(variances, block.shape)
 
 
-def check_positive(diagonal: Tensor) -> None:
+def check_positive(diagonal: Tensor, of: str = "") -> None:
     """Check that precisions are positive.
 
+    :param of: what they are the precisions of, for the message.
     :raises ValueError: if one is not.
     """
     if not (diagonal > 0).all():
         raise ValueError(
-            f"the posterior precision is not positive (lowest entry {float(diagonal.min()):.3g}): "
+            f"the posterior precision{of} is not positive (lowest entry {diagonal.min():.3g}): "
             "directions without curvature need a prior with a finite variance"
         )

@@ -9,7 +9,6 @@ import torch
 from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from pyro_bdl.distributions.dropout_noise import (
     Annealed,
@@ -37,6 +36,8 @@ from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.trace import Run
 
 MASKS = ("units", "weights")
+_ALPHA = nn.AlphaDropout, nn.FeatureAlphaDropout
+_DROPOUT = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, *_ALPHA
 
 
 class AutoMCDropout(Guide):
@@ -348,7 +349,7 @@ class AutoMCDropout(Guide):
 def _warn_of_layers(model: Any) -> None:
     """Warn that a program's dropout layers drop units in addition to the guide."""
     for name, part in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(part, _DropoutNd) and part.training and part.p > 0:
+        if isinstance(part, _DROPOUT) and part.training and part.p > 0:
             warn(
                 f"the network's own {type(part).__name__}({part.p:g}) '{name}' drops in training "
                 "too, on top of the guide's masks: take AutoMCDropout.from_dropout_layers(model), "

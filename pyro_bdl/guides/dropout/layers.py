@@ -2,8 +2,8 @@
 
 A dropout layer multiplies the units h of a layer by factors eps. Since W (eps h) = (W diag(eps)) h,
 the factors can be moved to the next weight W (Gal & Ghahramani 2016, section 3). Operations between
-the layer and the weight must let the factors pass: ReLU, reshapes, pooling of whole channels,
-multiplication by a number.
+the layer and the weight must let the factors pass: ReLU, views, multiplication by a number; for
+factors of whole channels reshapes and pooling.
 """
 
 import math
@@ -28,9 +28,10 @@ from pyro_bdl.utils.trees import tree_leaves
 _ELEMENTS = {F.dropout, torch.dropout}
 _CHANNELS = {F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout}
 _AFFINE = {F.alpha_dropout, F.feature_alpha_dropout}
-_HOMOGENEOUS = {"relu", "leaky_relu"}
 _SCALINGS = {"mul", "rmul", "div", "true_divide", "truediv"}
-_POOLINGS = {"max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool", "mean", "amax"}
+_PASSING = {"relu", "leaky_relu"} | CASTS
+_SHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone"}
+_POOLINGS = {"max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool"}
 
 
 @dataclass(eq=False)
@@ -39,12 +40,37 @@ class Layer:
 
     :param rate: p.
     :param module: the module that drops; None outside of modules.
+    :param shape: that of its input.
+    :param channels: whether each channel has a factor, and not each number of a datum.
     :param obstacle: why no weight can have its factors; None if one can.
     """
 
     rate: float
     module: nn.Module | None
+    shape: tuple[int, ...] = ()
+    channels: bool = False
     obstacle: str | None = None
+
+    def lets_pass(self, name: str, args: tuple) -> bool:
+        """Return whether its factors multiply the result of an operation on its output."""
+        if name in _PASSING:
+            return True
+        if name in _SCALINGS:
+            return any(isinstance(arg, int | float) for arg in args)
+        if self.channels:
+            return name in _SHAPES or name.rstrip("123d") in _POOLINGS
+        return name in VIEWS
+
+    def arrives(self, inputs: Tensor, dim: int) -> "Arrival":
+        """The layer's factors at the input of a weight, whose units are along a dimension."""
+        size, dim = inputs.shape[dim], dim % inputs.dim()
+        if not self.channels:
+            return Arrival(self, None, inputs.numel() > self.shape[0] * size)
+        each, rest = divmod(size, self.shape[1])
+        if dim != 1 or rest or (each > 1 and inputs.dim() > 2):
+            self.obstacle = self.obstacle or "its channels are no units of the next weight"
+        numbers = tuple(i // each for i in range(size)) if each > 1 else None
+        return Arrival(self, numbers, False)
 
 
 @dataclass(frozen=True)
@@ -60,11 +86,6 @@ class Arrival:
     shared: bool
 
 
-# For each number of a tensor, the unit of a layer whose factor multiplies it: float64, with the
-# tensor's shape.
-_Factors = dict[Layer, Tensor]
-
-
 class LayerReader(WeightReader):
     """Tracker that follows the outputs of dropout layers to the weights that they feed."""
 
@@ -72,7 +93,7 @@ class LayerReader(WeightReader):
         super().__init__(latents)
         self.layers: list[Layer] = []
         self.uses: dict[str, list[set[Arrival]]] = {}  # of each weight
-        self._factors: dict[int, tuple[Tensor, _Factors]] = {}  # tensors are kept with their ids
+        self._marks: dict[int, tuple[Tensor, set[Layer]]] = {}  # tensors are kept with their ids
         self._calls: list[nn.Module] = []
         self._multiplied: set[int] = set()  # ids of the inputs that the operation multiplies
 
@@ -85,9 +106,9 @@ class LayerReader(WeightReader):
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         self._calls.pop()
 
-    def _layer(self, rate: float, obstacle: str | None = None) -> Layer:
+    def _layer(self, rate: float, **options: Any) -> Layer:
         module = self._calls[-1] if self._calls else None
-        self.layers.append(Layer(float(rate), module, obstacle))
+        self.layers.append(Layer(float(rate), module, **options))
         return self.layers[-1]
 
     def __torch_function__(
@@ -99,21 +120,25 @@ class LayerReader(WeightReader):
         self._multiplied = set()
         result = super().__torch_function__(func, types, args, kwargs)
         if func is F.multi_head_attention_forward and args[10] > 0:
-            self._layer(args[10], "it drops attention weights")
+            self._layer(args[10], obstacle="it drops attention weights")
         if decompose(func, args, kwargs, self.is_latent) is None:  # else seen part by part
             self._pass_on(func, args, kwargs, result)
         return result
 
-    def _of(self, value: Any) -> _Factors:
-        return self._factors[id(value)][1] if id(value) in self._factors else {}
+    def _of(self, value: Any) -> set[Layer]:
+        """The layers whose factors multiply a value."""
+        return self._marks[id(value)][1] if id(value) in self._marks else set()
+
+    def _mark(self, value: Tensor, layers: set[Layer]) -> None:
+        self._marks[id(value)] = value, self._of(value) | layers
 
     def _drop(
         self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
         output = input if inplace else input.clone()  # a new object without factors
-        factors = dict(self._of(input))
+        self._mark(output, self._of(input))
         if p > 0:
-            layer = self._layer(p)
+            layer = self._layer(p, shape=input.shape, channels=func in _CHANNELS)
             if training:  # all modules are in evaluation mode here
                 raise ValueError(
                     f"{type(layer.module).__name__}({p:g}) drops in evaluation mode too, on top of "
@@ -122,11 +147,7 @@ class LayerReader(WeightReader):
                 )
             if func in _AFFINE:
                 layer.obstacle = "alpha dropout shifts units instead of multiplying them"
-            shape = input.shape[1:2] if func in _CHANNELS else input.shape[1:]
-            units = torch.arange(shape.numel(), dtype=torch.float64, device=input.device) + 1.0
-            units = units.reshape(*shape, *[1] * (input.dim() - 1 - len(shape)))
-            factors[layer] = units.expand(input.shape)
-        self._factors[id(output)] = output, factors
+            self._mark(output, {layer})
         return output
 
     def _pass_on(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
@@ -137,27 +158,18 @@ class LayerReader(WeightReader):
         for leaf in tree_leaves((args, kwargs)):
             if id(leaf) in self._multiplied or (is_new and not self._multiplied):
                 continue  # the weight takes the factors, or a size or comparison has none
-            for layer, units in self._of(leaf).items():
-                parts = None if self._multiplied else _passed(func, name, units, args, kwargs)
-                if parts is None or len(parts) != len(outputs):
+            for layer in self._of(leaf):
+                if self._multiplied or not layer.lets_pass(name, args):
                     layer.obstacle = layer.obstacle or f"its output enters '{name}'"
                     continue
-                for output, part in zip(outputs, parts, strict=True):
-                    before = self._of(output)
-                    self._factors[id(output)] = output, {**before, layer: part}
+                for output in outputs:
+                    self._mark(output, {layer})
 
     def use(self, product: UnitProduct) -> None:
         super().use(product)
         self._multiplied.add(id(product.input))
-        arrivals = set()
-        for layer, units in self._of(product.input).items():
-            assert product.input_dim is not None
-            rows = units.movedim(product.input_dim, -1).flatten(0, -2)
-            numbers = rows[0].unique(return_inverse=True)[1]
-            own = len(numbers.unique()) == len(numbers)
-            shared = not bool((rows == rows[0]).all())
-            tied = None if own or shared else tuple(numbers.tolist())
-            arrivals.add(Arrival(layer, tied, shared))
+        layers, dim = self._of(product.input), product.input_dim
+        arrivals = {layer.arrives(product.input, dim) for layer in layers if dim is not None}
         self.uses.setdefault(product.tag.site, []).append(arrivals)
 
     def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
@@ -172,25 +184,6 @@ class LayerReader(WeightReader):
                     if "weight_ih_l" in site and "weight_ih_l0" not in site:
                         self.uses[site][-1].add(arrival)
         return result
-
-
-def _passed(
-    func: Callable, name: str, units: Tensor, args: tuple, kwargs: dict
-) -> list[Tensor] | None:
-    """The unit whose factor multiplies each number of an operation's results; None if there is no
-    single unit."""
-    if name in _HOMOGENEOUS or name in CASTS:
-        return [units]
-    if name in _SCALINGS:
-        return [units] if any(isinstance(arg, int | float) for arg in args) else None
-    if name in VIEWS:
-        return tree_leaves(func(units, *args[1:], **kwargs))
-    if name.rstrip("123d") in _POOLINGS:
-        pooled, square = (func(values, *args[1:], **kwargs) for values in (units, units.square()))
-        lowest = -func(-units, *args[1:], **kwargs)
-        if torch.allclose(square, pooled.square()) and torch.allclose(pooled, lowest):
-            return [pooled.round()]
-    return None
 
 
 def rates_of_layers(reader: LayerReader, layout: Layout, model: Any) -> dict[str, float]:

@@ -17,8 +17,8 @@ from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
 from pyro_bdl.mcmc.stochastic_gradient.walk import Walk
 from pyro_bdl.program.check import check_finite
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.samples import Samples
 from pyro_bdl.utils.memory import available_memory
 from pyro_bdl.utils.module_state import evaluation_mode, vmappable
 from pyro_bdl.utils.random_state import own_randomness, seeded

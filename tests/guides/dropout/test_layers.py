@@ -269,6 +269,13 @@ class PackedSequence(nn.Module):
             ["'4.weight' is left out, since dropout layers with .*other .*units meet"],
         ),
         (
+            nn.Sequential(nn.Conv1d(1, 2, 3), nn.Dropout1d(0.2), nn.Linear(4, 2), nn.Flatten(),
+                          nn.Dropout(0.1), nn.Linear(4, 1)),
+            (3, 1, 6),
+            {"5.weight": 0.1},
+            [r"Dropout1d.* is left out, since its channels are no units of the next weight"],
+        ),
+        (
             Heads(),
             (3, 2),
             {"left.weight": 0.2, "right.weight": 0.2},
@@ -295,7 +302,7 @@ class PackedSequence(nn.Module):
     ],
     ids=[
         "skip", "sequence", "pixels", "twice", "alpha", "two kinds",
-        "heads", "LSTM cell", "GRU cell", "packed",
+        "channels", "heads", "LSTM cell", "GRU cell", "packed",
     ],
 )  # fmt: skip
 def test_what_weights_cannot_say_is_told(net, x, rates, said):

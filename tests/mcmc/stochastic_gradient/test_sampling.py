@@ -11,13 +11,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
-from pyro_bdl.mcmc import PSGLD, SGHMC, SGLD, SGNHT, SMILE
+from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
 from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.module_state import vmappable
 
-KERNELS = {kind.name: kind for kind in (SGLD, PSGLD, SGHMC, SGNHT, SMILE)}
+KERNELS = {kind.name: kind for kind in StochasticKernel.__subclasses__()}
 QUICK = {"num_warmup": 4, "num_samples": 6, "progress": False}
 
 

@@ -150,7 +150,7 @@ class KroneckerCurvature(Curvature):
                 continue
             origin = block.position.key, block.position.uses  # other columns have the same inputs
             if self._pass == 1:
-                rotated: Any = part.basis().split(block)[0]
+                rotated: Any = part.block().split(block)[0]
                 if isinstance(rotated, ProductBlock):
                     source = self._rotated.setdefault(origin, rotated.source)
                     rotated = replace(rotated, source=source)

@@ -1,6 +1,7 @@
 """The Kronecker factors of one weight: sums of outer products of vectors, and their eigenpairs."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ from pyro_bdl.curvature.jacobian.jacobian import BlockPosition, LookupBlock, Pro
 from pyro_bdl.curvature.jacobian.output_layers import SoftmaxBlock
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import make_room
-from pyro_bdl.curvature.structures.kron.precision import Eigenbasis, WeightPrecision
+from pyro_bdl.curvature.structures.diagonal import check_positive
+from pyro_bdl.curvature.structures.kron.precision import KroneckerBlock
 from pyro_bdl.utils.linear_algebra import products
 from pyro_bdl.utils.memory import available_memory
 
@@ -225,7 +227,7 @@ class WeightFactors(nn.Module):
             mine.take(theirs.values, theirs.vectors)
             mine.complete()
         assert self.outputs.vectors is not None
-        self.corrected = self.outputs.vectors.new_zeros(self.basis().directions)
+        self.corrected = self.outputs.vectors.new_zeros(self.block().values.shape)
 
     def add_earlier(self, earlier: "WeightFactors") -> None:
         """Add the factors of earlier data, or their second moments in the same basis."""
@@ -234,7 +236,7 @@ class WeightFactors(nn.Module):
                 mine.add_decomposed(theirs)
         else:
             assert earlier.corrected is not None
-            self.corrected += self.basis().padded(earlier.corrected)
+            self.corrected += self.block().padded(earlier.corrected)
         for mine_sum, their_sum in zip(self.sums(0), earlier.sums(0), strict=True):
             mine_sum += their_sum
 
@@ -250,18 +252,20 @@ class WeightFactors(nn.Module):
 
     # Results
 
-    def basis(self) -> Eigenbasis:
-        """The eigenvectors of both factors; each row of a table is a separate direction."""
-        if self.inputs is None:
-            return Eigenbasis(self.shape, None, self.outputs.vectors)
-        return Eigenbasis(self.shape, self.outputs.vectors, self.inputs.vectors)
+    def block(self) -> KroneckerBlock:
+        """The block; each row of a table is a separate direction."""
+        sides = [factor.vectors for factor in (self.outputs, self.inputs) if factor is not None]
+        outputs, inputs = sides if len(sides) > 1 else (None, sides[0])
+        values = self.spectrum()
+        return KroneckerBlock(self.shape, outputs, inputs, values, values.new_zeros(()))
 
     def complete(self) -> None:
         """Complete the basis, for priors that vary between directions."""
         for factor in self.factors:
             factor.complete()
         if self.corrected is not None:
-            self.corrected = self.basis().padded(self.corrected)
+            corrected, self.corrected = self.corrected, None
+            self.corrected = self.block().padded(corrected)
 
     def spectrum(self) -> Tensor:
         """The curvature in the directions of the basis, (groups, s, r); zero in the complement."""
@@ -276,29 +280,33 @@ class WeightFactors(nn.Module):
         return outputs[:, :, None] * (inputs / count)[:, None, :]
 
     def matrix(self) -> Tensor:
-        """The block as a matrix over the flattened weight."""
-        return self.basis().matrix(self.spectrum())
+        return self.block().matrix()
 
     def diagonal(self) -> Tensor:
-        """The block's diagonal, (groups * out * in,)."""
-        return self.basis().diagonal(self.spectrum()).flatten()
+        return self.block().diagonal()
 
-    def with_prior(self, prior: PriorPrecision, factor: Tensor | float) -> WeightPrecision:
+    def with_prior(self, prior: PriorPrecision, factor: Tensor | float) -> KroneckerBlock:
         """Return factor times this curvature, plus the prior's.
 
         A prior of one number keeps the eigenbasis; else its diagonal in a complete one is used.
+
+        :raises ValueError: if the sum is not positive.
         """
-        site, where = self.position.key[0], self.position.indices
-        values, basis, coupled = self.spectrum() * factor, self.basis(), prior.couples(where)
+        where = self.position.indices
+        coupled = prior.couples(where)
         one = None if coupled else self._one_number(prior)
-        if one is not None:
-            one = one.to(values)
-            return WeightPrecision(site, basis, values + one, None if basis.complete else one)
-        self.complete()
-        basis = self.basis()
-        added = prior.within(where) if coupled else prior.diagonal[where].reshape(self.shape)
-        values = basis.padded(values) + basis.rotated_diagonal(added.to(values))
-        return WeightPrecision(site, basis, values, None)
+        if one is None:
+            self.complete()
+        block = self.block().mapped(lambda values: values * factor)
+        if one is None:
+            added = prior.within(where) if coupled else prior.diagonal[where].reshape(self.shape)
+            added = block.rotated_diagonal(added.to(block.values))
+            block = replace(block, values=block.values + added)
+        else:
+            block = block.mapped(lambda values: values + one.to(values))
+        for _, values in block.parts():
+            check_positive(values, f" of '{self.position.key[0]}'")
+        return block
 
     def _one_number(self, prior: PriorPrecision) -> Tensor | None:
         """Return the prior precision of all entries if it is one number, and stays one when the

@@ -1,6 +1,6 @@
 """The posterior precision of Kronecker-factored curvature: independent blocks and their algebra."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,9 @@ from pyro_bdl.curvature.structures.base import Precision, Whitened
 
 
 @dataclass(frozen=True)
-class Eigenbasis:
-    """Q = U kron V over the entries of a weight (groups, out, in).
+class KroneckerBlock:
+    """The matrix Q diag(values) Q' + rest (1 - Q Q') over a weight (groups, out, in), with
+    Q = U kron V: a curvature, whose rest is zero, or a precision.
 
     There may be fewer directions (groups, s, r) than entries. The complement, orthogonal to them,
     has up to two parts: all outputs with the inputs' complement of V, and the outputs' complement
@@ -28,34 +29,33 @@ class Eigenbasis:
     :param shape: the weight's shape.
     :param outputs: U, (groups, out, s) with orthonormal columns; None for the identity.
     :param inputs: V, (groups, in, r); None for the identity.
+    :param values: (groups, s, r).
+    :param rest: a scalar.
     """
 
     shape: torch.Size
     outputs: Tensor | None
     inputs: Tensor | None
-
-    @property
-    def directions(self) -> torch.Size:
-        """The shape of the directions, (groups, s, r)."""
-        groups, out, into = self.shape
-        s = out if self.outputs is None else self.outputs.shape[2]
-        r = into if self.inputs is None else self.inputs.shape[2]
-        return torch.Size((groups, s, r))
+    values: Tensor
+    rest: Tensor
 
     @property
     def complete(self) -> bool:
-        return self.directions == self.shape
+        return self.values.shape == self.shape
 
-    @property
-    def parts(self) -> list[torch.Size]:
-        """The shapes of the coordinates along the directions and in the complement's parts."""
-        (groups, out, into), (_, s, r) = self.shape, self.directions
-        found = [self.directions]
-        if r < into:
-            found.append(self.shape)
-        if s < out:
-            found.append(torch.Size((groups, out, r)))
-        return found
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "KroneckerBlock":
+        """The same function of the matrix, such as its inverse."""
+        return replace(self, values=function(self.values), rest=function(self.rest))
+
+    # Coordinates
+
+    def parts(self) -> list[tuple[torch.Size, Tensor]]:
+        """The shapes of the coordinates along the directions and in the complement's parts, and the
+        matrix's values there."""
+        (groups, out, into), (_, s, r) = self.shape, self.values.shape
+        complement = (r < into, self.shape), (s < out, torch.Size((groups, out, r)))
+        rest = [(shape, self.rest) for there, shape in complement if there]
+        return [(self.values.shape, self.values), *rest]
 
     def into(self, x: Tensor) -> Tensor:
         """The coordinates (..., groups, s, r) along the directions of x (..., groups, out, in)."""
@@ -69,7 +69,7 @@ class Eigenbasis:
 
     def coordinates(self, x: Tensor) -> list[Tensor]:
         """The coordinates of weights x (..., groups, out, in) in each of ``parts``."""
-        (_, out, into), (_, s, r), u, v = self.shape, self.directions, self.outputs, self.inputs
+        (_, out, into), (_, s, r), u, v = self.shape, self.values.shape, self.outputs, self.inputs
         along = x if v is None else x @ v
         found = [along if u is None else u.mT @ along]
         if v is not None and r < into:
@@ -79,8 +79,9 @@ class Eigenbasis:
         return found
 
     def vectors(self, coordinates: Sequence[Tensor]) -> Tensor:
-        """The weights with coordinates in each of ``parts``, projected onto these."""
-        (_, out, into), (_, s, r), u, v = self.shape, self.directions, self.outputs, self.inputs
+        """The weights with coordinates in each of ``parts``, projected onto these: twice in all,
+        since a precision of the complement may magnify rounding errors."""
+        (_, out, into), (_, s, r), u, v = self.shape, self.values.shape, self.outputs, self.inputs
         inside, *rest = coordinates
         result = self.back(inside)
         if v is not None and r < into:
@@ -94,7 +95,7 @@ class Eigenbasis:
 
     def split(self, block: Any) -> list[Any]:
         """The gradients of a block in each of ``parts``, as blocks."""
-        (_, out, into), (_, s, r), u, v = self.shape, self.directions, self.outputs, self.inputs
+        (_, out, into), (_, s, r), u, v = self.shape, self.values.shape, self.outputs, self.inputs
         along = block if v is None else block.mapped(lambda a: times(a, v), None)
         found = [along if u is None else along.mapped(None, lambda g: times(g, u))]
         if v is not None and r < into:
@@ -103,36 +104,113 @@ class Eigenbasis:
             found.append(along.mapped(None, lambda g: g - times(times(g, u), u.mT)))
         return found
 
-    @property
-    def squares(self) -> "Eigenbasis":
-        """The squared entries of U and V."""
-        outputs, inputs = (None if q is None else q.square() for q in (self.outputs, self.inputs))
-        return replace(self, outputs=outputs, inputs=inputs)
+    def padded(self, values: Tensor) -> Tensor:
+        """Pad values with zeros, for directions that were added."""
+        result = values.new_zeros(self.values.shape)
+        result[:, : values.shape[1], : values.shape[2]] = values
+        return result
 
-    def diagonal(self, values: Tensor) -> Tensor:
-        """Return diag(Q diag(values) Q'), (groups, out, in), for values (groups, s, r)."""
-        return self.squares.back(values)
+    # The matrix
+
+    def times(self, x: Tensor) -> Tensor:
+        """The products with vectors x (..., m)."""
+        found = self.coordinates(x.unflatten(-1, self.shape))
+        scaled = [part * v for part, (_, v) in zip(found, self.parts(), strict=True)]
+        return self.vectors(scaled).reshape(x.shape)
+
+    def matrix(self) -> Tensor:
+        size = self.shape.numel()
+        return self.times(torch.eye(size, dtype=self.values.dtype, device=self.values.device))
+
+    def diagonal(self) -> Tensor:
+        """The diagonal (groups * out * in,)."""
+        squares = self._squares()
+        result = squares.back(self.values)
+        if not self.complete:
+            inside = squares.back(torch.ones_like(self.values))
+            result = result + (1.0 - inside).clamp(min=0.0) * self.rest
+        return result.flatten()
+
+    def trace(self) -> Tensor:
+        total, left = self.values.sum(), self.shape.numel() - self.values.numel()
+        return total + left * self.rest if left else total
 
     def rotated_diagonal(self, matrix: Tensor) -> Tensor:
         """Return diag(Q' M Q), (groups, s, r), for M over the flattened entries, or its diagonal
         (groups, out, in)."""
         if matrix.dim() == 3:
-            return self.squares.into(matrix)
-        eye = torch.eye(self.directions.numel(), dtype=matrix.dtype, device=matrix.device)
-        rows = self.back(eye.reshape(-1, *self.directions)).flatten(1)
-        return ((rows @ matrix) * rows).sum(1).reshape(self.directions)
+            return self._squares().into(matrix)
+        eye = torch.eye(self.values.numel(), dtype=matrix.dtype, device=matrix.device)
+        rows = self.back(eye.reshape(-1, *self.values.shape)).flatten(1)
+        return ((rows @ matrix) * rows).sum(1).reshape(self.values.shape)
 
-    def matrix(self, values: Tensor) -> Tensor:
-        """Return Q diag(values) Q' over the flattened entries."""
-        eye = torch.eye(self.shape.numel(), dtype=values.dtype, device=values.device)
-        rows = self.into(eye.reshape(-1, *self.shape)).flatten(1)
-        return (rows * values.flatten()) @ rows.mT
+    def _squares(self) -> "KroneckerBlock":
+        """The squared entries of U and V."""
+        outputs, inputs = (None if q is None else q.square() for q in (self.outputs, self.inputs))
+        return replace(self, outputs=outputs, inputs=inputs)
 
-    def padded(self, values: Tensor) -> Tensor:
-        """Pad values with zeros, for directions that were added."""
-        result = values.new_zeros(self.directions)
-        result[:, : values.shape[1], : values.shape[2]] = values
-        return result
+    # The Gaussian with this precision
+
+    def logdet(self) -> Tensor:
+        return self.mapped(torch.log).trace()
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        found = self.coordinates(x.unflatten(-1, self.shape))
+        pairs = zip(found, self.parts(), strict=True)
+        return _total((part.square() * v).sum((-3, -2, -1)) for part, (_, v) in pairs)
+
+    def solve(self, x: Tensor) -> Tensor:
+        return self.mapped(torch.reciprocal).times(x)
+
+    def variances(self) -> Tensor:
+        return self.mapped(torch.reciprocal).diagonal()
+
+    def weighted_trace(self, weights: Tensor) -> Tensor:
+        if bool((weights != weights[0]).any()):
+            return (weights * self.variances()).sum()
+        return weights[0] * self.mapped(torch.reciprocal).trace()  # which needs no rotation
+
+    def draw(self, num_samples: int) -> "WeightDraws":
+        like, noise = self.values, []
+        for shape, values in self.parts():
+            drawn = torch.randn(num_samples, *shape, dtype=like.dtype, device=like.device)
+            noise.append(drawn.mul_(values.rsqrt()))
+        return WeightDraws(self, noise)
+
+    def whitened(self, block: Any) -> Iterator[Whitened]:
+        """Yield blocks and weights whose Gram matrices add up to covariances."""
+        if isinstance(block, DenseBlock):
+            rows = self.coordinates(block.values.unflatten(-1, self.shape))
+            for part, (_, values) in zip(rows, self.parts(), strict=True):
+                yield replace(block, values=(part * values.rsqrt()).flatten(-3)), None
+            return
+        inside, *complement = self.split(block)
+        yield inside, self.values.reciprocal()
+        for part in complement:
+            yield replace(part, gradients=part.gradients * self.rest.rsqrt()), None
+
+
+class WeightDraws:
+    """Draws of one weight, in the coordinates of its block's parts.
+
+    The gradients of functions are rotated there instead of the draws, which are far more numbers.
+
+    :param noise: (S, *shape) for each of ``block.parts``.
+    """
+
+    def __init__(self, block: KroneckerBlock, noise: list[Tensor]) -> None:
+        self.block, self.noise = block, noise
+
+    def vectors(self) -> Tensor:
+        """Return the draws themselves, (S, groups * out * in)."""
+        return self.block.vectors(self.noise).flatten(1)
+
+    def apply(self, block: Any) -> Tensor:
+        """Return the products with a block's gradients, (S, n, K)."""
+        if isinstance(block, DenseBlock):
+            return block.apply(self.vectors())
+        pairs = zip(self.block.split(block), self.noise, strict=True)
+        return _total(part.apply(noise) for part, noise in pairs)
 
 
 def times(x: Tensor, basis: Tensor) -> Tensor:
@@ -140,111 +218,9 @@ def times(x: Tensor, basis: Tensor) -> Tensor:
     return torch.einsum("...gi,gij->...gj", x, basis)
 
 
-class WeightDraws:
-    """Draws of one weight, in the coordinates of its eigenbasis and complement.
-
-    The gradients of functions are rotated there instead of the draws, which are far more numbers.
-
-    :param noise: (S, *shape) for each of ``basis.parts``.
-    """
-
-    def __init__(self, basis: Eigenbasis, noise: list[Tensor]) -> None:
-        self.basis, self.noise = basis, noise
-
-    def vectors(self) -> Tensor:
-        """Return the draws themselves, (S, groups * out * in)."""
-        return self.basis.vectors(self.noise).flatten(1)
-
-    def apply(self, block: Any) -> Tensor:
-        """Return the products with a block's gradients, (S, n, K)."""
-        if isinstance(block, DenseBlock):
-            return block.apply(self.vectors())
-        pairs = zip(self.basis.split(block), self.noise, strict=True)
-        return _total(part.apply(noise) for part, noise in pairs)
-
-
-class WeightPrecision:
-    """The precision Q diag(values) Q' + rest (1 - Q Q') of one weight, with Q a Kronecker product.
-
-    :param site: the weight's name.
-    :param basis: Q.
-    :param values: positive, (groups, s, r).
-    :param rest: the precision in Q's complement, a positive scalar; None if Q is complete.
-    """
-
-    def __init__(self, site: str, basis: Eigenbasis, values: Tensor, rest: Tensor | None) -> None:
-        if not (values > 0).all() or (rest is not None and not rest > 0):
-            raise ValueError(
-                f"the posterior precision of '{site}' is not positive: directions "
-                "without curvature need a prior with a finite variance"
-            )
-        self.basis, self.values, self.rest = basis, values, rest
-        self.size = basis.shape.numel()
-        self._precisions: list[Any] = [values, *[rest] * (len(basis.parts) - 1)]
-
-    def logdet(self) -> Tensor:
-        total = self.values.log().sum()
-        if self.rest is None:
-            return total
-        return total + (self.size - self.values.numel()) * self.rest.log()
-
-    def draw(self, num_samples: int) -> WeightDraws:
-        like, pairs = self.values, zip(self.basis.parts, self._precisions, strict=True)
-        noise = [
-            torch.randn(num_samples, *shape, dtype=like.dtype, device=like.device).mul_(
-                precision.rsqrt()
-            )
-            for shape, precision in pairs
-        ]
-        return WeightDraws(self.basis, noise)
-
-    def quadratic(self, x: Tensor) -> Tensor:
-        inside = self.basis.into(x.unflatten(-1, self.basis.shape)).square()
-        if self.rest is None:
-            return (inside * self.values).sum((-3, -2, -1))
-        above = (inside * (self.values - self.rest)).sum((-3, -2, -1))
-        return above + self.rest * x.square().sum(-1)
-
-    def solve(self, x: Tensor) -> Tensor:
-        found = self.basis.coordinates(x.unflatten(-1, self.basis.shape))
-        scaled = [part / p for part, p in zip(found, self._precisions, strict=True)]
-        # onto the complement twice: its precision magnifies rounding errors
-        return self.basis.vectors(scaled).reshape(x.shape)
-
-    def variances(self) -> Tensor:
-        result = self.basis.diagonal(self.values.reciprocal())
-        if self.rest is not None:
-            inside = self.basis.diagonal(torch.ones_like(self.values))
-            result = result + (1.0 - inside).clamp(min=0.0) / self.rest
-        return result.flatten()
-
-    def weighted_trace(self, weights: Tensor) -> Tensor:
-        if bool((weights != weights[0]).any()):
-            return (weights * self.variances()).sum()
-        total = self.values.reciprocal().sum()  # equal weights need no rotation
-        if self.rest is not None:
-            total = total + (self.size - self.values.numel()) / self.rest
-        return weights[0] * total
-
-    def whitened(self, block: Any) -> Iterator[Whitened]:
-        """Yield blocks and weights whose Gram matrices add up to covariances."""
-        if isinstance(block, DenseBlock):
-            rows = self.basis.coordinates(block.values.unflatten(-1, self.basis.shape))
-            for part, precision in zip(rows, self._precisions, strict=True):
-                yield replace(block, values=(part * precision.rsqrt()).flatten(-3)), None
-            return
-        inside, *complement = self.basis.split(block)
-        yield inside, self.values.reciprocal()
-        for part in complement:
-            assert self.rest is not None
-            yield replace(part, gradients=part.gradients * self.rest.rsqrt()), None
-
-
 def _total(terms: Iterable[Tensor]) -> Tensor:
     first, *others = terms
-    for term in others:
-        first = first + term
-    return first
+    return sum(others, first)
 
 
 class KroneckerPrecision(Precision):
@@ -315,7 +291,7 @@ class KroneckerPrecision(Precision):
                 yield number, self._restricted(number, DenseBlock(position, part), jacobian)
 
     def _restricted(self, number: int, block: Block, jacobian: Jacobian) -> Any:
-        if isinstance(self.blocks[number][1], WeightPrecision):
+        if isinstance(self.blocks[number][1], KroneckerBlock):
             return block
         size = block.position.size
         alone = DenseBlock(BlockPosition(block.position.key, slice(0, size)), block.rows())

@@ -91,7 +91,7 @@ def test_ekfac_is_the_best_diagonal_in_the_eigenbasis(oracle):
         name = factors.position.key[0]
         part = program.slices[name]
         block = exact[part, part]
-        q = torch.kron(factors.basis().outputs[0], factors.basis().inputs[0])
+        q = torch.kron(factors.block().outputs[0], factors.block().inputs[0])
         torch.testing.assert_close(factors.corrected.flatten(), (q.T @ block @ q).diagonal())
         far, near = (kron[name] - block).norm(), (corrected[name] - block).norm()
         assert near <= far + 1e-12
@@ -146,7 +146,7 @@ def test_merging(oracle, structure, width):
 
     whole = blocks(fit(0, 8))
     first = fit(0, 3)
-    assert first.parts["0"].basis().inputs.shape[2] == 3
+    assert first.parts["0"].block().inputs.shape[2] == 3
     both = fit(3, 8, before=first)
     merged = blocks(both)
     for name, block in whole.items():
@@ -156,7 +156,7 @@ def test_merging(oracle, structure, width):
             torch.testing.assert_close(merged[name].trace(), block.trace())
             part = program.slices[name]
             (basis_of,) = [f for f in both.parts.values() if f.position.key[0] == name]
-            basis = basis_of.basis()
+            basis = basis_of.block()
             q = torch.kron(basis.outputs[0].contiguous(), basis.inputs[0].contiguous())
             exact = oracle.ggn(program, vector)[part, part]
             own = (q.T @ exact @ q).diagonal()

@@ -11,16 +11,16 @@ from pyro.nn import PyroParam
 from torch import Tensor, nn
 from torch.distributions import Normal
 
-from pyro_bdl.distributions.parameters import base_distribution
-from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.inducing.layers import (
+from pyro_bdl.contrib.inducing.layers import (
     Found,
     Layer,
     Pass,
     find_layers,
     is_changed,
 )
+from pyro_bdl.distributions.parameters import base_distribution
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.kl import diagonal_normal_kl
 from pyro_bdl.guides.output_quadrature import tags_of
 from pyro_bdl.guides.summaries import DRAWS

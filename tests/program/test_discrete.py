@@ -14,12 +14,12 @@ from pyro import poutine
 from pyro.ops.indexing import Vindex
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pyro_bdl.contrib.discrete.marginals import JointMarginal, Marginal
 from pyro_bdl.distributions.parameters import parameters_of, rebuilt
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.handlers import cold as cold_posterior
 from pyro_bdl.handlers import temper
 from pyro_bdl.program import Program, record
+from pyro_bdl.program.discrete.marginals import JointMarginal, Marginal
 from pyro_bdl.program.trace import leave_open
 from pyro_bdl.tracing.jax.translate import to_jax
 

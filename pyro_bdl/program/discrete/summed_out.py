@@ -24,7 +24,9 @@ from pyro.distributions import Categorical, MixtureSameFamily, Unit
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
-from pyro_bdl.contrib.discrete.elimination import (
+from pyro_bdl.distributions.parameters import is_known, parameters_of, rebuilt
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.program.discrete.elimination import (
     ROOM,
     Elimination,
     Factor,
@@ -34,10 +36,8 @@ from pyro_bdl.contrib.discrete.elimination import (
     connected,
     symbols_of,
 )
-from pyro_bdl.contrib.discrete.enumeration import Enumeration, Statement
-from pyro_bdl.contrib.discrete.marginals import JointMarginal, Marginal, MarginalShape
-from pyro_bdl.distributions.parameters import is_known, parameters_of, rebuilt
-from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.program.discrete.enumeration import Enumeration, Statement
+from pyro_bdl.program.discrete.marginals import JointMarginal, Marginal, MarginalShape
 
 
 def sum_out(run: Any, enumeration: Enumeration) -> None:

@@ -8,9 +8,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from pyro_bdl import plots
-from pyro_bdl.app.report.svg import inline
-from pyro_bdl.app.report.write import Table, page
 from pyro_bdl.comparison.columns import Column
+from pyro_bdl.comparison.report.svg import inline
+from pyro_bdl.comparison.report.write import Table, page
 from pyro_bdl.plots.style import COLORS
 
 VOID = {"meta", "link"}

@@ -108,6 +108,7 @@ class AutoPathfinder(NormalGuide):
     inference, algorithms 1 to 4.
     """
 
+    starts_at_a_vector = False
     loc: Tensor
     scale: Tensor
     basis: Tensor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.program.program import Program
-from pyro_bdl.samples import Samples, as_tensor
+from pyro_bdl.program.samples import Samples, as_tensor
 from pyro_bdl.tracing.jax.density import jax_density
 from pyro_bdl.tracing.jax.ops.registry import as_dtype
 from pyro_bdl.tracing.jax.translate import to_jax

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pyro_bdl.contrib.discrete.elimination import ROOM, Plate, Variable
 from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.program.discrete.elimination import ROOM, Plate, Variable
 
 
 class Statement(NamedTuple):

@@ -8,8 +8,8 @@ import torch
 
 import pyro_bdl as bdl
 from pyro_bdl import PredictiveDraws
-from pyro_bdl.app import figures
-from pyro_bdl.app.figures import CAPTIONS
+from pyro_bdl.comparison.report import figures
+from pyro_bdl.comparison.report.figures import CAPTIONS
 from pyro_bdl.data import Dataset
 
 

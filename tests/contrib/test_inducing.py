@@ -12,9 +12,9 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl import elbo
+from pyro_bdl.contrib.inducing.conditional import Conditional
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoInducing
-from pyro_bdl.guides.inducing.conditional import Conditional
 
 DOUBLE = {"dtype": torch.float64}
 

@@ -23,6 +23,11 @@ _THREADS = (
 _changing = threading.Lock()  # the stack
 
 
+def handlers() -> list[Any]:
+    """The handlers on Pyro's stack, from the outermost one on."""
+    return list(_PYRO_STACK)
+
+
 class OneThread(Messenger):
     """A handler for programs in one thread.
 

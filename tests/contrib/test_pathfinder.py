@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import pyro_bdl as bdl
+from pyro_bdl.contrib.pathfinder import inverse_hessian
 from pyro_bdl.curvature.structures.base import log_prob
-from pyro_bdl.guides.pathfinder import inverse_hessian
 
 
 def pairs(size=5, count=3):

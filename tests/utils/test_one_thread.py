@@ -17,7 +17,7 @@ from pyro_bdl.elbo import TemperedTrace_ELBO
 from pyro_bdl.guides import AutoMAP, AutoMeanField
 from pyro_bdl.program import Program, record
 from pyro_bdl.program.check import WholeData
-from pyro_bdl.program.one_thread import Hidden, OneThread
+from pyro_bdl.utils.one_thread import Hidden, OneThread
 
 X, Y = torch.linspace(-1, 1, 6)[:, None], torch.linspace(-2, 2, 6)
 SENTENCE = "^two threads run Pyro programs at the same time"

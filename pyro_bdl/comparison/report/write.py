@@ -11,8 +11,8 @@ from jinja2 import Environment
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from pyro_bdl.app.report.svg import dark_colors, inline, marker
 from pyro_bdl.comparison.columns import Column, Row
+from pyro_bdl.comparison.report.svg import dark_colors, inline, marker
 
 Groups = Sequence[tuple[str, Sequence[str]]]
 _FURTHER = "further columns"
@@ -129,4 +129,4 @@ def _style() -> str:
 
 
 def _part(name: str) -> str:
-    return resources.files("pyro_bdl.app.report").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("pyro_bdl.comparison.report").joinpath(name).read_text(encoding="utf-8")

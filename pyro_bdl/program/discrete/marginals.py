@@ -9,7 +9,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 
-from pyro_bdl.contrib.discrete.elimination import ROOM
+from pyro_bdl.program.discrete.elimination import ROOM
 
 
 class MarginalShape(NamedTuple):

@@ -7,11 +7,11 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from pyro_bdl.contrib.inducing.conditional import Conditional
 from pyro_bdl.curvature.jacobian.patches import unfolding
 from pyro_bdl.distributions.copies import on_device_of
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.estimators.product import DataProduct, Operand, data_product
-from pyro_bdl.guides.inducing.conditional import Conditional
 from pyro_bdl.program.linear_ops.last_layer import LastLayer
 from pyro_bdl.program.linear_ops.recognize import AffineOp, recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 
 from pyro_bdl import plots
-from pyro_bdl.app.figures import CAPTIONS, cost, figures, points
-from pyro_bdl.app.report import write
-from pyro_bdl.app.report.write import Table
 from pyro_bdl.comparison.columns import Column
 from pyro_bdl.comparison.judge import ALIKE, FAR, REFERENCE, UNDECIDED, USABLE, WORSE, criteria
+from pyro_bdl.comparison.report import write
+from pyro_bdl.comparison.report.figures import CAPTIONS, cost, figures, points
+from pyro_bdl.comparison.report.write import Table
 from pyro_bdl.comparison.table import NAME
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.plots.style import GRAY

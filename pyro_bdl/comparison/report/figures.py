@@ -12,7 +12,7 @@ from pyro_bdl.comparison.judge import DISTANCE
 from pyro_bdl.comparison.observe import class_labels
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.guides.draws import latent_draws, samples_of_mcmc
-from pyro_bdl.samples import Samples
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.random_state import seeded
 
 if TYPE_CHECKING:
