@@ -8,7 +8,7 @@ from torch import Tensor
 from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig, fits
 from pyro_bdl.curvature.fisher import num_data, site_parameters
-from pyro_bdl.curvature.prior import PriorRoot, prior_precision, run_at
+from pyro_bdl.curvature.prior import prior_precision, run_at
 from pyro_bdl.curvature.structures import Auto, Full, Kernel, Kron
 from pyro_bdl.errors import warn
 from pyro_bdl.program.batches import Batch, Batches, leading_size
@@ -62,7 +62,7 @@ def chosen_config(
     few_rows = rows < subset.size and rows <= kernel_up_to
     if batches.ranks is None and few_rows and fits(Kernel(), subset.size, like, rows):
         try:
-            PriorRoot(prior_precision(run, leaves, subset), subset.parts, '"kernel"')
+            prior_precision(run, leaves, subset).root(subset.parts, '"kernel"')
             return replace(config, structure=Kernel())
         except ValueError:  # a prior without a covariance
             pass

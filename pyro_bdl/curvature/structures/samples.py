@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
-from pyro_bdl.curvature.prior import PriorPrecision, PriorRoot
+from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import (
     Curvature,
     Precision,
@@ -191,7 +191,7 @@ class SamplesPrecision(Precision):
         self.factor = (
             torch.as_tensor(factor, device=curvature.values.device).detach().to(curvature.values)
         )
-        self.root = PriorRoot(self.prior, curvature.parts, 'structure="samples"')
+        self.root = self.prior.root(curvature.parts, 'structure="samples"')
         self.diagonal = self.factor * curvature.values + self.prior.diagonal.to(curvature.values)
 
     @cached_property
@@ -346,7 +346,7 @@ class SamplesPrecision(Precision):
         The slope is r = Lambda_ii C_ii, so that C_ii Lambda_ii = r^2 + var(rest), which is exact
         where the data say nothing and w_i is the prior's draw.
         """
-        samples, scale = self.samples, self.root.scale.to(self.diagonal)
+        samples, scale = self.samples, self.root.diagonal.to(self.diagonal)
         count = len(samples)
         ours, both, prior = (torch.zeros_like(scale) for _ in range(3))
         for number, sample in enumerate(samples):
