@@ -21,7 +21,13 @@ from pyro_bdl.curvature.hyperparameters import (
     read,
 )
 from pyro_bdl.curvature.likelihood_sums import check_factors
-from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
+from pyro_bdl.curvature.prior import (
+    PriorPrecision,
+    hyperpriors,
+    log_prior,
+    prior_precision,
+    slope_of_prior,
+)
 from pyro_bdl.curvature.structures.base import Curvature, Precision
 from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.guides.against_network import is_worse_than_network
@@ -35,7 +41,7 @@ from pyro_bdl.program.check import on_whole_data
 from pyro_bdl.program.subset import Subset, select
 
 _SMALLEST = 1e-30  # of squares that are divided by
-_PARABOLAS = 4  # on the way to a maximum
+_LENGTHS = (1.0, 0.1, 0.01)  # of a step, up to where the density is finite
 
 
 class LaplaceGuide(JointGuide, NormalGuide):
@@ -216,9 +222,9 @@ class LaplaceGuide(JointGuide, NormalGuide):
         if self.reference_noise is not None:
             noise: Any = learned_noise(reading)
             factor = (self.reference_noise / noise).square().mean()
-        slope = _slope_of_prior(reading, self.require_layout())
-        prior = prior_precision(reading.run, reading.leaves, self.subset)
-        self.adapt(prior, self.subset.take(slope), factor)
+        run, leaves = reading.run, reading.leaves
+        slope = slope_of_prior(run, leaves, self.subset)
+        self.adapt(prior_precision(run, leaves, self.subset), slope, factor)
 
     @torch.no_grad()
     def adapt(self, prior: PriorPrecision, slope: Tensor, noise_factor: Tensor | None) -> None:
@@ -400,7 +406,7 @@ def approximate(
     guide.fit([batches], reading, progress)
     check_factors(run, leaves, guide.config)
     if check and not is_worse_than_network(guide, run, batches):
-        _check_maximum(guide)
+        _check_maximum(guide, reading)
     return guide
 
 
@@ -457,20 +463,7 @@ class _StoredPosterior(nn.Module):
         )
 
 
-def _slope_of_prior(reading: ParameterReading, layout: Any) -> Tensor:
-    """The gradient of log p(T(u)) + log |det dT/du|, (P,)."""
-    leaves = list(reading.leaves.values())
-    total = reading.run.log_prior()
-    total = total + layout.constrain(torch.cat([leaf.reshape(-1) for leaf in leaves]))[1]
-    if not total.requires_grad:
-        return torch.cat([torch.zeros_like(leaf).reshape(-1) for leaf in leaves])
-    found = torch.autograd.grad(  # others may read the run too
-        total, leaves, retain_graph=True, materialize_grads=True
-    )
-    return torch.cat([gradient.reshape(-1) for gradient in found])
-
-
-def _check_maximum(guide: LaplaceGuide) -> None:
+def _check_maximum(guide: LaplaceGuide, reading: ParameterReading) -> None:
     """Warn, once for a program, if a Newton step would still gain a lot under this prior and under
     any other scale s of it: weight decay is such a scale.
 
@@ -480,23 +473,23 @@ def _check_maximum(guide: LaplaceGuide) -> None:
 
     exact where the log density is quadratic and C its inverse curvature. The limit is one nat, and
     a tenth of one for every number: the mean of (u - mode)' C^-1 (u - mode) under the guide is then
-    larger by a fifth. Beyond it, passes over the data measure what the step does gain.
+    larger by a fifth. Beyond it, a pass over the data measures what the step does gain, since C may
+    lack what a structure leaves out.
     """
-    size, slope = guide.subset.size, guide.prior_slope.to(guide.loc)
+    topic, size, slope = "not at a maximum", guide.subset.size, guide.prior_slope.to(guide.loc)
+    if topic in guide.told:
+        return
     likelihood = guide.gradient() - slope
     steps, products = _newton(guide, torch.stack([likelihood, slope]))
     (a, b), (_, c) = products.tolist()
     scale = max(0.0, -b / max(c, _SMALLEST)) if size > 1 else 1.0
-    limit = 1.0 + 0.1 * size
-    if not 0.5 * (a + 2.0 * scale * b + scale**2 * c) > limit:
+    rate, limit = a + 2.0 * scale * b + scale**2 * c, 1.0 + 0.1 * size
+    if not 0.5 * rate > limit:
         return
-    if "not at a maximum" in guide.told:
-        return
-    step, gradient = steps[0] + scale * steps[1], likelihood + scale * slope
-    gain = _gain_along(guide, step, float(step.double() @ gradient.double()), scale)
+    gain = _gain_along(guide, reading, steps[0] + scale * steps[1], rate, scale)
     if not gain > limit:
         return
-    guide.told.add("not at a maximum")
+    guide.told.add(topic)
     scaled = ", whatever the scale of the prior" if size > 1 else ""
     warn(
         f"the guide is not at a maximum, a step would gain {gain:.3g} nats{scaled}: train "
@@ -520,28 +513,23 @@ def _newton(guide: LaplaceGuide, gradients: Tensor) -> tuple[Tensor, Tensor]:
     return steps, gradients.double() @ steps.double().mT
 
 
-def _gain_along(guide: LaplaceGuide, step: Tensor, slope: float, scale: float) -> float:
-    """The largest rise of log p(y | u) + scale log p(u) along a step (p,), in nats.
+def _gain_along(
+    guide: LaplaceGuide, reading: ParameterReading, step: Tensor, rate: float, scale: float
+) -> float:
+    """About the largest rise of log p(y | u) + scale log p(u) along a step (p,), in nats: that of
+    the parabola through the start and the step's end, exact for a quadratic density.
 
-    Parabolas through the start, with its slope, and the last point lead to the maximum; of a
-    quadratic density the first one does.
+    :param rate: its derivative along the step at the start.
     """
-
-    def value(length: float) -> float:
-        moved = guide.subset.put(guide.loc, guide.subset.take(guide.loc) + length * step)
-        likelihood, prior = log_joint(guide, moved)
-        return likelihood + scale * prior
-
-    start, best, length = value(0.0), 0.0, 1.0
-    for _ in range(_PARABOLAS):
-        rise = value(length) - start
-        if not math.isfinite(rise):
-            length *= 0.1
-            continue
-        best, bend = max(best, rise), 2.0 * (slope * length - rise) / length**2
-        if not bend > 0.0:
-            break
-        before, length = length, slope / bend
-        if abs(length - before) < 0.05 * before:
-            break
-    return best
+    run, leaves = reading.run, reading.leaves
+    layout, apart = guide.require_layout(), hyperpriors(run, leaves)
+    prior = float(log_prior(run, leaves, layout).detach())
+    start = guide.subset.take(guide.loc)
+    for length in _LENGTHS:
+        moved = guide.subset.put(guide.loc, start + length * step)
+        ends = log_joint(guide, moved, apart)
+        rise = ends[0] - float(guide.log_likelihood) + scale * (ends[1] - prior)
+        if math.isfinite(rise):
+            bend = 2.0 * (rate * length - rise) / length**2
+            return 0.5 * rate**2 / bend if bend > 0.0 else rise
+    return 0.0
