@@ -103,7 +103,7 @@ class PriorPrecision(NamedTuple):
                 f"site '{site}': give this site a prior with a finite variance, or use "
                 'structure="full"'
             )
-        root = PriorPrecision(diagonal.sqrt())
+        root = PriorPrecision(diagonal.sqrt(), uniform={})
         if self.indices is None or self.dense is None:
             return root
         tril, failed = torch.linalg.cholesky_ex(self.dense.double())
@@ -158,13 +158,17 @@ def _divided(diagonal: Tensor, x: Tensor) -> Tensor:
 def run_at(
     model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Mapping[str, Any]
 ) -> tuple[Run, dict[str, Tensor]]:
-    """Run the program at a vector (P,); return the run and its unconstrained leaves by site."""
-    leaves = {n: v.clone().requires_grad_() for n, v in subset.layout.unflatten(vector).items()}
+    """Run the program at a vector (P,); return the run and its unconstrained leaves by site, of
+    which those in the subset take gradients."""
+    leaves = subset.layout.unflatten(vector)
+    for name in subset.parts:
+        leaves[name] = leaves[name].clone().requires_grad_()
     with torch.enable_grad(), evaluation_mode(model):
         values = subset.layout.to_supports(leaves)
         return record(model, values, args, kwargs, draw=leave_open), leaves
 
 
+@torch.enable_grad()
 def hyperpriors(run: Run, leaves: Mapping[str, Tensor]) -> dict[str, Site]:
     """The factors of a run that parameters move and no latent does, by name: densities of these
     parameters, and no part of the likelihood.

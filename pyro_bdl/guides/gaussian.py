@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.at import At
-from pyro_bdl.curvature.automatic_structure import chosen_config
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import SCALED_UP, fit_curvature
 from pyro_bdl.curvature.hyperparameters import (
     ParameterReading,
     followed,
-    learned_noise,
+    noise_of,
     read,
 )
 from pyro_bdl.curvature.likelihood_sums import check_factors
@@ -29,6 +28,7 @@ from pyro_bdl.curvature.prior import (
     slope_of_prior,
 )
 from pyro_bdl.curvature.structures.base import Curvature, Precision
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.guides.against_network import is_worse_than_network
 from pyro_bdl.guides.base import Guide
@@ -102,25 +102,31 @@ class LaplaceGuide(JointGuide, NormalGuide):
 
     def refit(self, progress: bool | None = None) -> None:
         """Compute the curvature anew from the same data, at another ``loc``."""
-        self.fit([batches for batches, _ in self.passes], self.read(), progress)
+        self.fit([batches for batches, _ in self.passes], progress)
 
-    def fit(self, data: list[Batches], reading: ParameterReading, progress: bool | None) -> None:
-        """Compute the curvature at ``loc`` from passes over data.
+    def fit(self, data: list[Batches], progress: bool | None) -> ParameterReading:
+        """Compute the curvature and the prior at ``loc`` by passes over data.
 
-        :param reading: a run of the program on a few rows.
+        :returns: the first of their runs, which holds the prior.
         """
         self._passes, self.num_data, self._in_likelihood = [], 0, {}
-        for number, batches in enumerate(data):
-            self._add(batches, self.curvature if number else None, progress)
+        reading = self._add(data[0], None, progress)
+        for batches in data[1:]:
+            self._add(batches, self.curvature, progress)
         self._in_likelihood = _likelihood_parameters(reading)
+        noise = noise_of(reading)
+        value = None if noise is None or noise.value is None else noise.value.detach().clone()
         self.register_buffer("noise_factor", torch.ones_like(self.squares))
-        self.register_buffer("reference_noise", learned_noise(reading))
+        self.register_buffer("reference_noise", value)
         self.refresh(reading)
+        return reading
 
-    def _add(self, batches: Batches, before: Curvature | None, progress: bool | None) -> None:
+    def _add(
+        self, batches: Batches, before: Curvature | None, progress: bool | None
+    ) -> ParameterReading:
         at = At(self.program_model, self.subset, self.loc, self.config.rows, self.program_modules)
         fitted = fit_curvature(at, batches, self.config, before=before, progress=progress)
-        self.curvature = fitted.curvature
+        self.config, self.curvature = fitted.config, fitted.curvature
         self.num_data += fitted.num_data
         sums = {name: getattr(fitted, name) for name in ("log_likelihood", "squares", "cells")}
         for name, value in {**sums, "score": fitted.gradient}.items():
@@ -128,6 +134,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
             self.register_buffer(name, value if before is None else value + getattr(self, name))
         if self._passes is not None:
             self._passes.append((batches, fitted.factor))
+        return fitted.reading
 
     @property
     def passes(self) -> list[tuple[Batches, float]]:
@@ -152,8 +159,8 @@ class LaplaceGuide(JointGuide, NormalGuide):
         """
         if any(factor != 1.0 for _, factor in self._passes or ()):
             raise ValueError(SCALED_UP)
-        before, noise = self.reference_noise, learned_noise(self.read())
-        if before is not None and noise is not None and not torch.allclose(noise, before):
+        factor = self.noise_factor_at(self.read())
+        if factor is not None and not torch.isclose(factor, torch.ones_like(factor)):
             raise ValueError(
                 "the noise has changed since the curvature was computed, so that the curvature of "
                 "more data cannot be added: call laplace_approximation with all data"
@@ -218,13 +225,18 @@ class LaplaceGuide(JointGuide, NormalGuide):
         :param reading: a run of the program; by default one at the present hyperparameters.
         """
         reading = reading or self.read()
-        factor = None
-        if self.reference_noise is not None:
-            noise: Any = learned_noise(reading)
-            factor = (self.reference_noise / noise).square().mean()
         run, leaves = reading.run, reading.leaves
         slope = slope_of_prior(run, leaves, self.subset)
-        self.adapt(prior_precision(run, leaves, self.subset), slope, factor)
+        prior = prior_precision(run, leaves, self.subset)
+        self.adapt(prior, slope, self.noise_factor_at(reading))
+
+    def noise_factor_at(self, reading: ParameterReading) -> Tensor | None:
+        """(noise of the fit / noise)^2, a scalar with the graph of the reading; None where the
+        noise is not one parameter of a Normal observation."""
+        noise = noise_of(reading)
+        if noise is None or noise.value is None or self.reference_noise is None:
+            return None
+        return (self.reference_noise / noise.value).square().to(self.squares)
 
     @torch.no_grad()
     def adapt(self, prior: PriorPrecision, slope: Tensor, noise_factor: Tensor | None) -> None:
@@ -366,8 +378,19 @@ def _restore(guide: LaplaceGuide, saved: Mapping[str, Any]) -> None:
     guide.num_data, guide.mode = saved["num_data"], saved["mode"]
     guide.held_out = None if saved["held_out"] is None else HeldOut(**saved["held_out"])
     reading = guide.read()
+    _convert_noise(guide, reading)
     guide._in_likelihood = _likelihood_parameters(reading)
     guide.refresh(reading)
+
+
+def _convert_noise(guide: LaplaceGuide, reading: ParameterReading) -> None:
+    """Take the noise of the fit from a file of an earlier version, which holds that of each of a
+    few rows."""
+    before, noise = guide.reference_noise, noise_of(reading)
+    if before is not None and before.dim() and noise is not None and noise.value is not None:
+        scale: Any = base_distribution(noise.site.distribution)
+        ratio = (before / scale.scale).square().mean().sqrt()
+        guide.reference_noise = (ratio * noise.value).detach()
 
 
 def refuse_subsampled(source: Guide) -> None:
@@ -400,12 +423,9 @@ def approximate(
     """
     refuse_subsampled(source)
     guide = LaplaceGuide(source, subset, config)
-    reading = guide.read()
-    run, leaves = reading.run, reading.leaves
-    guide.config = chosen_config(config, run, leaves, subset, guide.few_rows, batches)
-    guide.fit([batches], reading, progress)
-    check_factors(run, leaves, guide.config)
-    if check and not is_worse_than_network(guide, run, batches):
+    reading = guide.fit([batches], progress)
+    check_factors(reading.run, reading.leaves, guide.config)
+    if check and not is_worse_than_network(guide, reading.run, batches):
         _check_maximum(guide, reading)
     return guide
 
