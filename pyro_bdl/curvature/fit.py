@@ -104,7 +104,7 @@ def _begin(sums: LikelihoodSums, first: Linearization, before: Any) -> None:
     stored = config.kind.stores_rows
     num_rows = rows_of(reading.run, batch, batches, config) if stored else 0
     check_memory(config, subset.size, like, num_rows=num_rows)
-    sums.reading, sums.config = reading, config
+    sums.first, sums.config = first, config
     sums.curvature = config.structure.empty(subset, like, before)
     sums.curvature.start_pass(0)
 

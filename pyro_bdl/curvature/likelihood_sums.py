@@ -9,7 +9,6 @@ from torch import Tensor
 from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fisher import cell_weights, check_scales, num_data
-from pyro_bdl.curvature.hyperparameters import ParameterReading
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.prior import hyperpriors
 from pyro_bdl.curvature.structures.base import Curvature
@@ -30,13 +29,13 @@ class LikelihoodSums:
     gradient in the subset, (p,); ``squares`` is the sum over Normal sites of ((y - loc) / scale)^2
     and ``cells`` the number of its terms, both weighted by the tempering; ``num_data`` counts along
     the leading axes of the observed sites. ``finish`` multiplies all by ``factor``. ``curvature``
-    is that of the same data, and ``config`` says which; ``reading`` is the pass's first run.
+    is that of the same data, and ``config`` says which; ``first`` is the pass's first run.
 
     :param earlier: whether these are added to the sums over earlier data.
     """
 
     curvature: Curvature
-    reading: ParameterReading
+    first: Linearization
     factor: float = 1.0
 
     def __init__(

@@ -19,6 +19,7 @@ from pyro_bdl.curvature.hyperparameters import (
     noise_of,
     read,
 )
+from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.likelihood_sums import check_factors
 from pyro_bdl.curvature.prior import (
     PriorPrecision,
@@ -104,13 +105,14 @@ class LaplaceGuide(JointGuide, NormalGuide):
         """Compute the curvature anew from the same data, at another ``loc``."""
         self.fit([batches for batches, _ in self.passes], progress)
 
-    def fit(self, data: list[Batches], progress: bool | None) -> ParameterReading:
+    def fit(self, data: list[Batches], progress: bool | None) -> Linearization:
         """Compute the curvature and the prior at ``loc`` by passes over data.
 
         :returns: the first of their runs, which holds the prior.
         """
         self._passes, self.num_data, self._in_likelihood = [], 0, {}
-        reading = self._add(data[0], None, progress)
+        first = self._add(data[0], None, progress)
+        reading = first.reading
         for batches in data[1:]:
             self._add(batches, self.curvature, progress)
         self._in_likelihood = _likelihood_parameters(reading)
@@ -119,11 +121,11 @@ class LaplaceGuide(JointGuide, NormalGuide):
         self.register_buffer("noise_factor", torch.ones_like(self.squares))
         self.register_buffer("reference_noise", value)
         self.refresh(reading)
-        return reading
+        return first
 
     def _add(
         self, batches: Batches, before: Curvature | None, progress: bool | None
-    ) -> ParameterReading:
+    ) -> Linearization:
         at = At(self.program_model, self.subset, self.loc, self.config.rows, self.program_modules)
         fitted = fit_curvature(at, batches, self.config, before=before, progress=progress)
         self.config, self.curvature = fitted.config, fitted.curvature
@@ -134,7 +136,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
             self.register_buffer(name, value if before is None else value + getattr(self, name))
         if self._passes is not None:
             self._passes.append((batches, fitted.factor))
-        return fitted.reading
+        return fitted.first
 
     @property
     def passes(self) -> list[tuple[Batches, float]]:
@@ -423,10 +425,10 @@ def approximate(
     """
     refuse_subsampled(source)
     guide = LaplaceGuide(source, subset, config)
-    reading = guide.fit([batches], progress)
-    check_factors(reading.run, reading.leaves, guide.config)
-    if check and not is_worse_than_network(guide, reading.run, batches):
-        _check_maximum(guide, reading)
+    first = guide.fit([batches], progress)
+    check_factors(first.run, first.leaves, guide.config)
+    if check and not is_worse_than_network(guide, first, batches):
+        _check_maximum(guide, first.reading)
     return guide
 
 
