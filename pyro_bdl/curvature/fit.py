@@ -14,7 +14,9 @@ from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.likelihood_sums import LikelihoodSums
 from pyro_bdl.curvature.linearized_data import GaussNewtonProducts
 from pyro_bdl.curvature.site_jacobians import fisher_jacobians
+from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.batches import Batches
+from pyro_bdl.utils.autograd import has_own_functions
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import set_torch_states, torch_states
 
@@ -116,6 +118,12 @@ def _add_hessian(curvature: Any, linearization: Linearization, sums: LikelihoodS
         total = total + site.batch_log_prob()
     if not isinstance(total, torch.Tensor) or not total.requires_grad:
         return
+    if has_own_functions([total]):
+        raise UnsupportedProgramError(
+            'curvature="hessian" takes second derivatives, and the program has a '
+            "torch.autograd.Function of its own, whose part in them autograd may leave out: use "
+            'curvature="ggn", or write the function with torch\'s operators'
+        )
     matrix = torch.zeros_like(curvature.matrix)
     for row, entry in enumerate(linearization.gradient(total, create_graph=True)):
         if entry.requires_grad:
