@@ -387,12 +387,12 @@ class At:
         for name, in_front in facts.deterministic.items():
             value = mapped.deterministic[name]
             run.deterministic[name] = value.flatten(0, 1) if in_front else value[0]
-        if whole is not None or mapped.parameters is None:
-            reading = None if whole is None else whole.reading
-        else:
+        reading = None if whole is None else whole.reading
+        if whole is None:  # the values inside of the map are those of its rows
             values = self.subset.layout.to_supports(self.leaves)
             run.latents = {n: s._replace(value=values[n]) for n, s in run.latents.items()}
-            reading = ParameterReading(run, self.leaves, mapped.parameters.learned())
+            if mapped.parameters is not None:
+                reading = ParameterReading(run, self.leaves, mapped.parameters.learned())
         return Linearization(
             self, batch, run, mapped.rows, parameters, reading=reading if read else None
         )
