@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.config import CurvatureConfig
+from pyro_bdl.curvature.hyperparameters import ParameterReading, ReadParameters
 from pyro_bdl.curvature.jacobian.affine_uses import UnseenUseError, UseRecorder
 from pyro_bdl.curvature.jacobian.linearization import Linearization, unseen_uses
 from pyro_bdl.curvature.jacobian.recorded_rows import RecordedRows
 from pyro_bdl.curvature.structures import STRUCTURES
-from pyro_bdl.distributions.parameters import rebuilt
+from pyro_bdl.distributions.copies import masks_of
+from pyro_bdl.distributions.parameters import is_known, parameters_of, rebuilt
 from pyro_bdl.program.batches import Batch, as_dicts, has_rows, leading_size, taken
 from pyro_bdl.program.rows import (
     AllRows,
@@ -25,8 +27,8 @@ from pyro_bdl.program.rows import (
     template_of,
 )
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.program.trace import Run, leave_open, record
-from pyro_bdl.program.vmap import RowMap, with_rows
+from pyro_bdl.program.trace import Run, Site, leave_open, record
+from pyro_bdl.program.vmap import RowMap, depends_on_row, with_rows
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import Modules, evaluation_mode
 from pyro_bdl.utils.trees import tree_leaves
@@ -63,11 +65,14 @@ class _Mapped:
     """A run over single rows: its statements, and its tensors with the rows in front.
 
     :param run: of one row.
+    :param parameters: those that the program read, if ``run`` has the laws of its latents: they are
+        known to be the same in every row.
     :param observed: tensors of the observed sites, (n, *shape in one row).
     :param deterministic: the deterministic sites, (n, *shape in one row).
     """
 
     run: Run
+    parameters: ReadParameters | None
     rows: RecordedRows
     observed: dict[str, dict[str, Tensor]]
     deterministic: dict[str, Tensor]
@@ -136,10 +141,11 @@ class At:
     def linearizations(
         self,
         batches: Iterable[Batch],
-        config: CurvatureConfig | None = None,
+        config: Callable[[], CurvatureConfig] | None = None,
         *,
         every_output: bool = False,
         as_rows: bool = False,
+        read: bool = False,
     ) -> Iterator[Linearization]:
         """Yield the linearization of each batch; a large batch is cut into pieces that fit in
         memory.
@@ -147,8 +153,10 @@ class At:
         Each batch runs whole too, without gradients: every row alone must be what it is beside the
         others.
 
+        :param config: the curvature that is made of them, as it is known at the time.
         :param every_output: choose the pieces' size for Jacobians of all outputs at once.
         :param as_rows: as rows over all latents, in float64.
+        :param read: the first one has a ``reading``.
         :raises UnsupportedProgramError: for rows that depend on each other.
         """
 
@@ -163,13 +171,13 @@ class At:
                 per_row += 8 * outputs * self.subset.size if as_rows else 0
             shared = [s.size for s in self.subset.layout.latents.values() if len(s.shape) > 2]
             kinds = {"rows": self.subset.size, "entries": max(shared, default=0), "factors": 0}
-            per_row += item * kinds["entries" if config is None else config.kind.makes]
+            per_row += item * kinds["entries" if config is None else config().kind.makes]
             budget = bytes_at_once(max(_BUDGET, _PER_WEIGHT * item * self.subset.layout.size))
             rows = max(1, int(budget / max(per_row, 1.0)))
             return rows if known else min(rows, _FIRST)
 
-        for args, kwargs in batches:
-            yield from self._pieces((args, kwargs), size)
+        for number, batch in enumerate(batches):
+            yield from self._pieces(batch, size, read=read and number == 0)
 
     def linearize(
         self, args: tuple, kwargs: Mapping[str, Any], *, compared: bool = True
@@ -191,13 +199,19 @@ class At:
         :param plates: indices of the program's plates.
         """
         batch = tuple(map(as_dicts, args)), as_dicts(kwargs)
-        with torch.enable_grad(), self._mode():
+        with torch.enable_grad(), self._mode(), ReadParameters() as parameters:
             values = self.subset.layout.to_supports(self.leaves)
             run = record(self.model, {**values, **(plates or {})}, *batch, draw=leave_open)
-        return Linearization(self, batch, run, None)
+        reading = ParameterReading(run, self.leaves, parameters.learned())
+        return Linearization(self, batch, run, None, reading=reading)
 
     def _pieces(
-        self, batch: Batch, size: Callable[[Batch, float], int], *, compared: bool = True
+        self,
+        batch: Batch,
+        size: Callable[[Batch, float], int],
+        *,
+        compared: bool = True,
+        read: bool = False,
     ) -> Iterator[Linearization]:
         batch = tuple(map(as_dicts, batch[0])), as_dicts(batch[1])
         count = leading_size(batch)
@@ -215,17 +229,18 @@ class At:
             if whole is not None:
                 with torch.enable_grad():  # distributions keep what they compute here
                     check_repeated(whole.run, linearization.run)
+            linearization.reading = linearization.reading if read else None
             yield linearization
         start = 0
         while facts is not None and start < count:
             at_once = min(count - start, size(batch, outputs))
             part = taken(batch, slice(start, start + at_once)) if at_once < count else batch
-            mapped = self._mapped(part, facts, whole, start)
+            mapped = self._mapped(part, facts, whole, start, read=read and start == 0)
             if whole is not None:
                 self._compare(mapped, facts, whole, start)
             self._numbers[key[1]] = mapped.rows.numbers
+            yield self._of_rows(part, mapped, facts, read=read and start == 0)
             start += at_once
-            yield self._of_rows(part, mapped, facts)
         if whole is not None:
             self._first_pass.note(batch, whole)
 
@@ -259,7 +274,9 @@ class At:
 
         return AllRows(run(), count, run, "the linearization", _ADVICE)
 
-    def _mapped(self, batch: Batch, facts: _Facts, whole: AllRows | None, start: int) -> _Mapped:
+    def _mapped(
+        self, batch: Batch, facts: _Facts, whole: AllRows | None, start: int, *, read: bool
+    ) -> _Mapped:
         """Run the program on every row alone; again while sites are used in ways that no recorder
         sees.
 
@@ -275,32 +292,40 @@ class At:
             alone = nullcontext() if whole is None else whole.running_alone()
             try:
                 with torch.enable_grad(), alone:
-                    return self._map_rows(batch, plates)
+                    return self._map_rows(batch, plates, read)
             except UnseenUseError as error:
                 self._dense |= error.sites
 
-    def _map_rows(self, batch: Batch, plates: Mapping[str, Tensor]) -> _Mapped:
+    def _map_rows(self, batch: Batch, plates: Mapping[str, Tensor], read: bool) -> _Mapped:
         count, recorders = leading_size(batch), []
-        inside: list[tuple[Run, bool]] = []
+        inside: list[tuple[Run, bool, ReadParameters | None]] = []
+        shared: dict[str, dict[str, Tensor]] = {}  # what is the same in every row
 
         def of_row(both: tuple, kwargs: dict[str, Any], lane: Tensor) -> Any:
             args, own_plates = both
-            run, recorder = self._recorded((args, kwargs), lane, own_plates)
-            inside[:] = [(run, with_rows(lane, lane).dim() > 0)]
+            with ReadParameters() as parameters:
+                run, recorder = self._recorded((args, kwargs), lane, own_plates)
             recorders.append(recorder)
-            return {
-                "observed": {name: site_tensors(site) for name, site in run.observed.items()},
-                "deterministic": _tensors_of(run.deterministic),
-            }
+            mapped = with_rows(lane, lane).dim() > 0
+            laws = read and mapped and all(_has_one_law(s, lane) for s in run.latents.values())
+            inside[:] = [(run, mapped, parameters if laws else None)]
+            observed = {name: site_tensors(site) for name, site in run.observed.items()}
+            for name, own in observed.items() if mapped else ():
+                shared[name] = {k: v for k, v in own.items() if not depends_on_row(v, lane)}
+                observed[name] = {k: v for k, v in own.items() if k not in shared[name]}
+            return {"observed": observed, "deterministic": _tensors_of(run.deterministic)}
 
         with self._mode():
             tensors = self._map(of_row, (batch[0], plates), batch[1])
-        ((run, mapped),) = inside
+        for name, values in shared.items():
+            rows = {key: value.expand(count, *value.shape) for key, value in values.items()}
+            tensors["observed"][name] |= rows
+        ((run, mapped, parameters),) = inside
         recorders = recorders[-1:] if mapped else recorders[-count:]
         if any(len(r.edges) != len(recorders[0].edges) for r in recorders):
             raise ValueError("the rows use the latents in different ways")
         rows = RecordedRows(self.subset, recorders, count, mapped)
-        result = _Mapped(run, rows, **tensors)
+        result = _Mapped(run, parameters, rows, **tensors)
         form = form_of(batch)
         if form not in self._seen:
             outputs = [v for site in result.observed.values() for v in site.values()]
@@ -331,14 +356,17 @@ class At:
         facts.deterministic = places
 
     @torch.enable_grad()
-    def _of_rows(self, batch: Batch, mapped: _Mapped, facts: _Facts) -> Linearization:
+    def _of_rows(
+        self, batch: Batch, mapped: _Mapped, facts: _Facts, *, read: bool = False
+    ) -> Linearization:
         """The linearization of single rows; what their tensors do not make, as factors, is that of
         a run over all of them."""
         count, parameters = mapped.rows.num_data, {}
         templates = {name: template_of(site) for name, site in mapped.run.observed.items()}
         factors = mapped.run.factors or mapped.run.prior_factors
         unknown = factors or mapped.run.discrete or None in templates.values()
-        run = copy.copy(self.whole(*batch).run if unknown else mapped.run)
+        whole = self.whole(*batch) if unknown or (read and mapped.parameters is None) else None
+        run = copy.copy(mapped.run if whole is None else whole.run)
         run.observed = dict(run.observed)
         for name, site in mapped.run.observed.items():
             own = {key: value.flatten(0, 1) for key, value in mapped.observed[name].items()}
@@ -359,7 +387,23 @@ class At:
         for name, in_front in facts.deterministic.items():
             value = mapped.deterministic[name]
             run.deterministic[name] = value.flatten(0, 1) if in_front else value[0]
-        return Linearization(self, batch, run, mapped.rows, parameters)
+        reading = None if whole is None else whole.reading
+        if whole is None:  # the values inside of the map are those of its rows
+            values = self.subset.layout.to_supports(self.leaves)
+            run.latents = {n: s._replace(value=values[n]) for n, s in run.latents.items()}
+            if mapped.parameters is not None:
+                reading = ParameterReading(run, self.leaves, mapped.parameters.learned())
+        return Linearization(
+            self, batch, run, mapped.rows, parameters, reading=reading if read else None
+        )
+
+
+def _has_one_law(site: Site, lane: Tensor) -> bool:
+    """Return whether a latent's law is known to be the same in every row of a map."""
+    tensors = [*parameters_of(site.distribution).values(), site.scale, site.mask]
+    found = [value for value in tensors if isinstance(value, Tensor)]
+    found += [mask for mask, _ in masks_of(site.distribution)]
+    return is_known(site.distribution) and not any(depends_on_row(v, lane) for v in found)
 
 
 def _tensors_of(values: Mapping[str, Any]) -> dict[str, Tensor]:

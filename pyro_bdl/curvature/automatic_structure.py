@@ -5,10 +5,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig, fits
 from pyro_bdl.curvature.fisher import num_data, site_parameters
-from pyro_bdl.curvature.prior import PriorRoot, prior_precision, run_at
+from pyro_bdl.curvature.prior import prior_precision
 from pyro_bdl.curvature.structures import Auto, Full, Kernel, Kron
 from pyro_bdl.errors import warn
 from pyro_bdl.program.batches import Batch, Batches, leading_size
@@ -50,7 +49,7 @@ def chosen_config(
             "summed out, so that their likelihood is no product of known ones: the curvature is "
             'its dense Hessian; structure="full" with curvature="hessian" asks for that',
             "data-depend",
-            stacklevel=5,
+            stacklevel=11,
         )
         return replace(config, structure=Full(), curvature="hessian")
     if not _is_open(config):
@@ -62,7 +61,7 @@ def chosen_config(
     few_rows = rows < subset.size and rows <= kernel_up_to
     if batches.ranks is None and few_rows and fits(Kernel(), subset.size, like, rows):
         try:
-            PriorRoot(prior_precision(run, leaves, subset), subset.parts, '"kernel"')
+            prior_precision(run, leaves, subset).root(subset.parts, '"kernel"')
             return replace(config, structure=Kernel())
         except ValueError:  # a prior without a covariance
             pass
@@ -72,16 +71,6 @@ def chosen_config(
 
 def _is_open(config: CurvatureConfig) -> bool:
     return isinstance(config.structure, Auto)
-
-
-def count_rows(at: At, batches: Batches, config: CurvatureConfig) -> int:
-    """Return the number of rows of the data's weighted Jacobians, at most: N K for N data with K
-    outputs.
-
-    The program runs once, on the first batch; other batches count by their rows of data.
-    """
-    run, _ = run_at(at.model, at.subset, at.vector, *batches.first())
-    return rows_of(run, batches.first(), batches, config)
 
 
 def rows_of(run: Run, batch: Batch, batches: Batches, config: CurvatureConfig) -> int:

@@ -83,7 +83,7 @@ def fits(structure: Structure, size: int, like: Tensor, num_rows: int = 0) -> bo
 
     :param like: a tensor with the dtype and device.
     :param num_rows: the number of rows of the data's Jacobians, for a structure that stores them
-        (``automatic_structure.count_rows``).
+        (``automatic_structure.rows_of``).
     """
     available = available_memory(like.device)
     return available is None or _bytes(structure, size, like, num_rows) <= available

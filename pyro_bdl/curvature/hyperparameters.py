@@ -98,26 +98,19 @@ class ParameterReading:
     def in_likelihood(self) -> list[str]:
         """The names of the parameters that the likelihood depends on.
 
-        The scale of ``noise_site`` does not count.
+        A noise that is one number, see ``noise_of``, does not count.
         """
-        if not self.parameters:
-            return []
-        noise = noise_site(self)
+        noise = noise_of(self)
         if noise is not None:
-            normal: Any = base_distribution(noise.distribution)
-            totals = [normal.loc.sum()]
+            normal: Any = base_distribution(noise.site.distribution)
+            terms = [normal.loc]
         else:
             apart = hyperpriors(self.run, self.leaves)
             factors = (site for name, site in self.run.factors.items() if name not in apart)
             sites = (*self.run.observed.values(), *factors)
-            totals = [site.log_prob().sum() for site in sites if site.value is not None]
-        total: Any = sum(totals)
-        if not isinstance(total, Tensor) or not total.requires_grad:
-            return []
-        values = [parameter.value for parameter in self.parameters.values()]
-        found = torch.autograd.grad(total, values, allow_unused=True, retain_graph=True)
-        pairs = zip(self.parameters, found, strict=True)
-        return [name for name, gradient in pairs if gradient is not None]
+            terms = [site.log_prob() for site in sites if site.value is not None]
+        found = self.parameters.items()
+        return [name for name, p in found if any(reaches(term, [p.value]) for term in terms)]
 
 
 def read_at_center(model: Callable, guide: Any) -> ParameterReading:
@@ -135,6 +128,7 @@ def read(
     return ParameterReading(run, leaves, read.learned())
 
 
+@torch.enable_grad()
 def slopes(tensor: Tensor, parameters: Iterable[Hyperparameter]) -> dict[str, Tensor]:
     """Return d tensor / d parameter, summed over the tensor, for the parameters that move it."""
     parameters = list(parameters)
@@ -202,6 +196,7 @@ def scaled_priors(reading: ParameterReading, subset: Subset) -> list[Scaled]:
     return list(result.values())
 
 
+@torch.enable_grad()
 def group_sum(scale: Tensor, values: Tensor, parameter: Hyperparameter) -> Tensor:
     """Return sums of ``values`` over the entries that each element of a parameter scales.
 
@@ -216,24 +211,22 @@ def group_sum(scale: Tensor, values: Tensor, parameter: Hyperparameter) -> Tenso
     return slope * parameter.value.detach()
 
 
-def noise_owner(reading: ParameterReading, subset: Subset) -> tuple[Hyperparameter, Site] | None:
-    """Return the hyperparameter to which the noise is proportional, and the observed site.
+class Noise(NamedTuple):
+    """The noise of a program's only observed site, a Normal.
 
-    :returns: None unless the program has a single observed site, a Normal with such a noise.
+    :param owner: the hyperparameter to which it is proportional.
+    :param value: this hyperparameter's, or the noise itself, as one number with its graph; None if
+        no parameter moves it.
     """
-    site = noise_site(reading)
-    if site is None:
-        return None
-    normal: Any = base_distribution(site.distribution)
-    for parameter in reading.parameters.values():
-        if parameter.value.numel() == 1 and scales(normal.scale, parameter):
-            return parameter, site
-    return None
+
+    site: Site
+    owner: Hyperparameter | None
+    value: Tensor | None
 
 
 @torch.enable_grad()
-def noise_site(reading: ParameterReading) -> Site | None:
-    """Return the only observed site, if it is a Normal with its own noise scale.
+def noise_of(reading: ParameterReading) -> Noise | None:
+    """The noise of a program whose only observed site is a Normal with its own noise scale.
 
     :returns: None if the scale depends on latents, or on parameters otherwise than as one number or
         a multiple of one parameter.
@@ -243,25 +236,16 @@ def noise_site(reading: ParameterReading) -> Site | None:
         return None
     (site,) = reading.run.observed.values()
     normal: Any = base_distribution(site.distribution)
-    if type(normal).__name__ != "Normal":
+    if type(normal).__name__ != "Normal" or reaches(normal.scale, reading.leaves.values()):
         return None
-    if normal.scale.requires_grad:
-        if reaches(normal.scale, reading.leaves.values()):
-            return None
-        moved = [p for p in reading.parameters.values() if slopes(normal.scale, [p])]
-        is_scaled = len(moved) == 1 and moved[0].value.numel() == 1 and scales(normal.scale, *moved)
-        if not is_scaled and not is_one_number(normal.scale):
-            return None
-    return site
-
-
-def learned_noise(reading: ParameterReading) -> Tensor | None:
-    """The noise of the program's only observed site, where it is a parameter."""
-    site = noise_site(reading)
-    if site is None:
-        return None
-    scale: Any = base_distribution(site.distribution)
-    return scale.scale.detach().clone() if scale.scale.requires_grad else None
+    if not normal.scale.requires_grad:
+        return Noise(site, None, None)
+    moved = [p for p in reading.parameters.values() if slopes(normal.scale, [p])]
+    if len(moved) == 1 and moved[0].value.numel() == 1 and scales(normal.scale, *moved):
+        return Noise(site, moved[0], moved[0].value.reshape(()))
+    if is_one_number(normal.scale):
+        return Noise(site, None, normal.scale.reshape(-1)[0])
+    return None
 
 
 def followed(reading: ParameterReading) -> dict[str, Hyperparameter]:

@@ -29,24 +29,19 @@ class LikelihoodSums:
     gradient in the subset, (p,); ``squares`` is the sum over Normal sites of ((y - loc) / scale)^2
     and ``cells`` the number of its terms, both weighted by the tempering; ``num_data`` counts along
     the leading axes of the observed sites. ``finish`` multiplies all by ``factor``. ``curvature``
-    is that of the same data.
+    is that of the same data, and ``config`` says which; ``first`` is the pass's first run.
 
-    :param second_derivatives: whether a likelihood in a factor statement will do.
     :param earlier: whether these are added to the sums over earlier data.
     """
 
     curvature: Curvature
+    first: Linearization
     factor: float = 1.0
 
     def __init__(
-        self,
-        at: At,
-        batches: Batches,
-        *,
-        second_derivatives: bool = False,
-        earlier: bool = False,
+        self, at: At, batches: Batches, config: CurvatureConfig, *, earlier: bool = False
     ) -> None:
-        self.batches, self.second_derivatives = batches, second_derivatives
+        self.batches, self.config = batches, config
         self.factors = FactorStatements(batches.ranks, earlier=earlier)
         self.log_likelihood: Any = 0.0
         self.num_data = 0
@@ -54,6 +49,11 @@ class LikelihoodSums:
         self.squares = self.cells = torch.zeros((), dtype=torch.float64, device=at.vector.device)
         self.stated: float = 0.0
         self.scaled = False
+
+    @property
+    def second_derivatives(self) -> bool:
+        """True if a likelihood in a factor statement will do."""
+        return self.config.curvature == "hessian"
 
     def add(self, linearization: Linearization) -> None:
         run = linearization.run

@@ -6,7 +6,6 @@ Jacobian J as factors, and products of J with a vector.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,7 +25,7 @@ from pyro_bdl.distributions.parameters import (
     with_unconstrained,
 )
 from pyro_bdl.program.trace import Run, Site
-from pyro_bdl.utils.autograd import reaches
+from pyro_bdl.utils.autograd import has_own_functions, reaches
 
 _Transposed = tuple[list[Tensor], dict[str, Tensor]]  # v, and J' v by site
 
@@ -62,7 +61,6 @@ class LinearOutputs:
         self.rows: Tensor | None = None
         self._jacobian: Jacobian | None = None
         self._reused: _Transposed | None = None
-        self._looped = False
 
     def kept(self, value: Tensor) -> Tensor:
         """A result with its graph if it has to be differentiable, else without."""
@@ -125,22 +123,25 @@ class LinearOutputs:
         """J times vectors (p,) or (S, p) of the subset, by name, (*shape) or (S, *shape): those
         that move, without a graph.
 
-        What it costs without rows is one pass backward; the graph that this takes is kept.
+        What it costs without rows is one pass backward; the graph that this takes is kept. Where
+        an operator has no second derivative, or is a function of the user's own, the Jacobian is
+        formed.
         """
         if not self.moving:
             return {}
+        many = vectors.dim() == 2
         if self.rows is not None:
             product = vectors.to(self.rows) @ self.rows.mT
             return self.split(product.unflatten(-1, (self.num_data, -1)))
-        if self._reused is None:
-            self._reused = self._transposed()
-        reused = self._reused
-        found = self._each(
-            lambda given, many: self._times(reused, given[0], many),
-            [vectors],
-            many=vectors.dim() == 2,
-        )
-        return dict(zip(self.moving, found, strict=True))
+        if self._jacobian is None:
+            try:
+                reused = self._reused = self._reused or self._transposed()
+                found = self._each(lambda v, many: self._times(reused, v[0], many), [vectors], many)
+                return dict(zip(self.moving, found, strict=True))
+            except NotImplementedError:  # as torch says of an operator
+                self._reused = None
+        change = self.jacobian.apply(torch.atleast_2d(vectors).to(self.jacobian.like)).detach()
+        return self.split((change if many else change[0]).to(self.mean))
 
     def transposed_times(self, cotangents: dict[str, Tensor], *, many: bool = False) -> Tensor:
         """J' times tensors of the outputs' shapes, by name, (p,).
@@ -164,29 +165,28 @@ class LinearOutputs:
             )  # fmt: skip
             return _filled(found, leaves, batch if many else ())
 
-        return at.subset.of_sites(self._each(pulled, given, many=many), batch)
+        return at.subset.of_sites(self._each(pulled, given, many), batch)
 
     def _each(
         self,
         function: Callable[[list[Tensor], bool], list[Tensor]],
         given: list[Tensor],
-        *,
         many: bool,
     ) -> list[Tensor]:
-        """A function of tensors with a leading axis, by ``vmap`` or, where an operation of the
-        program has no such form, one by one."""
-        if not many:
-            return function(given, False)
-        if not self._looped:
-            try:
-                return function(given, True)
-            except RuntimeError:
-                self._looped = True
+        """A function of tensors with a leading axis: by ``vmap`` where the rows of the run were
+        mapped, so that its operations have such a form; else one by one."""
+        if not many or (self.at.rows is not None and self.at.rows.together):
+            return function(given, many)
         results = [function(list(each), False) for each in zip(*given, strict=True)]
         return [torch.stack(parts) for parts in zip(*results, strict=True)]
 
     def _transposed(self) -> _Transposed:
-        """J' v as a function of v, so that J is its derivative and no Jacobian is formed."""
+        """J' v as a function of v, so that J is its derivative and no Jacobian is formed.
+
+        :raises NotImplementedError: where it is not known that operators can be derived twice.
+        """
+        if has_own_functions(self._outputs):
+            raise NotImplementedError
         with torch.enable_grad():
             cotangents = [torch.zeros_like(output, requires_grad=True) for output in self._outputs]
             pulled = torch.autograd.grad(
@@ -197,7 +197,8 @@ class LinearOutputs:
                 materialize_grads=True,
             )
         pairs = zip(pulled, self.at.subset.parts, strict=True)
-        return cotangents, {name: gradient for gradient, name in pairs if gradient.requires_grad}
+        linear = {name: gradient for gradient, name in pairs if gradient.requires_grad}
+        return cotangents, linear
 
     def _times(self, transposed: _Transposed, vector: Tensor, many: bool) -> list[Tensor]:
         cotangents, linear = transposed
@@ -261,8 +262,7 @@ class LinearOutputs:
         """J times S offsets, by name, (S, *shape): S products of J with a vector where these are
         fewer than its columns, and no gradient is taken of them; else the Jacobian's."""
         if self._jacobian is None and not self.at.differentiable and len(offsets) < self.columns:
-            with suppress(RuntimeError):  # operators without a second derivative
-                return self.times(offsets.vectors())
+            return self.times(offsets.vectors())
         change = self.kept(offsets.apply(self.jacobian))
         return self.split(change.to(self.mean))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.fisher import cell_columns
-from pyro_bdl.curvature.hyperparameters import learned_noise, read
+from pyro_bdl.curvature.hyperparameters import noise_of, read
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.likelihood_sums import FactorStatements
 from pyro_bdl.curvature.linear_outputs import LinearOutputs, observed_outputs
@@ -205,7 +205,8 @@ class GaussNewtonProducts:
 
     def _noise(self) -> Tensor | None:
         first = self.passes[0][0].first()
-        return learned_noise(read(self.at.model, self.at.subset, self.at.vector, *first))
+        noise = noise_of(read(self.at.model, self.at.subset, self.at.vector, *first))
+        return None if noise is None or noise.value is None else noise.value.detach().clone()
 
     def prepared(self) -> Callable[[Tensor], Tensor]:
         """A function of vectors (S, p) that returns their products (S, p), and keeps the graphs of
@@ -215,7 +216,7 @@ class GaussNewtonProducts:
         now = self._noise()
         factor: Tensor | float = 1.0
         if now is not None and self.noise is not None:
-            factor = (now / self.noise).square().mean()
+            factor = (now / self.noise).square()
 
         def times(vectors: Tensor) -> Tensor:
             rounded = vectors.to(self.at.vector)

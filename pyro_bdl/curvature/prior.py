@@ -1,6 +1,7 @@
 """The precision that the prior contributes at a point: minus the Hessian of its log density."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from pyro_bdl.distributions.matrix_normal import MatrixNormal
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import warn
 from pyro_bdl.program.gaussian_prior import JointBlock, JointSite
+from pyro_bdl.program.layout import Layout
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.utils.autograd import reaches
@@ -20,7 +22,8 @@ from pyro_bdl.utils.random_state import fixed_normal
 
 
 class PriorPrecision(NamedTuple):
-    """Minus the Hessian of log p(T(u)) + log |det dT/du| in the subset's p numbers.
+    """Minus the Hessian of log p(T(u)) + log |det dT/du| in the subset's p numbers: a diagonal, and
+    a dense matrix over an index set; or a root of such a matrix, of the same form.
 
     :param diagonal: its diagonal (p,).
     :param indices: the numbers that other numbers' priors depend on, or whose own prior is no
@@ -42,64 +45,56 @@ class PriorPrecision(NamedTuple):
         :param positions: their indices, or a slice.
         """
         result = torch.diag(self.diagonal[positions])
-        found = self._dense_within(positions)
-        if found is None:
-            return result
-        inside, block = found
-        return result.index_put((inside[:, None], inside), block)
-
-    def divided(self, number: Tensor) -> "PriorPrecision":
-        """The matrix divided by a number."""
-        dense = None if self.dense is None else self.dense / number
-        diagonal = self.diagonal / number
-        return PriorPrecision(diagonal, self.indices, dense, quadratic=self.quadratic)
+        inside, block = self._dense_within(positions)
+        return result if block is None else result.index_put((inside[:, None], inside), block)
 
     def couples(self, positions: Any) -> bool:
         """Return whether the matrix over some of the numbers has off-diagonal entries."""
-        found = self._dense_within(positions)
-        return found is not None and bool((found[1] - found[1].diagonal().diag()).any())
+        _, block = self._dense_within(positions)
+        return block is not None and bool((block - block.diagonal().diag()).any())
 
-    def _dense_within(self, positions: Any) -> tuple[Tensor, Tensor] | None:
+    def _dense_within(self, positions: Any) -> tuple[Any, Tensor | None]:
         """Return which of some numbers the dense matrix covers (q,), and its block (q, q)."""
         if self.indices is None or self.dense is None:
-            return None
+            return None, None
         table = torch.full_like(self.diagonal, -1, dtype=torch.long)
         table[self.indices] = torch.arange(len(self.indices), device=table.device)
         where = table[positions]
         inside = (where >= 0).nonzero()[:, 0]
         return inside, self.dense[where[inside][:, None], where[inside]]
 
-    def times(self, vector: Tensor) -> Tensor:
-        """The matrix times a vector (p,)."""
-        if self.indices is None or self.dense is None:
-            return self.diagonal.to(vector) * vector
-        plain = self.diagonal.index_fill(0, self.indices, 0.0).to(vector) * vector
-        return plain.index_add(0, self.indices, self.dense.to(vector) @ vector[self.indices])
+    def divided(self, number: Tensor) -> "PriorPrecision":
+        """The matrix divided by a number."""
+        dense = None if self.dense is None else self.dense / number
+        return self._replace(diagonal=self.diagonal / number, dense=dense, uniform={})
 
     def added_to(self, matrix: Tensor) -> Tensor:
         """Return a matrix (p, p) plus this matrix."""
         every, diagonal = torch.arange(len(matrix), device=matrix.device), self.diagonal.to(matrix)
-        if self.indices is None or self.dense is None:
-            return matrix.index_put((every, every), diagonal, accumulate=True)
-        plain = diagonal.index_fill(0, self.indices, 0.0)
-        matrix = matrix.index_put((every, every), plain, accumulate=True)
-        where = (self.indices[:, None].expand_as(self.dense), self.indices.expand_as(self.dense))
-        return matrix.index_put(where, self.dense.to(matrix), accumulate=True)
+        if self.indices is not None and self.dense is not None:
+            diagonal = diagonal.index_fill(0, self.indices, 0.0)
+            where = self.indices[:, None], self.indices
+            matrix = matrix.index_put(where, self.dense.to(matrix), accumulate=True)
+        return matrix.index_put((every, every), diagonal, accumulate=True)
 
+    def times(self, x: Tensor) -> Tensor:
+        """The matrix times x (..., p)."""
+        return self._on(x, torch.mul, torch.matmul)
 
-class PriorRoot:
-    """A matrix R with Lambda = R R', the prior precision, in float64.
+    def transposed_times(self, x: Tensor) -> Tensor:
+        """The matrix's transpose times x (..., p)."""
+        return self._on(x, torch.mul, lambda dense, columns: dense.mT @ columns)
 
-    R is diagonal but for the numbers whose priors are coupled, where it is a Cholesky factor L.
+    # Roots
 
-    :param prior: Lambda.
-    :param parts: the slices of the sites, to name one in errors.
-    :param purpose: the words before "inverts the prior precision" in errors.
-    :raises ValueError: if the prior precision has no inverse, or is indefinite.
-    """
+    def root(self, parts: Mapping[str, slice], purpose: str) -> "PriorPrecision":
+        """A matrix R with R R' this matrix, in float64, with a Cholesky factor for the dense one.
 
-    def __init__(self, prior: PriorPrecision, parts: Mapping[str, slice], purpose: str) -> None:
-        diagonal = prior.diagonal.double()
+        :param parts: the slices of the sites, to name one in errors.
+        :param purpose: the words before "inverts the prior precision" in errors.
+        :raises ValueError: if the matrix has no inverse, or is indefinite.
+        """
+        diagonal = self.diagonal.double()
         if not (diagonal > 0).all():
             lowest = int(diagonal.detach().argmin())
             site = next(name for name, part in parts.items() if part.start <= lowest < part.stop)
@@ -108,72 +103,72 @@ class PriorRoot:
                 f"site '{site}': give this site a prior with a finite variance, or use "
                 'structure="full"'
             )
-        self.scale, self.indices = diagonal.sqrt(), prior.indices
-        if prior.indices is None or prior.dense is None:
-            self.indices = None
-            return
-        self.tril, failed = torch.linalg.cholesky_ex(prior.dense.double())
+        root = PriorPrecision(diagonal.sqrt(), uniform={})
+        if self.indices is None or self.dense is None:
+            return root
+        tril, failed = torch.linalg.cholesky_ex(self.dense.double())
         if failed:
-            sites = [
-                name for name, part in parts.items()
-                if ((prior.indices >= part.start) & (prior.indices < part.stop)).any()
-            ]  # fmt: skip
+            inside = self.indices
+            sites = [n for n, p in parts.items() if ((inside >= p.start) & (inside < p.stop)).any()]
             raise ValueError(
                 f"{purpose} inverts the prior precision, which is indefinite over the sites "
                 f"{', '.join(sites)}, as under a hyperprior: leave the hyperparameter's site out "
                 'of the subset, or use structure="full"'
             )
+        return root._replace(indices=self.indices, dense=tril)
 
     def log_det(self) -> Tensor:
-        """Return log det Lambda."""
-        if self.indices is None:
-            return 2.0 * self.scale.log().sum()
-        own = self.scale.log().index_fill(0, self.indices, 0.0).sum()
-        return 2.0 * (own + self.tril.diagonal().log().sum())
+        """Return log det R R' of a root R."""
+        own = 2.0 * self.diagonal.log()
+        if self.indices is None or self.dense is None:
+            return own.sum()
+        inside = 2.0 * self.dense.diagonal().log().sum()
+        return own.index_fill(0, self.indices, 0.0).sum() + inside
 
     def solve(self, x: Tensor) -> Tensor:
-        """Return R^-1 x for x (..., p)."""
-        return self._replaced(
-            x / self.scale,
-            lambda tril: torch.linalg.solve_triangular(tril, self._inside(x), upper=False),
-        )
+        """Return R^-1 x of a root R for x (..., p)."""
+        return self._on(x, _divided, partial(torch.linalg.solve_triangular, upper=False))
 
     def solve_transposed(self, x: Tensor) -> Tensor:
-        """Return R^-T x for x (..., p)."""
-        return self._replaced(
-            x / self.scale,
-            lambda tril: torch.linalg.solve_triangular(tril.mT, self._inside(x), upper=True),
+        """Return R^-T x of a root R for x (..., p)."""
+        return self._on(
+            x, _divided, lambda tril, y: torch.linalg.solve_triangular(tril.mT, y, upper=True)
         )
 
-    def times(self, x: Tensor) -> Tensor:
-        """Return R x for x (..., p)."""
-        return self._replaced(x * self.scale, lambda tril: tril @ self._inside(x))
+    def _on(
+        self,
+        x: Tensor,
+        of_diagonal: Callable[[Tensor, Tensor], Tensor],
+        of_dense: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """A product with x (..., p), by those of the diagonal and of the dense matrix, for which
+        the numbers are columns (r, N)."""
+        result = of_diagonal(self.diagonal.to(x), x)
+        if self.indices is None or self.dense is None:
+            return result
+        columns = x[..., self.indices].reshape(-1, len(self.dense)).mT
+        inside = of_dense(self.dense.to(x), columns).mT.reshape(*x.shape[:-1], -1)
+        return result.index_copy(-1, self.indices, inside)
 
-    def transposed_times(self, x: Tensor) -> Tensor:
-        """Return R' x for x (..., p)."""
-        return self._replaced(x * self.scale, lambda tril: tril.mT @ self._inside(x))
 
-    def _inside(self, x: Tensor) -> Tensor:
-        """The coupled numbers of x (..., p) as columns (r, N)."""
-        return x[..., self.indices].reshape(-1, len(self.tril)).mT
-
-    def _replaced(self, x: Tensor, columns: Callable[[Tensor], Tensor]) -> Tensor:
-        if self.indices is None:
-            return x
-        inside = columns(self.tril).mT.reshape(*x.shape[:-1], len(self.tril))
-        return x.index_copy(-1, self.indices, inside)
+def _divided(diagonal: Tensor, x: Tensor) -> Tensor:
+    return x / diagonal
 
 
 def run_at(
     model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Mapping[str, Any]
 ) -> tuple[Run, dict[str, Tensor]]:
-    """Run the program at a vector (P,); return the run and its unconstrained leaves by site."""
-    leaves = {n: v.clone().requires_grad_() for n, v in subset.layout.unflatten(vector).items()}
+    """Run the program at a vector (P,); return the run and its unconstrained leaves by site, of
+    which those in the subset take gradients."""
+    leaves = subset.layout.unflatten(vector)
+    for name in subset.parts:
+        leaves[name] = leaves[name].clone().requires_grad_()
     with torch.enable_grad(), evaluation_mode(model):
         values = subset.layout.to_supports(leaves)
         return record(model, values, args, kwargs, draw=leave_open), leaves
 
 
+@torch.enable_grad()
 def hyperpriors(run: Run, leaves: Mapping[str, Tensor]) -> dict[str, Site]:
     """The factors of a run that parameters move and no latent does, by name: densities of these
     parameters, and no part of the likelihood.
@@ -198,8 +193,9 @@ def prior_precision(
 ) -> PriorPrecision:
     """The prior precision at the point of a run.
 
-    If the log density is not concave there (heavy tails, a Laplace density), 1 / variance of the
-    prior is used instead, with a warning that names the site.
+    Independent Normals and joint Gaussians have theirs; of the remaining log density it is minus
+    the Hessian. If that is not concave (heavy tails, a Laplace density), 1 / variance of the prior
+    is used instead, with a warning that names the site.
 
     :param run: the program run at ``leaves``, with their graph (``run_at``).
     :param create_graph: keep it differentiable in the program's parameters.
@@ -208,52 +204,57 @@ def prior_precision(
     layout = subset.layout
     like = next(iter(leaves.values()))
     like = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
-    pieces: dict[str, Tensor] = {}
-    closed = {
-        name: _normal_precision(site, layout.latents[name].transform, leaves)
-        for name, site in run.latents.items()
-    }
-    weighed = _weighed(run, leaves)  # these have no closed form any more
-    known = _known_gaussians(run, layout, dense_up_to)
-    groups = [group for group in known if weighed.isdisjoint(group[0])]
-    for names, spread, _ in groups:
+    closed = _closed_precisions(run, layout, leaves)
+    groups = _known_gaussians(run, layout, dense_up_to)
+    rest = layout.latents.keys() - closed.keys()
+    rest -= {name for names, _, _ in groups for name in names}
+    total = _log_density(run, leaves, layout, rest)
+    moved = {n for n, leaf in leaves.items() if n not in rest and reaches(total, [leaf])}
+    joined = [names for names, _, _ in groups if not moved.isdisjoint(names)]
+    if joined:
+        groups = [group for group in groups if group[0] not in joined]
+        rest |= {name for names in joined for name in names}
+        total = _log_density(run, leaves, layout, rest)
+    pieces = {name: precision.reshape(-1) for name, precision in closed.items()}
+    for names, diagonal, _ in groups:
         sizes = [layout.latents[name].size for name in names]
-        pieces |= dict(zip(names, spread.split(sizes), strict=True))
-    joint = {n for n, precision in closed.items() if precision is None and n not in pieces}
-    joint |= weighed
-    joint |= _parents(run, leaves, joint)
-    for name, precision in closed.items():
-        if name not in joint and precision is not None:
-            flat = precision.reshape(-1)
-            pieces[name] = flat if create_graph else flat.detach()
-    rest = [name for name in layout.latents if name in joint and name in subset.parts]
+        pieces |= dict(zip(names, diagonal.split(sizes), strict=True))
     matrices = [(names, matrix.to(like)) for names, _, matrix in groups if matrix is not None]
-    is_quadratic = not rest and len(matrices) == len(groups)
-    if rest:
-        fixed, dense = _differentiated(run, leaves, layout, rest, create_graph, dense_up_to)
-        pieces |= dict(zip(rest, fixed, strict=True))
+    inputs = [name for name in layout.latents if name in rest | moved and name in subset.parts]
+    is_quadratic = not inputs and len(matrices) == len(groups)
+    if inputs:
+        dense, diagonals = _curved(total, [leaves[n] for n in inputs], create_graph, dense_up_to)
+        for name, diagonal in zip(inputs, diagonals, strict=True):
+            added = pieces[name].to(diagonal) + diagonal if name in pieces else diagonal
+            shape = layout.latents[name].unconstrained_shape
+            pieces[name] = _concave(name, added, run.latents[name], shape)
         if dense is not None:
-            matrices.append((rest, dense.to(like)))
+            own = torch.cat([pieces[name] for name in inputs])
+            dense = dense + torch.diag(own - dense.diagonal())
+            matrices.append((inputs, dense.to(like)))
     diagonal = subset.of_sites(pieces[name].to(like) for name in subset.parts)
     uniform = {
         name: precision.reshape(-1)[0].to(like) for name, precision in closed.items()
-        if precision is not None and name not in joint and is_one_number(precision)
+        if name not in moved and is_one_number(precision)
     }  # fmt: skip
     prior = PriorPrecision(diagonal, uniform=uniform, quadratic=is_quadratic)
-    if not matrices:
+    if matrices:
+        nowhere = torch.full((layout.size,), -1, device=like.device)
+        places = subset.put(nowhere, torch.arange(subset.size, device=like.device))
+        indices = torch.cat([places[layout.slices[n]] for names, _ in matrices for n in names])
+        inside = (indices >= 0).nonzero()[:, 0]
+        whole = torch.block_diag(*(matrix for _, matrix in matrices))
+        if len(inside):
+            whole = whole[inside[:, None], inside]
+            prior = prior._replace(indices=indices[inside], dense=whole)
+    if create_graph:
         return prior
-    nowhere = torch.full((layout.size,), -1, device=like.device)
-    places = subset.put(nowhere, torch.arange(subset.size, device=like.device))
-    indices = torch.cat([places[layout.slices[name]] for names, _ in matrices for name in names])
-    inside = (indices >= 0).nonzero()[:, 0]
-    if not len(inside):
-        return prior
-    dense = torch.block_diag(*(matrix for _, matrix in matrices))[inside[:, None], inside]
-    return prior._replace(indices=indices[inside], dense=dense)
+    dense = None if prior.dense is None else prior.dense.detach()
+    return prior._replace(diagonal=prior.diagonal.detach(), dense=dense)
 
 
 def _known_gaussians(
-    run: Run, layout: Any, dense_up_to: int
+    run: Run, layout: Layout, dense_up_to: int
 ) -> list[tuple[list[str], Tensor, Tensor | None]]:
     """Groups of sites whose joint prior is a Gaussian with known precision: its diagonal and
     matrix.
@@ -278,38 +279,54 @@ def _known_gaussians(
     return result
 
 
-def _differentiated(
-    run: Run,
-    leaves: Mapping[str, Tensor],
-    layout: Any,
-    names: list[str],
-    create_graph: bool,
-    dense_up_to: int,
-) -> tuple[list[Tensor], Tensor | None]:
-    """Differentiate the log prior of some sites twice: diagonals, and the matrix if it is small."""
-    total = _log_density(run, leaves, layout)
-    sizes = [layout.latents[name].size for name in names]
-    inputs = [leaves[name] for name in names]
+def _curved(
+    total: Tensor, inputs: list[Tensor], create_graph: bool, dense_up_to: int
+) -> tuple[Tensor | None, Sequence[Tensor]]:
+    """Minus the Hessian of a scalar, where it is small, and its diagonal for each input."""
+    sizes = [leaf.numel() for leaf in inputs]
+    options = {"retain_graph": True, "materialize_grads": True}
     gradients: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in inputs]
     if total.requires_grad:
-        gradients = torch.autograd.grad(total, inputs, create_graph=True, materialize_grads=True)
-    dense: Tensor | None = None
-    parts: tuple[Tensor, ...]
-    if sum(sizes) <= dense_up_to:
-        dense = -_hessian(gradients, inputs, create_graph)
-        parts = dense.diagonal().split(sizes)
-    else:
-        parts = tuple(
-            -_own_diagonal(gradient, leaf, create_graph)
-            for gradient, leaf in zip(gradients, inputs, strict=True)
+        gradients = torch.autograd.grad(total, inputs, create_graph=True, **options)
+    if sum(sizes) > dense_up_to:
+        pairs = zip(gradients, inputs, strict=True)
+        return None, [-_own_diagonal(gradient, leaf, create_graph) for gradient, leaf in pairs]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    units = torch.eye(len(flat), dtype=flat.dtype, device=flat.device)
+    dense = torch.zeros_like(units)
+    if flat.requires_grad:
+        rows = torch.autograd.grad(
+            flat, inputs, units, is_grads_batched=True, create_graph=create_graph, **options
         )
-    fixed = [
-        _concave(name, part, run.latents[name], layout.latents[name].unconstrained_shape)
-        for name, part in zip(names, parts, strict=True)
-    ]
-    if dense is not None:
-        dense = dense + torch.diag(torch.cat(fixed) - dense.diagonal())
-    return fixed, dense
+        dense = -torch.cat([row.reshape(len(flat), -1) for row in rows], 1)
+    return dense, dense.diagonal().split(sizes)
+
+
+def _own_diagonal(gradient: Tensor, leaf: Tensor, create_graph: bool) -> Tensor:
+    """The diagonal of the matrix d gradient / d leaf, (m,).
+
+    It is the matrix times ones, unless its product with a random vector says that there are other
+    entries than those of the diagonal.
+    """
+
+    def product(vector: Tensor) -> Tensor:
+        (result,) = torch.autograd.grad(
+            gradient, leaf, vector, retain_graph=True, create_graph=create_graph,
+            materialize_grads=True,
+        )  # fmt: skip
+        return result
+
+    if not gradient.requires_grad:
+        return torch.zeros_like(leaf).reshape(-1)
+    diagonal, noise = product(torch.ones_like(leaf)), fixed_normal(leaf)
+    if torch.allclose(product(noise), noise * diagonal, rtol=1e-4, atol=1e-6):
+        return diagonal.reshape(-1)
+    entries = []
+    for i in range(leaf.numel()):
+        unit = torch.zeros_like(leaf)
+        unit.view(-1)[i] = 1.0
+        entries.append(product(unit).reshape(-1)[i])
+    return torch.stack(entries)
 
 
 def independent_normal(site: Site, transform: Any, leaves: Mapping[str, Tensor]) -> Any:
@@ -325,18 +342,21 @@ def independent_normal(site: Site, transform: Any, leaves: Mapping[str, Tensor])
     return base
 
 
-def _normal_precision(site: Site, transform: Any, leaves: Mapping[str, Tensor]) -> Tensor | None:
-    """The precision of a site in closed form, with its shape; else None.
-
-    It is scale / sd^2 for independent Normals and 0 for flat densities over the reals.
-    """
-    if site.mask is False and transform is None:
-        return site.value.new_zeros(()).expand(site.value.shape)
-    normal = independent_normal(site, transform, leaves)
-    if normal is None:
-        return None
-    sd = normal.scale.reshape(-1)[0] if is_one_number(normal.scale) else normal.scale
-    return (site.scale / sd.square()).expand(site.value.shape)
+def _closed_precisions(run: Run, layout: Layout, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The precisions of sites with independent Normals, scale / sd^2, and of flat densities over
+    the reals, 0, with the sites' shapes."""
+    result = {}
+    for name, site in run.latents.items():
+        transform, normal = layout.latents[name].transform, None
+        if site.mask is False and transform is None:
+            precision = site.value.new_zeros(())
+        elif (normal := independent_normal(site, transform, leaves)) is not None:
+            sd = normal.scale.reshape(-1)[0] if is_one_number(normal.scale) else normal.scale
+            precision = site.scale / sd.square()
+        else:
+            continue
+        result[name] = precision.expand(site.value.shape)
+    return result
 
 
 def is_one_number(values: Tensor) -> bool:
@@ -345,68 +365,38 @@ def is_one_number(values: Tensor) -> bool:
     return values.numel() > 0 and all(size == 1 or step == 0 for size, step in steps)
 
 
-def _weighed(run: Run, leaves: Mapping[str, Tensor]) -> set[str]:
-    """The sites that a prior factor depends on."""
-    terms = [site.log_prob().sum() for site in run.prior_factors.values()]
-    return {name for name, leaf in leaves.items() if any(reaches(t, [leaf]) for t in terms)}
-
-
-def _parents(run: Run, leaves: Mapping[str, Tensor], names: set[str]) -> set[str]:
-    """The sites on which the priors of the named sites depend."""
-    terms = [run.latents[name].log_prob().sum() for name in names]
-    terms = [term for term in terms if term.requires_grad]
-    if not terms:
-        return set()
-    total = torch.stack(terms).sum()
-    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, retain_graph=True)
-    return {name for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
-
-
 @torch.enable_grad()
-def _log_density(run: Run, leaves: Mapping[str, Tensor], layout: Any) -> Tensor:
-    """log p(T(u)) + log |det dT/du| in nats, a scalar."""
-    total = next(iter(leaves.values())).new_zeros(()) + run.log_prior()
+def _log_density(
+    run: Run, leaves: Mapping[str, Tensor], layout: Layout, names: Collection[str]
+) -> Tensor:
+    """log p(T(u)) + log |det dT/du| of some sites, with the prior's factors, a scalar in nats."""
+    total = next(iter(leaves.values())).new_zeros(())
+    for term in run.prior_factors.values():
+        total = total + term.log_prob().sum()
     for name, site in run.latents.items():
-        transform = layout.latents[name].transform
+        if name not in names:
+            continue
+        total, transform = total + site.log_prob().sum(), layout.latents[name].transform
         if transform is not None:
             total = total + transform.log_abs_det_jacobian(leaves[name], site.value).sum()
     return total
 
 
-def _own_diagonal(gradient: Tensor, leaf: Tensor, create_graph: bool) -> Tensor:
-    """The diagonal of d gradient / d leaf, (m,)."""
-    if not gradient.requires_grad:
-        return torch.zeros_like(leaf).reshape(-1)
+def log_prior(run: Run, leaves: Mapping[str, Tensor], layout: Layout) -> Tensor:
+    """log p(T(u)) + log |det dT/du| of all sites, with the prior's factors, a scalar in nats.
 
-    def product(vector: Tensor) -> Tensor:
-        (result,) = torch.autograd.grad(
-            gradient, leaf, vector, retain_graph=True, create_graph=create_graph,
-            materialize_grads=True,
-        )  # fmt: skip
-        return result
-
-    diagonal = product(torch.ones_like(leaf))
-    signs = fixed_normal(leaf).sign()
-    if torch.allclose(signs * product(signs), diagonal, rtol=1e-4, atol=1e-6):
-        return diagonal.reshape(-1)
-    entries = []
-    for i in range(leaf.numel()):  # the prior couples the entries of this site
-        unit = torch.zeros_like(leaf)
-        unit.view(-1)[i] = 1.0
-        entries.append(product(unit).reshape(-1)[i])
-    return torch.stack(entries)
+    :param run: the program run at ``leaves``.
+    """
+    return _log_density(run, leaves, layout, layout.latents)
 
 
-def _hessian(gradients: Sequence[Tensor], inputs: list[Tensor], create_graph: bool) -> Tensor:
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    units = torch.eye(len(flat), dtype=flat.dtype, device=flat.device)
-    if not flat.requires_grad:
-        return torch.zeros_like(units)
-    rows = torch.autograd.grad(
-        flat, inputs, units, is_grads_batched=True, materialize_grads=True, retain_graph=True,
-        create_graph=create_graph,
-    )  # fmt: skip
-    return torch.cat([row.reshape(len(flat), -1) for row in rows], 1)
+def slope_of_prior(run: Run, leaves: Mapping[str, Tensor], subset: Subset) -> Tensor:
+    """The gradient of ``log_prior`` in the subset, (p,)."""
+    total, own = log_prior(run, leaves, subset.layout), [leaves[name] for name in subset.parts]
+    found: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in own]
+    if total.requires_grad:  # others may read the run too
+        found = torch.autograd.grad(total, own, retain_graph=True, materialize_grads=True)
+    return subset.of_sites(found)
 
 
 def _concave(name: str, diagonal: Tensor, site: Site, shape: torch.Size) -> Tensor:

@@ -21,8 +21,7 @@ from pyro_bdl.curvature.hyperparameters import (
     followed,
     group_sum,
     is_proportional,
-    noise_owner,
-    noise_site,
+    noise_of,
     prior_normals,
     read,
     scaled_priors,
@@ -123,7 +122,7 @@ class Formula:
         """
         guide, reading = self.guide, self._reading()
         prior = prior_precision(reading.run, reading.leaves, guide.subset, create_graph=True)
-        factor, apart = _noise_factor(guide, reading), hyperpriors(reading.run, reading.leaves)
+        factor, apart = guide.noise_factor_at(reading), hyperpriors(reading.run, reading.leaves)
         likelihood = _log_likelihood(guide, factor, point)
         log_prior = _log_prior(guide, reading, point)
         for site in apart.values():
@@ -142,8 +141,8 @@ class Formula:
     def _scales(self) -> tuple[list[Scaled], Hyperparameter | None]:
         """The hyperparameters that scale Normal priors, and the one that scales the noise."""
         reading, subset = self._reading(), self.guide.subset
-        noise = noise_owner(reading, subset)
-        return scaled_priors(reading, subset), None if noise is None else noise[0]
+        noise = noise_of(reading)
+        return scaled_priors(reading, subset), None if noise is None else noise.owner
 
     @torch.enable_grad()
     def fixed_point(self, point: LinearizedPoint | None = None) -> dict[str, Tensor]:
@@ -201,18 +200,6 @@ def rescaled(
 
 class NoFixedPointError(ValueError):
     """The fixed point of ``maximize`` does not exist at the present hyperparameters."""
-
-
-def _noise_factor(guide: LaplaceGuide, reading: ParameterReading) -> Tensor | None:
-    """(noise of the fit / noise)^2, the factor of the curvature; None if the noise is not one
-    parameter of a Normal observation."""
-    site = noise_site(reading)
-    if site is None or guide.reference_noise is None:
-        return None
-    scale: Any = base_distribution(site.distribution)
-    if not scale.scale.requires_grad:
-        return None
-    return (guide.reference_noise / scale.scale).square().mean().to(guide.squares)
 
 
 def _log_likelihood(
@@ -338,14 +325,14 @@ class NormalFormula(Formula):
             group = _Group(ratio, None if owner is None else owner.name, float(site.scale))
             group = groups.setdefault((group.owner, float(ratio), group.power), group)
             group.locs[name] = loc
-        factor, noise = _noise_factor(guide, reading), None
-        if factor is not None:
-            owned = noise_owner(reading, subset)
-            if owned is None or any(group.owner == owned[0].name for group in groups.values()):
-                return None
-            noise = owned[0], owned[0].value.detach() * factor.detach().sqrt()
-        elif noise_site(reading) is None and reading.in_likelihood:
+        found, noise = noise_of(reading), None
+        if found is None and reading.in_likelihood:
             return None
+        if found is not None and found.value is not None and guide.reference_noise is not None:
+            owner = found.owner
+            if owner is None or any(group.owner == owner.name for group in groups.values()):
+                return None
+            noise = owner, guide.reference_noise
         return cls(guide, reading, list(groups.values()), noise)
 
     def _now(self) -> dict[str, Tensor]:

@@ -138,7 +138,7 @@ def maximize(
         linearized = False  # the guide is at the optimum, and goes along with it
     elif linearized is None:
         linearized = all(is_known(site.distribution) for site in reading.run.observed.values())
-    with restored_on_error(reading.parameters, guide.refresh):
+    with torch.enable_grad(), restored_on_error(reading.parameters, guide.refresh):
         for _ in range(_ROUNDS):
             search = _Search(guide, reading, linearized, progress)
             before = search.hyperparameters()

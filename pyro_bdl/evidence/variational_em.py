@@ -11,7 +11,7 @@ from pyro_bdl.curvature.fisher import cell_weights
 from pyro_bdl.curvature.hyperparameters import (
     Hyperparameter,
     ReadParameters,
-    noise_owner,
+    noise_of,
     read_at_center,
     scaled_priors,
 )
@@ -139,10 +139,10 @@ def _closed_forms(model: Callable, guide: Guide, batches: Batches) -> dict[str, 
         second = (mean[part] - loc).square() + variance[part]
         return second * precision, torch.ones_like(second)
 
-    found, noise = rescaled(scaled_priors(reading, subset), sums), noise_owner(reading, subset)
-    if noise is not None:
+    found, noise = rescaled(scaled_priors(reading, subset), sums), noise_of(reading)
+    if noise is not None and noise.owner is not None:
         ratio = _mean_square(model, guide, batches)
-        found[noise[0].name] = (noise[0].value * ratio.sqrt()).detach()
+        found[noise.owner.name] = (noise.owner.value * ratio.sqrt()).detach()
     return found
 
 

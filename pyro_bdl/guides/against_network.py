@@ -1,12 +1,14 @@
 """Whether a posterior predicts its own training rows worse than the network at its center."""
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.fisher import exact_columns, num_data, site_parameters
+from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, observed_outputs
 from pyro_bdl.distributions.parameters import is_known
 from pyro_bdl.errors import warn
@@ -24,7 +26,7 @@ _LEAST_LOSS = 0.01  # nats for each row; less is no reason to act
 
 
 @torch.no_grad()
-def is_worse_than_network(guide: "LaplaceGuide", run: Run, batches: Batches) -> bool:
+def is_worse_than_network(guide: "LaplaceGuide", first: Linearization, batches: Batches) -> bool:
     """Return whether the posterior gives the first rows of its own data a lower log density than
     the network at u* alone does, and warn of it, once for a program.
 
@@ -34,14 +36,17 @@ def is_worse_than_network(guide: "LaplaceGuide", run: Run, batches: Batches) -> 
     a > 1: the row's own likelihood alone leaves less. So the loss is to be above the mean of
     1/2 sum_{a < 1} log(1 + a) by two standard errors over the rows, and above 0.01 nats.
 
-    :param run: of the program at u*, on a few rows.
+    :param first: of the program at u*, on the first rows, as many as the fit took at once.
     """
-    rows = 0 if _TOPIC in guide.told else _comparable_rows(guide, run, batches)
+    rows = 0 if _TOPIC in guide.told else _comparable_rows(guide, first.run, batches)
     if rows == 0:
         return _TOPIC in guide.told
     alone, posterior, right = [], [], []
-    some = [taken(batches.first(), slice(rows))]
-    for part in guide.at_whole_data().linearizations(some, every_output=True):
+    parts: Iterable[Linearization] = [first]
+    if leading_size((first.args, dict(first.kwargs))) != rows:
+        some = [taken(batches.first(), slice(rows))]
+        parts = guide.at_whole_data().linearizations(some, every_output=True)
+    for part in parts:
         sites = [o.gaussian(guide.precision) for o in observed_outputs(part).values()]
         alone.append(log_densities(sites, 0.0))
         posterior.append(log_densities(sites, 1.0))

@@ -11,18 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.at import At
-from pyro_bdl.curvature.automatic_structure import chosen_config
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import SCALED_UP, fit_curvature
 from pyro_bdl.curvature.hyperparameters import (
     ParameterReading,
     followed,
-    learned_noise,
+    noise_of,
     read,
 )
+from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.likelihood_sums import check_factors
-from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
+from pyro_bdl.curvature.prior import (
+    PriorPrecision,
+    hyperpriors,
+    log_prior,
+    prior_precision,
+    slope_of_prior,
+)
 from pyro_bdl.curvature.structures.base import Curvature, Precision
+from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.guides.against_network import is_worse_than_network
 from pyro_bdl.guides.base import Guide
@@ -35,7 +42,7 @@ from pyro_bdl.program.check import on_whole_data
 from pyro_bdl.program.subset import Subset, select
 
 _SMALLEST = 1e-30  # of squares that are divided by
-_PARABOLAS = 4  # on the way to a maximum
+_LENGTHS = (1.0, 0.1, 0.01)  # of a step, up to where the density is finite
 
 
 class LaplaceGuide(JointGuide, NormalGuide):
@@ -96,25 +103,32 @@ class LaplaceGuide(JointGuide, NormalGuide):
 
     def refit(self, progress: bool | None = None) -> None:
         """Compute the curvature anew from the same data, at another ``loc``."""
-        self.fit([batches for batches, _ in self.passes], self.read(), progress)
+        self.fit([batches for batches, _ in self.passes], progress)
 
-    def fit(self, data: list[Batches], reading: ParameterReading, progress: bool | None) -> None:
-        """Compute the curvature at ``loc`` from passes over data.
+    def fit(self, data: list[Batches], progress: bool | None) -> Linearization:
+        """Compute the curvature and the prior at ``loc`` by passes over data.
 
-        :param reading: a run of the program on a few rows.
+        :returns: the first of their runs, which holds the prior.
         """
         self._passes, self.num_data, self._in_likelihood = [], 0, {}
-        for number, batches in enumerate(data):
-            self._add(batches, self.curvature if number else None, progress)
+        first = self._add(data[0], None, progress)
+        reading = first.reading
+        for batches in data[1:]:
+            self._add(batches, self.curvature, progress)
         self._in_likelihood = _likelihood_parameters(reading)
+        noise = noise_of(reading)
+        value = None if noise is None or noise.value is None else noise.value.detach().clone()
         self.register_buffer("noise_factor", torch.ones_like(self.squares))
-        self.register_buffer("reference_noise", learned_noise(reading))
+        self.register_buffer("reference_noise", value)
         self.refresh(reading)
+        return first
 
-    def _add(self, batches: Batches, before: Curvature | None, progress: bool | None) -> None:
+    def _add(
+        self, batches: Batches, before: Curvature | None, progress: bool | None
+    ) -> Linearization:
         at = At(self.program_model, self.subset, self.loc, self.config.rows, self.program_modules)
         fitted = fit_curvature(at, batches, self.config, before=before, progress=progress)
-        self.curvature = fitted.curvature
+        self.config, self.curvature = fitted.config, fitted.curvature
         self.num_data += fitted.num_data
         sums = {name: getattr(fitted, name) for name in ("log_likelihood", "squares", "cells")}
         for name, value in {**sums, "score": fitted.gradient}.items():
@@ -122,6 +136,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
             self.register_buffer(name, value if before is None else value + getattr(self, name))
         if self._passes is not None:
             self._passes.append((batches, fitted.factor))
+        return fitted.first
 
     @property
     def passes(self) -> list[tuple[Batches, float]]:
@@ -146,8 +161,8 @@ class LaplaceGuide(JointGuide, NormalGuide):
         """
         if any(factor != 1.0 for _, factor in self._passes or ()):
             raise ValueError(SCALED_UP)
-        before, noise = self.reference_noise, learned_noise(self.read())
-        if before is not None and noise is not None and not torch.allclose(noise, before):
+        factor = self.noise_factor_at(self.read())
+        if factor is not None and not torch.isclose(factor, torch.ones_like(factor)):
             raise ValueError(
                 "the noise has changed since the curvature was computed, so that the curvature of "
                 "more data cannot be added: call laplace_approximation with all data"
@@ -212,13 +227,18 @@ class LaplaceGuide(JointGuide, NormalGuide):
         :param reading: a run of the program; by default one at the present hyperparameters.
         """
         reading = reading or self.read()
-        factor = None
-        if self.reference_noise is not None:
-            noise: Any = learned_noise(reading)
-            factor = (self.reference_noise / noise).square().mean()
-        slope = _slope_of_prior(reading, self.require_layout())
-        prior = prior_precision(reading.run, reading.leaves, self.subset)
-        self.adapt(prior, self.subset.take(slope), factor)
+        run, leaves = reading.run, reading.leaves
+        slope = slope_of_prior(run, leaves, self.subset)
+        prior = prior_precision(run, leaves, self.subset)
+        self.adapt(prior, slope, self.noise_factor_at(reading))
+
+    def noise_factor_at(self, reading: ParameterReading) -> Tensor | None:
+        """(noise of the fit / noise)^2, a scalar with the graph of the reading; None where the
+        noise is not one parameter of a Normal observation."""
+        noise = noise_of(reading)
+        if noise is None or noise.value is None or self.reference_noise is None:
+            return None
+        return (self.reference_noise / noise.value).square().to(self.squares)
 
     @torch.no_grad()
     def adapt(self, prior: PriorPrecision, slope: Tensor, noise_factor: Tensor | None) -> None:
@@ -360,8 +380,19 @@ def _restore(guide: LaplaceGuide, saved: Mapping[str, Any]) -> None:
     guide.num_data, guide.mode = saved["num_data"], saved["mode"]
     guide.held_out = None if saved["held_out"] is None else HeldOut(**saved["held_out"])
     reading = guide.read()
+    _convert_noise(guide, reading)
     guide._in_likelihood = _likelihood_parameters(reading)
     guide.refresh(reading)
+
+
+def _convert_noise(guide: LaplaceGuide, reading: ParameterReading) -> None:
+    """Take the noise of the fit from a file of an earlier version, which holds that of each of a
+    few rows."""
+    before, noise = guide.reference_noise, noise_of(reading)
+    if before is not None and before.dim() and noise is not None and noise.value is not None:
+        scale: Any = base_distribution(noise.site.distribution)
+        ratio = (before / scale.scale).square().mean().sqrt()
+        guide.reference_noise = (ratio * noise.value).detach()
 
 
 def refuse_subsampled(source: Guide) -> None:
@@ -394,13 +425,10 @@ def approximate(
     """
     refuse_subsampled(source)
     guide = LaplaceGuide(source, subset, config)
-    reading = guide.read()
-    run, leaves = reading.run, reading.leaves
-    guide.config = chosen_config(config, run, leaves, subset, guide.few_rows, batches)
-    guide.fit([batches], reading, progress)
-    check_factors(run, leaves, guide.config)
-    if check and not is_worse_than_network(guide, run, batches):
-        _check_maximum(guide)
+    first = guide.fit([batches], progress)
+    check_factors(first.run, first.leaves, guide.config)
+    if check and not is_worse_than_network(guide, first, batches):
+        _check_maximum(guide, first.reading)
     return guide
 
 
@@ -457,20 +485,7 @@ class _StoredPosterior(nn.Module):
         )
 
 
-def _slope_of_prior(reading: ParameterReading, layout: Any) -> Tensor:
-    """The gradient of log p(T(u)) + log |det dT/du|, (P,)."""
-    leaves = list(reading.leaves.values())
-    total = reading.run.log_prior()
-    total = total + layout.constrain(torch.cat([leaf.reshape(-1) for leaf in leaves]))[1]
-    if not total.requires_grad:
-        return torch.cat([torch.zeros_like(leaf).reshape(-1) for leaf in leaves])
-    found = torch.autograd.grad(  # others may read the run too
-        total, leaves, retain_graph=True, materialize_grads=True
-    )
-    return torch.cat([gradient.reshape(-1) for gradient in found])
-
-
-def _check_maximum(guide: LaplaceGuide) -> None:
+def _check_maximum(guide: LaplaceGuide, reading: ParameterReading) -> None:
     """Warn, once for a program, if a Newton step would still gain a lot under this prior and under
     any other scale s of it: weight decay is such a scale.
 
@@ -480,23 +495,23 @@ def _check_maximum(guide: LaplaceGuide) -> None:
 
     exact where the log density is quadratic and C its inverse curvature. The limit is one nat, and
     a tenth of one for every number: the mean of (u - mode)' C^-1 (u - mode) under the guide is then
-    larger by a fifth. Beyond it, passes over the data measure what the step does gain.
+    larger by a fifth. Beyond it, a pass over the data measures what the step does gain, since C may
+    lack what a structure leaves out.
     """
-    size, slope = guide.subset.size, guide.prior_slope.to(guide.loc)
+    topic, size, slope = "not at a maximum", guide.subset.size, guide.prior_slope.to(guide.loc)
+    if topic in guide.told:
+        return
     likelihood = guide.gradient() - slope
     steps, products = _newton(guide, torch.stack([likelihood, slope]))
     (a, b), (_, c) = products.tolist()
     scale = max(0.0, -b / max(c, _SMALLEST)) if size > 1 else 1.0
-    limit = 1.0 + 0.1 * size
-    if not 0.5 * (a + 2.0 * scale * b + scale**2 * c) > limit:
+    rate, limit = a + 2.0 * scale * b + scale**2 * c, 1.0 + 0.1 * size
+    if not 0.5 * rate > limit:
         return
-    if "not at a maximum" in guide.told:
-        return
-    step, gradient = steps[0] + scale * steps[1], likelihood + scale * slope
-    gain = _gain_along(guide, step, float(step.double() @ gradient.double()), scale)
+    gain = _gain_along(guide, reading, steps[0] + scale * steps[1], rate, scale)
     if not gain > limit:
         return
-    guide.told.add("not at a maximum")
+    guide.told.add(topic)
     scaled = ", whatever the scale of the prior" if size > 1 else ""
     warn(
         f"the guide is not at a maximum, a step would gain {gain:.3g} nats{scaled}: train "
@@ -520,28 +535,23 @@ def _newton(guide: LaplaceGuide, gradients: Tensor) -> tuple[Tensor, Tensor]:
     return steps, gradients.double() @ steps.double().mT
 
 
-def _gain_along(guide: LaplaceGuide, step: Tensor, slope: float, scale: float) -> float:
-    """The largest rise of log p(y | u) + scale log p(u) along a step (p,), in nats.
+def _gain_along(
+    guide: LaplaceGuide, reading: ParameterReading, step: Tensor, rate: float, scale: float
+) -> float:
+    """About the largest rise of log p(y | u) + scale log p(u) along a step (p,), in nats: that of
+    the parabola through the start and the step's end, exact for a quadratic density.
 
-    Parabolas through the start, with its slope, and the last point lead to the maximum; of a
-    quadratic density the first one does.
+    :param rate: its derivative along the step at the start.
     """
-
-    def value(length: float) -> float:
-        moved = guide.subset.put(guide.loc, guide.subset.take(guide.loc) + length * step)
-        likelihood, prior = log_joint(guide, moved)
-        return likelihood + scale * prior
-
-    start, best, length = value(0.0), 0.0, 1.0
-    for _ in range(_PARABOLAS):
-        rise = value(length) - start
-        if not math.isfinite(rise):
-            length *= 0.1
-            continue
-        best, bend = max(best, rise), 2.0 * (slope * length - rise) / length**2
-        if not bend > 0.0:
-            break
-        before, length = length, slope / bend
-        if abs(length - before) < 0.05 * before:
-            break
-    return best
+    run, leaves = reading.run, reading.leaves
+    layout, apart = guide.require_layout(), hyperpriors(run, leaves)
+    prior = float(log_prior(run, leaves, layout).detach())
+    start = guide.subset.take(guide.loc)
+    for length in _LENGTHS:
+        moved = guide.subset.put(guide.loc, start + length * step)
+        ends = log_joint(guide, moved, apart)
+        rise = ends[0] - float(guide.log_likelihood) + scale * (ends[1] - prior)
+        if math.isfinite(rise):
+            bend = 2.0 * (rate * length - rise) / length**2
+            return 0.5 * rate**2 / bend if bend > 0.0 else rise
+    return 0.0

@@ -1,13 +1,16 @@
 """The mode of p(y, u) in a subset of the latents, by Newton steps with a Gaussian's precision."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_bdl.curvature.likelihood_sums import FactorStatements
+from pyro_bdl.curvature.prior import log_prior
 from pyro_bdl.errors import warn
-from pyro_bdl.program.trace import leave_open, record, sum_out_discrete
+from pyro_bdl.program.trace import record, sum_out_discrete
 from pyro_bdl.utils.module_state import evaluation_mode
 
 STEPS = 100
@@ -69,21 +72,25 @@ def _halved(guide: Any, step: Tensor, value: float) -> tuple[Tensor, float]:
 
 
 @torch.no_grad()
-def log_joint(guide: Any, vector: Tensor) -> tuple[float, float]:
+def log_joint(guide: Any, vector: Tensor, apart: Iterable[str] = ()) -> tuple[float, float]:
     """The tempered log p(y | w), and log p(w) + log |det dw/du|, in nats at a vector (P,), by a
-    pass over a ``LaplaceGuide``'s data."""
-    model = guide.program_model
-    latents, log_det = guide.require_layout().constrain(vector)
+    pass over a ``LaplaceGuide``'s data.
+
+    :param apart: names of factors that are part of neither.
+    """
+    layout = guide.require_layout()
+    leaves = layout.unflatten(vector)
+    values, total, prior = layout.to_supports(leaves), 0.0, math.nan
     with evaluation_mode(guide.program_modules):
-        run = record(model, latents, *guide.few_rows, draw=leave_open)
-        prior = torch.as_tensor(run.log_prior() + log_det, device=vector.device).double()
-        total = torch.zeros_like(prior)
-        for batches, factor in guide.passes:
-            part = torch.zeros_like(total)
+        for number, (batches, factor) in enumerate(guide.passes):
+            statements = FactorStatements(batches.ranks, earlier=number > 0)
+            part = torch.zeros((), dtype=torch.float64, device=vector.device)
             for args, kwargs in batches.part():
-                run = record(model, latents, args, kwargs, draw=sum_out_discrete)
-                for site in (*run.observed.values(), *run.factors.values()):
+                run = record(guide.program_model, values, args, kwargs, draw=sum_out_discrete)
+                statements.read(run, apart)
+                for site in (*run.observed.values(), *statements.new):
                     part = part + site.batch_log_prob().double()
+                prior = float(log_prior(run, leaves, layout)) if math.isnan(prior) else prior
             batches.add_up(part)
-            total = total + factor * part
-    return float(total), float(prior)
+            total += factor * float(part)
+    return total, prior

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.curvature.jacobian.linearization import Linearization, rounding_of
+from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.site_jacobians import site_jacobians
 from pyro_bdl.curvature.structures import structure_of
 from pyro_bdl.curvature.structures.diagonal import DiagonalCurvature
@@ -18,7 +18,9 @@ from pyro_bdl.estimators import PerDatum
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.optim.base import DiagonalNaturalGradient
+from pyro_bdl.program.rows import difference
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.program.trace import record, sum_out_discrete
 from pyro_bdl.utils.autograd import leaves_behind
 from pyro_bdl.utils.random_state import own_randomness
 
@@ -64,7 +66,8 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         super().__init__(temperature, num_particles, cold_temperature=cold_temperature)
         self.config = CurvatureConfig(structure_of(self.structure), curvature, rows=rows)
         self._point: At | None = None
-        self._modes_agree: dict[bool | None, bool] = {}
+        # by the modes of the program's modules: whether they compute as in evaluation mode
+        self._modes_agree: dict[tuple[bool, ...], bool] = {}
 
     def flat_terms(
         self, model: Callable, guide: Guide, args: tuple, kwargs: dict, estimator: PerDatum | None
@@ -94,40 +97,26 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         assert point is not None
         if not torch.is_grad_enabled():
             return self.particle(model, guide, vector, args, kwargs)
-        mode = getattr(model, "training", None)
+        modes = tuple(module.training for module in guide.program_modules)
         due = point.is_due(args, kwargs)  # to be compared with rows together
-        if self._modes_agree.get(mode) and not due:  # one run gives the value and the squares
-            moved = point.moved(vector, training=True)
-            at = moved.linearize(args, kwargs, compared=False)
-            total = self.log_likelihood(at.run, point.subset.layout.latents)
-            likelihood = torch.as_tensor(total, device=vector.device)
-            log_det = point.subset.layout.constrain(vector)[1]
-            kl, q_entropy = self.divergence(guide, vector, log_det, at.run)
+        log_det = point.subset.layout.constrain(vector)[1]
+        if self._modes_agree.get(modes) and not due:  # one run gives the value and the squares
+            at = point.moved(vector, training=True).linearize(args, kwargs, compared=False)
+            run = at.run
         else:
             with own_randomness():
-                is_new = mode not in self._modes_agree
                 at = point.moved(vector).linearize(args, kwargs, compared=due)
-            likelihood, kl, q_entropy = self.particle(model, guide, vector, args, kwargs)
-            if is_new:
-                self._modes_agree[mode] = self._same(guide, vector, at, likelihood, kl)
+            latents = point.subset.layout.constrain(vector)[0]
+            run = record(model, latents, args, kwargs, draw=sum_out_discrete)
+            if due or modes not in self._modes_agree:
+                agree = vector.requires_grad and difference(run, at.run) is None
+                self._modes_agree[modes] = agree and self._modes_agree.get(modes, True)
+        total = self.log_likelihood(run, point.subset.layout.latents)
+        likelihood = torch.as_tensor(total, device=vector.device)
+        kl, q_entropy = self.divergence(guide, vector, log_det, run)
         if likelihood.requires_grad:
             likelihood = self._with_squares(guide, vector, likelihood, at)
         return likelihood, kl, q_entropy
-
-    def _same(
-        self, guide: Guide, vector: Tensor, at: Linearization, likelihood: Tensor, kl: Tensor
-    ) -> bool:
-        """Return whether a run of single rows in evaluation mode has the terms of a step."""
-        log_det = at.subset.layout.constrain(vector)[1]
-        own_kl, _ = self.divergence(guide, vector, log_det, at.run)
-        pairs = (
-            (torch.as_tensor(at.run.log_likelihood(), device=vector.device), likelihood),
-            (own_kl, kl),
-        )
-        slack = rounding_of(vector)
-        return vector.requires_grad and all(
-            torch.allclose(own.to(term), term, rtol=slack, atol=0.0) for own, term in pairs
-        )
 
     def _with_squares(
         self, guide: Guide, vector: Tensor, likelihood: Tensor, at: Linearization

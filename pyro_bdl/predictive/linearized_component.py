@@ -16,7 +16,7 @@ from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.jacobian.jacobian import grouped
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, LinearOutputs, observed_outputs
-from pyro_bdl.curvature.prior import PriorRoot
+from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import LinearDraws
 from pyro_bdl.distributions.moments import observation_covariance
 from pyro_bdl.distributions.parameters import bijections, parameters_of
@@ -238,7 +238,7 @@ class LinearizedComponent:
     ) -> dict[str, Tensor]:
         """For each observed site J(x) Lambda^-1 J(x2)', (N K, N2 K), data before parameters."""
         guide: Any = self.guide  # a Laplace approximation
-        root = PriorRoot(guide.prior, guide.subset.parts, "the tangent kernel")
+        root = guide.prior.root(guide.subset.parts, "the tangent kernel")
         columns: dict[str, list[Tensor]] = {}
         with torch.set_grad_enabled(wants_gradients(first, second)):
             for right in self.parts(*second, as_rows=True):
@@ -326,7 +326,7 @@ class LinearizedComponent:
         self._is_checked = True
 
 
-def _times_covariance(root: PriorRoot, outputs: LinearOutputs) -> Tensor:
+def _times_covariance(root: PriorPrecision, outputs: LinearOutputs) -> Tensor:
     """Return J Lambda^-1 as rows (n K, p), data before columns, in float64."""
     return root.solve_transposed(root.solve(_double_rows(outputs)))
 

@@ -236,15 +236,10 @@ def check_repeated(first: Run, second: Run) -> None:
 
     :raises UnsupportedProgramError: naming the site that differs.
     """
-    others = _all_tensors(second)
-    for (site, key), value in _all_tensors(first).items():
-        other = others.get((site, key), value.new_empty(0, 0))
-        if (
-            other.shape == value.shape
-            and _agree(value, other, _slack(torch.atleast_1d(other))).all()
-        ):
-            continue
-        one, two = (float(v.detach().double().sum()) for v in (value, other))
+    found = difference(first, second)
+    if found is not None:
+        site, key, *values = found
+        one, two = (float(v.detach().double().sum()) for v in values)
         raise UnsupportedProgramError(
             f"'{_shown(key)}' of the site '{site}' is {one:.6g} in one run and {two:.6g} in "
             "another at the same latents: the program uses random numbers or a counter besides "
@@ -252,6 +247,18 @@ def check_repeated(first: Run, second: Run) -> None:
             "dropout that is always on: condition the latent, write F.dropout(x, p, "
             "self.training), or pass the number as an argument"
         )
+
+
+def difference(first: Run, second: Run) -> tuple[str, str, Tensor, Tensor] | None:
+    """The first tensor of a statement that two runs do not share, entry by entry: site, name, and
+    its values in both; None if all are the same."""
+    others = _all_tensors(second)
+    for (site, key), value in _all_tensors(first).items():
+        other = others.get((site, key), value.new_empty(0, 0))
+        same = other.shape == value.shape
+        if not same or not _agree(value, other, _slack(torch.atleast_1d(other))).all():
+            return site, key, value, other
+    return None
 
 
 def _all_tensors(run: Run) -> dict[tuple[str, str], Tensor]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from pyro_bdl.utils.trees import tree_leaves
@@ -26,6 +26,12 @@ def wants_gradients(*trees: Any) -> bool:
     """Return whether gradients are enabled and a tensor in trees of arguments requires them."""
     tensors = [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def has_own_functions(values: Iterable[Tensor]) -> bool:
+    """Return whether a ``torch.autograd.Function`` of somebody's own is behind tensors: autograd
+    may leave its part out of second derivatives, and say nothing."""
+    return any(isinstance(n, BackwardCFunction) for value in values for n in nodes_behind(value))
 
 
 def leaves_behind(value: Tensor, stop: Iterable[Tensor] = ()) -> list[Tensor]:

@@ -13,8 +13,7 @@ from pyro_bdl.curvature.hyperparameters import (
     Hyperparameter,
     followed,
     group_sum,
-    noise_owner,
-    noise_site,
+    noise_of,
     prior_normals,
     read,
     read_at_center,
@@ -217,10 +216,10 @@ class Squared(models.Regression):
 def test_noise_that_is_one_number(kind, noise, is_one, is_owned):
     value = {"learned": learned(0.5), "fixed": 0.5, "latent": dist.HalfNormal(1.0)}[noise]
     reading, _ = reading_of(kind(bayesianize(nn.Linear(2, 1)), noise=value))
-    assert (noise_site(reading) is not None) == is_one
-    owned = noise_owner(reading, None)
-    assert (owned is not None) == is_owned
-    assert owned is None or owned[1] is reading.run.observed["y"]
+    found = noise_of(reading)
+    assert (found is not None) == is_one
+    assert (found is not None and found.owner is not None) == is_owned
+    assert found is None or found.site is reading.run.observed["y"]
     is_learned = noise == "learned"
     assert short(followed(reading)) == ["noise"] * (is_learned and is_one)
     assert short(reading.in_likelihood) == ["noise"] * (is_learned and not is_one)
@@ -237,11 +236,11 @@ def test_two_observations_have_no_common_noise():
             pyro.sample("z", dist.Normal(f, 1.0), obs=y)
 
     reading, _ = reading_of(model)
-    assert noise_site(reading) is None and list(reading.parameters) == ["noise"]
+    assert noise_of(reading) is None and list(reading.parameters) == ["noise"]
     several = models.Regression(bayesianize(nn.Linear(2, 2)), noise=learned([0.5, 1.0]))
     guide = AutoLaplaceGGN(several).prototype(X, X)
     reading = read_at_center(several, guide)
-    assert noise_site(reading) is None and short(reading.in_likelihood) == ["noise"]
+    assert noise_of(reading) is None and short(reading.in_likelihood) == ["noise"]
 
 
 # A few rows

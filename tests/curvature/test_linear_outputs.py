@@ -4,12 +4,16 @@ import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from pyro_bdl import bayesianize, models
 from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.linear_outputs import observed_outputs
+from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program.subset import select
+
+EYE = torch.eye(3, dtype=torch.float64)
 
 
 class Recurrent(nn.Module):
@@ -23,6 +27,62 @@ class Recurrent(nn.Module):
 
 def mlp():
     return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+class _Sine(torch.autograd.Function):
+    """A function with a backward pass that is not differentiable."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0].cos()
+
+
+class Residual(nn.Module):
+    """Networks of which autograd differentiates one path twice, and leaves out another."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(2, 3), nn.Linear(3, 1), function
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.last(hidden + self.function(hidden))
+
+
+@pytest.mark.parametrize("rows", ["alone", "together"])
+@pytest.mark.parametrize("function", [torch.sin, _Sine.apply, lambda h: torch.cdist(h, EYE)])
+def test_products_where_there_is_no_second_derivative(function, rows):
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 2, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
+    model = models.Regression(bayesianize(Residual(function).double()), noise=dist.HalfNormal(1.0))
+    guide = AutoLaplaceGGN(model).prototype(x, y)
+    at = At(model, select(guide.require_layout()), guide.loc, rows)
+    (outputs,) = observed_outputs(at.linearize((x, y), {})).values()
+    vectors = torch.randn(4, guide.loc.numel(), dtype=torch.float64)
+    several, single = outputs.times(vectors), outputs.times(vectors[1])
+    expected = outputs.split(outputs.jacobian.apply(vectors))
+    for key, value in expected.items():
+        torch.testing.assert_close(several[key], value)
+        torch.testing.assert_close(single[key], value[1])
+
+
+def test_the_hessian_of_a_function_without_a_second_derivative_is_refused():
+    x, y = torch.randn(5, 2), torch.randn(5)
+    model = models.Regression(bayesianize(Residual(_Sine.apply)), noise=0.5)
+    guide = AutoLaplaceGGN(model, structure="full", curvature="hessian")
+    with pytest.raises(UnsupportedProgramError, match=r"autograd\.Function of its own"):
+        guide.laplace_approximation((x, y))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pyro_bdl import bayesianize, handlers, models, priors
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision, run_at
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoLaplaceGGN
+from pyro_bdl.nn import with_prior
 from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
 
@@ -229,6 +230,43 @@ def test_too_many_numbers_for_a_matrix(oracle):
     some = torch.tensor([0, 2, 5])
     part = found(model, program, vector, (y,), some, dense_up_to=1)
     torch.testing.assert_close(part.diagonal, precision.diagonal[some])
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_pairs_that_a_prior_couples_have_their_own_diagonal(oracle, first):
+    """Whatever the places of the pair in the site, of which the diagonal alone is wanted."""
+    covariance = torch.eye(5)
+    covariance[first, first + 1] = covariance[first + 1, first] = 0.8
+
+    def model(y):
+        w = pyro.sample("w", dist.MultivariateNormal(torch.zeros(5), covariance))
+        pyro.sample("y", dist.Normal(w.sum(), 1.0), obs=y)
+
+    program, vector = oracle.program(model, torch.tensor(0.0))
+    precision = found(model, program, vector, (torch.tensor(0.0),), dense_up_to=1)
+    torch.testing.assert_close(precision.diagonal, torch.linalg.inv(covariance).diagonal())
+
+
+def test_a_prior_that_depends_on_an_earlier_posterior(oracle):
+    """The Gaussian of the earlier data and the other site's density count once each."""
+
+    def first(y):
+        return pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    def model(y):
+        w = first(y)
+        v = pyro.sample("v", dist.Normal(w.sum(), 0.5))
+        pyro.sample("y", dist.Normal(w.sum() + v, 1.0), obs=y)
+
+    def earlier(y):
+        pyro.sample("y", dist.Normal(first(y) @ torch.tensor([1.0, 2.0]), 0.7), obs=y)
+
+    y = torch.tensor(0.0)
+    guide = AutoLaplaceGGN(earlier, structure="full").prototype(y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)  # not at a maximum
+        under = with_prior(model, guide.laplace_approximation((y,)))
+    check(oracle, under, y)
 
 
 @pytest.mark.parametrize("hierarchical", [False, True])

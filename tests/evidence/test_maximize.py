@@ -42,6 +42,27 @@ def test_both_reach_the_maximum_of_the_exact_evidence(line, method, values, put)
         "a": now["hyper_prior_scale"], "s": now["noise"]}).logdet())  # fmt: skip
 
 
+@pytest.mark.parametrize("linearized", [True, False])
+@pytest.mark.parametrize("prior", ["scaled", "heavy", "hyperprior"])
+def test_it_takes_its_own_gradients_under_no_grad(line, learn, prior, linearized):
+    """In closed form, and by runs of the program, where Adam ascends."""
+    found = []
+    for enabled in (True, False):
+        kinds = {
+            "scaled": lambda: priors.Normal(learn(0.7)),
+            "heavy": lambda: priors.StudentT(4.0, learn(0.7)),
+            "hyperprior": lambda: priors.Normal(priors.Hyperprior(dist.LogNormal(0.0, 1.0))),
+        }
+        bnn = bayesianize(nn.Linear(3, 1), kinds[prior]())
+        model = models.Regression(bnn, noise=learn(0.5))
+        with torch.set_grad_enabled(enabled):
+            guide = line.laplace(model=model)
+            best = maximize(guide, linearized=linearized, steps=10)
+            value = evidence.log_marginal_likelihood(guide, linearized=linearized)
+        found.append([best.log_evidence, value.item(), *map(float, best.hyperparameters.values())])
+    assert found[0] == pytest.approx(found[1])
+
+
 @pytest.mark.parametrize("method", ["fixed-point", "gradient"])
 def test_with_the_map_held_fixed(line, method, values):
     """The maximum of log p(y, u*) - 1/2 log det in both parameters."""

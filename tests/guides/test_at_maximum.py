@@ -3,6 +3,8 @@
 import re
 import warnings
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.curvature.structures import STRUCTURES
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoLaplaceGGN
+from pyro_bdl.guides.mode import log_joint
 
 D = torch.float64
 P = 12
@@ -119,3 +122,24 @@ def test_a_trained_network_without_weight_decay(precision):
     with warnings.catch_warnings():
         warnings.simplefilter("error", BdlWarning)
         guide.laplace_approximation((x, y))
+
+
+def test_a_factor_of_the_latents_counts_once_in_the_density():
+    """log p(y, u) over two batches is that over one: the factor is in no plate of the data."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, dtype=D), torch.randn(8, dtype=D)
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=D), 2.0))
+        pyro.factor("shift", 3.0 * w)
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(w * x, 0.5), obs=y)
+
+    likelihood = dist.Normal(x * 0.7, torch.tensor(0.5, dtype=D)).log_prob(y).sum() + 3.0 * 0.7
+    prior = dist.Normal(0.0, torch.tensor(2.0, dtype=D)).log_prob(torch.tensor(0.7))
+    for data in [(x, y)], [(x[:3], y[:3]), (x[3:], y[3:])]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BdlWarning)
+            guide = AutoLaplaceGGN(model, structure="full").laplace_approximation(data)
+        found = log_joint(guide, torch.tensor([0.7], dtype=D))
+        assert found == pytest.approx((float(likelihood), float(prior)))

@@ -15,7 +15,7 @@ from pyro.nn import PyroParam
 from torch import nn
 from torch.distributions import constraints
 
-from pyro_bdl import Predictive, bayesianize, compare, evidence, models
+from pyro_bdl import Predictive, bayesianize, compare, evidence, models, priors
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.evidence import log_marginal_likelihood
 from pyro_bdl.guides import AutoLaplaceGGN
@@ -253,3 +253,120 @@ def test_an_unobserved_point_mass_is_told_what_to_be():
     y = torch.arange(6.0)
     with pytest.raises(ValueError, match=r"'z' has no positive curvature.*pyro\.deterministic"):
         AutoLaplaceGGN(model).prototype(y).laplace_approximation((y,))
+
+
+# What the first run of a fit says of the program
+
+
+class Learned(models.Regression):
+    """A noise that is a multiple of its parameter, different from row to row."""
+
+    def likelihood(self, output):
+        noise = self._hyperparameter("noise", output)
+        return dist.Normal(output, noise * (1.0 + output.detach().square()))
+
+
+def _learned(value):
+    return PyroParam(torch.tensor(value, dtype=D), constraint=constraints.positive)
+
+
+class _Recurrent(nn.Module):
+    """A network whose rows no map takes at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory, self.out = nn.GRU(1, 2, batch_first=True), nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.out(self.memory(x[..., None])[0][:, -1])
+
+
+def _with_factor(model):
+    def program(x, y=None):
+        result = model(x, y)
+        priors.factor("shrink", -pyro.param("size", torch.tensor(0.3, dtype=D)).square())
+        return result
+
+    return program
+
+
+def _net():
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+READ = {
+    "learned scales": lambda: models.Regression(
+        bayesianize(_net(), priors.Normal(_learned(0.8))), noise=_learned(0.5)
+    ),
+    "noise of each row": lambda: Learned(bayesianize(_net()), noise=_learned(0.5)),
+    "hierarchy": lambda: models.Regression(
+        bayesianize(_net(), priors.Normal(dist.HalfNormal(1.0))), noise=dist.HalfNormal(1.0)
+    ),
+    "heavy tails": lambda: models.Regression(
+        bayesianize(_net(), priors.StudentT(4.0, 3.0)), noise=_learned(0.5)
+    ),
+    "loop": lambda: models.Regression(
+        bayesianize(_Recurrent(), priors.Normal(_learned(0.8))), noise=_learned(0.5)
+    ),
+    "factor": lambda: _with_factor(models.Regression(bayesianize(_net()), noise=_learned(0.5))),
+    "classes": lambda: models.Classification(
+        bayesianize(
+            nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3)), priors.Normal(_learned(0.8))
+        )
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pyro_bdl.errors.BdlWarning")
+@pytest.mark.parametrize("rows", ["alone", "together"])
+@pytest.mark.parametrize("kind", READ)
+def test_a_fit_has_the_prior_and_the_noise_of_a_run_of_its_own(kind, rows):
+    torch.set_default_dtype(D)
+    torch.manual_seed(0)
+    model, x = READ[kind](), torch.randn(9, 2)
+    y = torch.arange(9) % 3 if kind == "classes" else x.sum(1)
+    guide = AutoLaplaceGGN(model, structure="diag", rows=rows)
+    posterior = guide.laplace_approximation([(x[:5], y[:5]), (x[5:], y[5:])])
+    before, slope, gradient = posterior.prior, posterior.prior_slope, posterior.gradient()
+    evidence_before = log_marginal_likelihood(posterior)
+    posterior.refresh()  # by a run on a few rows
+    for one, other in zip(before[:3], posterior.prior[:3], strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.allclose(one, other)
+    assert before.quadratic == posterior.prior.quadratic
+    torch.testing.assert_close(posterior.prior_slope, slope)
+    torch.testing.assert_close(posterior.noise_factor, torch.ones_like(posterior.noise_factor))
+    torch.testing.assert_close(posterior.gradient(), gradient)
+    torch.testing.assert_close(log_marginal_likelihood(posterior), evidence_before)
+    learns_noise = kind not in ("hierarchy", "classes")
+    assert (posterior.reference_noise is not None) == learns_noise
+    program = Program(model, x, y)
+
+    def density(u):
+        values, log_det = program.constrain(u)
+        return program.log_prior(values) + log_det
+
+    u = posterior.loc.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(density(u), u)
+    torch.testing.assert_close(slope, expected)
+
+
+class _Counted(nn.Tanh):
+    runs = 0
+
+    def forward(self, x):
+        type(self).runs += 1
+        return super().forward(x)
+
+
+def test_a_fit_runs_the_network_twice():
+    """On each row, and on all of them to compare."""
+    torch.set_default_dtype(D)
+    network = nn.Sequential(nn.Linear(2, 3), _Counted(), nn.Linear(3, 1))
+    model = models.Regression(bayesianize(network, priors.Normal(_learned(0.8))), noise=0.3)
+    x = torch.randn(9, 2)
+    guide = AutoLaplaceGGN(model, structure="kron").prototype(x, x.sum(1))
+    guide.told.add("not at a maximum")  # no pass to see what a step would gain
+    _Counted.runs = 0
+    guide.laplace_approximation((x, x.sum(1)))
+    assert _Counted.runs == 2

@@ -326,7 +326,7 @@ def test_one_run_gives_what_two_give(model, cold):
     for agree in (False, True):
         for _ in range(5):  # the first pass over the data
             loss(x, y)
-        elbo._modes_agree[None] = agree
+        elbo._modes_agree[()] = agree
         torch.manual_seed(2)
         value = loss(x, y)
         found.append((value, *torch.autograd.grad(value, [guide.loc, guide.scale_unconstrained])))
@@ -360,6 +360,30 @@ def test_a_program_runs_once_unless_its_modules_compute_otherwise_in_training(ra
         assert _Counted.calls == runs
         torch.manual_seed(1)
         torch.testing.assert_close(value, plain(x, y))
+
+
+class _Centered(nn.Module):
+    """Statistics of the batch, in training and for large inputs alone."""
+
+    def forward(self, x):
+        return x - x.mean(0) if self.training and x.abs().max() > 3 else x
+
+
+def test_modes_are_compared_on_every_batch_of_the_first_pass():
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 2).clamp(-2, 2), torch.randn(12)
+    x[6:] *= 10
+    net = nn.Sequential(_Centered(), nn.Linear(2, 1))
+    model = bdl.models.Regression(bdl.bayesianize(net), noise=0.5, num_data=12)
+    guide = AutoMeanField(model).prototype(x, y)
+    loss, plain = GaussNewton_ELBO()(model, guide), TemperedTraceMeanField_ELBO()(model, guide)
+    for number in range(6):
+        part = slice(6) if number % 2 == 0 else slice(6, 12)
+        values = []
+        for elbo in (loss, plain):
+            torch.manual_seed(number)
+            values.append(elbo(x[part], y[part]))
+        torch.testing.assert_close(*values)
 
 
 def test_running_statistics_move_once_a_step():

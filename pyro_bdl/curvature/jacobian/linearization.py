@@ -23,6 +23,8 @@ class Linearization:
     :param rows: the run's uses of the latents, datum by datum; None if only the whole run is known.
     :param parameters: of observed sites, the tensors of their distributions in ``rows``, if these
         are not those of ``run``.
+    :param reading: the run with the parameters that the program reads, where they are asked for (a
+        ``ParameterReading``).
     """
 
     def __init__(
@@ -32,12 +34,13 @@ class Linearization:
         run: Run,
         rows: RecordedRows | None,
         parameters: Mapping[str, dict[str, Tensor]] | None = None,
+        reading: Any = None,
     ) -> None:
         self.model, self.subset, self.vector = at.model, at.subset, at.vector
         self.leaves: Mapping[str, Tensor] = at.leaves
         self.differentiable: bool = at.differentiable
         self.args, self.kwargs = batch
-        self.run, self.rows = run, rows
+        self.run, self.rows, self.reading = run, rows, reading
         self._parameters = parameters or {}
 
     def parameters(self, name: str) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ class RecordedRows:
         self, subset: Subset, recorders: Sequence[UseRecorder], num_data: int, together: bool
     ) -> None:
         self.subset, self.num_data = subset, num_data
-        self._recorders, self._together = recorders, together
+        self._recorders, self.together = recorders, together
         self.uses = recorders[0].uses
         self.num_operations = len(recorders[0].edges)
         self._inputs: dict[int, Tensor] = {}
@@ -50,7 +50,7 @@ class RecordedRows:
         """How many numbers of one datum the operations read and make."""
         read = sum(use.inputs.numel() for use in self.uses if use.inputs is not None)
         made = sum(use.output_shape.numel() for use in self.uses)
-        return made + read / (self.num_data if self._together else 1)
+        return made + read / (self.num_data if self.together else 1)
 
     def gradients(self, outputs: Sequence[Tensor], column: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients of <column, outputs> in the operations' results z, (n, *shape) each."""
@@ -71,7 +71,7 @@ class RecordedRows:
             )
         )  # fmt: skip
         values = [None if edge is None else next(found) for edge in edges]
-        if self._together:
+        if self.together:
             return values
         rows = [values[start :: self.num_operations] for start in range(self.num_operations)]
         return [_stacked(parts) for parts in rows]
@@ -147,7 +147,7 @@ class RecordedRows:
 
     def inputs(self, place: int) -> Tensor:
         """The inputs of a use, (n, *shape)."""
-        if self._together:
+        if self.together:
             inputs = self.uses[place].inputs
             assert inputs is not None
             return inputs

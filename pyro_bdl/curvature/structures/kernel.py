@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
-from pyro_bdl.curvature.prior import PriorPrecision, PriorRoot
+from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import (
     Curvature,
     Precision,
@@ -78,7 +78,7 @@ class KernelCurvature(Curvature):
             rows = self.rows.double()
             matrix = prior.added_to(rows.mT @ rows * factor)
             return FullPrecision(matrix, dtype=prior.diagonal.dtype)
-        root = PriorRoot(prior, self.parts, 'structure="kernel"')
+        root = prior.root(self.parts, 'structure="kernel"')
         gram = None
         if root.indices is None and prior.uniform.keys() >= self.parts.keys():
             gram = self._kernel(prior.uniform) * factor
@@ -127,7 +127,7 @@ class KernelPrecision(Precision):
         self,
         rows: Tensor,
         factor: Tensor | float,
-        root: PriorRoot,
+        root: PriorPrecision,
         gram: Tensor | None = None,
         *,
         dtype: torch.dtype,
@@ -151,9 +151,9 @@ class KernelPrecision(Precision):
 
     def variances(self) -> Tensor:
         root, indices = self.root, self.root.indices
-        found = self.matrix.inverse_diagonal() / root.scale.square()
+        found = self.matrix.inverse_diagonal() / root.diagonal.square()
         if indices is not None:
-            units = root.scale.new_zeros(len(indices), self.size)
+            units = root.diagonal.new_zeros(len(indices), self.size)
             inside = self.matrix.inverse_root(root.solve(units.scatter_(1, indices[:, None], 1.0)))
             found = found.index_copy(0, indices, inside.square().sum(-1))
         return found.to(self.dtype)
@@ -167,8 +167,10 @@ class _WhitenedRows(DiagonalPlusLowRank):
     """The matrix 1 + F F', whose factor F is made when it is asked for: its determinant needs only
     the Gram matrix, which may be known."""
 
-    def __init__(self, rows: Tensor, factor: Tensor, root: PriorRoot, gram: Tensor | None) -> None:
-        self.scale = torch.ones_like(root.scale)
+    def __init__(
+        self, rows: Tensor, factor: Tensor, root: PriorPrecision, gram: Tensor | None
+    ) -> None:
+        self.scale = torch.ones_like(root.diagonal)
         self._rows, self._weight, self._prior, self._known = rows, factor, root, gram
 
     @cached_property

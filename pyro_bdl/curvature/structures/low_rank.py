@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
-from pyro_bdl.curvature.prior import PriorPrecision, PriorRoot
+from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import Curvature, Structure, named
 from pyro_bdl.curvature.structures.kernel import KernelPrecision
 from pyro_bdl.program.subset import Subset
@@ -88,7 +88,7 @@ class LowRankCurvature(Curvature):
 
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> KernelPrecision:
         """Return factor times this curvature, plus the prior's diagonal."""
-        root = PriorRoot(PriorPrecision(prior.diagonal), self.parts, 'structure="low_rank"')
+        root = PriorPrecision(prior.diagonal).root(self.parts, 'structure="low_rank"')
         rows = (self.vectors * self.values.sqrt()).mT
         return KernelPrecision(rows, factor, root, dtype=prior.diagonal.dtype)
 

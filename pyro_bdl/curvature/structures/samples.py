@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
-from pyro_bdl.curvature.prior import PriorPrecision, PriorRoot
+from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import (
     Curvature,
     Precision,
@@ -191,7 +191,7 @@ class SamplesPrecision(Precision):
         self.factor = (
             torch.as_tensor(factor, device=curvature.values.device).detach().to(curvature.values)
         )
-        self.root = PriorRoot(self.prior, curvature.parts, 'structure="samples"')
+        self.root = self.prior.root(curvature.parts, 'structure="samples"')
         self.diagonal = self.factor * curvature.values + self.prior.diagonal.to(curvature.values)
 
     @cached_property
@@ -230,18 +230,15 @@ class SamplesPrecision(Precision):
     def _times_curvature(self, products: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """factor G times vectors (S, p).
 
-        :raises UnsupportedProgramError: if the network has no finite second derivatives, from which
-            the products come.
+        :raises UnsupportedProgramError: if the network's second derivatives, from which the
+            products come, are not finite.
         """
-        try:
-            found = self.factor * products(x)
-            what = "they are not finite here (as of logcumsumexp, or xlogy at zero)"
-        except NotImplementedError as error:
-            found, what = x.new_full((), torch.nan), str(error).rstrip(".")
+        found = self.factor * products(x)
         if not torch.isfinite(found).all():
             raise UnsupportedProgramError(
                 'structure="samples" takes products with the Jacobian from second derivatives: '
-                f'{what}; use structure="full", "kernel" or "kron"'
+                "they are not finite here (as of logcumsumexp, or xlogy at zero); use "
+                'structure="full", "kernel" or "kron"'
             )
         return found
 
@@ -346,7 +343,7 @@ class SamplesPrecision(Precision):
         The slope is r = Lambda_ii C_ii, so that C_ii Lambda_ii = r^2 + var(rest), which is exact
         where the data say nothing and w_i is the prior's draw.
         """
-        samples, scale = self.samples, self.root.scale.to(self.diagonal)
+        samples, scale = self.samples, self.root.diagonal.to(self.diagonal)
         count = len(samples)
         ours, both, prior = (torch.zeros_like(scale) for _ in range(3))
         for number, sample in enumerate(samples):

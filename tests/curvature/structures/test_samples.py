@@ -271,24 +271,24 @@ class Hidden(nn.Module):
         return self.function(self.layers(x)).sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize(
-    ("function", "match"),
-    [
-        (lambda hidden: torch.xlogy(hidden, hidden), "they are not finite here"),
-        pytest.param(
-            lambda hidden: torch.cdist(hidden, torch.eye(4).to(hidden)),
-            "not implemented",
-            marks=pytest.mark.skipif(
-                torch.__version__ >= (2, 14), reason="torch 2.14 has the derivative"
-            ),
-        ),
-    ],
-)
-def test_networks_without_second_derivatives(function, match):
-    """The derivative of x log x where a rectifier is zero; one that torch lacks."""
+def hidden_guide(function):
     torch.manual_seed(0)
     x, y = torch.randn(8, 3), torch.randn(8, 1)
     model = models.Regression(bayesianize(Hidden(function)), noise=0.5)
-    guide = AutoLaplaceGGN(model, structure="samples").prototype(x, y)
-    with pytest.raises(UnsupportedProgramError, match=match):
-        guide.laplace_approximation((x, y)).variances()
+    return AutoLaplaceGGN(model, structure="samples").prototype(x, y), (x, y)
+
+
+def test_networks_without_finite_second_derivatives():
+    """The derivative of x log x where a rectifier is zero."""
+    guide, data = hidden_guide(lambda hidden: torch.xlogy(hidden, hidden))
+    with pytest.raises(UnsupportedProgramError, match="they are not finite here"):
+        guide.laplace_approximation(data).variances()
+
+
+def test_networks_whose_second_derivative_torch_lacks():
+    """Their products are those of the Jacobian."""
+    guide, data = hidden_guide(lambda hidden: torch.cdist(hidden, torch.eye(4).to(hidden)))
+    ours = guide.laplace_approximation(data).precision
+    full = guide.laplace_approximation(data, structure="full").precision
+    vectors = torch.randn(3, ours.size)
+    close(ours.quadratic(vectors), full.quadratic(vectors))
