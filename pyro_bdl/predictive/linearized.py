@@ -69,7 +69,9 @@ class LinearizedPredictive(DrawPredictions):
     """Predictions of the linearized program under a Gaussian guide or a mixture of Gaussian guides.
 
     ``LinearizedPredictive(model, guide)(x)`` gives draws ``{"y": (S, N, ...), "f": (S, N, ...)}``
-    like ``Predictive``. Each draw is one function of all inputs. If an argument requires gradients
+    like ``Predictive``. Each draw is one function of all inputs. Each row is predicted alone, unless
+    the posterior has ``rows="together"``; the first batch of each number of rows and kind of
+    arguments is compared with a run over all of its rows. If an argument requires gradients
     (and gradients are enabled), moments, densities, means and drawn functions are differentiable in
     it, for example to search for the next input.
 

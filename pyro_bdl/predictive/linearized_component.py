@@ -306,9 +306,11 @@ class LinearizedComponent:
         self._check(self.model if whole else on_whole_data(self.model), args, kwargs)
         at = self._at(differentiable=wants_gradients(args, dict(kwargs)))
         linearizations: Iterable[Linearization] = (
-            [at.linearize(args, kwargs)]
+            [at.linearize(args, kwargs, compared=False)]
             if whole
-            else at.linearizations([(args, kwargs)], every_output=True, as_rows=as_rows)
+            else at.linearizations(
+                [(args, kwargs)], compared=False, every_output=True, as_rows=as_rows
+            )
         )
         for linearization in linearizations:
             yield LinearizedPart(linearization, observed_outputs(linearization))
