@@ -363,7 +363,7 @@ class At:
         for name, in_front in facts.deterministic.items():
             value = mapped.deterministic[name]
             run.deterministic[name] = value.flatten(0, 1) if in_front else value[0]
-        return Linearization(self, batch, run, mapped.rows, parameters)
+        return Linearization(self, batch, run, mapped.rows, parameters, facts.deterministic)
 
 
 def _tensors_of(values: Mapping[str, Any]) -> dict[str, Tensor]:

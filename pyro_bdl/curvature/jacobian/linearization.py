@@ -23,6 +23,7 @@ class Linearization:
     :param rows: the run's uses of the latents, datum by datum; None if only the whole run is known.
     :param parameters: of observed sites, the tensors of their distributions in ``rows``, if these
         are not those of ``run``.
+    :param by_row: of deterministic sites, whether they have a value for each row.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Linearization:
         run: Run,
         rows: RecordedRows | None,
         parameters: Mapping[str, dict[str, Tensor]] | None = None,
+        by_row: Mapping[str, bool] | None = None,
     ) -> None:
         self.model, self.subset, self.vector = at.model, at.subset, at.vector
         self.leaves: Mapping[str, Tensor] = at.leaves
@@ -39,6 +41,7 @@ class Linearization:
         self.args, self.kwargs = batch
         self.run, self.rows = run, rows
         self._parameters = parameters or {}
+        self.by_row = by_row or {}
 
     def parameters(self, name: str) -> dict[str, Tensor]:
         """The tensors of an observed site's distribution, by name."""
