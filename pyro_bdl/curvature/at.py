@@ -48,6 +48,7 @@ class _Facts:
     """Facts about single rows from a run over all of them.
 
     :param plates: the names of the data's plates.
+    :param numbers: how many numbers are observed for each row.
     :param scaled: the observed sites whose scale is N / (number of rows).
     :param tempering: the scales of observed sites without those of plates.
     :param deterministic: whether a deterministic site has the rows in front; one that depends on
@@ -55,6 +56,7 @@ class _Facts:
     """
 
     plates: tuple[str, ...]
+    numbers: float
     scaled: frozenset[str] = frozenset()
     tempering: dict[str, Any] = field(default_factory=dict)
     deterministic: dict[str, bool] = field(default_factory=dict)
@@ -143,6 +145,7 @@ class At:
         batches: Iterable[Batch],
         config: Callable[[], CurvatureConfig] | None = None,
         *,
+        compared: bool = True,
         every_output: bool = False,
         as_rows: bool = False,
         read: bool = False,
@@ -150,10 +153,10 @@ class At:
         """Yield the linearization of each batch; a large batch is cut into pieces that fit in
         memory.
 
-        Each batch runs whole too, without gradients: every row alone must be what it is beside the
-        others.
-
         :param config: the curvature that is made of them, as it is known at the time.
+        :param compared: whether each batch runs whole too, without gradients: every row alone must
+            be what it is beside the others. If not, only those do that are the first of their form
+            and number of rows.
         :param every_output: choose the pieces' size for Jacobians of all outputs at once.
         :param as_rows: as rows over all latents, in float64.
         :param read: the first one has a ``reading``.
@@ -177,15 +180,14 @@ class At:
             return rows if known else min(rows, _FIRST)
 
         for number, batch in enumerate(batches):
-            yield from self._pieces(batch, size, read=read and number == 0)
+            yield from self._pieces(batch, size, compared=compared, read=read and number == 0)
 
     def linearize(
         self, args: tuple, kwargs: Mapping[str, Any], *, compared: bool = True
     ) -> Linearization:
         """The linearization of one batch, in one piece.
 
-        :param compared: whether rows alone are compared with the whole batch; if not, a batch of
-            this form was before.
+        :param compared: as in ``linearizations``.
         """
         batch = args, dict(kwargs)
         (result,) = self._pieces(batch, lambda batch, _: leading_size(batch), compared=compared)
@@ -215,15 +217,16 @@ class At:
     ) -> Iterator[Linearization]:
         batch = tuple(map(as_dicts, batch[0])), as_dicts(batch[1])
         count = leading_size(batch)
-        key, outputs, whole = (count, form_of(batch)), 0.0, None
-        if compared:
+        key, whole, facts = (count, form_of(batch)), None, None
+        if not compared and key in self._facts:
+            facts = self._facts[key]
+        else:
             whole = self._all_rows(batch, count)
             alone = self.rows == "alone" and count and has_rows(batch, count)
-            known = _Facts(tuple(whole.plates)) if alone and not whole.are_joint else None
-            self._facts[key] = known
             tensors = [value for site in whole.tensors.values() for value in site.values()]
-            outputs = sum(tensor.numel() for tensor in tensors) / max(1, count)
-        facts = self._facts[key]
+            numbers = sum(tensor.numel() for tensor in tensors) / max(1, count)
+            if alone and not whole.are_joint:
+                facts = _Facts(tuple(whole.plates), numbers)
         if facts is None:
             linearization = self.whole(*batch, {} if whole is None else whole.run.subsamples)
             if whole is not None:
@@ -233,7 +236,7 @@ class At:
             yield linearization
         start = 0
         while facts is not None and start < count:
-            at_once = min(count - start, size(batch, outputs))
+            at_once = min(count - start, size(batch, facts.numbers))
             part = taken(batch, slice(start, start + at_once)) if at_once < count else batch
             mapped = self._mapped(part, facts, whole, start, read=read and start == 0)
             if whole is not None:
@@ -242,6 +245,7 @@ class At:
             yield self._of_rows(part, mapped, facts, read=read and start == 0)
             start += at_once
         if whole is not None:
+            self._facts[key] = facts  # where nothing was refused
             self._first_pass.note(batch, whole)
 
     def _mode(self) -> Any:
@@ -394,7 +398,13 @@ class At:
             if mapped.parameters is not None:
                 reading = ParameterReading(run, self.leaves, mapped.parameters.learned())
         return Linearization(
-            self, batch, run, mapped.rows, parameters, reading=reading if read else None
+            self,
+            batch,
+            run,
+            mapped.rows,
+            parameters,
+            facts.deterministic,
+            reading=reading if read else None,
         )
 
 

@@ -87,10 +87,11 @@ class LinearOutputs:
 
     @classmethod
     def of_deterministic(cls, at: Linearization, name: str) -> "LinearOutputs":
-        """A deterministic site, named "value"."""
+        """A deterministic site, named "value", whether or not it depends on the latents."""
         value = at.run.deterministic[name]
-        has_data = value.dim() > 0
-        return cls(at, {"value": value}, has_data=has_data)
+        result = cls(at, {"value": value}, has_data=value.dim() > 0)
+        result.moving, result._outputs = ["value"], [value]
+        return result
 
     @property
     def mean(self) -> Tensor:

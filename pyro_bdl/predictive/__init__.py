@@ -1,7 +1,7 @@
 """Posterior predictive distributions: sampled, linearized, in closed form.
 
 ``sampled.py`` runs the program at draws of any posterior. ``linearized.py`` holds the predictive of
-a Gaussian, or a mixture of Gaussians, ``linearized_component.py`` one member of it, batch by batch.
+a Gaussian, or a mixture of Gaussians, ``members.py`` its members, batch by batch.
 ``observations.py`` is what both say of an observed site. Outputs as linear functions of the latents
 are in ``curvature/linear_outputs.py``, closed forms for Gaussian outputs in
 ``curvature/closed_forms.py``.

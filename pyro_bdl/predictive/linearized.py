@@ -8,38 +8,43 @@ the center of member k (Eschenhagen et al. 2021, "mixtures of Laplace approximat
 """
 
 import functools
-import math
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_bdl.curvature import closed_forms
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs
-from pyro_bdl.distributions.moments import observation_mean
+from pyro_bdl.distributions.moments import observation_covariance, observation_mean
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.mixture import MixtureGuide
-from pyro_bdl.predictive.linearized_component import (
-    LinearizedComponent,
-    ParameterMoments,
+from pyro_bdl.predictive.members import (
+    Member,
+    averaged,
+    class_probabilities,
     joint_mean_and_covariance,
+    log_density,
     mean_and_covariance,
+    mean_density,
+    mixed_density,
+    mixed_moments,
     moments,
+    normal_predictions,
+    predictive_covariance,
 )
-from pyro_bdl.predictive.mixtures import averaged, combined
 from pyro_bdl.predictive.observations import (
     AtDraws,
     ClosedPredictions,
     DrawPredictions,
     PredictiveCovariance,
     drawn,
+    total_covariance,
 )
-from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.trace import Site
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import tree_map
@@ -69,9 +74,12 @@ class LinearizedPredictive(DrawPredictions):
     """Predictions of the linearized program under a Gaussian guide or a mixture of Gaussian guides.
 
     ``LinearizedPredictive(model, guide)(x)`` gives draws ``{"y": (S, N, ...), "f": (S, N, ...)}``
-    like ``Predictive``. Each draw is one function of all inputs. If an argument requires gradients
-    (and gradients are enabled), moments, densities, means and drawn functions are differentiable in
-    it, for example to search for the next input.
+    like ``Predictive``. Each draw is one function of all inputs. Each row is predicted alone unless
+    the posterior has ``rows="together"``; the first batch of each number of rows and kind of
+    arguments is compared with a run over all of its rows.
+
+    If an argument requires gradients (and gradients are enabled), moments, densities, means and
+    drawn functions are differentiable in it, for example to search for the next input.
 
     For a mixture, draws are stratified over the members as in the guide, moments follow from the
     law of total variance, and densities and class probabilities are averages over the members.
@@ -121,8 +129,8 @@ class LinearizedPredictive(DrawPredictions):
         self._kept = [k for k, weight in enumerate(weights.tolist()) if weight > 0]
         self.weights = weights[self._kept]
         self.seed = seed
-        self.components = [
-            LinearizedComponent(model, members[k], None if seed is None else seed + 2**16 * k)
+        self.members = [
+            Member(model, members[k], None if seed is None else seed + 2**16 * k)
             for k in self._kept
         ]
 
@@ -141,8 +149,7 @@ class LinearizedPredictive(DrawPredictions):
 
         Without a seed they are drawn anew.
         """
-        pairs = zip(self.components, self._shares(), strict=True)
-        vectors = self._mixed([part.vectors(number) for part, number in pairs if number])
+        vectors = self._mixed(Member.vectors)
         return self.posterior.require_layout().constrain(vectors)[0]
 
     # Closed forms
@@ -163,7 +170,7 @@ class LinearizedPredictive(DrawPredictions):
             site, of its own shape.
         :raises ValueError: for a name that is no observed or deterministic site.
         """
-        return combined(self.weights, self._closed_forms(moments, args, kwargs, sites=sites))
+        return self._closed_forms(moments, (args, kwargs), sites)
 
     def covariance(
         self, *args: Any, sites: Collection[str] | None = None, **kwargs: Any
@@ -173,8 +180,7 @@ class LinearizedPredictive(DrawPredictions):
 
         :param sites: as in ``moments``; the first dimension of a deterministic site is N.
         """
-        members = self._closed_forms(mean_and_covariance, args, kwargs, sites=sites)
-        return combined(self.weights, members)
+        return self._closed_forms(mean_and_covariance, (args, kwargs), sites)
 
     def joint_covariance(
         self,
@@ -191,8 +197,7 @@ class LinearizedPredictive(DrawPredictions):
             (N / q, q K, q K).
         """
         function = functools.partial(joint_mean_and_covariance, group=group)
-        members = self._closed_forms(function, args, kwargs, sites=sites, whole=True)
-        return combined(self.weights, members)
+        return self._closed_forms(function, (args, kwargs), sites, whole=True)
 
     def predictive_covariance(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveCovariance]:
         """Mean (N, D) and covariance (N, D, D) of the D numbers of y of each datum, noise included,
@@ -202,22 +207,25 @@ class LinearizedPredictive(DrawPredictions):
         depend on the latents. Of others they are moments over ``num_samples`` draws, as in
         ``Predictive.covariance``.
         """
-        return self._predictive_covariance(args, kwargs, joint=False)
+        return self._predictive_covariance((args, kwargs), joint=False)
 
     def joint_predictive_covariance(
         self, *args: Any, **kwargs: Any
     ) -> dict[str, PredictiveCovariance]:
         """The same over all data: mean (N, D) and covariance (N, D, N, D)."""
-        return self._predictive_covariance(args, kwargs, joint=True)
+        return self._predictive_covariance((args, kwargs), joint=True)
 
     def _predictive_covariance(
-        self, args: tuple, kwargs: dict, *, joint: bool
+        self, batch: Batch, *, joint: bool
     ) -> dict[str, PredictiveCovariance]:
-        members = [
-            component.predictive_covariance(self.num_samples, args, kwargs, joint=joint)
-            for component in self.components
-        ]
-        return combined(self.weights, members)
+        def at_draws(site: Site) -> tuple[Tensor, Tensor]:
+            return observation_covariance(site.distribution)
+
+        def over_draws(values: tuple[Tensor, Tensor]) -> PredictiveCovariance:
+            return total_covariance(*values, joint=joint)
+
+        closed = functools.partial(predictive_covariance, joint=joint)
+        return self._closed_forms(closed, batch, whole=joint, otherwise=(at_draws, over_draws))
 
     def prior_covariance(self, x: Any, x2: Any = None) -> dict[str, Tensor]:
         """For each observed site J(x) Lambda^-1 J(x2)', (N K, N2 K), data before parameters.
@@ -246,7 +254,7 @@ class LinearizedPredictive(DrawPredictions):
             )
         first = Batches(x).first()
         second = first if x2 is None else Batches(x2).first()
-        return self.components[0].prior_covariance(first, second)
+        return self.members[0].prior_covariance(first, second)
 
     def probabilities(
         self, *args: Any, method: str = "centered-probit", **kwargs: Any
@@ -262,21 +270,15 @@ class LinearizedPredictive(DrawPredictions):
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r} (there are {', '.join(METHODS)})")
 
-        def closed(gaussian: GaussianOutputs) -> Tensor | None:
-            known = gaussian.outputs.kind in closed_forms.DISCRETE
-            return closed_forms.class_probabilities(gaussian, method) if known else None
-
         if method == "monte-carlo":
             drawn = self._at_draws(_class_means, args, kwargs).values
-            members = [{name: value.mean(0) for name, value in drawn.items() if len(value)}]
+            found = {name: value.mean(0) for name, value in drawn.items() if len(value)}
         else:
-            members = self._closed_forms(closed, args, kwargs)
-        if not members[0]:
+            closed = functools.partial(class_probabilities, method=method)
+            found = self._closed_forms(closed, (args, kwargs), combine=averaged)
+        if not found:
             raise ValueError("no observed site is Categorical or Bernoulli")
-        return {
-            name: averaged(self.weights, [values[name] for values in members])
-            for name in members[0]
-        }
+        return found
 
     def log_density(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """log p(y_n | x_n, data) in nats for each observed site, (N, ...). The arguments include
@@ -287,31 +289,10 @@ class LinearizedPredictive(DrawPredictions):
         over ``num_samples`` draws, also for several numbers per datum, unless these are Normal with
         known noise.
         """
-        members = [self._log_density(component, args, kwargs) for component in self.components]
-        if len(members) == 1:
-            return members[0]
-        result = {}
-        for name in members[0]:
-            terms = torch.stack([densities[name] for densities in members], -1)
-            result[name] = torch.logsumexp(terms + self.weights.to(terms).log(), -1)
-        return result
-
-    def _log_density(
-        self, component: LinearizedComponent, args: tuple, kwargs: dict
-    ) -> dict[str, Tensor]:
-        def closed(gaussian: GaussianOutputs) -> Tensor | None:
-            if _site_of(gaussian).value is None:
-                raise ValueError(
-                    f"site '{gaussian.outputs.name}' has no observation: pass the targets as well"
-                )
-            return _log_density(gaussian)
-
-        result, drawn = component.closed_forms_or_draws(
-            closed, args, kwargs, self.num_samples, densities=True
+        otherwise = (lambda site: site.unscaled_log_prob(), mean_density)
+        return self._closed_forms(
+            log_density, (args, kwargs), otherwise=otherwise, combine=mixed_density
         )
-        for name, draws in drawn.densities.items():
-            result[name] = draws.logsumexp(0) - math.log(len(draws))
-        return result
 
     def closed_predictions(self, *args: Any, **kwargs: Any) -> dict[str, ClosedPredictions]:
         """Mean, variance and log density of y for each Normal site, over posterior and noise,
@@ -323,85 +304,74 @@ class LinearizedPredictive(DrawPredictions):
 
         :param args: the program's arguments, with targets for their log densities.
         """
-        members = self._closed_forms(_normal_predictions, args, kwargs)
-        result = {}
-        for name in members[0]:
-            means, variances, densities = zip(*(values[name] for values in members), strict=True)
-            mean = averaged(self.weights, means)
-            total = averaged(
-                self.weights,
-                [v + (m - mean).square() for m, v in zip(means, variances, strict=True)],
-            )
-            density = densities[0]
-            if len(members) > 1 and density is not None:
-                terms = torch.stack(densities, -1)
-                density = torch.logsumexp(terms + self.weights.to(terms).log(), -1)
-            result[name] = ClosedPredictions(mean, total, density)
-        return result
+        return self._closed_forms(normal_predictions, (args, kwargs))
 
-    # Over the components
+    # Over the members
 
     def _closed_forms(
         self,
         function: Callable[[GaussianOutputs], Any],
-        args: tuple,
-        kwargs: dict,
-        **options: Any,
-    ) -> list[dict[str, Any]]:
-        values = [c.closed_forms(function, args, kwargs, **options) for c in self.components]
-        return [{n: v for n, v in by_site.items() if v is not None} for by_site in values]
+        batch: Batch,
+        sites: Collection[str] | None = None,
+        *,
+        whole: bool = False,
+        otherwise: tuple[Callable[[Site], Any], Callable[[Any], Any]] | None = None,
+        combine: Callable[[Tensor, list[Any]], Any] = mixed_moments,
+    ) -> dict[str, Any]:
+        """Combine the members' closed forms of each site.
+
+        :param otherwise: of sites without one, what is read at draws, and a function of that.
+            Without this such sites are left out.
+        """
+        results = []
+        for member in self.members:
+            values = member.closed_forms(function, batch, sites, whole=whole)
+            known = {name: value for name, value in values.items() if value is not None}
+            others = [name for name in values if name not in known]
+            if others and otherwise is not None:
+                drawn = member.at_draws(otherwise[0], self.num_samples, batch, others)
+                known |= {name: otherwise[1](found) for name, found in drawn.items()}
+            results.append(known)
+        if len(results) == 1:
+            return results[0]
+        return {n: combine(self.weights, [values[n] for values in results]) for n in results[0]}
 
     def _at_draws(
-        self, read: Callable[[Any], Any], args: tuple, kwargs: dict, **options: Any
+        self,
+        read: Callable[[Any], Any],
+        args: tuple,
+        kwargs: dict,
+        *,
+        densities: bool = False,
+        deterministic: bool = False,
     ) -> AtDraws:
-        return self._mixed(
-            [
-                component.at_draws(read, number, args, kwargs, **options)
-                for component, number in zip(self.components, self._shares(), strict=True)
-                if number
-            ]
+        def of_site(site: Site) -> tuple[Any, ...]:
+            found = read(site.distribution)
+            known = densities and site.value is not None
+            return (found, site.unscaled_log_prob()) if known else (found,)
+
+        def of_member(member: Member, number: int) -> dict[str, Any]:
+            return member.at_draws(of_site, number, (args, kwargs), deterministic=deterministic)
+
+        values = self._mixed(of_member)
+        observed = {name: value for name, value in values.items() if isinstance(value, tuple)}
+        return AtDraws(
+            {name: value[0] for name, value in observed.items()},
+            {name: value[1] for name, value in observed.items() if len(value) > 1},
+            {name: value for name, value in values.items() if name not in observed},
         )
 
-    def _shares(self) -> list[int]:
-        """The number of draws of each component."""
+    def _mixed(self, of_member: Callable[[Member, int], Any]) -> Any:
+        """What each member gives for its number of draws, in random order."""
         if not isinstance(self.posterior, MixtureGuide):
-            return [self.num_samples]
+            return of_member(self.members[0], self.num_samples)
         with nullcontext() if self.seed is None else seeded(self.seed):
             shares = self.posterior.shares(self.num_samples)
-        return [shares[k] for k in self._kept]
-
-    def _mixed(self, members: list[Any]) -> Any:
-        """The components' draws in random order."""
-        if not isinstance(self.posterior, MixtureGuide):
-            return members[0]
+        pairs = zip(self.members, self._kept, strict=True)
+        found = [of_member(member, shares[k]) for member, k in pairs if shares[k]]
         with nullcontext() if self.seed is None else seeded(self.seed):
             order = torch.randperm(self.num_samples, device=self.weights.device)
-        return tree_map(lambda *parts: torch.cat(parts)[order], *members)
-
-
-def _site_of(gaussian: GaussianOutputs) -> Site:
-    site = gaussian.outputs.site
-    assert site is not None
-    return site
-
-
-def _log_density(gaussian: GaussianOutputs) -> Tensor | None:
-    """log p(y) of an observed site, masked; None without a closed form."""
-    site = _site_of(gaussian)
-    density = closed_forms.log_density(site, gaussian)
-    return None if density is None else scale_and_mask(density, 1.0, site.mask)
-
-
-def _normal_predictions(
-    gaussian: GaussianOutputs,
-) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """E[y], Var[y] and, with targets, log p(y) of a Normal site."""
-    if gaussian.outputs.kind != "Normal":
-        return None
-    mean, found = gaussian.outputs.values["loc"], moments(gaussian)
-    assert isinstance(found, ParameterMoments)  # of an observed site
-    density = None if _site_of(gaussian).value is None else _log_density(gaussian)
-    return mean, found.predictive_variance.expand_as(mean), density
+        return tree_map(lambda *parts: torch.cat(parts)[order], *found)
 
 
 def _class_means(distribution: Any) -> Any:

@@ -30,8 +30,11 @@ def wants_gradients(*trees: Any) -> bool:
 
 def has_own_functions(values: Iterable[Tensor]) -> bool:
     """Return whether a ``torch.autograd.Function`` of somebody's own is behind tensors: autograd
-    may leave its part out of second derivatives, and say nothing."""
-    return any(isinstance(n, BackwardCFunction) for value in values for n in nodes_behind(value))
+    may leave its part out of second derivatives, and say nothing. One whose context says
+    ``has_all_derivatives`` is none of these."""
+    nodes = (node for value in values for node in nodes_behind(value))
+    own = (node for node in nodes if isinstance(node, BackwardCFunction))
+    return not all(getattr(node, "has_all_derivatives", False) for node in own)
 
 
 def leaves_behind(value: Tensor, stop: Iterable[Tensor] = ()) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import warnings
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -25,9 +26,9 @@ from pyro_bdl import (
     models,
     working_memory,
 )
+from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP, MixtureGuide
-from pyro_bdl.predictive import linearized_component as module
 from pyro_bdl.program import Program
 from pyro_bdl.utils.random_state import seeded
 
@@ -231,17 +232,38 @@ def test_parts_say_the_same_as_all_at_once(kind, memory, monkeypatch):
 
     whole = everything()
     sizes = []
-    inner = module.Linearization.__init__
+    inner = Linearization.__init__
 
-    def counting(self, *args):
-        inner(self, *args)
+    def counting(self, *args, **named):
+        inner(self, *args, **named)
         sizes.append(len(self.args[0]))
 
-    monkeypatch.setattr(module.Linearization, "__init__", counting)
+    monkeypatch.setattr(Linearization, "__init__", counting)
     with working_memory(memory):
         parts = everything()
     assert max(sizes) < N
     torch.testing.assert_close(parts, whole)
+
+
+def test_a_site_that_is_the_same_for_all_rows_is_no_part_of_them():
+    """One number about all data, where the data come row by row."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.deterministic("total", w.sum()[None])
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    x, y = torch.randn(6, 2), torch.randn(6)
+    posterior = AutoLaplaceGGN(model, structure="full").laplace_approximation((x, y))
+    predictive = LinearizedPredictive(model, posterior, 4, seed=0)
+    with working_memory(10):
+        moments = predictive.moments(x, sites=["total", "y"])
+        drawn, latents = predictive(x)["total"], predictive.latents()["w"]
+    covariance = torch.linalg.inv(x.T @ x + torch.eye(2))
+    torch.testing.assert_close(moments["total"].variance, covariance.sum()[None])
+    torch.testing.assert_close(moments["y"].variance["loc"], (x @ covariance * x).sum(1))
+    torch.testing.assert_close(drawn, latents.sum(1, keepdim=True))
 
 
 def test_draws_come_in_chunks():

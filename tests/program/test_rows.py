@@ -163,6 +163,27 @@ def test_arguments_that_are_no_tensors_have_rows_of_their_own(before):
     torch.testing.assert_close(dense(found), precision(design))
 
 
+def test_predictions_compare_the_first_batch_of_each_kind_and_number_of_rows():
+    """The network runs once in later ones; what was refused is refused again."""
+    calls = []
+
+    def features(x):
+        calls.append(len(x))
+        return group_means(x)
+
+    model = linear(features)
+    guide = AutoLaplaceGGN(model, structure="full").prototype(X[:5], Y[:5])
+    predictive = LinearizedPredictive(model, guide.laplace_approximation((X[:5], Y[:5])))
+    for _ in range(3):  # rows n and n + 20 are of one group
+        with pytest.raises(UnsupportedProgramError, match=DEPEND):
+            predictive.moments(X)
+    for rows, expected in ((7, [7, 1]), (7, [1]), (6, [6, 1]), (7, [1])):
+        calls.clear()
+        moments = predictive.moments(X[:rows])["y"]
+        assert calls == expected
+        torch.testing.assert_close(moments.mean["loc"], X[:rows, :2] @ predictive.posterior.loc)
+
+
 @pytest.mark.parametrize("track", [True, False])
 @pytest.mark.parametrize("affine", [True, False])
 def test_statistics_of_the_batch_are_declared(track, affine):

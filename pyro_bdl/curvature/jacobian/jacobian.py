@@ -76,7 +76,11 @@ class ProductBlock:
             return g.sum(2)[..., None]
         if g.shape[2] == 1:
             return g[:, :, 0, :, :, None] * a[:, 0, :, None, :]
-        return torch.matmul(g.permute(0, 1, 3, 4, 2), a.transpose(1, 2))
+        columns, n, positions, groups, out = g.shape
+        # all columns in one product: matmul would copy the inputs for each
+        left = g.permute(1, 3, 0, 4, 2).reshape(n, groups, columns * out, positions)
+        found = torch.matmul(left, a.transpose(1, 2)).unflatten(2, (columns, out))
+        return found.permute(2, 0, 1, 3, 4)
 
     def rows(self, entries: Tensor | None = None) -> Tensor:
         """Gradients in all entries, or some of them, (K, n, m)."""

@@ -23,6 +23,7 @@ class Linearization:
     :param rows: the run's uses of the latents, datum by datum; None if only the whole run is known.
     :param parameters: of observed sites, the tensors of their distributions in ``rows``, if these
         are not those of ``run``.
+    :param by_row: of deterministic sites, whether they have a value for each row.
     :param reading: the run with the parameters that the program reads, where they are asked for (a
         ``ParameterReading``).
     """
@@ -34,6 +35,7 @@ class Linearization:
         run: Run,
         rows: RecordedRows | None,
         parameters: Mapping[str, dict[str, Tensor]] | None = None,
+        by_row: Mapping[str, bool] | None = None,
         reading: Any = None,
     ) -> None:
         self.model, self.subset, self.vector = at.model, at.subset, at.vector
@@ -42,6 +44,7 @@ class Linearization:
         self.args, self.kwargs = batch
         self.run, self.rows, self.reading = run, rows, reading
         self._parameters = parameters or {}
+        self.by_row = by_row or {}
 
     def parameters(self, name: str) -> dict[str, Tensor]:
         """The tensors of an observed site's distribution, by name."""
