@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_bdl import diagnostics
 from pyro_bdl.comparison.columns import listed
-from pyro_bdl.comparison.kind import Kind, Seen, read_kind
+from pyro_bdl.comparison.kind import Kind, Seen, observed
 from pyro_bdl.comparison.metric import metric, metrics_of, total_error
 from pyro_bdl.comparison.observe import log_densities
 from pyro_bdl.diagnostics.loo import (
@@ -446,7 +446,7 @@ def _log_density(
 ) -> tuple[Tensor, float, Tensor]:
     """log E p(y_n | w) of each row, ``(N,)``, the error over the draws of its sum, and whether
     anything of the row was seen."""
-    kind = read_kind(model, args, posterior)
+    kind, _, seen = observed(model, args, posterior, draws=num_samples)
     if not kind.by_rows or kind.is_joint:
         raise ValueError(
             f"k_fold leaves out rows, and the observed sites {', '.join(map(repr, kind.sites))} "
@@ -464,7 +464,6 @@ def _log_density(
         if groups := number_of_groups(len(rows)):
             sums = [log_mean_exp(some.T).sum() for some in without_each(rows, groups)]
             without = torch.stack(sums) + (without.to(sums[0]) if len(parts) > 1 else 0.0)
-    seen = kind.seen(model, args, posterior)
     every = torch.ones(leading_size(args), dtype=torch.bool, device="cpu")
     seen_rows = every if seen is None else seen.of_rows().cpu()
     return torch.cat(parts), float(jackknife_error(without)), seen_rows

@@ -108,7 +108,15 @@ class Program:
         program._read(model, first, args, kwargs)
         return program
 
-    def _read(self, model: Callable, first: "FirstRun", args: tuple, kwargs: dict) -> None:
+    @classmethod
+    def with_run(cls, model: Callable, *args: Any, **kwargs: Any) -> "tuple[Program, Run]":
+        """The program, and its statements at ``initial``, from one run; discrete sites are summed
+        out in a second one."""
+        program = cls.__new__(cls)
+        run = program._read(model, trace_once(model, args, kwargs), args, kwargs)
+        return program, program.run(program.initial) if program.discrete else run
+
+    def _read(self, model: Callable, first: "FirstRun", args: tuple, kwargs: dict) -> Run:
         self.model, self.args, self.kwargs = model, args, kwargs
         trace, self.modules = first
         self.plates: dict[str, tuple[int, int]] = {}
@@ -136,6 +144,7 @@ class Program:
             [_read_latent(name, trace.nodes[name], self.initial[name]) for name in latents]
         )
         check_fixed_supports(self)
+        return run
 
     # Latents and vectors
 
