@@ -372,7 +372,7 @@ def _first_run(
     """
     program: Program | None = None
     try:
-        program, run = Program.with_run(model, *args)
+        program, run = Program.with_run(model, args, {})
         at: Mapping[str, Tensor] = program.initial
     except (NotImplementedError, UnsupportedProgramError):
         draws = to_samples(posterior, 1, *without_targets(args)).latents
