@@ -202,7 +202,7 @@ def leave_one_out(
     chains = isinstance(posterior, Samples)
     if linear or (isinstance(posterior, Guide) and not posterior.has_density):
         return None, NOT_REFITTED
-    log_p, log_q = (None, None) if chains else _densities(model, posterior, samples, train)
+    log_p, log_q = (None, None) if chains else _densities(model, kind, posterior, samples, train)
     if not chains and log_q is None:
         return None, NOT_REFITTED
     seen = kind.seen(model, train, posterior)
@@ -349,17 +349,15 @@ def difference(ours: LeftOut, theirs: LeftOut) -> tuple[float, float]:
 
 @torch.no_grad()
 def _densities(
-    model: Callable, guide: Any, samples: Samples, args: tuple
+    model: Callable, kind: Kind, guide: Any, samples: Samples, args: tuple
 ) -> tuple[Tensor, Tensor | None]:
     """log p(u) and log q(u) over the unconstrained latents, ``(S,)`` each; log q is None for a
     guide without a density."""
     with evaluation_mode(model, guide):
+        local = kind.latents is None or any(latent.plates for latent in kind.latents.values())
+        if not local and has_rows((args, {}), leading_size(args)):
+            args = taken(args, slice(0, 2))  # the prior does not depend on the data
         program = Program(model, *args)
-        if has_rows((args, {}), leading_size(args)) and not any(
-            latent.plates for latent in program.latents.values()
-        ):
-            few = taken(args, slice(0, 2))  # the prior does not depend on the data
-            program = Program(model, *few)
         log_p, log_q = log_densities_of(program, guide, samples, program.log_prior)
     return log_p.double(), None if log_q is None else log_q.double()
 
