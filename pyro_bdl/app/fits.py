@@ -15,7 +15,8 @@ from pyro_bdl.app import baselines
 from pyro_bdl.app.cross_validation import SCORES
 from pyro_bdl.app.options import Options
 from pyro_bdl.comparison.costs import Costs
-from pyro_bdl.comparison.evaluate import Evaluation, evaluate
+from pyro_bdl.comparison.evaluate import DRAWS, Evaluation, evaluate_in
+from pyro_bdl.comparison.setting import Setting
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.errors import ArgumentError, FailedStepError, MissingOperatorError
 from pyro_bdl.guides.base import Guide
@@ -66,6 +67,7 @@ class Fits:
         self.evaluations: dict[str, Evaluation] = {}
         self.baselines: dict[str, Evaluation] = {}
         self.left_out: dict[str, str] = {}
+        self._settings: list[Setting] = []  # one for each program
         self.failed = self.interrupted = False
         tensors = (data.x_train, data.y_train, data.x_test, data.y_test)
         numbers = b"".join(tensor.cpu().numpy().tobytes() for tensor in tensors)
@@ -132,19 +134,20 @@ class Fits:
     def evaluated(self, posterior: Any, costs: Costs | None = None) -> Evaluation:
         """A posterior on the test part, under its own program (a prior by the evidence is one), in
         the units of the target."""
-        data = self.data
-        own = isinstance(posterior, Guide)
-        return evaluate(
-            posterior.program_model if own else self.problem.model,
-            posterior,
-            data.x_test,
-            data.y_test,
-            train=(data.x_train, data.y_train),
-            costs=costs,
-            units=(data.y_sd, data.y_mean),
-            seed=self.options.seed,
-            progress=self._bars,
-        )
+        model = self.problem.model
+        if isinstance(posterior, Guide):
+            model = posterior.program_model
+        setting = next((known for known in self._settings if known.model is model), None)
+        if setting is None:
+            data = self.data
+            setting = Setting.read(
+                model, posterior, test=(data.x_test, data.y_test),
+                train=(data.x_train, data.y_train), ood=None, units=(data.y_sd, data.y_mean),
+                num_samples=DRAWS, batch_norm_data=None, seed=self.options.seed,
+                progress=self._bars,
+            )  # fmt: skip
+            self._settings.append(setting)
+        return evaluate_in(setting, posterior, costs or Costs(), None)
 
     @property
     def _bars(self) -> bool:

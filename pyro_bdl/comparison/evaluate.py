@@ -46,6 +46,7 @@ from pyro_bdl.utils.trees import tree_map
 _NUMBERS = 2**24  # the largest number of numbers in the draws that are kept
 _LEAST_FOR_RANGE = 40
 _FILE = "Evaluation"
+DRAWS = 1000  # of a guide, by default
 NUMBERS_OF_ONE = (*SCORES, *COSTS, *LEFT_OUT)
 
 
@@ -153,7 +154,7 @@ def evaluate(
     *test: Any,
     train: tuple[Any, ...] | None = None,
     ood: Any = None,
-    num_samples: int = 1000,
+    num_samples: int = DRAWS,
     batch_norm_data: Any = None,
     costs: Costs | None = None,
     left_out: KFold | None = None,

@@ -1,15 +1,19 @@
-"""The observed sites of a program, as one target.
+"""The observed sites of a program, as one target, read from its statements.
 
-The numbers of several observed sites are scored as one target. If all sites stand in one plate
-whose cells are the rows of the data, a datum is a row: its log density is the sum over the sites,
-and its numbers follow each other, ``(N, D)``. Otherwise all numbers are in one vector ``(M,)``, and
-all data are passed to the program at once. Sites in a common plate have one log density for each of
-its cells, as for the sequences of a hidden Markov chain. Without a common plate each site has its
+The numbers of several observed sites are scored as one target. If the first plate of all sites
+holds the rows of the data, a datum is a row: its log density is the sum over the sites, and its
+numbers follow each other, ``(N, D)``. Otherwise all numbers are in one vector ``(M,)``, and all
+data are passed to the program at once. Sites in common plates have one log density for each of
+their cells, as for the sequences of a hidden Markov chain. Without a common plate each site has its
 own terms; if discrete sites that are summed out tie the data to each other, there is one density.
+
+A plate holds the rows if it is the first dimension of the observed values, has a cell for each row
+of the arguments, and no memory says otherwise: values that are a view of an argument show which of
+its axes they run along. Without a plate the values must be such a view, along its rows.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,8 +28,10 @@ from pyro_bdl.program.batches import has_rows, leading_size, taken
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.trace import Run, Site, leave_open, record
+from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.trees import tree_leaves
 
 _CLASSES = ("Categorical", "Bernoulli", "OneHotCategorical", "OrderedLogistic")
 _BY_CLASS = ("Categorical", "OrderedLogistic")  # a probability for each class
@@ -59,8 +65,7 @@ class Seen(NamedTuple):
         if rows == slice(None):
             return self
         counts = self.counts.reshape(self.rows, -1)[rows]
-        numbers = self.numbers.reshape(self.rows, *self.numbers.shape[1:])[rows]
-        return Seen(numbers, counts.flatten(), len(counts))
+        return Seen(self.numbers[rows], counts.flatten(), len(counts))
 
 
 @dataclass(frozen=True)
@@ -70,17 +75,15 @@ class Kind:
     :param sites: observed site to the name of its distribution.
     :param task: ``"regression"`` or ``"classification"``.
     :param latents: its latent sites; None if their shapes are unknown without a posterior.
-    :param is_last: whether the last argument holds the numbers of a single site.
-    :param by_rows: whether the first axis of the predictions is that of the data.
-    :param plates: the plates that several sites stand in, each with its dimension at each site,
-        counted from the right.
+    :param by_rows: whether the first axis of the numbers is that of the rows of the arguments.
+    :param plates: the plates that all sites stand in, each with its dimension at each site, counted
+        from the right; the first dimension first.
     :param mixed: whether some sites are of classes and others of numbers.
     :param no_single: why no datum has a density of its own, in words; empty if each one has.
     :param is_joint: whether one density covers all data.
     :param fixed_mean: whether the mean of a joint distribution does not depend on the latents, as
         for a Gaussian process whose function is integrated out.
     :param linear: whether the linearized model knows the distributions.
-    :param needs_targets: whether the program observes its site with targets only.
     :param most_rows: the program's ``num_data``, beyond which it takes no targets; None for any.
     :param is_masked: whether a mask tensor leaves data out of the likelihood.
     :param factors: its factors, which belong to no datum and are not scored.
@@ -88,19 +91,27 @@ class Kind:
 
     sites: Mapping[str, str]
     task: str
-    latents: Mapping[str, Latent] | None
-    is_last: bool
-    by_rows: bool
-    plates: Mapping[str, Mapping[str, int]]
-    mixed: bool
-    no_single: str
-    is_joint: bool
-    fixed_mean: bool
-    linear: bool
-    needs_targets: bool
-    most_rows: int | None
+    latents: Mapping[str, Latent] | None = None
+    by_rows: bool = True
+    plates: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    mixed: bool = False
+    no_single: str = ""
+    is_joint: bool = False
+    fixed_mean: bool = False
+    linear: bool = True
+    most_rows: int | None = None
     is_masked: bool = False
     factors: tuple[str, ...] = ()
+
+    @property
+    def is_single(self) -> bool:
+        """True of one observed site."""
+        return len(self.sites) == 1
+
+    @property
+    def has_rows_of_one(self) -> bool:
+        """True if the numbers are those of one site, row by row, in the shape of its targets."""
+        return self.is_single and self.by_rows
 
     @property
     def is_normal(self) -> bool:
@@ -108,7 +119,7 @@ class Kind:
 
     def numbers(self, values: Mapping[str, Tensor]) -> Tensor:
         """Numbers of each site and draw ``(S, ...)`` as ``(S, N, ...)`` or ``(S, M)``."""
-        if self.is_last:
+        if self.has_rows_of_one:
             return values[next(iter(self.sites))]
         shape = values[next(iter(self.sites))].shape
         return self._joined(values, *shape[: 2 if self.by_rows else 1])
@@ -124,7 +135,7 @@ class Kind:
 
     def _of_classes(self, by_site: Mapping[str, Tensor], means: Mapping[str, Tensor]) -> Tensor:
         first = next(iter(by_site.values()))
-        if self.is_last:
+        if self.has_rows_of_one:
             return first
         rows = means[next(iter(self.sites))].shape[1:2] if self.by_rows else ()
         joined = self._joined(by_site, len(first), *rows)
@@ -158,26 +169,25 @@ class Kind:
         parts = [slice(start, start + size) for start in range(0, leading_size(args), size)]
         return [(taken(args, rows), rows) for rows in parts]
 
-    def targets(self, model: Callable, args: tuple, posterior: Any) -> Tensor:
-        """The numbers that the program observes."""
-        if self.is_last:
-            return args[-1]
-        with torch.no_grad(), evaluation_mode(model, posterior):
-            parts = (part for part, _ in self.batches(args, draws=1))
-            return torch.cat([self._observed(model, part, posterior) for part in parts])
-
     def seen(self, model: Callable, args: tuple, posterior: Any) -> Seen | None:
         """The data that were seen; None where no mask leaves any out."""
-        if not self.is_masked:
-            return None
-        with torch.no_grad(), evaluation_mode(model, posterior):
-            parts = [self._seen(model, part, posterior) for part, _ in self.batches(args, draws=1)]
-        numbers, counts, rows = zip(*parts, strict=True)
-        seen = Seen(torch.cat(numbers), torch.cat(counts), sum(rows))
-        return None if seen.numbers.all() else seen
+        return observed(model, args, posterior, self).seen if self.is_masked else None
 
-    def _seen(self, model: Callable, args: tuple, posterior: Any) -> Seen:
-        run = _first_run(model, args, posterior)[0]
+    def targets(self, run: Run, args: tuple) -> Tensor:
+        """The numbers that a run observes."""
+        values: dict[str, Any] = {name: run.observed[name].value for name in self.sites}
+        if self.has_rows_of_one:
+            return next(iter(values.values()))
+        for name, kind in self.sites.items():
+            if self.task == "classification" and kind == "OneHotCategorical":
+                values[name] = values[name].argmax(-1)
+            if self.mixed and kind in _BY_CLASS:
+                classes = observation_mean(run.observed[name].distribution).shape[-1]
+                values[name] = one_hot(values[name].long(), classes)
+        return self._joined(values, *([leading_size(args)] if self.by_rows else []))
+
+    def seen_in(self, run: Run, args: tuple) -> Seen:
+        """The numbers that a run's masks do not leave out."""
         cells: dict[str, Tensor] = {}
         counts: dict[str, Tensor] = {}
         for name, kind in self.sites.items():
@@ -191,23 +201,11 @@ class Kind:
             cells[name] = of_site
             batch: Any = site.distribution.batch_shape
             counts[name] = of_site.reshape(*batch, -1).sum(-1, dtype=torch.float64)[None]
-        if self.is_last:
+        if self.has_rows_of_one:
             numbers = next(iter(cells.values()))
         else:
             numbers = self._joined(cells, *([leading_size(args)] if self.by_rows else []))
-        rows = leading_size(args) if self.by_rows else len(numbers)
-        return Seen(numbers, self.densities(counts)[0], rows)
-
-    def _observed(self, model: Callable, args: tuple, posterior: Any) -> Tensor:
-        run = _first_run(model, args, posterior)[0]
-        values: dict[str, Any] = {name: run.observed[name].value for name in self.sites}
-        for name, kind in self.sites.items():
-            if self.task == "classification" and kind == "OneHotCategorical":
-                values[name] = values[name].argmax(-1)
-            if self.mixed and kind in _BY_CLASS:
-                classes = observation_mean(run.observed[name].distribution).shape[-1]
-                values[name] = one_hot(values[name].long(), classes)
-        return self._joined(values, *([leading_size(args)] if self.by_rows else []))
+        return Seen(numbers, self.densities(counts)[0], len(numbers))
 
 
 def without_targets(args: tuple) -> tuple:
@@ -215,68 +213,129 @@ def without_targets(args: tuple) -> tuple:
     return (*args[:-1], None) if len(args) > 1 else args
 
 
-@torch.no_grad()
-def read_kind(model: Callable, args: tuple, posterior: Any) -> Kind:
-    """Read what a program observes from a run on the data.
+class Observed(NamedTuple):
+    """What a program observes of some data.
 
-    :param args: the test inputs and, last, the targets.
+    :param y: the numbers, in its units.
+    :param seen: which of them masks do not leave out; None where they leave out none.
+    """
+
+    kind: Kind
+    y: Tensor
+    seen: Seen | None
+
+
+@torch.no_grad()
+def observed(
+    model: Callable, args: tuple, posterior: Any, kind: Kind | None = None, *, draws: int = 1000
+) -> Observed:
+    """Read what a program observes of data, by one run on each batch of them.
+
+    :param args: the inputs and, last, the targets.
     :param posterior: a guide or ``Samples``, whose draws give values to latents with an improper
         prior.
+    :param kind: where it is known from other data.
+    :param draws: for which the batches are made.
     :raises ValueError: if the program has no observed site.
-    :raises UnsupportedProgramError: if the program does not sample the site without targets, and
-        its distribution with targets cannot be sampled either.
+    :raises UnsupportedProgramError: if the program's sites are others in another batch.
     """
-    most_rows = _stated_num_data(model)
-    rows = args if most_rows is None else taken(args, slice(0, most_rows))
+    rows = has_rows((args, {}), leading_size(args))
+    known = kind or Kind({}, "", by_rows=rows, most_rows=_stated_num_data(model))
+    batches = [part for part, _ in known.batches(args, draws)]
     with evaluation_mode(model, posterior):
-        run, program, at = _first_run(model, rows, posterior)
-        sites = run.observed
-        if not sites:
-            raise ValueError(
-                "compare needs a program with an observed site: pass the targets last, and write "
-                "the likelihood as pyro.sample(..., obs=y)"
-            )
-        kinds = {name: observation_kind(site.distribution) for name, site in sites.items()}
-        classes = {_number_of_classes(kinds[name], site) for name, site in sites.items()}
-        is_class = len(classes) == 1 and None not in classes
-        (name, site), *others = sites.items()
-        is_last = not others and _are_targets(rows[-1], site)
-        linear, plates = all(is_known(site.distribution) for site in sites.values()), {}
-        without: Mapping[str, Site] = {}
-        tied = run.one_step_ahead()
-        if is_last:
-            check_fit(rows[-1], cast(Any, site.distribution).shape())
-            without = record(model, at, without_targets(rows), draw=leave_open).observed
-            if name not in without and not linear:
-                raise UnsupportedProgramError(
-                    f"the program does not sample the site {name!r} where the targets are None: "
-                    "write it with y=None as an argument and pyro.sample(..., obs=y)"
-                )
-            numbers = rows[-1].numel()
-            is_joint = len(rows[-1]) > 1 and site.distribution.event_shape.numel() == numbers
-            words = f"the site {name!r} is one joint observation of all rows"
-        else:
-            plates = _common_plates(sites)
-            is_joint = not plates and (tied or run.coupled_data()) is not None
-            words = "discrete sites that are summed out tie the data of all observed sites to "
-            words, tied = words + "each other", None
-        return Kind(
-            sites=kinds,
-            task="classification" if is_class else "regression",
-            latents=None if program is None else program.latents,
-            is_last=is_last,
-            by_rows=is_last or _are_rows(model, rows, run, plates, posterior),
-            plates=plates,
-            mixed=len(classes) > 1,
-            no_single=words if is_joint else tied or "",
-            is_joint=is_joint,
-            fixed_mean=is_joint and is_last and program is not None and _same_mean(program, name),
-            linear=linear,
-            needs_targets=name not in without,
-            most_rows=most_rows,
-            is_masked=any(site.is_masked for site in sites.values()),
-            factors=() if program is None else program.factors,
+        found = _read(model, batches, posterior, kind)
+        if found is None and kind is None:
+            found = _read(model, [args], posterior, None)
+    if found is None:
+        raise UnsupportedProgramError(
+            "the program has other observed sites, or plates without a cell for each row, in some "
+            "of the data: write its observed sites in a plate over the rows, for any data"
         )
+    return found
+
+
+def _read(
+    model: Callable, batches: list[tuple], posterior: Any, kind: Kind | None
+) -> Observed | None:
+    """What is observed in all batches; None if they are no rows of one kind."""
+    targets, marks = [], []
+    for args in batches:
+        run, program, at = _first_run(model, args, posterior)
+        kind = kind or _kind_of(model, args, run, program, at)
+        by_rows = kind.by_rows and _are_rows(args, run.observed, _common_plates(run.observed))
+        if run.observed.keys() != kind.sites.keys() or by_rows != kind.by_rows:
+            return None
+        if len(batches) > 1 and (kind.is_joint or not by_rows):
+            return None
+        targets.append(kind.targets(run, args))
+        marks.append(kind.seen_in(run, args))
+    assert kind is not None
+    cells, counts, rows = zip(*marks, strict=True)
+    seen = Seen(torch.cat(cells), torch.cat(counts), sum(rows)) if kind.is_masked else None
+    if seen is not None and seen.numbers.all():
+        seen = None
+    return Observed(kind, targets[0] if len(targets) == 1 else torch.cat(targets), seen)
+
+
+def _kind_of(
+    model: Callable, args: tuple, run: Run, program: Program | None, at: Mapping[str, Tensor]
+) -> Kind:
+    sites = run.observed
+    if not sites:
+        raise ValueError(
+            "compare needs a program with an observed site: pass the targets last, and write "
+            "the likelihood as pyro.sample(..., obs=y)"
+        )
+    for site in sites.values():
+        check_fit(site.value, cast(Any, site.distribution).shape())
+    kinds = {name: observation_kind(site.distribution) for name, site in sites.items()}
+    classes = {_number_of_classes(kinds[name], site) for name, site in sites.items()}
+    is_class = len(classes) == 1 and None not in classes
+    plates, name = _common_plates(sites), next(iter(sites))
+    is_single, tied = len(sites) == 1, run.one_step_ahead()
+    if is_single:
+        is_joint = not plates and sites[name].distribution.batch_shape.numel() == 1
+        words = f"the site {name!r} is one joint observation of all rows"
+    else:
+        is_joint = not plates and (tied or run.coupled_data()) is not None
+        words = "discrete sites that are summed out tie the data of all observed sites to "
+        words, tied = words + "each other", None
+    linear = all(is_known(site.distribution) for site in sites.values())
+    if not linear and _needs_targets(model, args, at, name):
+        raise UnsupportedProgramError(
+            f"the program does not sample the site {name!r} where the targets are None: "
+            "write it with y=None as an argument and pyro.sample(..., obs=y)"
+        )
+    return Kind(
+        sites=kinds,
+        task="classification" if is_class else "regression",
+        latents=None if program is None else program.latents,
+        by_rows=_are_rows(args, sites, plates),
+        plates=plates,
+        mixed=len(classes) > 1,
+        no_single=words if is_joint else tied or "",
+        is_joint=is_joint,
+        fixed_mean=is_joint
+        and is_single
+        and program is not None
+        and _has_fixed_mean(program, name),
+        linear=linear,
+        most_rows=_stated_num_data(model),
+        is_masked=any(site.is_masked for site in sites.values()),
+        factors=() if program is None else program.factors,
+    )
+
+
+def needs_targets(model: Callable, kind: Kind, args: tuple, posterior: Any) -> bool:
+    """Return whether the program observes its first site with targets only, as at a row."""
+    with torch.no_grad(), evaluation_mode(model, posterior):
+        row = taken(args, slice(0, 1)) if kind.by_rows and not kind.is_joint else args
+        at = _first_run(model, row, posterior)[2]
+        return _needs_targets(model, row, at, next(iter(kind.sites)))
+
+
+def _needs_targets(model: Callable, args: tuple, at: Mapping[str, Tensor], site: str) -> bool:
+    return site not in record(model, at, without_targets(args), draw=leave_open).observed
 
 
 def _stated_num_data(model: Any) -> int | None:
@@ -304,13 +363,6 @@ def _number_of_classes(kind: str, site: Site) -> int | None:
     return class_probabilities(kind, observation_mean(site.distribution)[None]).shape[-1]
 
 
-def _are_targets(y: Any, site: Site) -> bool:
-    """Return whether the last argument holds the numbers that a site observes, in their order."""
-    if not isinstance(y, Tensor) or y.numel() != site.value.numel():
-        return False
-    return torch.equal(y.reshape(-1).to(site.value), site.value.reshape(-1))
-
-
 def _first_run(
     model: Callable, args: tuple, posterior: Any
 ) -> tuple[Run, Program | None, Mapping[str, Tensor]]:
@@ -320,33 +372,35 @@ def _first_run(
     """
     program: Program | None = None
     try:
-        program = Program(model, *args)
+        program, run = Program.with_run(model, args, {})
         at: Mapping[str, Tensor] = program.initial
-        run = program.run(at)
     except (NotImplementedError, UnsupportedProgramError):
         draws = to_samples(posterior, 1, *without_targets(args)).latents
         at = {site: value[0, 0] for site, value in draws.items()}
         run = record(model, at, args, draw=leave_open)
-    observed = {
+    sites = {
         name: site
         for name, site in run.observed.items()
         if site.value is not None and site.mask is not False
     }
-    return replace(run, observed=observed), program, at
+    return replace(run, observed=sites), program, at
 
 
-def _same_mean(program: Program, site: str) -> bool:
-    """Return whether the observation's mean does not depend on the latents."""
-    elsewhere = program.constrain(program.unconstrain(program.initial) + 0.5)[0]
-    runs = (program.run(latents) for latents in (program.initial, elsewhere))
-    return torch.equal(*(observation_mean(run.observed[site].distribution) for run in runs))
+@torch.enable_grad()
+def _has_fixed_mean(program: Program | None, site: str) -> bool:
+    """Return whether autograd reaches none of the latents from the observation's mean."""
+    if program is None:
+        return False
+    vector = program.unconstrain(program.initial).detach().requires_grad_()
+    run = program.run(program.constrain(vector)[0])
+    return not reaches(observation_mean(run.observed[site].distribution), [vector])
 
 
 def _common_plates(sites: Mapping[str, Site]) -> dict[str, dict[str, int]]:
-    """The plates of all sites, each with its dimension at every site."""
+    """The plates of all sites, each with its dimension at every site, from left to right."""
     shapes = {name: site.distribution.batch_shape for name, site in sites.items()}
     common: dict[str, dict[str, int]] = {}
-    for plate, _ in next(iter(sites.values())).plates:
+    for plate, _ in sorted(next(iter(sites.values())).plates, key=lambda plate: plate[1]):
         dims = {n: dict(site.plates).get(plate, -1 - len(shapes[n])) for n, site in sites.items()}
         inside = all(-dim <= len(shapes[name]) for name, dim in dims.items())
         if inside and len({shapes[name][dim] for name, dim in dims.items()}) == 1:
@@ -355,31 +409,43 @@ def _common_plates(sites: Mapping[str, Site]) -> dict[str, dict[str, int]]:
 
 
 def _are_rows(
-    model: Callable,
-    args: tuple,
-    run: Run,
-    plates: Mapping[str, Mapping[str, int]],
-    posterior: Any,
+    args: tuple, sites: Mapping[str, Site], plates: Mapping[str, Mapping[str, int]]
 ) -> bool:
-    """Return whether the cells of the plates are the rows of the arguments, also with one less."""
+    """Return whether the first axis of the observed values is that of the rows of the arguments."""
     count = leading_size(args)
-    if len(plates) != 1 or count < 2 or not has_rows((args, {}), count):
+    if not has_rows((args, {}), count) or not (plates or len(sites) == 1):
         return False
-    (dims,) = plates.values()
+    first = next(iter(plates.values()), {})
+    for name, site in sites.items():
+        batch, along = site.distribution.batch_shape, _along_rows(site.value, args)
+        in_plate = first.get(name) == -len(batch)
+        if site.value.shape[:1] != (count,) or along is False or not (in_plate or along):
+            return False
+        if len(sites) > 1 and not in_plate:
+            return False
+    return True
 
-    def fits(sites: Mapping[str, Site], rows: int) -> bool:
-        return sites.keys() == dims.keys() and all(
-            site.value.shape[:1] == (rows,) and site.distribution.batch_shape[dims[name]] == rows
-            for name, site in sites.items()
-        )
 
-    if not fits(run.observed, count):
-        return False
-    try:
-        fewer = _first_run(model, taken(args, slice(0, count - 1)), posterior)[0]
-    except (ValueError, RuntimeError, IndexError):
-        return False
-    return fits(fewer.observed, count - 1)
+def _along_rows(value: Tensor, args: tuple) -> bool | None:
+    """Return whether the first axis of a view of an argument is this argument's first one, by the
+    places of its numbers in memory; None for a tensor with memory of its own."""
+    memory = value.untyped_storage().data_ptr()
+    tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+    views = [
+        x for x in tensors if x.dtype == value.dtype and x.untyped_storage().data_ptr() == memory
+    ]
+    for x in views:
+        start = value.storage_offset() - x.storage_offset()
+        same = len(x) == 1 or value.stride(0) == x.stride(0)
+        if same and start >= 0 and start + _width(value) <= _width(x):
+            return True
+    return False if views else None
+
+
+def _width(rows: Tensor) -> int:
+    """How far the last number of a row is from its first one in memory."""
+    sizes = zip(rows.shape[1:], rows.stride()[1:], strict=True)
+    return sum((size - 1) * stride for size, stride in sizes)
 
 
 def check_fit(y: Tensor, shape: torch.Size) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_bdl import diagnostics
 from pyro_bdl.comparison.columns import listed
-from pyro_bdl.comparison.kind import Kind, Seen, read_kind
+from pyro_bdl.comparison.kind import Kind, Seen, observed
 from pyro_bdl.comparison.metric import metric, metrics_of, total_error
 from pyro_bdl.comparison.observe import log_densities
 from pyro_bdl.diagnostics.loo import (
@@ -202,7 +202,7 @@ def leave_one_out(
     chains = isinstance(posterior, Samples)
     if linear or (isinstance(posterior, Guide) and not posterior.has_density):
         return None, NOT_REFITTED
-    log_p, log_q = (None, None) if chains else _densities(model, posterior, samples, train)
+    log_p, log_q = (None, None) if chains else _densities(model, kind, posterior, samples, train)
     if not chains and log_q is None:
         return None, NOT_REFITTED
     seen = kind.seen(model, train, posterior)
@@ -349,17 +349,15 @@ def difference(ours: LeftOut, theirs: LeftOut) -> tuple[float, float]:
 
 @torch.no_grad()
 def _densities(
-    model: Callable, guide: Any, samples: Samples, args: tuple
+    model: Callable, kind: Kind, guide: Any, samples: Samples, args: tuple
 ) -> tuple[Tensor, Tensor | None]:
     """log p(u) and log q(u) over the unconstrained latents, ``(S,)`` each; log q is None for a
     guide without a density."""
     with evaluation_mode(model, guide):
+        local = kind.latents is None or any(latent.plates for latent in kind.latents.values())
+        if not local and has_rows((args, {}), leading_size(args)):
+            args = taken(args, slice(0, 2))  # the prior does not depend on the data
         program = Program(model, *args)
-        if has_rows((args, {}), leading_size(args)) and not any(
-            latent.plates for latent in program.latents.values()
-        ):
-            few = taken(args, slice(0, 2))  # the prior does not depend on the data
-            program = Program(model, *few)
         log_p, log_q = log_densities_of(program, guide, samples, program.log_prior)
     return log_p.double(), None if log_q is None else log_q.double()
 
@@ -446,7 +444,7 @@ def _log_density(
 ) -> tuple[Tensor, float, Tensor]:
     """log E p(y_n | w) of each row, ``(N,)``, the error over the draws of its sum, and whether
     anything of the row was seen."""
-    kind = read_kind(model, args, posterior)
+    kind, _, seen = observed(model, args, posterior, draws=num_samples)
     if not kind.by_rows or kind.is_joint:
         raise ValueError(
             f"k_fold leaves out rows, and the observed sites {', '.join(map(repr, kind.sites))} "
@@ -464,7 +462,6 @@ def _log_density(
         if groups := number_of_groups(len(rows)):
             sums = [log_mean_exp(some.T).sum() for some in without_each(rows, groups)]
             without = torch.stack(sums) + (without.to(sums[0]) if len(parts) > 1 else 0.0)
-    seen = kind.seen(model, args, posterior)
     every = torch.ones(leading_size(args), dtype=torch.bool, device="cpu")
     seen_rows = every if seen is None else seen.of_rows().cpu()
     return torch.cat(parts), float(jackknife_error(without)), seen_rows

@@ -200,7 +200,7 @@ def _observed(predictive: Any, kind: Kind, args: tuple, y: Tensor | None) -> Blo
         y = _fitting(y, mean[0])
     draws = kind.numbers({name: sites[name].draws for name in kind.sites})
     check_draws("predictions", draws.isnan())
-    function = deterministic.get("f") if kind.is_last else None
+    function = deterministic.get("f") if kind.has_rows_of_one else None
     if function is None or function.shape[1:2] != mean.shape[1:2]:
         function = draws if kind.fixed_mean else mean
     bad = ~function.isfinite()

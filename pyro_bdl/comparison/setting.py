@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.comparison.kind import Kind, Seen, read_kind
+from pyro_bdl.comparison.kind import Kind, Seen, needs_targets, observed
 from pyro_bdl.program.batches import as_dicts, device_of_rows, has_rows, leading_size, taken
 from pyro_bdl.program.check import by_entry
 from pyro_bdl.utils.random_state import seeded
@@ -70,29 +70,28 @@ class Setting:
             raise ValueError(f"units must be (scale, shift) with a positive scale, got {units}")
         with seeded(seed):
             try:
-                kind = read_kind(model, args, posterior)
+                kind, y, seen = observed(model, args, posterior, draws=num_samples)
             except (ValueError, RuntimeError, IndexError):
                 _check_rows("test", args)
                 raise
-            y = kind.targets(model, args, posterior)
-            seen = kind.seen(model, args, posterior)
         if seen is not None and not seen.numbers.any():
             raise ValueError(
                 f"masks leave out all test data of {', '.join(map(repr, kind.sites))}, and nothing "
                 "is left to be scored: pass test data of which some were seen"
             )
-        if kind.is_last:  # only of several sites there may be different numbers of rows
-            _check_rows("test", args)
-        elif ood is not None or tuple(units) != (1, 0):
+        if kind.is_single and len(y) == leading_size((args[-1],)):
+            _check_rows("test", args)  # only of several sites there may be different numbers
+        if not kind.has_rows_of_one and (ood is not None or tuple(units) != (1, 0)):
             raise ValueError(
-                "ood and units are for programs that observe the last argument at one site, "
+                "ood and units are for programs that observe a number for each row at one site, "
                 f"and this one has the data of {', '.join(map(repr, kind.sites))}"
             )
         if train is not None and kind.by_rows:
             _check_rows("train", train)
         if ood is not None:
-            count = leading_size(ood)
-            ood = (*ood, y[:1].expand(count, *y.shape[1:]) if kind.needs_targets else None)
+            with seeded(seed):
+                needed = needs_targets(model, kind, args, posterior)
+            ood = (*ood, args[-1][:1].expand(leading_size(ood), *y.shape[1:]) if needed else None)
         units = units if kind.task == "regression" else (1.0, 0.0)
         return cls(model, kind, args, y, seen, train, ood, units, num_samples, seed=seed, **options)
 

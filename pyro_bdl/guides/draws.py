@@ -1,7 +1,7 @@
 """Draws from a posterior (a guide or draws), their log densities, and checks of posteriors."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,9 @@ from pyro_bdl.program.layout import NEW_ROWS, Latent, differences, origin
 from pyro_bdl.program.program import Program, SiteShape, site_shapes
 from pyro_bdl.program.samples import Samples, as_tensor, is_numpyro_mcmc
 from pyro_bdl.program.saved import check_same, described_program
-from pyro_bdl.program.trace import UNOBSERVED, Run, leave_open, record
+from pyro_bdl.program.trace import UNOBSERVED, Run, Site, leave_open, record
 from pyro_bdl.program.vmap import joined, map_draws, number_of_draws
+from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.trees import tree_map_only
 from pyro_bdl.utils.validation import whole_number
@@ -415,7 +416,6 @@ def _latent_shapes(run: Run) -> dict[str, torch.Size]:
     return {name: site.distribution.shape() for name, site in sites.items()}
 
 
-@torch.enable_grad()
 def check_posterior(
     program: Callable,
     posterior: Any,
@@ -425,32 +425,55 @@ def check_posterior(
 ) -> None:
     """Check that a posterior belongs to a program, which is called without its targets.
 
-    Without targets, observed sites look like latents. A site without plates whose distribution does
-    not depend on the latents is taken for a latent that the posterior lacks.
-
     :param draws: draws of the posterior, site -> (S, *shape); the first one is used.
     :raises ValueError: if names or shapes of the latents do not match; the error lists all of them.
     """
-    values = {name: value[0].detach() for name, value in draws.items()}
-    leaves = [v.requires_grad_() for v in values.values() if v.is_floating_point()]
-    with preserved_buffers(program, posterior):
-        run = run_at_draw(program, values, args, kwargs, draw=leave_open)
+    first = {name: value[0].detach() for name, value in draws.items()}
+    run_of_posterior(program, posterior, first, args, kwargs)
+
+
+def run_of_posterior(
+    program: Callable,
+    posterior: Any,
+    values: Mapping[str, Tensor],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+) -> Run:
+    """Run a program at a draw of a posterior, and check that the posterior belongs to it.
+
+    Without targets, observed sites look like latents. A site without plates whose distribution does
+    not depend on the latents is taken for a latent that the posterior lacks; where there is one,
+    a second run follows it in autograd's graph.
+
+    :raises ValueError: if names or shapes of the latents do not match; the error lists all of them.
+    """
+
+    def run_at(values: Mapping[str, Tensor]) -> Run:
+        with preserved_buffers(program, posterior):
+            return run_at_draw(program, values, args, kwargs, draw=leave_open)
+
+    run = run_at(values)
     given = {name: value.shape for name, value in values.items()}
     expected = _latent_shapes(run)
-    for name, site in run.observed.items():
-        if site.value is None and not site.distribution.batch_shape:
-            parameters = parameters_of(base_distribution(site.distribution)).values()
-            if parameters and not _depend(parameters, leaves):
+    if any(map(_may_be_latent, run.observed.values())):
+        leaves = {n: v.clone().requires_grad_(v.is_floating_point()) for n, v in values.items()}
+        with torch.enable_grad():
+            sites = run_at(leaves).observed
+        for name, site in sites.items():
+            if _may_be_latent(site) and not _depend(site, list(leaves.values())):
                 distribution: Any = site.distribution
                 expected[name] = distribution.shape()
     if not isinstance(posterior, Guide | Samples):  # Pyro's own guides have auxiliary sites too
         given = {name: shape for name, shape in given.items() if name in expected}
     _refuse(expected, given)
+    return run
 
 
-def _depend(parameters: Iterable[Tensor], leaves: list[Tensor]) -> bool:
-    total = sum(value.sum() for value in parameters if value.requires_grad)
-    if not isinstance(total, Tensor):
-        return False
-    found = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
-    return any(gradient is not None for gradient in found)
+def _may_be_latent(site: Site) -> bool:
+    return site.value is None and not site.distribution.batch_shape
+
+
+def _depend(site: Site, leaves: list[Tensor]) -> bool:
+    """Return whether the parameters of a site depend on the leaves, or it has none."""
+    parameters = parameters_of(base_distribution(site.distribution)).values()
+    return not parameters or any(reaches(value, leaves) for value in parameters)

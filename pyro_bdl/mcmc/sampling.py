@@ -115,10 +115,10 @@ def sample(
     )
     started = time.perf_counter()
     with evaluation_mode(model, init), seeded(seed):
-        program = checked_program(model, args, {}, init)
+        program, usable = checked_program(model, args, {}, init)
         require_all_data(program)
         restriction = Restriction(program, subset)
-        start = starting_vectors(restriction, init, num_chains)
+        start = starting_vectors(restriction, init, num_chains, usable=usable)
         kernel.check_size(start.shape[-1])
         described = restriction.described(start[0])
     with evaluation_mode(program.modules):

@@ -12,7 +12,7 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.draws import latent_draws
 from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.check import check_finite
-from pyro_bdl.program.program import Program, trace_once
+from pyro_bdl.program.program import Program, check_program, trace_once
 from pyro_bdl.program.saved import described_at
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.random_state import own_randomness
@@ -21,8 +21,11 @@ _ATTEMPTS = 100
 _RADIUS = 2.0  # of uniform starts, as in NumPyro and Stan
 
 
-def checked_program(model: Callable, args: tuple, kwargs: dict[str, Any], init: Any) -> Program:
-    """The program with finite data, whose contract holds.
+def checked_program(
+    model: Callable, args: tuple, kwargs: dict[str, Any], init: Any
+) -> tuple[Program, bool]:
+    """The program with finite data, whose contract holds, and whether log density and gradient
+    are finite at its first latents.
 
     Its first run is at ``init`` where that says values. Draws of the prior may be values that the
     program's distributions refuse, as NaN of a logarithm: the starts are looked for later.
@@ -37,13 +40,21 @@ def checked_program(model: Callable, args: tuple, kwargs: dict[str, Any], init: 
         with own_randomness():
             draws = latent_draws(init, 1, *args, **kwargs)
         values = {name: value[0] for name, value in draws.items()}
-    with pyro.validation_enabled(False):
-        first = trace_once(model, args, kwargs, values=values)
-    program = Program.from_run(model, first, args, kwargs)
+    with pyro.validation_enabled(False), torch.no_grad():
+        program, first = Program.with_run(model, args, kwargs, values)
     if program.discrete and not program.observed and not program.factors:
         program.require_observed()
-    program.check()
-    return program
+    if not program.latents:
+        raise UnsupportedProgramError(
+            "the program has no continuous latent site to draw: Program(model, *args)"
+            ".responsibilities({}) are the posterior of discrete ones"
+        )
+    leaf = program.unconstrain(program.initial).detach().requires_grad_()
+    with torch.enable_grad():
+        latents, log_det = program.constrain(leaf)
+        run = check_program(model, {**first.subsamples, **latents}, args, kwargs, first)
+        value = run.log_prior() + run.log_likelihood() + log_det
+    return program, _is_finite(value, leaf)
 
 
 class Restriction:
@@ -107,21 +118,31 @@ class Restriction:
         return result
 
 
-def starting_vectors(restriction: Restriction, init: Any, num_chains: int) -> Tensor:
+def starting_vectors(
+    restriction: Restriction, init: Any, num_chains: int, *, usable: bool = False
+) -> Tensor:
     """Starting points (chains, p) at which the log density and its gradient are finite.
 
     :param init: "prior" (each at a draw of the prior; sites with an improper prior are drawn like
         "uniform"), "uniform" (unconstrained numbers between -2 and 2, as in NumPyro), "network"
         (the values of the networks' parameters), a guide or ``Samples`` (each at a draw of it), or
         a dict of latents.
+    :param usable: whether the program's first latents are such a point; they start a chain then
+        if they are of ``init`` themselves.
     :raises ValueError: if no such point is found, or for another ``init``.
     """
-    starts = _proposed_starts(restriction, init, num_chains)
+    known = usable and restriction.subset is None and isinstance(init, str) and init == "prior"
+    if known:
+        first = _unconstrained(restriction.program, restriction.program.initial)[None]
+        if num_chains == 1:
+            return first
+    starts = _proposed_starts(restriction, init, num_chains - known)
+    unknown = list(range(len(starts)))
     for _ in range(_ATTEMPTS):
-        bad = [i for i, start in enumerate(starts) if not _is_usable(restriction, start)]
-        if not bad:
-            return starts
-        starts[bad] = _proposed_starts(restriction, init, len(bad))
+        unknown = [i for i in unknown if not _is_usable(restriction, starts[i])]
+        if not unknown:
+            return torch.cat([first, starts]) if known else starts
+        starts[unknown] = _proposed_starts(restriction, init, len(unknown))
     raise ValueError(
         f"no starting point with a finite log density was found from init={init!r}: "
         "start from a trained guide (init=guide), from given latents (init={'w': ...}) or "
@@ -166,11 +187,6 @@ def _unconstrained(program: Program, latents: Mapping[str, Any]) -> Tensor:
     missing = [name for name in program.latents if name not in latents]
     if missing:
         raise ValueError(f"init has no value for the latent site '{missing[0]}'")
-    if not program.latents:
-        raise UnsupportedProgramError(
-            "the program has no continuous latent site to draw: Program(model, *args)"
-            ".responsibilities({}) are the posterior of discrete ones"
-        )
     reference = next(iter(program.latents.values()))
     moved = {name: latents[name].to(reference.device) for name in program.latents}
     return program.unconstrain(moved).detach().to(reference.dtype)
@@ -179,6 +195,10 @@ def _unconstrained(program: Program, latents: Mapping[str, Any]) -> Tensor:
 def _is_usable(restriction: Restriction, vector: Tensor) -> bool:
     leaf = vector.detach().requires_grad_()  # torch.func refuses programs that call autograd.grad
     with torch.enable_grad():
-        value = restriction.log_density(leaf)
-        (gradient,) = torch.autograd.grad(value, leaf)
+        return _is_finite(restriction.log_density(leaf), leaf)
+
+
+def _is_finite(value: Tensor, leaf: Tensor) -> bool:
+    """Return whether a log density and its gradient are finite."""
+    (gradient,) = torch.autograd.grad(value, leaf)
     return bool(torch.isfinite(value) & torch.isfinite(gradient).all())

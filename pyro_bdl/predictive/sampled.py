@@ -15,9 +15,9 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import (
     DEFAULT_DRAWS,
     as_posterior,
-    check_posterior,
     drawn_in_parts,
     latent_draws,
+    run_of_posterior,
 )
 from pyro_bdl.predictive.observations import (
     AtDraws,
@@ -235,7 +235,13 @@ class Predictive(DrawPredictions):
             return AtDraws(values, {}, latents_at(draws))
 
         def choose(draws: Draws) -> tuple[Callable, Callable | None]:
-            run = run_at(draws, draw=sample_any_open) if partial else run_at(draws)
+            if partial:
+                run = run_at(draws, draw=sample_any_open)
+            elif self._is_checked:
+                run = run_at(draws)
+            else:
+                run = run_of_posterior(program, self.posterior, draws, args, kwargs)
+                self._is_checked = True
             if densities and run.factors and not densities_of(run.observed):
                 raise UnsupportedProgramError(
                     f"the factor '{min(run.factors)}' is no log likelihood of single data, and no "
@@ -248,7 +254,7 @@ class Predictive(DrawPredictions):
             read_site = functools.partial(at_draw, of_site=lambda name, known: read(known))
             return (ancestral if draw else read_site), None
 
-        return self._map(choose, args, kwargs, partial=partial)
+        return self._map(choose, args, kwargs)
 
     def _draws(self, args: tuple, kwargs: dict) -> Iterator[tuple[int, Draws]]:
         """The number of all draws of the latents, with the draws: all of them, or a part at a time
@@ -273,19 +279,11 @@ class Predictive(DrawPredictions):
         for part in drawn_in_parts(guide, total):
             yield total, part
 
-    def _map(
-        self,
-        choose: Callable[[Draws], tuple],
-        args: tuple,
-        kwargs: dict,
-        *,
-        partial: bool = False,
-    ) -> Any:
+    def _map(self, choose: Callable[[Draws], tuple], args: tuple, kwargs: dict) -> Any:
         """Evaluate at all draws in chunks.
 
         :param choose: returns for an example draw the function to evaluate and the function to
             finish a chunk.
-        :param partial: whether the posterior may lack latents.
         """
         if torch.compiler.is_exporting():
             raise UnsupportedProgramError(
@@ -299,17 +297,13 @@ class Predictive(DrawPredictions):
         ):
             parts = self._draws(args, kwargs)
             total, draws = next(parts)
-            if not self._is_checked and not partial:
-                program = on_whole_data(self.model)
-                check_posterior(program, self.posterior, draws, args, kwargs)
-                self._is_checked = True
             if self.batch_norm_data is not None:
                 layers, statistics = self._statistics or statistics_of_draws(
                     self.model, draws, self.batch_norm_data, progress=self.progress
                 )
                 if isinstance(self.posterior, Samples):
                     self._statistics = layers, statistics
-                draws, choose = draws | statistics, _with_statistics(layers, choose)
+                draws, choose = draws | statistics, _with_statistics(layers, set(draws), choose)
             needed, (function, finish) = measured(choose, draws)
             chunk_size = max(1, self.memory // bytes_of_another(function, draws, needed))
             evaluate = functools.partial(DrawMap(), function, chunk_size=chunk_size, finish=finish)
@@ -345,13 +339,13 @@ def _ancestral(
 
 
 def _with_statistics(
-    layers: list[Any], choose: Callable[[Draws], tuple]
+    layers: list[Any], latents: set[str], choose: Callable[[Draws], tuple]
 ) -> Callable[[Draws], tuple]:
     """Add each draw's own statistics of the BatchNorm layers to ``choose``."""
 
     def chosen(draw: Draws) -> tuple:
         with computing_with(layers, draw):
-            function, finish = choose(draw)
+            function, finish = choose({name: draw[name] for name in draw if name in latents})
 
         def evaluate(draw: Draws) -> Any:
             with computing_with(layers, draw):

@@ -43,7 +43,7 @@ from pyro_bdl.program.trace import (
     why_not_summed_out,
 )
 from pyro_bdl.program.vmap import RowMap
-from pyro_bdl.utils.autograd import reaches
+from pyro_bdl.utils.autograd import reaches, wants_gradients
 from pyro_bdl.utils.module_state import (
     Modules,
     changed,
@@ -108,7 +108,24 @@ class Program:
         program._read(model, first, args, kwargs)
         return program
 
-    def _read(self, model: Callable, first: "FirstRun", args: tuple, kwargs: dict) -> None:
+    @classmethod
+    def with_run(
+        cls,
+        model: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        values: Mapping[str, Any] = MappingProxyType({}),
+    ) -> "tuple[Program, Run]":
+        """The program, and its statements at ``initial``, from one run; discrete sites are summed
+        out in a second one.
+
+        :param values: of latents, as in ``trace_once``.
+        """
+        program = cls.__new__(cls)
+        run = program._read(model, trace_once(model, args, kwargs, values=values), args, kwargs)
+        return program, program.run(program.initial) if program.discrete else run
+
+    def _read(self, model: Callable, first: "FirstRun", args: tuple, kwargs: dict) -> Run:
         self.model, self.args, self.kwargs = model, args, kwargs
         trace, self.modules = first
         self.plates: dict[str, tuple[int, int]] = {}
@@ -136,6 +153,7 @@ class Program:
             [_read_latent(name, trace.nodes[name], self.initial[name]) for name in latents]
         )
         check_fixed_supports(self)
+        return run
 
     # Latents and vectors
 
@@ -299,12 +317,18 @@ class Program:
 
 
 def check_program(
-    model: Callable, latents: Mapping[str, Tensor], args: tuple, kwargs: Mapping[str, Any]
-) -> None:
+    model: Callable,
+    latents: Mapping[str, Tensor],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    first: Run | None = None,
+) -> Run:
     """Check the contract of a program (``program/check.py``) by two runs at some latents.
 
     Random states are as before on exit; modules are in evaluation mode meanwhile.
 
+    :param first: one of these runs, where it is known.
+    :returns: the other run, with gradients if a latent requires them.
     :raises ValueError: for arguments that are not finite, or targets outside the supports of their
         distributions.
     :raises ArgumentError: for sparse tensors.
@@ -313,14 +337,19 @@ def check_program(
     """
     refuse_sparse(model, args, kwargs)
     check_finite(model, args, kwargs)
-    with torch.no_grad(), own_randomness(), evaluation_mode(without_handlers(model)):
-        first = record(model, latents, args, kwargs, draw=leave_open)
+    with own_randomness(), evaluation_mode(without_handlers(model)):
+        if first is None:
+            with torch.no_grad():
+                first = record(model, latents, args, kwargs, draw=leave_open)
         check_support(first)
         observed = [site for site in first.observed.values() if site.value is not None]
         if not observed and not any(map(_is_factor, first.factors.values())):
             raise UnsupportedProgramError(NOTHING_OBSERVED)
-        second = record(model, {**first.subsamples, **latents}, args, kwargs, draw=leave_open)
-        check_repeated(first, second)
+        with torch.set_grad_enabled(wants_gradients(latents)):
+            second = record(model, {**first.subsamples, **latents}, args, kwargs, draw=leave_open)
+        with torch.no_grad():
+            check_repeated(first, second)
+    return second
 
 
 class _FirstRun(OneThread):

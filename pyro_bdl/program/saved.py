@@ -34,16 +34,21 @@ def few_rows(
     model: Callable, layout: Any, vector: Tensor, batch: Batch, *, number: int = 2
 ) -> Batch:
     """A copy of a batch's first rows, if the program runs on so few; else the batch itself."""
-    count = leading_size(batch)
-    if count <= number or not has_rows(batch, count):
+    few = _first_rows(batch, number)
+    if few is batch:
         return batch
     try:
-        few = tree_map_only(Tensor, torch.clone, taken(batch, slice(number)))
+        few = tree_map_only(Tensor, torch.clone, few)
         with torch.no_grad(), evaluation_mode(model):
             record(model, layout.constrain(vector)[0], *few, draw=leave_open).log_likelihood()
     except NOT_ON_SOME:  # it needs all of its data, or they have no rows, as sparse tensors
         return batch
     return few
+
+
+def _first_rows(batch: Batch, number: int) -> Batch:
+    count = leading_size(batch)
+    return batch if count <= number or not has_rows(batch, count) else taken(batch, slice(number))
 
 
 def described_at(program: Program, latents: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -54,8 +59,11 @@ def described_at(program: Program, latents: Mapping[str, Tensor]) -> dict[str, A
     check_sites(program, latents)
     point = {name: latents[name].detach().to(own.device) for name, own in program.latents.items()}
     batch = program.args, program.kwargs
-    few = few_rows(program.model, program.layout, program.unconstrain(point), batch)
-    return described_program(program.model, few, point)
+    few = _first_rows(batch, 2)
+    if few is not batch:
+        with suppress(*NOT_ON_SOME):
+            return described_program(program.model, few, point)
+    return described_program(program.model, batch, point)
 
 
 def described_program(

@@ -13,6 +13,7 @@ from pyro_bdl.elbo.checks import check_data, require_gradients
 from pyro_bdl.elbo.tempered import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import MissingOperatorError, UnsupportedProgramError, warn
 from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.draws import DRAWS_AT_ONCE
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.program import Program
@@ -26,7 +27,7 @@ from pyro_bdl.utils.random_state import fixed_normal, seeded
 from pyro_bdl.utils.validation import whole_number
 
 _ROWS_AT_ONCE = 4096
-_PARTICLES_AT_ONCE = 16
+_LEAST_PARTICLES, _NUMBERS_AT_ONCE = 16, 16 * _ROWS_AT_ONCE  # draws, and draws times rows
 _SPREAD = 0.1  # of the unconstrained latents at which the data are recognized
 
 
@@ -203,16 +204,18 @@ def estimate_elbo(
     :raises UnsupportedProgramError: for a latent of which a mask leaves numbers without a density,
         for which there is no bound.
     """
-    program = Program(model, *args)
     with torch.no_grad():
-        program.run(program.initial).refuse_improper("evidence lower bound")
+        program, run = Program.with_run(model, args, {})
+    run.refuse_improper("evidence lower bound")
     count = num_rows(model, args)
-    elbo = TemperedTraceMeanField_ELBO(num_particles=_PARTICLES_AT_ONCE)
     if batch_size is None and count:
         batch_size = _ROWS_AT_ONCE if getattr(model, "num_data", None) == count else count
     size = rows_per_step(model, guide, args, batch_size, count)
     parts = _in_batches(args, size) if size < count else [args]
-    repeats = max(1, math.ceil(num_particles / _PARTICLES_AT_ONCE / len(parts)))
+    at_once = min(_NUMBERS_AT_ONCE // max(1, size), DRAWS_AT_ONCE // max(1, program.size))
+    at_once = max(_LEAST_PARTICLES, min(at_once, math.ceil(num_particles / len(parts))))
+    elbo = TemperedTraceMeanField_ELBO(num_particles=at_once)
+    repeats = max(1, math.ceil(num_particles / at_once / len(parts)))
     total = 0.0
     for part in shown(parts * repeats, "ELBO", progress):
         share = leading_size(part) / count if count else 1.0

@@ -11,7 +11,7 @@ import torch
 
 import pyro_bdl as bdl
 from pyro_bdl.comparison import leave_one_out as module
-from pyro_bdl.comparison.kind import read_kind
+from pyro_bdl.comparison.kind import observed
 from pyro_bdl.comparison.leave_one_out import difference, leave_one_out
 from pyro_bdl.comparison.metric import measure, total_error
 from pyro_bdl.diagnostics.loo import difference_estimate
@@ -55,7 +55,7 @@ def chains(y, count=4000, width=1.0):
 
 def found(q, samples, data, predictive=None, **options):
     predictive = predictive or bdl.Predictive(shift, samples)
-    kind = read_kind(shift, data, q)
+    kind = observed(shift, data, q).kind
     return leave_one_out(shift, kind, q, samples, predictive, data, **options)
 
 

@@ -127,8 +127,7 @@ def test_the_error_over_the_draws_is_the_spread_of_scores_over_sets_of_draws():
     sets, which no error over the points contains. Of shares inside quantiles, which are not smooth
     in the draws, the jackknife's error is up to twice too large."""
     torch.manual_seed(0)
-    kind, y = Kind({"y": "Normal"}, "regression", None, True, True, {}, False, "", False, False,
-                   True, False, None), torch.linspace(-1, 1, 30).double()  # fmt: skip
+    kind, y = Kind({"y": "Normal"}, "regression"), torch.linspace(-1, 1, 30).double()
     found = []
     for _ in range(300):
         f = 0.5 * torch.randn(200, 2).double() @ torch.stack([torch.ones_like(y), y])

@@ -20,8 +20,7 @@ from pyro_bdl.comparison.scores import Score
 
 WEIGHTS, NOISE, DATA = 10, 0.5, 30
 MOST = 0.07  # a nominal 5 %, and what 200 repetitions may be off by (1.3 standard errors)
-NORMAL = Kind({"y": "Normal"}, "regression", None, True, True, {}, False, "", False, False, True,
-              False, None)  # fmt: skip
+NORMAL = Kind({"y": "Normal"}, "regression")
 NET = torch.nn.Linear(WEIGHTS, 1).double()
 MODEL = bdl.models.Regression(bdl.bayesianize(NET), noise=NOISE)
 

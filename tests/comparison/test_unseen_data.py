@@ -11,6 +11,7 @@ from pyro import poutine
 import pyro_bdl as bdl
 from pyro_bdl.comparison import leave_one_out
 from pyro_bdl.comparison.distances import ALL_DISTANCES
+from pyro_bdl.comparison.kind import observed
 from pyro_bdl.comparison.leave_one_out import LEFT_OUT, k_fold
 from pyro_bdl.comparison.metric import of_task
 from pyro_bdl.comparison.scores import SCORES
@@ -309,7 +310,7 @@ def test_many_data_are_subsampled_among_those_that_were_seen(monkeypatch):
     monkeypatch.setattr(leave_one_out, "MOST_LEFT_OUT", 10)
     data = _data(numbers)
     model, _ = numbers(_around)
-    kind = leave_one_out.read_kind(model, data, _draws())
+    kind = observed(model, data, _draws()).kind
     loo, _ = leave_one_out.leave_one_out(
         model, kind, _draws(), _draws(), bdl.Predictive(model, _draws()), data, most=10
     )

@@ -19,7 +19,7 @@ from torch.distributions.transforms import StickBreakingTransform
 
 import pyro_bdl as bdl
 from pyro_bdl import importance
-from pyro_bdl.comparison.kind import read_kind
+from pyro_bdl.comparison.kind import observed
 from pyro_bdl.comparison.leave_one_out import CORRECTED, leave_one_out
 from pyro_bdl.diagnostics import loo_approximate_posterior
 from pyro_bdl.guides.draws import log_densities_of, to_samples
@@ -133,8 +133,8 @@ def test_leave_one_out_is_weighted_by_the_ratios():
     pyro.set_rng_seed(1)
     samples, program = to_samples(guide, 50, X, Y), bdl.Program(model, X, Y)
     kept = bdl.Samples({s: samples.latents[s] for s in "wsp"}, samples.stats, samples.info)
-    predictive, observed = bdl.Predictive(model, kept), read_kind(model, (X, Y), guide)
-    found, kind = leave_one_out(model, observed, guide, kept, predictive, (X, Y))
+    predictive, kind = bdl.Predictive(model, kept), observed(model, (X, Y), guide).kind
+    found, kind = leave_one_out(model, kind, guide, kept, predictive, (X, Y))
     assert kind == CORRECTED
     log_p, log_q = log_densities_of(program, guide, kept)
     density = predictive.log_likelihood(X, Y)["y"]

@@ -49,3 +49,24 @@ def test_no_start_is_said_in_one_sentence():
 
     with pytest.raises(ValueError, match=r"prior does not allow parameters .* refuse"):
         bdl.mcmc.sample(model, torch.tensor(0.3), num_warmup=1, num_samples=1)
+
+
+@pytest.mark.parametrize(("chains", "init", "runs"), [(1, "prior", 3), (3, "prior", 7)])
+def test_the_network_runs_a_few_times_before_the_chains_start(chains, init, runs):
+    """Its first run, the check of its contract, which is the start of the first chain too, and the
+    trace; a draw and its density for each further chain. A file's few rows are run once."""
+    rows = []
+
+    class Network(torch.nn.Linear):
+        def forward(self, x):
+            rows.append(len(x))
+            return super().forward(x)
+
+    model = bdl.models.Regression(bdl.bayesianize(Network(1, 1)), noise=0.5)
+    x = torch.linspace(-1, 1, 20)[:, None]
+    options = {"num_warmup": 2, "num_samples": 2, "num_chains": chains, "progress": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", bdl.errors.BdlWarning)
+        bdl.mcmc.sample(model, x, x[:, 0], init=init, **options)
+    assert rows.count(20) <= runs
+    assert rows.count(2) == len(rows) - rows.count(20) <= 1

@@ -128,7 +128,7 @@ def checked_restriction(
         does not know N.
     """
     check_finite(model, *batches.whole)
-    program = checked_program(model, *batches.first, init)
+    program, _ = checked_program(model, *batches.first, init)
     batches.check_scale(program)
     return Restriction(program, subset)
 
