@@ -2,18 +2,18 @@
 gradient reaches an optimizer."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
+from pyro.infer.elbo import ELBO, ELBOModule
 from pyro.util import warn_if_nan
 from torch import Tensor
-from torch.autograd import Variable
 
+from pyro_bdl.elbo.step import Step
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import run_at_draw
@@ -46,80 +46,74 @@ def require_gradients() -> None:
         )
 
 
-class CheckedLoss:
-    """The part of an ELBO that checks its loss before an optimizer can step.
+class Objective(ELBOModule):
+    """A bound at a program and its guide, a module with the parameters of both."""
 
-    A subclass defines ``unchecked_loss``, the loss to differentiate.
+    def take_step(self, *args: Any, **kwargs: Any) -> Step:
+        """Take a step, see ``CheckedLoss.take_step``."""
+        return self.elbo.take_step(self.model, self.guide, *args, **kwargs)
+
+
+class CheckedLoss(ELBO):
+    """The part of an ELBO that makes losses and gradients of its steps, and checks the losses.
+
+    A subclass defines ``take_step``.
     """
 
-    checks_loss = True  # see ``unchecked``
     retain_graph: bool | None
 
-    def unchecked_loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
-        """Take a step; return its loss, which may be not finite."""
+    def __call__(self, model: Any, guide: Any) -> Objective:
+        """The bound at a program and its guide, for torch's optimizers."""
+        return Objective(model, guide, self)
+
+    def take_step(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Step:
+        """Take a step, whose loss is not checked: it may be not finite."""
         raise NotImplementedError
 
     def check_data(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
         """Raise an error if the data cause a loss that is not finite."""
         check_data(model, guide, args, kwargs)
 
+    def check_step(
+        self, step: Step, model: Callable, guide: Callable, args: tuple, kwargs: dict
+    ) -> None:
+        """Search for bad data where a step's loss is not finite.
+
+        On an accelerator this waits for the loss. In vmap, a trace, or the capture of a CUDA graph
+        it has no value to check.
+        """
+        capturing = step.value.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not (capturing or is_transformed() or torch.compiler.is_compiling()):
+            check = partial(self.check_data, model, guide, args, kwargs)
+            check_value(step.value.item(), check)
+
     def differentiable_loss(
         self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Return -L(eta) as a tensor to differentiate; counts as a step of the schedule."""
-        loss = self.unchecked_loss(model, guide, args, kwargs)
-        check = partial(self.check_data, model, guide, args, kwargs)
-        return _guarded(loss, check) if self.checks_loss else loss
+        step = self.take_step(model, guide, *args, **kwargs)
+        self.check_step(step, model, guide, args, kwargs)
+        return step.loss
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return -L(eta) in nats and add its gradients to the parameters' gradients."""
         require_gradients()
         with torch.enable_grad():
-            loss = self.unchecked_loss(model, guide, args, kwargs)
-        value = check_value(loss.item(), partial(self.check_data, model, guide, args, kwargs))
-        if loss.requires_grad:
-            loss.backward(retain_graph=self.retain_graph)
-        return value
+            step = self.take_step(model, guide, *args, **kwargs)
+        self.check_step(step, model, guide, args, kwargs)
+        if step.outcome is not None or step.value.requires_grad:
+            step.backward(retain_graph=self.retain_graph)
+        return step.value.item()
 
 
-@contextmanager
-def unchecked(elbo: Any) -> Iterator[None]:
-    """Let an ELBO's ``differentiable_loss`` return any loss, for a caller that checks it."""
-    if not isinstance(elbo, CheckedLoss):
-        yield
-        return
-    elbo.checks_loss, before = False, elbo.checks_loss
-    try:
-        yield
-    finally:
-        elbo.checks_loss = before
+def step_of(elbo: Any, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Step:
+    """A step of any ELBO that has ``differentiable_loss``; unchecked, if it is of this package.
 
-
-def _guarded(loss: Tensor, check_data: Callable[[], None]) -> Tensor:
-    """The loss, which is checked before an optimizer can step; see ``check_value``.
-
-    On the CPU it is checked at once. On an accelerator its value is copied without waiting, and
-    checked at the end of ``backward``, which raises the error, when the gradients' kernels are
-    queued. In vmap, a trace, or the capture of a CUDA graph it has no value.
+    A subclass that defines ``differentiable_loss`` anew is asked for it.
     """
-    capturing = loss.is_cuda and torch.cuda.is_current_stream_capturing()
-    if capturing or is_transformed() or torch.compiler.is_compiling():
-        return loss
-    if loss.device.type == "cpu":
-        check_value(loss.item(), check_data)
-    elif loss.requires_grad:
-        number = loss.detach().to("cpu", non_blocking=loss.is_cuda)
-        arrived = torch.cuda.Event() if loss.is_cuda else None
-        if arrived is not None:
-            arrived.record(torch.cuda.current_stream(loss.device))
-
-        def check() -> None:
-            if arrived is not None:
-                arrived.synchronize()
-            check_value(number.item(), check_data)
-
-        loss.register_hook(lambda _: Variable._execution_engine.queue_callback(check))
-    return loss
+    if getattr(type(elbo), "differentiable_loss", None) is CheckedLoss.differentiable_loss:
+        return elbo.take_step(model, guide, *args, **kwargs)
+    return Step(elbo.differentiable_loss(model, guide, *args, **kwargs))
 
 
 def check_value(loss: float, check_data: Callable[[], None]) -> float:

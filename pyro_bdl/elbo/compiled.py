@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -120,7 +121,7 @@ class CompiledELBO(TemperedTrace_ELBO):
             raise
         if isinstance(outcome, Tensor):
             assert evaluation.step is not None
-            return evaluation.step._replace(loss=outcome)
+            return replace(evaluation.step, value=outcome)
         return evaluation.finish(outcome)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,7 +147,7 @@ class _Evaluation(Evaluation):
         args, kwargs = self.arguments.rebuild(self.arguments.tensors)
         plain = TemperedTrace_ELBO.take_step
         self.step = plain(self.bound, self.model, self.guide, *args, **kwargs)
-        return self.step.loss
+        return self.step.value
 
     def tensors(self) -> list[Tensor]:
         # of the KL's dtype, since float64 would promote the loss; a step of the bound came before
@@ -179,7 +180,7 @@ class _Evaluation(Evaluation):
 
     def finish(self, outcome: Outcome) -> Step:
         """The step of a graph's results, taken as the bound takes its own."""
-        loss, terms = outcome.differentiable(), Terms(*outcome.results[1:])
+        loss, terms = outcome.results[0], Terms(*outcome.results[1:])
         step = self.bound.noted(terms, loss, self.temperature)
-        self.bound.finish(step)
-        return step
+        self.bound.skip(1)
+        return replace(step, outcome=outcome)

@@ -53,8 +53,8 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
 
     ``pyro.factor`` terms count as likelihood, those of ``priors.factor`` as prior. After each step
     ``expected_log_likelihood``, ``kl`` (both in nats, detached scalars) and ``temperature`` hold
-    the terms of that step, and the guide has all of it as ``guide.last_step``, which
-    natural-gradient optimizers read.
+    the terms of that step. ``take_step`` returns all of it as a :class:`Step`, which
+    natural-gradient optimizers take.
 
     Under ``torch.autocast`` only the program is cast, that is the network's forward pass. The
     guide's parameters and draws, the KL and sums of densities stay in float32.
@@ -131,11 +131,9 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return -L(eta) in nats at the current step's temperature, without counting a step."""
         with torch.no_grad():
-            loss = self._evaluate(model, guide, args, kwargs).loss.item()
+            self._check_once(model, guide, args, kwargs)
+            loss = self._evaluate(model, guide, args, kwargs).value.item()
         return check_value(loss, partial(check_data, model, guide, args, kwargs))
-
-    def unchecked_loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
-        return self.take_step(model, guide, *args, **kwargs).loss
 
     def take_step(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Step:
         """Take a step of the schedule, whose loss may be not finite.
@@ -147,7 +145,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
             self._begin(model, guide)
         self._batches.start_step()
         step = self._evaluate(model, guide, args, kwargs)
-        self.finish(step)
+        self.skip(1)
         return step
 
     def _begin(self, model: Callable, guide: Callable) -> None:
@@ -162,21 +160,13 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         """Make ready for a training, which may be of another program than the last one."""
 
     def skip(self, count: int) -> None:
-        """Count steps that were taken elsewhere."""
+        """Count steps, as the guides that take them do."""
         self.step += count
         for part in self._parts:
             part.skip_steps(count)
 
-    def finish(self, step: Step) -> None:
-        """Count a step, and hand it to the guides that took it."""
-        self.step += 1
-        detached = step._replace(loss=step.loss.detach())
-        for part in self._parts:
-            part.note_step(detached)
-
     def _evaluate(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Step:
         """-L(eta) at the current step's temperature, from new draws."""
-        self._check_once(model, guide, args, kwargs)
         self.check_rows(model, guide, args, kwargs)
         temperature = check_temperature(self.schedule(self.step))
         try:
