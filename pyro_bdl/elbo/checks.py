@@ -13,6 +13,7 @@ from pyro.infer.elbo import ELBO, ELBOModule
 from pyro.util import warn_if_nan
 from torch import Tensor
 
+from pyro_bdl.elbo.draw import values_of
 from pyro_bdl.elbo.step import Step
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
@@ -142,20 +143,21 @@ def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> N
         _checked_run(model, guide, args, kwargs)
 
 
-def check_first(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
-    """Check program, guide and data once; later runs skip Pyro's validation.
+def prepare(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+    """Check the arguments of a first step, and make the guide's parameters.
 
-    The random state is restored, so that training continued from a saved state draws the same
-    numbers as uninterrupted training.
+    A guide of this package runs the program for its parameters, under Pyro's validation; any other
+    is checked here by runs at a draw. The random state is restored, so that training continued from
+    a saved state draws the same numbers as uninterrupted training.
     """
     check_finite(model, args, kwargs)
     with (
         Hidden(), torch.no_grad(), preserved_buffers(model, guide), own_randomness(),
     ):  # fmt: skip
+        if isinstance(guide, Guide):
+            guide.prototype(*args, **kwargs)
+            return
         p = _checked_run(model, guide, args, kwargs)
-        bias = p.bias_of_minibatches()
-        if bias is not None:
-            warn(bias, "number-of-data", stacklevel=3)
         hidden = [] if p.discrete is None else list(p.discrete.names)
         shown = poutine.block(model, hide=hidden) if hidden else model
         imputed = bool(p.imputed)
@@ -164,9 +166,21 @@ def check_first(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> 
             Trace_ELBO().loss(shown, guide, *args, **kwargs)
 
 
-def values_of(q: Run) -> dict[str, Any]:
-    """The values of a guide's draw and the indices of its plates."""
-    return {name: site.value for name, site in q.latents.items()} | q.subsamples
+def check_statements(p: Run, guide: Callable) -> None:
+    """Check the statements of a first step's run; warn of minibatches that give a biased bound.
+
+    :raises ValueError: for a guide with a site that the program does not have.
+    """
+    if isinstance(guide, Guide):
+        surplus = [name for name in guide.require_layout().latents if name not in p.latents]
+        if surplus:
+            raise ValueError(
+                f"the guide has the site '{surplus[0]}', which is not a latent of the program "
+                "here: make a new guide, and give prototype(...) the targets too"
+            )
+    bias = p.bias_of_minibatches()
+    if bias is not None:
+        warn(bias, "number-of-data", stacklevel=8)
 
 
 def _checked_run(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Run:
@@ -183,12 +197,6 @@ def _checked_run(model: Callable, guide: Callable, args: tuple, kwargs: dict) ->
         raise ValueError(_NOTHING_OBSERVED)
     if not p.latents.keys() <= q.latents.keys():
         raise ValueError(_without_value(p, q.latents))
-    surplus = [name for name in q.latents if name not in p.latents]
-    if surplus and isinstance(guide, Guide):
-        raise ValueError(
-            f"the guide has the site '{surplus[0]}', which is not a latent of the program here: "
-            "make a new guide, and give prototype(...) the targets too"
-        )
     check_support(p)
     return p
 

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_bdl.elbo.checks import check_data
 from pyro_bdl.elbo.step import Step, Terms
@@ -86,6 +86,7 @@ class CompiledELBO(TemperedTrace_ELBO):
         self.closed_forms = bound.closed_forms
         super().__init__(temperature, num_particles, **options)
         self.graphs = CompiledLoss(type(self).__name__, backend, max_graphs, SET_BY_STEPS)
+        self._scalars: tuple[Any, list[Tensor]] = (None, [])
 
     @property
     def num_traces(self) -> int:
@@ -106,12 +107,14 @@ class CompiledELBO(TemperedTrace_ELBO):
         if not torch.is_grad_enabled() or is_transformed():
             return super().take_step(model, guide, *args, **kwargs)
         self._check_once(model, guide, args, kwargs)
+        if self._trained != (model, guide):
+            self._begin(model, guide)
         self.check_rows(model, guide, args, kwargs)
         try:
             arguments = split(args, kwargs)
         except NotTraceable as error:
             self.graphs.warn(f"runs the program uncompiled, since {error}")
-            return super().take_step(model, guide, *args, **kwargs)
+            return self.plain_step(model, guide, args, kwargs)
         evaluation = _Evaluation(self, model, guide, arguments)
         try:
             outcome = self.graphs(evaluation)
@@ -123,6 +126,14 @@ class CompiledELBO(TemperedTrace_ELBO):
             assert evaluation.step is not None
             return replace(evaluation.step, value=outcome)
         return evaluation.finish(outcome)
+
+    def as_tensors(self, numbers: tuple[float, ...]) -> list[Tensor]:
+        """Scalars of the KL's dtype, since float64 would promote the loss; a step came before."""
+        assert self.kl is not None
+        key = numbers, self.kl.dtype
+        if self._scalars[0] != key:
+            self._scalars = key, [*torch.tensor(numbers, dtype=self.kl.dtype, device="cpu")]
+        return self._scalars[1]
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without graphs: copies begin without them."""
@@ -145,19 +156,13 @@ class _Evaluation(Evaluation):
 
     def plain(self) -> Tensor:
         args, kwargs = self.arguments.rebuild(self.arguments.tensors)
-        plain = TemperedTrace_ELBO.take_step
-        self.step = plain(self.bound, self.model, self.guide, *args, **kwargs)
+        self.step = self.bound.plain_step(self.model, self.guide, args, kwargs)
         return self.step.value
 
     def tensors(self) -> list[Tensor]:
-        # of the KL's dtype, since float64 would promote the loss; a step of the bound came before
-        assert self.bound.kl is not None
-        parts = self.guide.modules() if isinstance(self.guide, nn.Module) else ()
-        guides = [part for part in parts if isinstance(part, Guide)]
-        self.numbers = [(part, numbers) for part in guides if (numbers := part.numbers())]
-        moving = [self.temperature, *chain(*(numbers.values() for _, numbers in self.numbers))]
-        dtype = self.bound.kl.dtype
-        return [*self.arguments.tensors, *torch.tensor(moving, dtype=dtype, device="cpu")]
+        self.numbers = [(part, numbers) for part in self.bound.parts if (numbers := part.numbers())]
+        moving = self.temperature, *chain(*(numbers.values() for _, numbers in self.numbers))
+        return [*self.arguments.tensors, *self.bound.as_tensors(moving)]
 
     def traced(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         count = len(self.arguments.tensors)

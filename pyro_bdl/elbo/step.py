@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.tracing.step import Outcome
+from pyro_bdl.utils.autograd import add_gradients
 
 
 class Terms(NamedTuple):
@@ -59,4 +60,4 @@ class Step:
         gradients = self.outcome.gradients
         if factor != 1.0:
             gradients = tuple(factor * gradient for gradient in gradients)
-        torch.autograd.backward(self.outcome.leaves, gradients)
+        add_gradients(self.outcome.leaves, gradients)

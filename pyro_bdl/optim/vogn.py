@@ -1,6 +1,7 @@
 """VOGN, variational online Gauss-Newton: an ELBO and an optimizer to be used together."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from pyro_bdl.curvature.jacobian.linearization import Linearization, rounding_of
 from pyro_bdl.curvature.site_jacobians import site_jacobians
 from pyro_bdl.curvature.structures import structure_of
 from pyro_bdl.curvature.structures.diagonal import DiagonalCurvature
+from pyro_bdl.elbo.draw import FlatDraw
 from pyro_bdl.elbo.step import Terms
 from pyro_bdl.elbo.tempered import Temperature, TemperedTraceMeanField_ELBO
 from pyro_bdl.estimators import PerDatum
@@ -93,7 +95,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         point = self._point
         assert point is not None
         if not torch.is_grad_enabled():
-            return self.particle(model, guide, vector, args, kwargs)
+            return self.particle(model, partial(FlatDraw, guide, vector), args, kwargs)
         mode = getattr(model, "training", None)
         due = point.is_due(args, kwargs)  # to be compared with rows together
         if self._modes_agree.get(mode) and not due:  # one run gives the value and the squares
@@ -101,13 +103,13 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
             at = moved.linearize(args, kwargs, compared=False)
             total = self.log_likelihood(at.run, point.subset.layout.latents)
             likelihood = torch.as_tensor(total, device=vector.device)
-            log_det = point.subset.layout.constrain(vector)[1]
-            kl, q_entropy = self.divergence(guide, vector, log_det, at.run)
+            kl, q_entropy = self.divergence(FlatDraw(guide, vector), at.run)
         else:
             with own_randomness():
                 is_new = mode not in self._modes_agree
                 at = point.moved(vector).linearize(args, kwargs, compared=due)
-            likelihood, kl, q_entropy = self.particle(model, guide, vector, args, kwargs)
+            draw = partial(FlatDraw, guide, vector)
+            likelihood, kl, q_entropy = self.particle(model, draw, args, kwargs)
             if is_new:
                 self._modes_agree[mode] = self._same(guide, vector, at, likelihood, kl)
         if likelihood.requires_grad:
@@ -118,8 +120,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         self, guide: Guide, vector: Tensor, at: Linearization, likelihood: Tensor, kl: Tensor
     ) -> bool:
         """Return whether a run of single rows in evaluation mode has the terms of a step."""
-        log_det = at.subset.layout.constrain(vector)[1]
-        own_kl, _ = self.divergence(guide, vector, log_det, at.run)
+        own_kl, _ = self.divergence(FlatDraw(guide, vector), at.run)
         pairs = (
             (torch.as_tensor(at.run.log_likelihood(), device=vector.device), likelihood),
             (own_kl, kl),

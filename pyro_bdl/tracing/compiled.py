@@ -283,8 +283,9 @@ class CompiledLoss:
             return self._compare(owner, graph, graph.step, evaluation)
         self.num_replays += 1
         if am_i_wrapped():  # tell SVI which parameters to optimize
-            for name in graph.parameters:
-                pyro.param(name)
+            with torch.no_grad():
+                for name in graph.parameters:
+                    pyro.param(name)
         return graph.step(evaluation.tensors())
 
     def _key(self, owner: Owner, evaluation: Evaluation) -> tuple[Hashable, Hashable, Hashable]:

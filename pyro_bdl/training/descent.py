@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pyro_bdl.curvature.fisher import check_scales, num_data
-from pyro_bdl.elbo.checks import check_data, step_of, values_of
+from pyro_bdl.elbo.checks import check_data, step_of
+from pyro_bdl.elbo.draw import values_of
 from pyro_bdl.errors import ArgumentError, FailedStepError, warn
 from pyro_bdl.optim.base import move
 from pyro_bdl.program.batch_norm import keeps_statistics

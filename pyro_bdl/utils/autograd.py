@@ -55,6 +55,19 @@ def with_gradients(
     return _WithGradients.apply(value, list(gradients), *leaves)
 
 
+@torch.no_grad()
+def add_gradients(leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Add known gradients to those of leaves, as ``backward`` does, and call the leaves' hooks."""
+    if any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves):
+        torch.autograd.backward(leaves, gradients)
+        return
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        if leaf.grad is None:
+            leaf.grad = gradient.clone()  # several may share memory
+        else:
+            leaf.grad.add_(gradient)
+
+
 class _WithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *leaves: Tensor) -> Tensor:
