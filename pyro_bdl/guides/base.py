@@ -227,12 +227,12 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         guides = [part for part in self.modules() if isinstance(part, Guide)]
         before = [guide._values for guide in guides]
         try:
-            for guide in guides:
-                guide._values = {**(guide._values or {}), **guide._read(detached)}
+            for guide in guides:  # not through PyroModule, which looks for parameters each time
+                vars(guide)["_values"] = {**(guide._values or {}), **guide._read(detached)}
             yield
         finally:
             for guide, values in zip(guides, before, strict=True):
-                guide._values = values
+                vars(guide)["_values"] = values
 
     def _read(self, detached: bool) -> dict[str, Tensor]:
         """The parameters by name."""
