@@ -3,14 +3,14 @@ gradient reaches an optimizer."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
 from pyro.infer.elbo import ELBO, ELBOModule
-from pyro.util import warn_if_nan
+from pyro.poutine.indep_messenger import CondIndepStackFrame
+from pyro.util import check_site_shape, warn_if_nan
 from torch import Tensor
 
 from pyro_bdl.elbo.draw import values_of
@@ -61,8 +61,6 @@ class CheckedLoss(ELBO):
     A subclass defines ``take_step``.
     """
 
-    retain_graph: bool | None
-
     def __call__(self, model: Any, guide: Any) -> Objective:
         """The bound at a program and its guide, for torch's optimizers."""
         return Objective(model, guide, self)
@@ -78,15 +76,17 @@ class CheckedLoss(ELBO):
     def check_step(
         self, step: Step, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> None:
-        """Search for bad data where a step's loss is not finite.
+        """Search for bad data where a step's loss is not finite; warn of NaN where there are none.
 
         On an accelerator this waits for the loss. In vmap, a trace, or the capture of a CUDA graph
         it has no value to check.
         """
         capturing = step.value.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not (capturing or is_transformed() or torch.compiler.is_compiling()):
-            check = partial(self.check_data, model, guide, args, kwargs)
-            check_value(step.value.item(), check)
+        if capturing or is_transformed() or torch.compiler.is_compiling():
+            return
+        if not math.isfinite(step.value.item()):
+            self.check_data(model, guide, args, kwargs)
+            warn_if_nan(step.value, "loss")
 
     def differentiable_loss(
         self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
@@ -103,7 +103,7 @@ class CheckedLoss(ELBO):
             step = self.take_step(model, guide, *args, **kwargs)
         self.check_step(step, model, guide, args, kwargs)
         if step.outcome is not None or step.value.requires_grad:
-            step.backward(retain_graph=self.retain_graph)
+            step.backward()
         return step.value.item()
 
 
@@ -115,17 +115,6 @@ def step_of(elbo: Any, model: Callable, guide: Callable, args: tuple, kwargs: di
     if getattr(type(elbo), "differentiable_loss", None) is CheckedLoss.differentiable_loss:
         return elbo.take_step(model, guide, *args, **kwargs)
     return Step(elbo.differentiable_loss(model, guide, *args, **kwargs))
-
-
-def check_value(loss: float, check_data: Callable[[], None]) -> float:
-    """Return the loss; if it is not finite, call ``check_data``, and warn if that raises nothing.
-
-    :raises ValueError: from ``check_data``.
-    """
-    if not math.isfinite(loss):
-        check_data()
-        warn_if_nan(torch.tensor(loss, device="cpu"), "loss")
-    return loss
 
 
 # Programs, guides and data
@@ -169,7 +158,8 @@ def prepare(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None
 def check_statements(p: Run, guide: Callable) -> None:
     """Check the statements of a first step's run; warn of minibatches that give a biased bound.
 
-    :raises ValueError: for a guide with a site that the program does not have.
+    :raises ValueError: for a guide with a site that the program does not have; Pyro's, for a
+        statement whose batch is not that of the plates around it.
     """
     if isinstance(guide, Guide):
         surplus = [name for name in guide.require_layout().latents if name not in p.latents]
@@ -181,6 +171,14 @@ def check_statements(p: Run, guide: Callable) -> None:
     bias = p.bias_of_minibatches()
     if bias is not None:
         warn(bias, "number-of-data", stacklevel=8)
+    for name, site in (p.priors | p.observed | p.factors).items() if p.discrete is None else ():
+        frames = [
+            CondIndepStackFrame(plate, dim, len(p.subsamples[plate]), 0)
+            for plate, dim in site.plates
+        ]
+        density = torch.empty(site.distribution.batch_shape, device="meta")
+        statement: Any = {"name": name, "cond_indep_stack": frames, "log_prob": density}
+        check_site_shape({**statement, "fn": site.distribution, "infer": {}}, math.inf)  # type: ignore[arg-type]
 
 
 def _checked_run(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Run:
@@ -234,13 +232,20 @@ class FirstBatches:
         self._waiting, self._left = self._left > 0, max(0, self._left - 1)
 
     def look(self, observed: Mapping[str, Site]) -> None:
-        """Warn if the targets of a step's first run differ from those of the step before."""
+        """Warn if the targets of a step's first run differ from those of the step before: in their
+        number, their sum or that of their squares, which the order of the rows leaves alone."""
         if not self._waiting:
             return
-        self._waiting, before = False, self._sums
-        self._sums = _sums_of_whole_data(observed)
-        for name in before.keys() & self._sums.keys():
-            if not torch.allclose(before[name], self._sums[name], rtol=1e-5, atol=1e-5):
+        self._waiting, before, self._sums = False, self._sums, {}
+        for name, site in observed.items():
+            is_whole = isinstance(site.scale, int | float) and site.scale == site.subsampling == 1
+            is_in_vmap = torch._C._functorch.is_functorch_wrapped_tensor
+            if not is_whole or not isinstance(site.value, Tensor) or is_in_vmap(site.value):
+                continue
+            value = site.value.detach().cpu().double()
+            sums = torch.stack([torch.ones_like(value).sum(), value.sum(), value.square().sum()])
+            self._sums[name] = sums
+            if name in before and not torch.allclose(before[name], sums, rtol=1e-5, atol=1e-5):
                 warn(
                     f"the first batches hold different targets at site '{name}', and each counts "
                     "as all of the data (its scale is 1), so that the posterior is that of a "
@@ -251,17 +256,3 @@ class FirstBatches:
                     stacklevel=4,
                 )
                 return
-
-
-def _sums_of_whole_data(observed: Mapping[str, Site]) -> dict[str, Tensor]:
-    """The number of targets, their sum and that of their squares at each observed site whose batch
-    counts as all data (its scale is 1). They do not depend on the order of the rows."""
-    sums = {}
-    for name, site in observed.items():
-        unscaled = isinstance(site.scale, int | float) and site.scale == site.subsampling == 1
-        is_in_vmap = torch._C._functorch.is_functorch_wrapped_tensor
-        if unscaled and isinstance(site.value, Tensor) and not is_in_vmap(site.value):
-            value = site.value.detach().cpu().double()
-            count = torch.tensor(value.numel(), dtype=value.dtype, device="cpu")
-            sums[name] = torch.stack([count, value.sum(), value.square().sum()])
-    return sums

@@ -86,7 +86,6 @@ class CompiledELBO(TemperedTrace_ELBO):
         self.closed_forms = bound.closed_forms
         super().__init__(temperature, num_particles, **options)
         self.graphs = CompiledLoss(type(self).__name__, backend, max_graphs, SET_BY_STEPS)
-        self._scalars: tuple[Any, list[Tensor]] = (None, [])
 
     @property
     def num_traces(self) -> int:
@@ -106,10 +105,7 @@ class CompiledELBO(TemperedTrace_ELBO):
         """Take a step, by the program or by a graph; see ``TemperedTrace_ELBO.take_step``."""
         if not torch.is_grad_enabled() or is_transformed():
             return super().take_step(model, guide, *args, **kwargs)
-        self._check_once(model, guide, args, kwargs)
-        if self._trained != (model, guide):
-            self._begin(model, guide)
-        self.check_rows(model, guide, args, kwargs)
+        self._begin(model, guide, args, kwargs)
         try:
             arguments = split(args, kwargs)
         except NotTraceable as error:
@@ -126,14 +122,6 @@ class CompiledELBO(TemperedTrace_ELBO):
             assert evaluation.step is not None
             return replace(evaluation.step, value=outcome)
         return evaluation.finish(outcome)
-
-    def as_tensors(self, numbers: tuple[float, ...]) -> list[Tensor]:
-        """Scalars of the KL's dtype, since float64 would promote the loss; a step came before."""
-        assert self.kl is not None
-        key = numbers, self.kl.dtype
-        if self._scalars[0] != key:
-            self._scalars = key, [*torch.tensor(numbers, dtype=self.kl.dtype, device="cpu")]
-        return self._scalars[1]
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without graphs: copies begin without them."""
@@ -162,7 +150,10 @@ class _Evaluation(Evaluation):
     def tensors(self) -> list[Tensor]:
         self.numbers = [(part, numbers) for part in self.bound.parts if (numbers := part.numbers())]
         moving = self.temperature, *chain(*(numbers.values() for _, numbers in self.numbers))
-        return [*self.arguments.tensors, *self.bound.as_tensors(moving)]
+        assert self.bound.kl is not None  # a step of the bound came before
+        # of the KL's dtype, since float64 would promote the loss
+        scalars = torch.tensor(moving, dtype=self.bound.kl.dtype, device="cpu")
+        return [*self.arguments.tensors, *scalars.unbind()]
 
     def traced(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         count = len(self.arguments.tensors)

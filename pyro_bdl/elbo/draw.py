@@ -2,7 +2,7 @@
 from its sample statements."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pyro
@@ -46,9 +46,7 @@ class FlatDraw:
         :param constant: treat the parameters of q as constants, which drops the score: the direct
             term of the gradient, of mean zero (Roeder et al. 2017).
         """
-        if not constant:
-            return self.guide.log_density(self.vector, self.log_det)
-        with self.guide.constant():
+        with self.guide.constant() if constant else nullcontext():
             return self.guide.log_density(self.vector, self.log_det)
 
     def entropy(self) -> Tensor:
@@ -66,11 +64,9 @@ class SiteDraw:
         self, guide: Callable, args: tuple, kwargs: dict, products: Products | None = None
     ) -> None:
         self.guide, self.arguments = guide, (args, kwargs)
-        if products is None:
-            self.q = record(guide, {}, args, kwargs)
-        else:
-            with products:
-                self.q = record(guide, {}, args, kwargs, draw=products.sample)
+        with products or nullcontext():
+            draw = None if products is None else products.sample
+            self.q = record(guide, {}, args, kwargs, draw=draw)
         self.latents = values_of(self.q)
 
     def expected_log_likelihood(self, run_at: Callable, log_likelihood: Callable) -> Any:

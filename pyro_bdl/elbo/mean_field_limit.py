@@ -13,7 +13,7 @@ from pyro_bdl.elbo.tempered import Temperature, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.estimators import PerDatum
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.program.trace import Run
+from pyro_bdl.program.trace import Run, record, sum_out_discrete
 
 
 class MeanFieldLimit(TemperedTraceMeanField_ELBO):
@@ -63,7 +63,7 @@ class MeanFieldLimit(TemperedTraceMeanField_ELBO):
         vectors, offset = guide.step_draws(self.num_particles)
 
         def run_at(draw: FlatDraw) -> Run:
-            run = self.run_at(model, draw.latents, args, kwargs)
+            run = record(model, draw.latents, args, kwargs, draw=sum_out_discrete)
             self.log_likelihood(run, draw.latents)  # which checks the run
             return run
 

@@ -51,11 +51,10 @@ class Step:
         """-L(eta) as a tensor to differentiate; once, where a graph has computed the gradients."""
         return self.value if self.outcome is None else self.outcome.differentiable()
 
-    def backward(self, factor: float = 1.0, *, retain_graph: bool | None = None) -> None:
+    def backward(self, factor: float = 1.0) -> None:
         """Add the gradients of ``factor * loss`` to those of the parameters."""
         if self.outcome is None:
-            upstream = None if factor == 1.0 else torch.full_like(self.value, factor)
-            self.value.backward(upstream, retain_graph=retain_graph)
+            self.value.backward(None if factor == 1.0 else torch.full_like(self.value, factor))
             return
         gradients = self.outcome.gradients
         if factor != 1.0:

@@ -9,7 +9,7 @@ These bounds refuse a second thread (``program/one_thread.py``); Pyro's bounds d
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from pyro_bdl.elbo.checks import (
     FirstBatches,
     check_data,
     check_statements,
-    check_value,
     prepare,
     require_values,
 )
@@ -130,20 +129,17 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return -L(eta) in nats at the current step's temperature, without counting a step."""
         with torch.no_grad():
-            self._check_once(model, guide, args, kwargs)
-            self.check_rows(model, guide, args, kwargs)
-            loss = self._evaluate(model, guide, args, kwargs).value.item()
-        return check_value(loss, partial(check_data, model, guide, args, kwargs))
+            self._check(model, guide, args, kwargs)
+            step = self._evaluate(model, guide, args, kwargs)
+        self.check_step(step, model, guide, args, kwargs)
+        return step.value.item()
 
     def take_step(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Step:
         """Take a step of the schedule, whose loss may be not finite.
 
         :returns: the loss to differentiate, its terms, and what optimizers need of them.
         """
-        self._check_once(model, guide, args, kwargs)
-        if self._trained != (model, guide):
-            self._begin(model, guide)
-        self.check_rows(model, guide, args, kwargs)
+        self._begin(model, guide, args, kwargs)
         return self.plain_step(model, guide, args, kwargs)
 
     def plain_step(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Step:
@@ -153,8 +149,12 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         self.skip(1)
         return step
 
-    def _begin(self, model: Callable, guide: Callable) -> None:
-        """Find the guides to train; warn if each step reaches some members of an ensemble only."""
+    def _begin(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+        """Begin a step, where the pair is new with the guides to train; warn if each step reaches
+        some members of an ensemble only."""
+        self._check(model, guide, args, kwargs)
+        if self._trained == (model, guide):
+            return
         self._trained = model, guide
         parts = guide.modules() if isinstance(guide, nn.Module) else ()
         self.parts = [part for part in parts if isinstance(part, Guide)]
@@ -196,13 +196,14 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
             return -(terms.log_likelihood - terms.kl + (temperature - 1.0) * terms.entropy)
         return temperature * terms.kl - terms.log_likelihood
 
-    def _check_once(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
-        """Check the arguments of a new program and guide; the next run checks the statements."""
-        if self._checked == (model, guide):
-            return
-        prepare(model, guide, args, kwargs)
-        self._checked, self._is_first = (model, guide), True
-        self._map = DrawMap(modules=guide.program_modules if isinstance(guide, Guide) else None)
+    def _check(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+        """Check the arguments of a new program and guide, whose statements the next run checks; and
+        rows alone, where an estimator takes them."""
+        if self._checked != (model, guide):
+            prepare(model, guide, args, kwargs)
+            self._checked, self._is_first = (model, guide), True
+            self._map = DrawMap(modules=guide.program_modules if isinstance(guide, Guide) else None)
+        self.check_rows(model, guide, args, kwargs)
 
     def check_rows(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> bool:
         """Compare rows alone with all rows of a batch, in the first pass over the data, where an
@@ -275,7 +276,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
                 draw = make()
             latents = draw.latents
             likelihood, p = draw.expected_log_likelihood(
-                lambda values: self.run_at(model, values, args, kwargs),
+                lambda values: record(model, values, args, kwargs, draw=sum_out_discrete),
                 lambda run: self.log_likelihood(run, latents),
             )
         else:
@@ -287,12 +288,6 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
             check_statements(p, draw.guide)
         with without_autocast():
             return likelihood, *self.divergence(draw, p)
-
-    def run_at(self, model: Callable, values: Mapping, args: tuple, kwargs: dict) -> Run:
-        """Run a program at latents; the first run checks the shapes of its statements."""
-        return record(
-            model, values, args, kwargs, draw=sum_out_discrete, check_shapes=self._is_first
-        )
 
     def log_likelihood(self, run: Run, latents: Collection[str]) -> Any:
         """log p(y | w) of a run in nats, a scalar; NaN if a target lies outside its support.

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.program.layout import Layout, marginal
 from pyro_bdl.program.trace import Site
 from pyro_bdl.utils.autograd import is_transformed
+
+# priors with a closed form under a LogNormal
+_POSITIVE = (HalfNormal, Gamma, Exponential, InverseGamma)
 
 
 def sampled_kl(q: Mapping[str, Site], p: Mapping[str, Site]) -> Tensor:
@@ -74,9 +77,8 @@ def diagonal_normal_kl(
         shape = latent.unconstrained_shape
         if isinstance(latent.transform, ExpTransform) and _is_plain(p[name]):
             prior = base_distribution(p[name].distribution, through_masks=False)
-            formulas = [f for kind, f in _OF_LOGNORMAL.items() if isinstance(prior, kind)]
-            if formulas:
-                kl = formulas[0](locs[name].view(shape), scales[name].view(shape), prior)
+            if isinstance(prior, _POSITIVE):
+                kl = _lognormal_kl(locs[name].view(shape), scales[name].view(shape), prior)
                 terms.append(kl.sum() if kl.dim() else kl)
                 continue
         q = marginal(latent, locs[name].view(shape), scales[name].view(shape))
@@ -219,44 +221,21 @@ def _site_kl(site: Site, prior: Site) -> Tensor:
 # guides at positive sites, with E[log w] = m and E[w^k] = exp(k m + k^2 s^2 / 2).
 
 
-def _moment(loc: Tensor, scale: Tensor, power: int) -> Tensor:
-    return torch.exp(power * loc + 0.5 * power**2 * scale.square())
+def _lognormal_kl(loc: Tensor, scale: Tensor, p: Any) -> Tensor:
+    def moment(power: int) -> Tensor:
+        return torch.exp(power * loc + 0.5 * power**2 * scale.square())
+
+    if isinstance(p, HalfNormal):
+        variance = p.scale.square()
+        log_p = 0.5 * (math.log(2 / math.pi) - variance.log() - moment(2) / variance)
+    elif isinstance(p, Exponential):
+        log_p = p.rate.log() - p.rate * moment(1)
+    else:
+        a, b, sign = p.concentration, p.rate, 1 if isinstance(p, Gamma) else -1
+        log_p = a * b.log() - a.lgamma() + (sign * a - 1) * loc - b * moment(sign)
+    entropy = loc + scale.log() + 0.5 * math.log(2 * math.pi * math.e)
+    return -entropy - log_p
 
 
-def _entropy(loc: Tensor, scale: Tensor) -> Tensor:
-    return loc + scale.log() + 0.5 * math.log(2 * math.pi * math.e)
-
-
-def _half_normal(loc: Tensor, scale: Tensor, p: Any) -> Tensor:
-    variance = p.scale.square()
-    log_p = 0.5 * (math.log(2 / math.pi) - variance.log() - _moment(loc, scale, 2) / variance)
-    return -_entropy(loc, scale) - log_p
-
-
-def _gamma(loc: Tensor, scale: Tensor, p: Any) -> Tensor:
-    a, b = p.concentration, p.rate
-    log_p = a * b.log() - a.lgamma() + (a - 1) * loc - b * _moment(loc, scale, 1)
-    return -_entropy(loc, scale) - log_p
-
-
-def _exponential(loc: Tensor, scale: Tensor, p: Any) -> Tensor:
-    return -_entropy(loc, scale) - (p.rate.log() - p.rate * _moment(loc, scale, 1))
-
-
-def _inverse_gamma(loc: Tensor, scale: Tensor, p: Any) -> Tensor:
-    a, b = p.concentration, p.rate
-    log_p = a * b.log() - a.lgamma() - (a + 1) * loc - b * _moment(loc, scale, -1)
-    return -_entropy(loc, scale) - log_p
-
-
-_OF_LOGNORMAL: dict[type, Callable[[Tensor, Tensor, Any], Tensor]] = {
-    HalfNormal: _half_normal,
-    Gamma: _gamma,
-    Exponential: _exponential,
-    InverseGamma: _inverse_gamma,
-}
-for _kind, _formula in _OF_LOGNORMAL.items():
-
-    @register_kl(LogNormal, _kind)
-    def _registered(q: LogNormal, p: Any, formula: Callable = _formula) -> Tensor:
-        return formula(q.loc, q.scale, p)
+for _kind in _POSITIVE:
+    register_kl(LogNormal, _kind)(lambda q, p: _lognormal_kl(q.loc, q.scale, p))

@@ -1,7 +1,6 @@
 """One run of a Pyro program, statement by statement."""
 
 import functools
-import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +11,6 @@ from pyro.distributions import Unit
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.subsample_messenger import _Subsample
-from pyro.util import check_site_shape
 from torch import Tensor
 from torch.distributions import Distribution
 
@@ -304,13 +302,10 @@ class _Recorder(OneThread):
     """
 
     def __init__(
-        self,
-        values: Mapping[str, Any],
-        draw: Callable[[dict], Any] | None = None,
-        check_shapes: bool = False,
+        self, values: Mapping[str, Any], draw: Callable[[dict], Any] | None = None
     ) -> None:
         super().__init__()
-        self.values, self.check_shapes = values, check_shapes
+        self.values = values
         self.draw = draw
         self.run = Run()
         self.enumeration: Enumeration | None = None  # from the first discrete site on
@@ -357,10 +352,6 @@ class _Recorder(OneThread):
         kind, site = self.run.add(msg)
         if self.enumeration is not None:
             self.enumeration.after(msg, site, kind)
-        elif self.check_shapes and kind:
-            shape = site.distribution.batch_shape
-            density = torch.empty(shape, device="meta")
-            check_site_shape({**msg, "log_prob": density}, math.inf)  # type: ignore[arg-type]
 
 
 def _check_rows(msg: Any) -> None:
@@ -405,7 +396,6 @@ def record(
     kwargs: Mapping[str, Any] | None = None,
     *,
     draw: Callable[[dict], Any] | None = None,
-    check_shapes: bool = False,
 ) -> Run:
     """Run a Pyro program or guide with some of its sites fixed at given values.
 
@@ -413,13 +403,11 @@ def record(
     :param values: site -> value; for a plate's name the indices of its subsample.
     :param draw: called with the message of a site that has no value; by default it is sampled.
         ``sum_out_discrete`` and ``leave_open`` sum finite discrete sites out.
-    :param check_shapes: raise Pyro's ValueError for a statement whose batch is not that of the
-        plates around it.
     :returns: the distribution, value, scale and mask of every sample statement.
     :raises ArgumentError: for arguments that it cannot use.
     :raises RuntimeError: if another thread runs a program at this time.
     """
-    recorder = _Recorder(values, draw, check_shapes)
+    recorder = _Recorder(values, draw)
     with recorder, pyro.validation_enabled(False), watching_calls():
         try:
             recorder.run.result = function(*args, **(kwargs or {}))

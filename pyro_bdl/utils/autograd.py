@@ -77,15 +77,8 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple:  # type: ignore[override]
-        is_one = upstream.device.type == "cpu" and upstream.item() == 1.0
-        return (
-            None,
-            None,
-            *[
-                gradient if gradient is None or is_one else upstream.to(gradient) * gradient
-                for gradient in ctx.gradients
-            ],
-        )
+        scaled = [None if g is None else upstream.to(g) * g for g in ctx.gradients]
+        return None, None, *scaled
 
 
 def _edges(value: Tensor, stop: Iterable[Tensor] = ()) -> Iterator[_Edge]:
