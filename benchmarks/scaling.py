@@ -65,8 +65,9 @@ def steps(x, y, size, *, ivon):
 
     def step():
         optimizer.zero_grad()
-        objective(*minibatch(x, y, 0)).backward()
-        optimizer.step()
+        taken = objective.take_step(*minibatch(x, y, 0))
+        taken.backward()
+        optimizer.step(*[taken] if ivon else [])
 
     return step
 

@@ -37,12 +37,14 @@ class Variational(lightning.LightningModule):
         self.make, self.steps, self.losses = optimizer, steps, []
 
     def training_step(self, batch, index):
-        loss = self.objective(*batch)  # Lightning divides it by the number of micro-batches
-        self.losses.append(loss.detach())
-        return loss
+        step = self.objective.take_step(*batch)
+        if isinstance(self.optimizer, bdl.optim.IVON):
+            self.optimizer.add(step)  # its draw and temperature
+        self.losses.append(step.value.detach())
+        return step.loss  # Lightning divides it by the number of micro-batches
 
     def configure_optimizers(self):
-        optimizer = self.make(self.objective)
+        self.optimizer = optimizer = self.make(self.objective)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 

@@ -17,19 +17,21 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.infer.elbo import ELBO
 from torch import Tensor, nn
 
 from pyro_bdl.distributed.joint_batch import check_joint_batch, read_batch
-from pyro_bdl.elbo.checks import CheckedLoss, check_data, unchecked
+from pyro_bdl.elbo.checks import CheckedLoss, check_data, step_of
+from pyro_bdl.elbo.step import Step
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import Batches, leading_size
-from pyro_bdl.utils.autograd import with_gradients
+from pyro_bdl.tracing.step import Outcome
 from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.random_state import seeded
 
@@ -77,7 +79,7 @@ def broadcast(*modules: nn.Module, group: Any = None) -> None:
     Ranks(group).broadcast(_values_of(modules))
 
 
-class DataParallel_ELBO(CheckedLoss, ELBO):
+class DataParallel_ELBO(CheckedLoss):
     """The bound of the joint batch of all ranks, and its gradient, on each rank.
 
     Rank k has a batch of B_k data, B = sum_k B_k, and L_k is the bound of this batch, with its sum
@@ -154,19 +156,27 @@ class DataParallel_ELBO(CheckedLoss, ELBO):
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return the loss of the joint batch; every rank must call it."""
+
+        def bound(*of: Any) -> Step:
+            value = self.elbo.loss(model, guide, *args, **kwargs)
+            return Step(torch.tensor(value, dtype=torch.double, device=self._device()))
+
         with torch.no_grad():
-            value = self._joint_loss(self.elbo.loss, model, guide, args, kwargs).item()
+            value = self._joint(bound, model, guide, args, kwargs).value.item()
         if math.isnan(value):
             self.ranks.together(lambda: None)  # a rank that failed tells why
         return value
 
-    def unchecked_loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
-        """The loss of the joint batch; ``backward()`` gives its gradient on every rank."""
+    def take_step(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Step:
+        """Take a step on the joint batch; ``backward()`` gives its gradient on every rank.
+
+        Temperature and draw are those of the joint batch too, the parts of the bound this rank's.
+        """
         if self._leaves and self.step and self.step % self.check_every == 0:
             self.ranks.check_same(self._leaves)
-        loss = self._joint_loss(self.elbo.differentiable_loss, model, guide, args, kwargs)
+        step = self._joint(partial(step_of, self.elbo), model, guide, args, kwargs)
         self.step += 1
-        return loss
+        return step
 
     def check_data(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
         """Search for bad data on all ranks; all ranks call it, since they have the same joint
@@ -211,47 +221,43 @@ class DataParallel_ELBO(CheckedLoss, ELBO):
 
     # A step
 
-    def _joint_loss(
-        self, bound: Callable[..., Any], model: Callable, guide: Any, args: tuple, kwargs: dict
-    ) -> Tensor:
-        """The loss of the joint batch; with gradients if they are turned on.
+    def _joint(
+        self, bound: Callable[..., Step], model: Callable, guide: Any, args: tuple, kwargs: dict
+    ) -> Step:
+        """The step on the joint batch; with gradients if they are turned on.
 
-        :param bound: ``loss`` or ``differentiable_loss`` of the rank's ELBO.
+        :param bound: a step of the rank's ELBO.
         """
         self._prepare(model, guide, args, kwargs)
 
-        def here() -> tuple[float, Tensor, dict[str, Tensor], Sequence[Tensor]]:
+        def here() -> tuple[float, Step, dict[str, Tensor], Sequence[Tensor]]:
             weight = float(leading_size((args, kwargs))) if self.ranks.size > 1 else 1.0
-            with poutine.trace(param_only=True) as statements, self._noise(), unchecked(self.elbo):
-                value = bound(model, guide, *args, **kwargs)
-            loss = value
-            if not isinstance(value, Tensor):
-                loss = torch.tensor(value, dtype=torch.double, device=self._device())
+            with poutine.trace(param_only=True) as statements, self._noise():
+                step = bound(model, guide, args, kwargs)
+            loss = step.loss
             if not loss.requires_grad:
-                return weight, loss, {}, ()
+                return weight, step, {}, ()
             leaves = tensor_leaves(model, guide, statements.trace)
             gradients = torch.autograd.grad(
                 loss, [*leaves.values()], materialize_grads=True, allow_unused=True
             )
-            return weight, loss, leaves, gradients
+            return weight, step, leaves, gradients
 
         form = self._form if torch.is_grad_enabled() else (2, torch.float64)
-        weight, loss, leaves, gradients = (
+        weight, step, leaves, gradients = (
             self.ranks.together(here) if form is None else self._or_tell(here, *form)
         )
         if not leaves:
-            (value,), _ = self._reduced([loss.to(self._device()).reshape(1)], weight, torch.float64)
-            return value[0]
+            value = step.value.to(self._device()).reshape(1)
+            (value,), _ = self._reduced([value], weight, torch.float64)
+            return Step(value[0])
         self._leaves = leaves
-        values = [loss.detach().reshape(1), *gradients]
-        step: Any = getattr(guide, "last_step", None)
-        has_draw = step is not None and step.draw is not None  # for IVON's control variate
-        (value, *joint), self._form = self._reduced(
-            [*values, step.draw] if has_draw else values, weight, torch.float32
-        )
-        if has_draw:
-            guide.last_step = step._replace(draw=joint.pop())
-        return with_gradients(value[0], joint, [*leaves.values()])
+        draw = [] if step.draw is None else [step.draw]
+        values = [step.value.detach().reshape(1), *draw, *gradients]
+        (value, *joint), self._form = self._reduced(values, weight, torch.float32)
+        outcome = Outcome((value[0],), tuple(joint[len(draw) :]), [*leaves.values()])
+        joint_draw = joint[0] if draw else None
+        return replace(step, value=value[0], draw=joint_draw, outcome=outcome)
 
     def _or_tell(self, function: Callable[[], Any], count: int, dtype: torch.dtype) -> Any:
         """Call a function; if it fails, let the other ranks learn of it, and raise the error.

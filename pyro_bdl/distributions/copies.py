@@ -35,6 +35,20 @@ def without_validation(distribution: Distribution) -> Distribution:
 _CHECKED = "_pyro_bdl_unvalidated"  # marks copies made here, so that they are not searched again
 
 
+_CONSTANT = "_pyro_bdl_constant"  # marks distributions whose numbers never change
+
+
+def declare_constant(distribution: Distribution) -> None:
+    """Declare that the numbers of a distribution without its wrappers never change, so that what
+    follows from them may be kept."""
+    vars(base_distribution(distribution, through_masks=False))[_CONSTANT] = True
+
+
+def is_constant(distribution: Distribution) -> bool:
+    """Return whether the numbers of a distribution without wrappers are declared constant."""
+    return _CONSTANT in vars(distribution)
+
+
 def without_masks(
     distribution: Distribution, mask: bool | Tensor | None = None
 ) -> tuple[Any, bool | Tensor | None]:

@@ -2,18 +2,19 @@
 gradient reaches an optimizer."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
-from pyro.util import warn_if_nan
+from pyro.infer.elbo import ELBO, ELBOModule
+from pyro.poutine.indep_messenger import CondIndepStackFrame
+from pyro.util import check_site_shape, warn_if_nan
 from torch import Tensor
-from torch.autograd import Variable
 
+from pyro_bdl.elbo.draw import values_of
+from pyro_bdl.elbo.step import Step
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import run_at_draw
@@ -46,91 +47,74 @@ def require_gradients() -> None:
         )
 
 
-class CheckedLoss:
-    """The part of an ELBO that checks its loss before an optimizer can step.
+class Objective(ELBOModule):
+    """A bound at a program and its guide, a module with the parameters of both."""
 
-    A subclass defines ``unchecked_loss``, the loss to differentiate.
+    def take_step(self, *args: Any, **kwargs: Any) -> Step:
+        """Take a step, see ``CheckedLoss.take_step``."""
+        return self.elbo.take_step(self.model, self.guide, *args, **kwargs)
+
+
+class CheckedLoss(ELBO):
+    """The part of an ELBO that makes losses and gradients of its steps, and checks the losses.
+
+    A subclass defines ``take_step``.
     """
 
-    checks_loss = True  # see ``unchecked``
-    retain_graph: bool | None
+    def __call__(self, model: Any, guide: Any) -> Objective:
+        """The bound at a program and its guide, for torch's optimizers."""
+        return Objective(model, guide, self)
 
-    def unchecked_loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
-        """Take a step; return its loss, which may be not finite."""
+    def take_step(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Step:
+        """Take a step, whose loss is not checked: it may be not finite."""
         raise NotImplementedError
 
     def check_data(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
         """Raise an error if the data cause a loss that is not finite."""
         check_data(model, guide, args, kwargs)
 
+    def check_step(
+        self, step: Step, model: Callable, guide: Callable, args: tuple, kwargs: dict
+    ) -> None:
+        """Search for bad data where a step's loss is not finite; warn of NaN where there are none.
+
+        On an accelerator this waits for the loss. In vmap, a trace, or the capture of a CUDA graph
+        it has no value to check.
+        """
+        capturing = step.value.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing or is_transformed() or torch.compiler.is_compiling():
+            return
+        if not math.isfinite(step.value.item()):
+            self.check_data(model, guide, args, kwargs)
+            warn_if_nan(step.value, "loss")
+
     def differentiable_loss(
         self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Return -L(eta) as a tensor to differentiate; counts as a step of the schedule."""
-        loss = self.unchecked_loss(model, guide, args, kwargs)
-        check = partial(self.check_data, model, guide, args, kwargs)
-        return _guarded(loss, check) if self.checks_loss else loss
+        step = self.take_step(model, guide, *args, **kwargs)
+        self.check_step(step, model, guide, args, kwargs)
+        return step.loss
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return -L(eta) in nats and add its gradients to the parameters' gradients."""
         require_gradients()
         with torch.enable_grad():
-            loss = self.unchecked_loss(model, guide, args, kwargs)
-        value = check_value(loss.item(), partial(self.check_data, model, guide, args, kwargs))
-        if loss.requires_grad:
-            loss.backward(retain_graph=self.retain_graph)
-        return value
+            step = self.take_step(model, guide, *args, **kwargs)
+        self.check_step(step, model, guide, args, kwargs)
+        if step.outcome is not None or step.value.requires_grad:
+            step.backward()
+        return step.value.item()
 
 
-@contextmanager
-def unchecked(elbo: Any) -> Iterator[None]:
-    """Let an ELBO's ``differentiable_loss`` return any loss, for a caller that checks it."""
-    if not isinstance(elbo, CheckedLoss):
-        yield
-        return
-    elbo.checks_loss, before = False, elbo.checks_loss
-    try:
-        yield
-    finally:
-        elbo.checks_loss = before
+def step_of(elbo: Any, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Step:
+    """A step of any ELBO that has ``differentiable_loss``; unchecked, if it is of this package.
 
-
-def _guarded(loss: Tensor, check_data: Callable[[], None]) -> Tensor:
-    """The loss, which is checked before an optimizer can step; see ``check_value``.
-
-    On the CPU it is checked at once. On an accelerator its value is copied without waiting, and
-    checked at the end of ``backward``, which raises the error, when the gradients' kernels are
-    queued. In vmap, a trace, or the capture of a CUDA graph it has no value.
+    A subclass that defines ``differentiable_loss`` anew is asked for it.
     """
-    capturing = loss.is_cuda and torch.cuda.is_current_stream_capturing()
-    if capturing or is_transformed() or torch.compiler.is_compiling():
-        return loss
-    if loss.device.type == "cpu":
-        check_value(loss.item(), check_data)
-    elif loss.requires_grad:
-        number = loss.detach().to("cpu", non_blocking=loss.is_cuda)
-        arrived = torch.cuda.Event() if loss.is_cuda else None
-        if arrived is not None:
-            arrived.record(torch.cuda.current_stream(loss.device))
-
-        def check() -> None:
-            if arrived is not None:
-                arrived.synchronize()
-            check_value(number.item(), check_data)
-
-        loss.register_hook(lambda _: Variable._execution_engine.queue_callback(check))
-    return loss
-
-
-def check_value(loss: float, check_data: Callable[[], None]) -> float:
-    """Return the loss; if it is not finite, call ``check_data``, and warn if that raises nothing.
-
-    :raises ValueError: from ``check_data``.
-    """
-    if not math.isfinite(loss):
-        check_data()
-        warn_if_nan(torch.tensor(loss, device="cpu"), "loss")
-    return loss
+    if getattr(type(elbo), "differentiable_loss", None) is CheckedLoss.differentiable_loss:
+        return elbo.take_step(model, guide, *args, **kwargs)
+    return Step(elbo.differentiable_loss(model, guide, *args, **kwargs))
 
 
 # Programs, guides and data
@@ -148,20 +132,21 @@ def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> N
         _checked_run(model, guide, args, kwargs)
 
 
-def check_first(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
-    """Check program, guide and data once; later runs skip Pyro's validation.
+def prepare(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+    """Check the arguments of a first step, and make the guide's parameters.
 
-    The random state is restored, so that training continued from a saved state draws the same
-    numbers as uninterrupted training.
+    A guide of this package runs the program for its parameters, under Pyro's validation; any other
+    is checked here by runs at a draw. The random state is restored, so that training continued from
+    a saved state draws the same numbers as uninterrupted training.
     """
     check_finite(model, args, kwargs)
     with (
         Hidden(), torch.no_grad(), preserved_buffers(model, guide), own_randomness(),
     ):  # fmt: skip
+        if isinstance(guide, Guide):
+            guide.prototype(*args, **kwargs)
+            return
         p = _checked_run(model, guide, args, kwargs)
-        bias = p.bias_of_minibatches()
-        if bias is not None:
-            warn(bias, "number-of-data", stacklevel=3)
         hidden = [] if p.discrete is None else list(p.discrete.names)
         shown = poutine.block(model, hide=hidden) if hidden else model
         imputed = bool(p.imputed)
@@ -170,9 +155,30 @@ def check_first(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> 
             Trace_ELBO().loss(shown, guide, *args, **kwargs)
 
 
-def values_of(q: Run) -> dict[str, Any]:
-    """The values of a guide's draw and the indices of its plates."""
-    return {name: site.value for name, site in q.latents.items()} | q.subsamples
+def check_statements(p: Run, guide: Callable) -> None:
+    """Check the statements of a first step's run; warn of minibatches that give a biased bound.
+
+    :raises ValueError: for a guide with a site that the program does not have; Pyro's, for a
+        statement whose batch is not that of the plates around it.
+    """
+    if isinstance(guide, Guide):
+        surplus = [name for name in guide.require_layout().latents if name not in p.latents]
+        if surplus:
+            raise ValueError(
+                f"the guide has the site '{surplus[0]}', which is not a latent of the program "
+                "here: make a new guide, and give prototype(...) the targets too"
+            )
+    bias = p.bias_of_minibatches()
+    if bias is not None:
+        warn(bias, "number-of-data", stacklevel=8)
+    for name, site in (p.priors | p.observed | p.factors).items() if p.discrete is None else ():
+        frames = [
+            CondIndepStackFrame(plate, dim, len(p.subsamples[plate]), 0)
+            for plate, dim in site.plates
+        ]
+        density = torch.empty(site.distribution.batch_shape, device="meta")
+        statement: Any = {"name": name, "cond_indep_stack": frames, "log_prob": density}
+        check_site_shape({**statement, "fn": site.distribution, "infer": {}}, math.inf)  # type: ignore[arg-type]
 
 
 def _checked_run(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Run:
@@ -189,12 +195,6 @@ def _checked_run(model: Callable, guide: Callable, args: tuple, kwargs: dict) ->
         raise ValueError(_NOTHING_OBSERVED)
     if not p.latents.keys() <= q.latents.keys():
         raise ValueError(_without_value(p, q.latents))
-    surplus = [name for name in q.latents if name not in p.latents]
-    if surplus and isinstance(guide, Guide):
-        raise ValueError(
-            f"the guide has the site '{surplus[0]}', which is not a latent of the program here: "
-            "make a new guide, and give prototype(...) the targets too"
-        )
     check_support(p)
     return p
 
@@ -232,13 +232,20 @@ class FirstBatches:
         self._waiting, self._left = self._left > 0, max(0, self._left - 1)
 
     def look(self, observed: Mapping[str, Site]) -> None:
-        """Warn if the targets of a step's first run differ from those of the step before."""
+        """Warn if the targets of a step's first run differ from those of the step before: in their
+        number, their sum or that of their squares, which the order of the rows leaves alone."""
         if not self._waiting:
             return
-        self._waiting, before = False, self._sums
-        self._sums = _sums_of_whole_data(observed)
-        for name in before.keys() & self._sums.keys():
-            if not torch.allclose(before[name], self._sums[name], rtol=1e-5, atol=1e-5):
+        self._waiting, before, self._sums = False, self._sums, {}
+        for name, site in observed.items():
+            is_whole = isinstance(site.scale, int | float) and site.scale == site.subsampling == 1
+            is_in_vmap = torch._C._functorch.is_functorch_wrapped_tensor
+            if not is_whole or not isinstance(site.value, Tensor) or is_in_vmap(site.value):
+                continue
+            value = site.value.detach().cpu().double()
+            sums = torch.stack([torch.ones_like(value).sum(), value.sum(), value.square().sum()])
+            self._sums[name] = sums
+            if name in before and not torch.allclose(before[name], sums, rtol=1e-5, atol=1e-5):
                 warn(
                     f"the first batches hold different targets at site '{name}', and each counts "
                     "as all of the data (its scale is 1), so that the posterior is that of a "
@@ -249,17 +256,3 @@ class FirstBatches:
                     stacklevel=4,
                 )
                 return
-
-
-def _sums_of_whole_data(observed: Mapping[str, Site]) -> dict[str, Tensor]:
-    """The number of targets, their sum and that of their squares at each observed site whose batch
-    counts as all data (its scale is 1). They do not depend on the order of the rows."""
-    sums = {}
-    for name, site in observed.items():
-        unscaled = isinstance(site.scale, int | float) and site.scale == site.subsampling == 1
-        is_in_vmap = torch._C._functorch.is_functorch_wrapped_tensor
-        if unscaled and isinstance(site.value, Tensor) and not is_in_vmap(site.value):
-            value = site.value.detach().cpu().double()
-            count = torch.tensor(value.numel(), dtype=value.dtype, device="cpu")
-            sums[name] = torch.stack([count, value.sum(), value.square().sum()])
-    return sums

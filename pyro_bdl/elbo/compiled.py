@@ -2,11 +2,12 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_bdl.elbo.checks import check_data
 from pyro_bdl.elbo.step import Step, Terms
@@ -104,13 +105,12 @@ class CompiledELBO(TemperedTrace_ELBO):
         """Take a step, by the program or by a graph; see ``TemperedTrace_ELBO.take_step``."""
         if not torch.is_grad_enabled() or is_transformed():
             return super().take_step(model, guide, *args, **kwargs)
-        self._check_once(model, guide, args, kwargs)
-        self.check_rows(model, guide, args, kwargs)
+        self._begin(model, guide, args, kwargs)
         try:
             arguments = split(args, kwargs)
         except NotTraceable as error:
             self.graphs.warn(f"runs the program uncompiled, since {error}")
-            return super().take_step(model, guide, *args, **kwargs)
+            return self.plain_step(model, guide, args, kwargs)
         evaluation = _Evaluation(self, model, guide, arguments)
         try:
             outcome = self.graphs(evaluation)
@@ -120,7 +120,7 @@ class CompiledELBO(TemperedTrace_ELBO):
             raise
         if isinstance(outcome, Tensor):
             assert evaluation.step is not None
-            return evaluation.step._replace(loss=outcome)
+            return replace(evaluation.step, value=outcome)
         return evaluation.finish(outcome)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -144,19 +144,16 @@ class _Evaluation(Evaluation):
 
     def plain(self) -> Tensor:
         args, kwargs = self.arguments.rebuild(self.arguments.tensors)
-        plain = TemperedTrace_ELBO.take_step
-        self.step = plain(self.bound, self.model, self.guide, *args, **kwargs)
-        return self.step.loss
+        self.step = self.bound.plain_step(self.model, self.guide, args, kwargs)
+        return self.step.value
 
     def tensors(self) -> list[Tensor]:
-        # of the KL's dtype, since float64 would promote the loss; a step of the bound came before
-        assert self.bound.kl is not None
-        parts = self.guide.modules() if isinstance(self.guide, nn.Module) else ()
-        guides = [part for part in parts if isinstance(part, Guide)]
-        self.numbers = [(part, numbers) for part in guides if (numbers := part.numbers())]
-        moving = [self.temperature, *chain(*(numbers.values() for _, numbers in self.numbers))]
-        dtype = self.bound.kl.dtype
-        return [*self.arguments.tensors, *torch.tensor(moving, dtype=dtype, device="cpu")]
+        self.numbers = [(part, numbers) for part in self.bound.parts if (numbers := part.numbers())]
+        moving = self.temperature, *chain(*(numbers.values() for _, numbers in self.numbers))
+        assert self.bound.kl is not None  # a step of the bound came before
+        # of the KL's dtype, since float64 would promote the loss
+        scalars = torch.tensor(moving, dtype=self.bound.kl.dtype, device="cpu")
+        return [*self.arguments.tensors, *scalars.unbind()]
 
     def traced(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         count = len(self.arguments.tensors)
@@ -179,7 +176,7 @@ class _Evaluation(Evaluation):
 
     def finish(self, outcome: Outcome) -> Step:
         """The step of a graph's results, taken as the bound takes its own."""
-        loss, terms = outcome.differentiable(), Terms(*outcome.results[1:])
+        loss, terms = outcome.results[0], Terms(*outcome.results[1:])
         step = self.bound.noted(terms, loss, self.temperature)
-        self.bound.finish(step)
-        return step
+        self.bound.skip(1)
+        return replace(step, outcome=outcome)

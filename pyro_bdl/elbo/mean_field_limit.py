@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.distributions.parameters import is_known, parameters_of, rebuilt
+from pyro_bdl.elbo.draw import FlatDraw
 from pyro_bdl.elbo.step import Terms
 from pyro_bdl.elbo.tempered import Temperature, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
@@ -61,19 +62,19 @@ class MeanFieldLimit(TemperedTraceMeanField_ELBO):
             )
         vectors, offset = guide.step_draws(self.num_particles)
 
-        def run_at(vector: Tensor) -> tuple[Run, Tensor]:
-            latents, log_det = guide.require_layout().constrain(vector)
-            run = record(model, latents, args, kwargs, draw=sum_out_discrete)
-            self.log_likelihood(run, latents)  # which checks the run
-            return run, log_det
+        def run_at(draw: FlatDraw) -> Run:
+            run = record(model, draw.latents, args, kwargs, draw=sum_out_discrete)
+            self.log_likelihood(run, draw.latents)  # which checks the run
+            return run
 
-        def particle(draw: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor]:
-            run, log_det = run_at(draw["u"])
-            return _parameters(run), *self.divergence(guide, draw["u"], log_det, run)
+        def particle(vectors: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor]:
+            draw = FlatDraw(guide, vectors["u"])
+            run = run_at(draw)
+            return _parameters(run), *self.divergence(draw, run)
 
         outputs, kl, q_entropy = self._map(particle, {"u": vectors})
         with torch.no_grad():
-            run, _ = run_at(vectors[0].detach())
+            run = run_at(FlatDraw(guide, vectors[0].detach()))
         for name, site in run.observed.items():
             means = {key: value.mean(0) for key, value in outputs[name].items()}
             distribution = rebuilt(site.distribution, means, masks=True)

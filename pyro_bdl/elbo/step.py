@@ -1,8 +1,13 @@
 """The terms and the step of a bound, as values."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from pyro_bdl.tracing.step import Outcome
+from pyro_bdl.utils.autograd import add_gradients
 
 
 class Terms(NamedTuple):
@@ -21,18 +26,37 @@ class Terms(NamedTuple):
     draw: Tensor | None = None
 
 
-class Step(NamedTuple):
-    """One step of a bound.
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One step of a bound: what optimizers need of it. ``Step(loss)`` is one of another ELBO, such
+    as Pyro's.
 
-    :param loss: -L(eta) in nats, a scalar; differentiable where the step is taken.
+    :param value: -L(eta) in nats, a scalar.
     :param log_likelihood: E_q[log p(y | w)], detached.
     :param kl: KL(q || p(w)), detached.
     :param temperature: eta, or T in cold mode.
     :param draw: see :class:`Terms`.
+    :param outcome: of a graph that has computed the gradients with the value.
     """
 
-    loss: Tensor
-    log_likelihood: Tensor
-    kl: Tensor
-    temperature: float
+    value: Tensor
+    log_likelihood: Tensor | None = None
+    kl: Tensor | None = None
+    temperature: float = 1.0
     draw: Tensor | None = None
+    outcome: Outcome | None = None
+
+    @property
+    def loss(self) -> Tensor:
+        """-L(eta) as a tensor to differentiate; once, where a graph has computed the gradients."""
+        return self.value if self.outcome is None else self.outcome.differentiable()
+
+    def backward(self, factor: float = 1.0) -> None:
+        """Add the gradients of ``factor * loss`` to those of the parameters."""
+        if self.outcome is None:
+            self.value.backward(None if factor == 1.0 else torch.full_like(self.value, factor))
+            return
+        gradients = self.outcome.gradients
+        if factor != 1.0:
+            gradients = tuple(factor * gradient for gradient in gradients)
+        add_gradients(self.outcome.leaves, gradients)

@@ -5,7 +5,7 @@ Its optimum approximates the tempered posterior, which is proportional to p(y | 
 = 1 is the Bayesian posterior (Huix et al. 2022).
 
 All threads share Pyro's handlers, so only one thread at a time may run programs and take steps.
-These bounds refuse a second thread (``program/one_thread.py``); Pyro's bounds do not notice it.
+These bounds refuse a second thread (``utils/one_thread.py``); Pyro's bounds do not notice it.
 """
 
 import contextlib
@@ -18,24 +18,21 @@ import torch
 from pyro.infer import Trace_ELBO
 from torch import Tensor, nn
 
-from pyro_bdl.distributions.dropout_noise import NoisyWeight
 from pyro_bdl.elbo.checks import (
     CheckedLoss,
     FirstBatches,
     check_data,
-    check_first,
-    check_value,
+    check_statements,
+    prepare,
     require_values,
-    values_of,
 )
+from pyro_bdl.elbo.draw import Draw, FlatDraw, SiteDraw, values_of
 from pyro_bdl.elbo.step import Step, Terms
 from pyro_bdl.errors import warn
 from pyro_bdl.estimators import PerDatum, as_estimator
 from pyro_bdl.estimators.per_datum import Products, active
 from pyro_bdl.estimators.rows import RowwiseLikelihood
-from pyro_bdl.estimators.sticking import constant_parameters
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.kl import entropy, mean_field_kl, sampled_kl
 from pyro_bdl.program.supports import nan_outside_support
 from pyro_bdl.program.trace import Run, record, sum_out_discrete
 from pyro_bdl.program.vmap import DrawMap
@@ -53,8 +50,8 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
 
     ``pyro.factor`` terms count as likelihood, those of ``priors.factor`` as prior. After each step
     ``expected_log_likelihood``, ``kl`` (both in nats, detached scalars) and ``temperature`` hold
-    the terms of that step, and the guide has all of it as ``guide.last_step``, which
-    natural-gradient optimizers read.
+    the terms of that step. ``take_step`` returns all of it as a :class:`Step`, which
+    natural-gradient optimizers take.
 
     Under ``torch.autocast`` only the program is cast, that is the network's forward pass. The
     guide's parameters and draws, the KL and sums of densities stay in float32.
@@ -117,44 +114,50 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         self.sticking_the_landing = sticking_the_landing
         self._map = DrawMap()
         self._checked: tuple[Callable, Callable] | None = None
+        self._is_first = False  # whether the next run is the first of this program and guide
         self._trained: tuple[Callable, Callable] | None = None
-        self._parts: list[Guide] = []  # the guides of this package in the guide that is trained
+        self.parts: list[Guide] = []  # the guides of this package in the guide that is trained
         self._rows: dict[Callable, RowwiseLikelihood] = {}
         self._weighted = not callable(temperature) and temperature != 1.0  # the KL, by hand
         self._batches = FirstBatches(0)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickle and copies, without the program and the guide that were trained."""
-        fresh: dict[str, Any] = {"_checked": None, "_trained": None, "_parts": [], "_rows": {}}
+        fresh: dict[str, Any] = {"_checked": None, "_trained": None, "parts": [], "_rows": {}}
         return {**vars(self), **fresh, "_map": DrawMap(), "_batches": FirstBatches(0)}
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return -L(eta) in nats at the current step's temperature, without counting a step."""
         with torch.no_grad():
-            loss = self._evaluate(model, guide, args, kwargs).loss.item()
-        return check_value(loss, partial(check_data, model, guide, args, kwargs))
-
-    def unchecked_loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
-        return self.take_step(model, guide, *args, **kwargs).loss
+            self._check(model, guide, args, kwargs)
+            step = self._evaluate(model, guide, args, kwargs)
+        self.check_step(step, model, guide, args, kwargs)
+        return step.value.item()
 
     def take_step(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Step:
         """Take a step of the schedule, whose loss may be not finite.
 
         :returns: the loss to differentiate, its terms, and what optimizers need of them.
         """
-        self._check_once(model, guide, args, kwargs)
-        if self._trained != (model, guide):
-            self._begin(model, guide)
+        self._begin(model, guide, args, kwargs)
+        return self.plain_step(model, guide, args, kwargs)
+
+    def plain_step(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Step:
+        """A step by a run of the program."""
         self._batches.start_step()
         step = self._evaluate(model, guide, args, kwargs)
-        self.finish(step)
+        self.skip(1)
         return step
 
-    def _begin(self, model: Callable, guide: Callable) -> None:
-        """Find the guides to train; warn if each step reaches some members of an ensemble only."""
+    def _begin(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+        """Begin a step, where the pair is new with the guides to train; warn if each step reaches
+        some members of an ensemble only."""
+        self._check(model, guide, args, kwargs)
+        if self._trained == (model, guide):
+            return
         self._trained = model, guide
         parts = guide.modules() if isinstance(guide, nn.Module) else ()
-        self._parts = [part for part in parts if isinstance(part, Guide)]
+        self.parts = [part for part in parts if isinstance(part, Guide)]
         self._batches = FirstBatches(0 if self._weighted else 2)
         _warn_of_members(guide, self.num_particles)
 
@@ -162,22 +165,13 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         """Make ready for a training, which may be of another program than the last one."""
 
     def skip(self, count: int) -> None:
-        """Count steps that were taken elsewhere."""
+        """Count steps, as the guides that take them do."""
         self.step += count
-        for part in self._parts:
+        for part in self.parts:
             part.skip_steps(count)
-
-    def finish(self, step: Step) -> None:
-        """Count a step, and hand it to the guides that took it."""
-        self.step += 1
-        detached = step._replace(loss=step.loss.detach())
-        for part in self._parts:
-            part.note_step(detached)
 
     def _evaluate(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Step:
         """-L(eta) at the current step's temperature, from new draws."""
-        self._check_once(model, guide, args, kwargs)
-        self.check_rows(model, guide, args, kwargs)
         temperature = check_temperature(self.schedule(self.step))
         try:
             with OneThread(), pyro.validation_enabled(False):
@@ -186,6 +180,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
             with contextlib.suppress(RuntimeError):
                 check_data(model, guide, args, kwargs)  # finds labels without a class
             raise
+        self._is_first = False
         return self.noted(terms, self.negative_bound(terms, temperature), temperature)
 
     def noted(self, terms: Terms, loss: Tensor, temperature: float) -> Step:
@@ -201,12 +196,14 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
             return -(terms.log_likelihood - terms.kl + (temperature - 1.0) * terms.entropy)
         return temperature * terms.kl - terms.log_likelihood
 
-    def _check_once(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+    def _check(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+        """Check the arguments of a new program and guide, whose statements the next run checks; and
+        rows alone, where an estimator takes them."""
         if self._checked != (model, guide):
-            check_first(model, guide, args, kwargs)
-            self._checked = model, guide
-            modules = guide.program_modules if isinstance(guide, Guide) else None
-            self._map = DrawMap(modules=modules)
+            prepare(model, guide, args, kwargs)
+            self._checked, self._is_first = (model, guide), True
+            self._map = DrawMap(modules=guide.program_modules if isinstance(guide, Guide) else None)
+        self.check_rows(model, guide, args, kwargs)
 
     def check_rows(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> bool:
         """Compare rows alone with all rows of a batch, in the first pass over the data, where an
@@ -232,39 +229,11 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         if isinstance(guide, Guide) and not guide.subsampled:
             with guide.reading():
                 return self.flat_terms(model, guide, args, kwargs, estimator)
+        draw = partial(SiteDraw, guide, args, kwargs)
         particles = [
-            self._site_terms(model, guide, args, kwargs, estimator)
-            for _ in range(self.num_particles)
+            self.particle(model, draw, args, kwargs, estimator) for _ in range(self.num_particles)
         ]
         return Terms(*(torch.stack(t).mean() for t in zip(*particles, strict=True)))
-
-    def _site_terms(
-        self,
-        model: Callable,
-        guide: Callable,
-        args: tuple,
-        kwargs: dict,
-        estimator: PerDatum | None,
-    ) -> tuple[Any, Tensor, Tensor]:
-        """log p(y | w), the KL and (in cold mode) H(q) in nats at one draw of any guide, from its
-        sample statements."""
-        if estimator is None:
-            with without_autocast():
-                q = record(guide, {}, args, kwargs)
-            p = record(model, values_of(q), args, kwargs, draw=sum_out_discrete)
-            likelihood = self.log_likelihood(p, q.latents)
-        else:
-            with estimator.run({}, {}) as products:
-                with without_autocast(), products:
-                    q = record(guide, {}, args, kwargs, draw=products.sample)
-                likelihood, p = self._row_by_row(model, values_of(q), args, kwargs, products)
-        with without_autocast():
-            kl = self._site_kl(q, p) + q.log_likelihood()  # the latter holds the guide's factors
-            q_entropy = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
-            if self.sticking_the_landing:
-                log_q = _log_density_without_score(guide, q, args, kwargs)
-                kl, q_entropy = log_q - p.log_prior(), -log_q
-        return likelihood, kl, q_entropy
 
     def flat_terms(
         self,
@@ -274,17 +243,17 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         kwargs: dict,
         estimator: PerDatum | None,
     ) -> Terms:
-        """The parts of the bound from the flat vectors of our guides, without their sample
-        statements."""
+        """The parts of the bound from the flat vectors of our guides, at once by ``vmap``."""
 
         def particle(draw: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor]:
-            return self.particle(model, guide, draw["u"], args, kwargs, estimator)
+            at = partial(FlatDraw, guide, draw["u"])
+            return self.particle(model, at, args, kwargs, estimator)
 
         with without_autocast():
             vectors, offset = guide.step_draws(self.num_particles)
         draw = vectors.squeeze(0) if self.num_particles == 1 else vectors.detach().mean(0)
         if self.num_particles == 1:
-            terms = self.particle(model, guide, draw, args, kwargs, estimator)
+            terms = particle({"u": draw})
         else:
             terms = tuple(t.mean() for t in self._map(particle, {"u": vectors}))
         likelihood, kl, entropy = terms
@@ -293,27 +262,32 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
     def particle(
         self,
         model: Callable,
-        guide: Guide,
-        vector: Tensor,
+        make: Callable[..., Draw],
         args: tuple,
         kwargs: dict,
         estimator: PerDatum | None = None,
     ) -> tuple[Any, Tensor, Tensor]:
-        """log p(y | w), the KL and (in cold mode) H(q) in nats at a draw u (P,)."""
-        with without_autocast():
-            latents, log_det = guide.require_layout().constrain(vector)
-            distributions = {} if estimator is None else estimator.distributions(guide)
+        """log p(y | w), the KL and (in cold mode) H(q) in nats at a draw.
+
+        :param make: makes the draw.
+        """
         if estimator is None:
-            likelihood, p = guide.expected_log_likelihood(
-                latents,
+            with without_autocast():
+                draw = make()
+            latents = draw.latents
+            likelihood, p = draw.expected_log_likelihood(
                 lambda values: record(model, values, args, kwargs, draw=sum_out_discrete),
                 lambda run: self.log_likelihood(run, latents),
             )
         else:
-            with estimator.run(distributions, latents) as products:
-                likelihood, p = self._row_by_row(model, latents, args, kwargs, products)
+            with estimator.run() as products:
+                with without_autocast():
+                    draw = make(products=products)
+                likelihood, p = self._row_by_row(model, draw.latents, args, kwargs, products)
+        if self._is_first:
+            check_statements(p, draw.guide)
         with without_autocast():
-            return likelihood, *self.divergence(guide, vector, log_det, p)
+            return likelihood, *self.divergence(draw, p)
 
     def log_likelihood(self, run: Run, latents: Collection[str]) -> Any:
         """log p(y | w) of a run in nats, a scalar; NaN if a target lies outside its support.
@@ -340,28 +314,16 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         self._batches.look(run.observed)
         return likelihood, run
 
-    def _site_kl(self, q: Run, p: Run) -> Tensor:
-        return (mean_field_kl if self.closed_forms else sampled_kl)(q.latents, p.priors)
-
-    def divergence(
-        self, guide: Guide, vector: Tensor, log_det: Tensor, p: Run
-    ) -> tuple[Tensor, Tensor]:
-        """The KL and (in cold mode) H(q) in nats at a draw u (P,) and a run of the program."""
+    def divergence(self, draw: Draw, p: Run) -> tuple[Tensor, Tensor]:
+        """The KL and (in cold mode) H(q) in nats at a draw and a run of the program there."""
         if self.closed_forms:
-            kl = guide.kl(vector, log_det, p)
+            kl = draw.kl(p)
         else:
-            kl = self._log_density(guide, vector, log_det) - p.log_prior()
+            log_q = draw.log_density(constant=self.sticking_the_landing)
+            kl = log_q - p.log_prior()
         if not self.is_cold:
             return kl, torch.zeros_like(kl)
-        if self.sticking_the_landing:
-            return kl, -self._log_density(guide, vector, log_det)
-        return kl, guide.entropy(vector, log_det)
-
-    def _log_density(self, guide: Guide, vector: Tensor, log_det: Tensor) -> Tensor:
-        if not self.sticking_the_landing:
-            return guide.log_density(vector, log_det)
-        with guide.constant():
-            return guide.log_density(vector, log_det)
+        return kl, -log_q if self.sticking_the_landing else draw.entropy()
 
 
 def _warn_of_members(guide: Callable, num_particles: int) -> None:
@@ -397,19 +359,6 @@ class TemperedTraceMeanField_ELBO(TemperedTrace_ELBO):
     """
 
     closed_forms = True
-
-
-def _log_density_without_score(guide: Callable, q: Run, args: tuple, kwargs: dict) -> Tensor:
-    """log q(w) at the guide's draw w, including its factors, with constant parameters.
-
-    Dropped weights are the exception: their density is an entropy in closed form without a score.
-    """
-    closed = {n: s for n, s in q.latents.items() if isinstance(s.distribution, NoisyWeight)}
-    with constant_parameters(guide):
-        again = record(guide, values_of(q), args, kwargs)
-        rest = {name: site for name, site in again.latents.items() if name not in closed}
-        log_q = sampled_kl(rest, {}) + again.log_likelihood()
-    return log_q + sampled_kl(closed, {})
 
 
 def _as_schedule(temperature: Temperature) -> Callable[[int], float]:

@@ -131,20 +131,13 @@ class PerDatum(OneThread):
             )
 
     @contextmanager
-    def run(
-        self, distributions: Mapping[str, Distribution], draws: Mapping[str, Tensor]
-    ) -> Iterator[Products]:
-        """A context for the runs of a program at a guide's draw, or for a guide's run before.
+    def run(self) -> Iterator[Products]:
+        """A context for a guide's draw, whose sites ``Products.drawn`` follows, and for the runs of
+        a program at it.
 
-        In the second case the guide's statements are drawn by ``Products.sample``.
-
-        :param distributions: the guide's distributions, by site.
-        :param draws: values of the same sites.
         :raises UnsupportedProgramError: if the program computes no product of data with a latent.
         """
         products = Products(self)
-        for site, distribution in distributions.items():
-            products.drawn(site, distribution, draws[site])
         yield products
         if not products.computed:
             raise UnsupportedProgramError(

@@ -29,7 +29,7 @@ from pyro_bdl.utils.module_state import Modules, outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.trees import tree_map_only
 
-SET_BY_STEPS = ("last_step", "plates")  # attributes of guides that change from step to step
+SET_BY_STEPS = ("plates",)  # attributes of guides that change from step to step
 
 
 class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
@@ -44,8 +44,6 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
     """
 
     layout: Layout | None
-    # The ELBO's last step that no optimizer has read yet, a ``pyro_bdl.elbo.Step``.
-    last_step: Any = None
 
     def __init__(
         self,
@@ -229,12 +227,12 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         guides = [part for part in self.modules() if isinstance(part, Guide)]
         before = [guide._values for guide in guides]
         try:
-            for guide in guides:
-                guide._values = {**(guide._values or {}), **guide._read(detached)}
+            for guide in guides:  # not through PyroModule, which looks for parameters each time
+                vars(guide)["_values"] = {**(guide._values or {}), **guide._read(detached)}
             yield
         finally:
             for guide, values in zip(guides, before, strict=True):
-                guide._values = values
+                vars(guide)["_values"] = values
 
     def _read(self, detached: bool) -> dict[str, Tensor]:
         """The parameters by name."""
@@ -335,12 +333,8 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
                 stacklevel=4,
             )
 
-    def note_step(self, step: Any) -> None:
-        """Keep a step of an ELBO of this package for the optimizer that goes on from it."""
-        self.last_step = step
-
     def skip_steps(self, count: int) -> None:
-        """Count steps that were taken without this guide's methods."""
+        """Count steps of an ELBO of this package."""
 
     # Names and copies
 
@@ -367,7 +361,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
     def __getstate__(self) -> dict[str, Any]:
         """The state without the model, which stays in the original."""
         state = dict(super(AutoGuide, self).__getstate__())
-        state.update(_model=None, _program_model=None, master=None, last_step=None)
+        state.update(_model=None, _program_model=None, master=None)
         state["program_modules"] = Modules()
         return state
 

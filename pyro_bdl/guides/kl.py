@@ -1,7 +1,9 @@
 """KL divergences between the sites of a guide and of a program."""
 
 import math
+import operator
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from pyro.distributions import Delta
@@ -16,11 +18,17 @@ from torch.distributions import (
     kl_divergence,
     register_kl,
 )
+from torch.distributions.transforms import ExpTransform
 from torch.nn.functional import mse_loss
 
+from pyro_bdl.distributions.copies import is_constant
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.program.layout import Layout, marginal
 from pyro_bdl.program.trace import Site
+from pyro_bdl.utils.autograd import is_transformed
+
+# priors with a closed form under a LogNormal
+_POSITIVE = (HalfNormal, Gamma, Exponential, InverseGamma)
 
 
 def sampled_kl(q: Mapping[str, Site], p: Mapping[str, Site]) -> Tensor:
@@ -51,27 +59,58 @@ def diagonal_normal_kl(
     scale: Tensor,
     values: Mapping[str, Tensor],
     p: Mapping[str, Site],
+    finished: "FinishedPriors | None" = None,
 ) -> Tensor:
     """KL of q(u) = Normal(loc, scale^2), u in R^P, from the program's prior, a scalar.
 
     Sites over the reals with a Normal prior share one closed form, sum_i log(t_i / s_i) + (s_i^2 +
     (m_i - n_i)^2) / (2 t_i^2) - 1/2 for a prior Normal(n, t^2). Other sites are evaluated one by
     one at ``values``, the constrained draw, and so are statements of ``p`` that are no sites.
+
+    :param finished: keeps the Normals' numbers from call to call where they are constant.
     """
-    normals, terms = normal_priors({name: p[name] for name in layout.latents}), []
+    terms: list[Tensor] = []
+    normals = normal_priors({name: p[name] for name in layout.latents})
     (m, locs), (s, scales) = layout.split(loc, normals), layout.split(scale, normals)
     for name in locs:
         latent = layout.latents[name]
         shape = latent.unconstrained_shape
+        if isinstance(latent.transform, ExpTransform) and _is_plain(p[name]):
+            prior = base_distribution(p[name].distribution, through_masks=False)
+            if isinstance(prior, _POSITIVE):
+                kl = _lognormal_kl(locs[name].view(shape), scales[name].view(shape), prior)
+                terms.append(kl.sum() if kl.dim() else kl)
+                continue
         q = marginal(latent, locs[name].view(shape), scales[name].view(shape))
         q = q.to_event(latent.event_dim - q.event_dim)
         terms.append(_site_kl(Site(q, values[name], 1.0, None), p[name]))
     if normals:
-        prior_loc, prior_scale = as_vectors(normals)
-        distance = (m - prior_loc) / prior_scale
-        terms.append(_scale_terms(s / prior_scale) + 0.5 * torch.dot(distance, distance))
+        n, precision = (finished or FinishedPriors())(normals)
+        distance = (m if n is None else m - n) * precision
+        terms.append(_scale_terms(s * precision) + 0.5 * torch.dot(distance, distance))
     terms += [-p[name].log_prob().sum() for name in p if name not in layout.latents]
     return _sum(terms)
+
+
+class FinishedPriors:
+    """Locations n and 1 / t of Normal priors(n, t^2), side by side, made once where they are
+    declared constant, and anew where other distributions take their place."""
+
+    def __init__(self) -> None:
+        self._priors: list[Normal] = []
+        self._vectors: tuple[Tensor | None, Tensor] | None = None
+
+    def __call__(self, normals: Mapping[str, Normal]) -> tuple[Tensor | None, Tensor]:
+        """The vectors (p,); None in place of locations that are constant and zero."""
+        priors = list(normals.values())
+        same = len(priors) == len(self._priors) and all(map(operator.is_, priors, self._priors))
+        if same and self._vectors is not None:
+            return self._vectors
+        loc, scale = as_vectors(normals)
+        if is_transformed() or not all(map(is_constant, priors)):
+            return loc, scale.reciprocal()
+        self._priors, self._vectors = priors, (loc if loc.any() else None, scale.reciprocal())
+        return self._vectors
 
 
 def _scale_terms(ratio: Tensor) -> Tensor:
@@ -116,11 +155,15 @@ def normal_priors(p: Mapping[str, Site]) -> dict[str, Normal]:
     """The independent Normals among the priors, in the program's order."""
     normals = {}
     for name, site in p.items():
-        plain = isinstance(site.scale, int | float) and site.scale == 1.0 and site.mask is None
         base = base_distribution(site.distribution, through_masks=False)
-        if plain and isinstance(base, Normal):
+        if _is_plain(site) and isinstance(base, Normal):
             normals[name] = base
     return normals
+
+
+def _is_plain(site: Site) -> bool:
+    """Return whether the density counts once, and of every number."""
+    return isinstance(site.scale, int | float) and site.scale == 1.0 and site.mask is None
 
 
 def as_vectors(normals: Mapping[str, Normal]) -> tuple[Tensor, Tensor]:
@@ -178,28 +221,21 @@ def _site_kl(site: Site, prior: Site) -> Tensor:
 # guides at positive sites, with E[log w] = m and E[w^k] = exp(k m + k^2 s^2 / 2).
 
 
-def _moment(q: LogNormal, power: int) -> Tensor:
-    return torch.exp(power * q.loc + 0.5 * power**2 * q.scale.square())
+def _lognormal_kl(loc: Tensor, scale: Tensor, p: Any) -> Tensor:
+    def moment(power: int) -> Tensor:
+        return torch.exp(power * loc + 0.5 * power**2 * scale.square())
+
+    if isinstance(p, HalfNormal):
+        variance = p.scale.square()
+        log_p = 0.5 * (math.log(2 / math.pi) - variance.log() - moment(2) / variance)
+    elif isinstance(p, Exponential):
+        log_p = p.rate.log() - p.rate * moment(1)
+    else:
+        a, b, sign = p.concentration, p.rate, 1 if isinstance(p, Gamma) else -1
+        log_p = a * b.log() - a.lgamma() + (sign * a - 1) * loc - b * moment(sign)
+    entropy = loc + scale.log() + 0.5 * math.log(2 * math.pi * math.e)
+    return -entropy - log_p
 
 
-@register_kl(LogNormal, HalfNormal)
-def _kl_lognormal_halfnormal(q: LogNormal, p: HalfNormal) -> Tensor:
-    log_p = 0.5 * math.log(2 / math.pi) - p.scale.log() - _moment(q, 2) / (2 * p.scale.square())
-    return -q.entropy() - log_p
-
-
-@register_kl(LogNormal, Gamma)
-def _kl_lognormal_gamma(q: LogNormal, p: Gamma) -> Tensor:
-    a, b = p.concentration, p.rate
-    return -q.entropy() - (a * b.log() - a.lgamma() + (a - 1) * q.loc - b * _moment(q, 1))
-
-
-@register_kl(LogNormal, Exponential)
-def _kl_lognormal_exponential(q: LogNormal, p: Exponential) -> Tensor:
-    return -q.entropy() - (p.rate.log() - p.rate * _moment(q, 1))
-
-
-@register_kl(LogNormal, InverseGamma)
-def _kl_lognormal_inversegamma(q: LogNormal, p: InverseGamma) -> Tensor:
-    a, b = p.concentration, p.rate
-    return -q.entropy() - (a * b.log() - a.lgamma() - (a + 1) * q.loc - b * _moment(q, -1))
+for _kind in _POSITIVE:
+    register_kl(LogNormal, _kind)(lambda q, p: _lognormal_kl(q.loc, q.scale, p))

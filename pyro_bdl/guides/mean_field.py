@@ -11,7 +11,7 @@ from pyro.nn import PyroParam
 from torch import Tensor, nn
 
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.kl import diagonal_normal_kl
+from pyro_bdl.guides.kl import FinishedPriors, diagonal_normal_kl
 from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior
 from pyro_bdl.program.layout import Latent, Layout, marginal
 from pyro_bdl.program.trace import Run
@@ -71,6 +71,7 @@ class AutoMeanField(Guide):
         super().__init__(model, **options)
         self.init_scale, self.max_scale, self.train_loc = init_scale, max_scale, train_loc
         self.sharing = scale
+        self._finished_priors = FinishedPriors()
 
     def options(self) -> dict[str, Any]:
         return {"scale": self.sharing, "max_scale": self.max_scale, "train_loc": self.train_loc}
@@ -143,7 +144,9 @@ class AutoMeanField(Guide):
 
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
         values = {name: site.value for name, site in run.latents.items()}
-        return diagonal_normal_kl(self.require_layout(), *self.loc_and_scale(), values, run.priors)
+        return diagonal_normal_kl(
+            self.require_layout(), *self.loc_and_scale(), values, run.priors, self._finished_priors
+        )
 
     def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
         return dist.Normal(*self.loc_and_scale()).entropy().sum() + log_det

@@ -15,7 +15,7 @@ from pyro.poutine.runtime import get_plates
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from pyro_bdl.distributions.copies import moved_like, without_validation
+from pyro_bdl.distributions.copies import declare_constant, moved_like, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.priors import (
     Normal,
@@ -218,6 +218,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         result = fitted(result, name, parameter, batch)
         if is_constant(self.prior):
             result = without_validation(result)
+            declare_constant(result)
             if not self._cache:
                 self._cached_prior = arguments_of(self.prior)
             self._cache[name] = kind, result

@@ -14,21 +14,26 @@ relative change is
 
 below -1 where S' is negative.
 
-The gradients are those of one loss, or the sum of those of several micro-batches: call
-``backward`` on each of k losses divided by k, and then ``step``. With the same draw in all of them
-this is a step on their rows together; with a draw of its own in each it is a step of k particles.
+The gradients are those of one loss, or the sum of those of several micro-batches: ``backward(1 /
+k)`` of k steps of the ELBO, ``optimizer.add`` of each, and then ``optimizer.step()``. With the same
+draw in all of them this is a step on their rows together; with a draw of its own in each it is a
+step of k particles.
 """
 
 import math
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pyro
 import torch
+from pyro import poutine
+from pyro.infer import SVI
+from pyro.infer.elbo import ELBO
 from pyro.infer.util import zero_grads
 from torch import Tensor
 
+from pyro_bdl.elbo.checks import CheckedLoss, step_of
+from pyro_bdl.elbo.step import Step
 from pyro_bdl.guides.mean_field import AutoMeanField
 
 
@@ -50,30 +55,15 @@ class Move(NamedTuple):
     draw: Tensor | None
 
 
-class Seen(NamedTuple):
-    """The steps of an ELBO whose gradients have been added up.
-
-    :param temperature: that of the last one.
-    :param draws: the sum (P,) of their mean draws; None if one is not known.
-    """
-
-    steps: int = 0
-    temperature: float = 1.0
-    draws: Tensor | None = None
-
-    def with_step(self, step: Any) -> "Seen":
-        draws = step.draw
-        if self.steps and draws is not None:
-            draws = None if self.draws is None else self.draws + draws
-        return Seen(self.steps + 1, step.temperature, draws)
-
-
 class NaturalGradient(torch.optim.Optimizer):
     """Base class: momentum in the location, a moving average in the precision.
 
     A subclass defines ``parameters_of``, and ``move``. The optimizer's state holds the momentum,
     the number of steps and the largest learning rate so far.
     """
+
+    # The temperatures and draws of the ELBO's steps that enter the next one.
+    _added: tuple[tuple[float, Tensor | None], ...] = ()
 
     def __init__(
         self,
@@ -92,29 +82,15 @@ class NaturalGradient(torch.optim.Optimizer):
         parameters = self.parameters_of(guide)
         self.guide = guide
         super().__init__(parameters, {"lr": lr, "betas": betas, "clip": clip})
-        self._watch()
 
-    def _watch(self) -> None:
-        """Add up the draws of the guide's steps as their gradients are added up in its location."""
-        self._seen: Seen = Seen()
-        this = weakref.ref(self)
+    def add(self, step: Step) -> None:
+        """Add a step of an ELBO whose gradients enter the next step of the optimizer: the last
+        one's temperature, and the mean of the draws.
 
-        def note(loc: Tensor) -> None:
-            optimizer = this()
-            if optimizer is not None and optimizer.guide.last_step is not None:
-                optimizer._seen = optimizer._seen.with_step(optimizer.guide.last_step)
-
-        hook = self.guide.loc.register_post_accumulate_grad_hook(note)
-        weakref.finalize(self, hook.remove).atexit = False
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        self._seen = Seen()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if "guide" in state:  # a copy
-            self._watch()
+        ``step(...)`` does so; a loop calls this for each of several micro-batches, or where a
+        framework calls ``step`` itself.
+        """
+        self._added = (*self._added, (step.temperature, step.draw))
 
     def __getstate__(self) -> dict[str, Any]:
         """The state; a ``deepcopy`` of the optimizer trains the copy of the guide."""
@@ -142,26 +118,33 @@ class NaturalGradient(torch.optim.Optimizer):
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take a step with the gradients from ``loss.backward()``, of one loss or several.
+    def step(self, given: Step | Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take a step with the gradients from ``step.backward()``, of one loss or several.
 
-        :raises RuntimeError: if there is no gradient, it is not finite, or the precision asked for
-            is not positive; the guide then stays as it was.
+        :param given: the ELBO's step; or a closure, as torch's optimizers take, or nothing, where
+            each of the ELBO's steps went through ``add``.
+        :raises RuntimeError: if there is no step of an ELBO or no gradient, it is not finite, or
+            the precision asked for is not positive; the guide then stays as it was.
         """
         loss = None
-        if closure is not None:
+        if isinstance(given, Step):
+            self.add(given)
+        elif given is not None:
             with torch.enable_grad():
-                loss = closure()
-        # those of another ELBO, such as Pyro's, are not known; no optimizer reads them again
-        seen, last = self._seen, self.guide.last_step
-        self._seen, self.guide.last_step = Seen(), None
-        if not seen.steps and last is not None:  # gradients that were set, not added up
-            seen = seen.with_step(last)
+                loss = given()
+        added, self._added = self._added, ()
+        if not added:
+            raise RuntimeError(
+                f"{type(self).__name__} needs the ELBO's step, for its temperature and its draw: "
+                "take step = elbo(model, guide).take_step(x, y), step.backward(), and then "
+                "optimizer.step(step); bdl.elbo.Step(loss) is one of another ELBO"
+            )
+        draws = [draw for _, draw in added if draw is not None]
         (group,) = self.param_groups
         gradients = [parameter.grad for parameter in group["params"]]
         if any(gradient is None for gradient in gradients):
             raise RuntimeError(
-                "the guide's parameters have no gradient: call loss.backward() before the step, "
+                "the guide's parameters have no gradient: call step.backward() before the step, "
                 "and train all of them"
             )
         loc = self.guide.loc
@@ -182,8 +165,8 @@ class NaturalGradient(torch.optim.Optimizer):
             rate=(1 - beta2) * share,
             gradient=momentum / (1 - beta1**number),
             average=state["momentum"] / (1 - beta1 ** max(1, state["step"])),
-            temperature=seen.temperature,
-            draw=None if seen.draws is None else seen.draws / seen.steps,
+            temperature=added[-1][0],
+            draw=sum(draws) / len(draws) if len(draws) == len(added) else None,
         )
         self.move(step, lr=group["lr"], clip=group["clip"])
         state.update(step=number, momentum=momentum, peak=peak)
@@ -243,51 +226,58 @@ class DiagonalNaturalGradient(NaturalGradient):
         free.copy_(scale + torch.expm1(-scale).neg_().log_())  # the inverse of softplus
 
 
-class InSVI(pyro.optim.PyroOptim):
-    """Adapter of a torch optimizer to ``pyro.infer.SVI``, which needs a Pyro optimizer.
-
-    Use it as ``SVI(model, guide, InSVI(IVON(guide)), loss)``.
+class InSVI(SVI):
+    """``pyro.infer.SVI`` with a torch optimizer: ``InSVI(model, guide, IVON(guide), elbo)``.
 
     :param optimizer: the torch optimizer.
+    :param elbo: a bound of this package, or of Pyro.
     :param others: a Pyro optimizer for all parameters that ``optimizer`` does not hold, such as
         those of the program; without it such parameters are refused.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, others: pyro.optim.PyroOptim | None = None
+        self,
+        model: Callable,
+        guide: Callable,
+        optimizer: torch.optim.Optimizer,
+        elbo: ELBO,
+        others: pyro.optim.PyroOptim | None = None,
     ) -> None:
-        super().__init__(torch.optim.SGD, {"lr": 0.0})
-        self.optimizer, self.others = optimizer, others
+        super().__init__(model, guide, others or pyro.optim.SGD({"lr": 0.0}), elbo)
+        self.elbo, self.optimizer, self.others = elbo, optimizer, others
 
-    def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        """Step all parameters that have a gradient.
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Take a step; return the loss in nats.
 
-        If the step fails, the gradients are set to zero, as SVI does after a step, so that they do
-        not enter the next step.
+        If it fails, the gradients are set to zero, as after a step, so that they do not enter the
+        next one.
         """
-        params = list(params)
-        own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        rest = [p for p in params if id(p) not in own]
+        own = {p for group in self.optimizer.param_groups for p in group["params"]}
+        rest: set[Tensor] = set()
         try:
+            with poutine.trace(param_only=True) as statements:
+                step = step_of(self.elbo, self.model, self.guide, args, kwargs)
+            if isinstance(self.elbo, CheckedLoss):
+                self.elbo.check_step(step, self.model, self.guide, args, kwargs)
+            nodes = statements.trace.nodes.values()
+            rest = {site["value"].unconstrained() for site in nodes} - own
+            step.backward()
             if rest and self.others is None:
                 raise ValueError(
                     f"{len(rest)} parameters are not the optimizer's, such as those of the "
                     "program: give InSVI an optimizer for them too (others=pyro.optim.Adam(...))"
                 )
-            self.optimizer.step()
-            if rest and self.others is not None:
-                self.others(rest, *args, **kwargs)
-        except (RuntimeError, ValueError):
-            zero_grads(params)
-            raise
+            move(self.optimizer, step)
+            if rest:
+                self.optim(rest)
+        finally:
+            zero_grads(own | rest)
+        return step.value.item()
 
-    def get_state(self) -> dict[str, Any]:
-        """Return the optimizers' states."""
-        state = {"optimizer": self.optimizer.state_dict()}
-        return state | ({"others": self.others.get_state()} if self.others is not None else {})
 
-    def set_state(self, state_dict: dict[str, Any]) -> None:
-        """Load states from ``get_state``."""
-        self.optimizer.load_state_dict(state_dict["optimizer"])
-        if self.others is not None:
-            self.others.set_state(state_dict["others"])
+def move(optimizer: torch.optim.Optimizer, step: Step) -> None:
+    """Let an optimizer move with the gradients of an ELBO's step."""
+    if isinstance(optimizer, NaturalGradient):
+        optimizer.step(step)
+    else:
+        optimizer.step()

@@ -34,9 +34,9 @@ class IVON(DiagonalNaturalGradient):
     dL/dm is their N (g + delta m), so that lr has the same meaning. There are two differences: the
     momentum is taken of the whole gradient, and the initial scale replaces their initial Hessian.
 
-    Gradients may be accumulated: ``backward`` on each of k losses divided by k, then one step. The
-    noise e is then the mean over the k draws. Under ``torch.autocast`` draws, gradients and states
-    stay in float32.
+    Gradients may be accumulated: ``backward(1 / k)`` and ``add`` of k steps of the ELBO, then one
+    step. The noise e is then the mean over the k draws. Under ``torch.autocast`` draws, gradients
+    and states stay in float32.
 
     Example::
 

@@ -1,6 +1,7 @@
 """VOGN, variational online Gauss-Newton: an ELBO and an optimizer to be used together."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.site_jacobians import site_jacobians
 from pyro_bdl.curvature.structures import structure_of
 from pyro_bdl.curvature.structures.diagonal import DiagonalCurvature
+from pyro_bdl.elbo.draw import FlatDraw
 from pyro_bdl.elbo.step import Terms
 from pyro_bdl.elbo.tempered import Temperature, TemperedTraceMeanField_ELBO
 from pyro_bdl.estimators import PerDatum
@@ -96,10 +98,9 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         point = self._point
         assert point is not None
         if not torch.is_grad_enabled():
-            return self.particle(model, guide, vector, args, kwargs)
+            return self.particle(model, partial(FlatDraw, guide, vector), args, kwargs)
         modes = tuple(module.training for module in guide.program_modules)
         due = point.is_due(args, kwargs)  # to be compared with rows together
-        log_det = point.subset.layout.constrain(vector)[1]
         if self._modes_agree.get(modes) and not due:  # one run gives the value and the squares
             at = point.moved(vector, training=True).linearize(args, kwargs, compared=False)
             run = at.run
@@ -113,7 +114,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
                 self._modes_agree[modes] = agree and self._modes_agree.get(modes, True)
         total = self.log_likelihood(run, point.subset.layout.latents)
         likelihood = torch.as_tensor(total, device=vector.device)
-        kl, q_entropy = self.divergence(guide, vector, log_det, run)
+        kl, q_entropy = self.divergence(FlatDraw(guide, vector), run)
         if likelihood.requires_grad:
             likelihood = self._with_squares(guide, vector, likelihood, at)
         return likelihood, kl, q_entropy

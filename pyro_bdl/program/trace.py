@@ -124,7 +124,8 @@ class Run:
         :raises UnsupportedProgramError: for a second statement of the same name.
         """
         name, infer = msg["name"], msg["infer"]
-        if name in self.priors or name in self.observed or name in self.factors:
+        kinds = self.latents, self.prior_factors, self.observed, self.factors
+        if any(name in sites for sites in kinds):
             raise UnsupportedProgramError(f"two sample statements are named '{name}': {RENAME}")
         self.followed = self.followed or self.open
         if infer.get("_deterministic"):

@@ -101,8 +101,11 @@ class Attributes:
             chosen = {n: v for n, v in values.items() if not self._is_left_out(number, n)}
             self.before.append(chosen)
             whole = len(chosen) == len(values)
-            self._readers.append(values.values if whole else partial(map, values.get, [*chosen]))
-        self._lengths = [len(values) for _, values in self.dicts]
+            if chosen:
+                read = values.values if whole else partial(map, values.get, [*chosen])
+                self._readers.append(read)
+        self._tables = [values for _, values in self.dicts]
+        self._lengths = [*map(len, self._tables)]
         self._values = list(chain.from_iterable(values.values() for values in self.before))
 
     def _is_left_out(self, number: int, name: str) -> bool:
@@ -110,9 +113,9 @@ class Attributes:
 
     def changed(self) -> str | None:
         """An attribute that was set since the last call, with its module; None if none was."""
-        present = chain.from_iterable(read() for read in self._readers)
-        lengths = [len(values) for _, values in self.dicts]
-        if lengths == self._lengths and all(map(operator.is_, present, self._values)):
+        present = chain.from_iterable(map(operator.call, self._readers))
+        same_lengths = [*map(len, self._tables)] == self._lengths
+        if same_lengths and all(map(operator.is_, present, self._values)):
             return None
         number, name = next(self._changes(), (0, ""))
         self._read()  # modes may have changed, too
@@ -280,8 +283,9 @@ class CompiledLoss:
             return self._compare(owner, graph, graph.step, evaluation)
         self.num_replays += 1
         if am_i_wrapped():  # tell SVI which parameters to optimize
-            for name in graph.parameters:
-                pyro.param(name)
+            with torch.no_grad():
+                for name in graph.parameters:
+                    pyro.param(name)
         return graph.step(evaluation.tensors())
 
     def _key(self, owner: Owner, evaluation: Evaluation) -> tuple[Hashable, Hashable, Hashable]:

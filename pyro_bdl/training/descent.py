@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pyro_bdl.curvature.fisher import check_scales, num_data
-from pyro_bdl.elbo.checks import check_data, unchecked, values_of
+from pyro_bdl.elbo.checks import check_data, step_of
+from pyro_bdl.elbo.draw import values_of
 from pyro_bdl.errors import ArgumentError, FailedStepError, warn
+from pyro_bdl.optim.base import move
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.check import TENSORS_NEEDED, WholeData, kind_of, named_arguments
@@ -190,13 +192,14 @@ class Descent:
         """
         rows = self.batches.next()
         args = self._rows_of(rows)
-        with torch.enable_grad(), unchecked(self.objective.elbo):
-            loss = self.objective(*args) * self.scale
+        bound = self.objective
+        with torch.enable_grad():
+            step = step_of(bound.elbo, bound.model, bound.guide, args, {})
         self.optimizer.zero_grad()
-        loss.backward()
-        loss = loss.detach()
+        step.backward(self.scale)
+        loss = step.value.detach() * self.scale
         if bool(loss.isfinite() & self._largest_gradient(loss).isfinite()):
-            self.optimizer.step()
+            move(self.optimizer, step)
             self.losses.append(loss)
             return
         self.optimizer.zero_grad()

@@ -320,8 +320,8 @@ class JaxDescent(Descent):
         tried = done if finite else done + 1
         last = torch.tensor(losses[tried - 1], device=device)
         values: Any = [None if t is None else torch.tensor(t, device=device) for t in terms]
-        bound.skip(tried - 1)
-        bound.finish(bound.noted(Terms(*values), last, scheduled[tried - 1][0]))
+        bound.skip(tried)
+        bound.noted(Terms(*values), last, scheduled[tried - 1][0])
         if not finite:
             self.fail(number + done, last, rows[done])
         return tried
@@ -364,7 +364,7 @@ def _check_one_loss(bound: Any, model: Any, guide: Any, args: tuple, modules: Mo
             torch.manual_seed(0)
             random.seed(seed)
             np.random.seed(seed)
-            losses.append(bound.take_step(model, guide, *args).loss.detach())
+            losses.append(bound.take_step(model, guide, *args).value.detach())
         bound.step = step
     first, second = losses
     if (first - second).abs() > 1e-4 * first.abs():

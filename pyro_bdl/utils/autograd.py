@@ -64,6 +64,19 @@ def with_gradients(
     return _WithGradients.apply(value, list(gradients), *leaves)
 
 
+@torch.no_grad()
+def add_gradients(leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Add known gradients to those of leaves, as ``backward`` does, and call the leaves' hooks."""
+    if any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves):
+        torch.autograd.backward(leaves, gradients)
+        return
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        if leaf.grad is None:
+            leaf.grad = gradient.clone()  # several may share memory
+        else:
+            leaf.grad.add_(gradient)
+
+
 class _WithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *leaves: Tensor) -> Tensor:
@@ -73,15 +86,8 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple:  # type: ignore[override]
-        is_one = upstream.device.type == "cpu" and upstream.item() == 1.0
-        return (
-            None,
-            None,
-            *[
-                gradient if gradient is None or is_one else upstream.to(gradient) * gradient
-                for gradient in ctx.gradients
-            ],
-        )
+        scaled = [None if g is None else upstream.to(g) * g for g in ctx.gradients]
+        return None, None, *scaled
 
 
 def _edges(value: Tensor, stop: Iterable[Tensor] = ()) -> Iterator[_Edge]:

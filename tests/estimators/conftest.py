@@ -80,7 +80,9 @@ class Layer:
 
 def row_by_row(estimator, row_map, program, q, draws, x):
     """The result of a program for each row of x, (N, ...), at draws of a guide q."""
-    with estimator.run(q, draws) as products:
+    with estimator.run() as products:
+        for site, distribution in q.items():
+            products.drawn(site, distribution, draws[site])
 
         def of_row(args, kwargs, lane):
             return products.of_datum(lambda: record(program, draws, args).result)[0]

@@ -126,7 +126,7 @@ def test_the_bound_and_its_gradient_have_the_same_expectation(
     rules = {"*.weight": priors.LogUniform(), "*": priors.Normal(1.0)}
     model, found = classifier(priors.ByName(rules) if options is VARIATIONAL else None), []
     guide = AutoMCDropout(model, p=0.3, **options).prototype(X, Y)
-    guide.note_step = lambda step: None  # the temperature of the relaxation stays
+    guide.skip_steps = lambda count: None  # the temperature of the relaxation stays
     for name in (None, estimator.__name__):
         option = None if context else name
         elbo = TemperedTraceMeanField_ELBO(num_particles=particles, estimator=option)

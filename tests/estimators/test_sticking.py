@@ -9,7 +9,7 @@ from pyro.nn import PyroModule, PyroParam
 
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
-from pyro_bdl.estimators.sticking import constant_parameters
+from pyro_bdl.elbo.draw import constant_parameters
 from pyro_bdl.guides import AutoMCDropout, AutoMeanField, BernoulliNoise, GaussianNoise
 
 D = torch.float64

@@ -21,6 +21,7 @@ from pyro_bdl.guides import (
     AutoMeanField,
     AutoSWAG,
 )
+from pyro_bdl.optim import InSVI
 
 X = torch.linspace(-1, 1, 12).reshape(6, 2)
 Y = torch.tensor([0.1, -0.4, 0.3, 0.9, 0.2, -0.1])
@@ -76,7 +77,9 @@ class Record(list):
         optimizer = optimizer or (lambda guide: pyro.optim.Adam({"lr": 0.05}))
         self.guide(*batches[0])
         pyro.set_rng_seed(2)
-        svi = SVI(self.model, self.guide, optimizer(self.guide), elbo)
+        adam_or_own = optimizer(self.guide)
+        kind = InSVI if isinstance(adam_or_own, torch.optim.Optimizer) else SVI
+        svi = kind(self.model, self.guide, adam_or_own, elbo)
         for number, batch in enumerate(batches):
             if between is not None:
                 between(number, self.model, self.guide)

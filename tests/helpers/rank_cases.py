@@ -11,6 +11,7 @@ from pyro.nn import PyroParam
 from torch import nn
 
 import pyro_bdl as bdl
+from pyro_bdl.optim import InSVI
 
 N = 23
 DEVICE = "cpu"
@@ -48,7 +49,10 @@ def parameters(*modules):
 
 
 def in_svi(model, guide, elbo, batches, optimizer=None):
-    svi = SVI(model, guide, optimizer or pyro.optim.Adam({"lr": 0.05}), elbo)
+    if optimizer is None:
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), elbo)
+    else:
+        svi = InSVI(model, guide, optimizer, elbo, pyro.optim.Adam({"lr": 0.01}))
     return [svi.step(*batch) for batch in batches]
 
 

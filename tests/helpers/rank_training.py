@@ -18,7 +18,7 @@ from pyro_bdl.guides import (
     AutoMCDropout,
     AutoMeanField,
 )
-from pyro_bdl.optim import IVON, VOGN, GaussNewton_ELBO, InSVI
+from pyro_bdl.optim import IVON, VOGN, GaussNewton_ELBO
 
 
 @case
@@ -103,7 +103,7 @@ def natural_gradients(rank, size):
         torch.manual_seed(3 + rank)
         model = program()
         guide = AutoMeanField(model).prototype(*data(rank, size))
-        optimizer = InSVI(make(guide), others=pyro.optim.Adam({"lr": 0.01}))
+        optimizer = make(guide)
         parallel = DataParallel_ELBO(elbo, same_draws=True)
         losses = in_svi(model, guide, parallel, [data(rank, size)] * 4, optimizer)
         found += [losses, *parameters(model, guide)]
@@ -166,12 +166,12 @@ class Recorded(TemperedTraceMeanField_ELBO):
         super().__init__(**options)
         self.seen = []
 
-    def differentiable_loss(self, model, guide, *args, **kwargs):
+    def take_step(self, model, guide, *args, **kwargs):
         with torch.random.fork_rng(devices=[]):
             noise = torch.randn(())
-        loss = super().differentiable_loss(model, guide, *args, **kwargs)
-        self.seen.append((noise, loss.detach()))
-        return loss
+        step = super().take_step(model, guide, *args, **kwargs)
+        self.seen.append((noise, step.value.detach()))
+        return step
 
 
 @case
@@ -188,7 +188,7 @@ def own_draws(rank, size):
     with bdl.handlers.flipout():
         in_svi(model, guide, DataParallel_ELBO(TemperedTrace_ELBO()), [data(rank, size)] * 2)
     ivon, plain = IVON(guide), DataParallel_ELBO(TemperedTrace_ELBO())
-    in_svi(model, guide, plain, [data(rank, size)] * 3, InSVI(ivon, pyro.optim.Adam({"lr": 0.01})))
+    in_svi(model, guide, plain, [data(rank, size)] * 3, ivon)
     return losses, elbo.seen, parameters(model, guide)
 
 

@@ -8,13 +8,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import SVI
 from pyro.nn import PyroParam
 from torch import nn
 from torch.distributions import constraints
 
 import pyro_bdl as bdl
-from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.elbo import Step, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField
 from pyro_bdl.optim import IVON, VOGN, GaussNewton_ELBO, InSVI
 
@@ -60,8 +59,9 @@ def _run(optimizer, loss, guide, x, y, steps):
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         optimizer.zero_grad()
-        loss(x, y).backward()
-        optimizer.step()
+        step = loss.take_step(x, y)
+        step.backward()
+        optimizer.step(step)
         schedule.step()
 
 
@@ -77,14 +77,14 @@ def test_the_control_variate_is_the_noise_of_the_draw(estimator):
     loss = TemperedTraceMeanField_ELBO(num_particles=3, estimator=estimator)(model, guide)
     for _ in range(2):
         optimizer.zero_grad()
-        loss(x, y).backward()
-        draw, scale = guide.last_step.draw, guide.scale.detach()
+        step = loss.take_step(x, y)
+        step.backward()
+        draw, scale = step.draw, guide.scale.detach()
         assert (draw is None) == (estimator is not None)
         noise = None if draw is None else (draw - guide.loc.detach()) / scale
         gradient = guide.scale_unconstrained.grad / -torch.expm1(-scale)
         mean = optimizer.state[guide.loc].get("momentum", torch.zeros(P)) / (1 - 0.9)
-        optimizer.step()
-        assert guide.last_step is None
+        optimizer.step(step)
     steadied = gradient if noise is None else gradient - mean * noise
     # The precision that the gradient asks for, and the step toward it, written out.
     precision = scale.square().reciprocal()
@@ -103,12 +103,14 @@ def _two_steps(pair, batches, seeds, particles=1):
     guide = AutoMeanField(model).prototype(*data)
     mover, loss = optimizer(guide), elbo(num_particles=particles)(model, guide)
     loss(*data)  # the first call also checks the program, and draws for it
-    for step in range(2):
+    for number in range(2):
         mover.zero_grad()
         for rows, seed in zip(batches, seeds, strict=True):
             if seed is not None:
-                torch.manual_seed(10 * step + seed)
-            (loss(*(value[rows] for value in data)) / len(batches)).backward()
+                torch.manual_seed(10 * number + seed)
+            step = loss.take_step(*(value[rows] for value in data))
+            step.backward(1 / len(batches))
+            mover.add(step)
         mover.step()
     return guide.loc.detach(), guide.scale.detach()
 
@@ -141,8 +143,9 @@ def test_ivon_by_hand_under_autocast_and_accumulation():
         for rows in parts:
             torch.manual_seed(step + rows.stop)
             with torch.autocast("cpu", torch.bfloat16):
-                value = loss(x[rows], y[rows]) / 2
-            value.backward()
+                part = loss.take_step(x[rows], y[rows])
+            part.backward(0.5)
+            optimizer.add(part)
         optimizer.step()
         leaves, noises, total = (loc.requires_grad_(), scale.requires_grad_()), [], 0.0
         for rows in parts:
@@ -407,7 +410,7 @@ def test_pyros_svi_takes_them(pair):
     optimizer, elbo = pair
     model, x, y = _linear()
     guide = AutoMeanField(model).prototype(x, y)
-    svi = SVI(model, guide, InSVI(optimizer(guide)), elbo(num_particles=2))
+    svi = InSVI(model, guide, optimizer(guide), elbo(num_particles=2))
     losses = [svi.step(x, y) for _ in range(40)]
     assert sum(losses[-10:]) < sum(losses[:10])
 
@@ -418,24 +421,24 @@ def test_the_temperature_is_that_of_the_elbos_step(elbo):
     guide = AutoMeanField(model).prototype(x, y)
     loss = elbo(lambda step: 0.5 / (step + 1))(model, guide)
     for step in range(3):
-        loss(x, y).backward()
-        assert guide.last_step.temperature == 0.5 / (step + 1)
+        assert loss.take_step(x, y).temperature == 0.5 / (step + 1)
 
 
 def test_a_finite_gradient_whose_sum_overflows():
     model, x, y = _linear(torch.float32)
     guide = AutoMeanField(model).prototype(x, y)
     optimizer, before = IVON(guide), guide.loc.detach().clone()
-    (TemperedTraceMeanField_ELBO()(model, guide)(x, y)).backward()
+    step = TemperedTraceMeanField_ELBO().take_step(model, guide, x, y)
+    step.backward()
     guide.loc.grad.fill_(3e38)
-    optimizer.step()
+    optimizer.step(step)
     assert torch.isfinite(guide.loc).all() and (guide.loc < before).all()
 
 
 def test_svi_goes_on_after_a_step_that_failed():
     model, x, y = _linear()
     guide = AutoMeanField(model).prototype(x, y)
-    svi = SVI(model, guide, InSVI(IVON(guide)), TemperedTraceMeanField_ELBO())
+    svi = InSVI(model, guide, IVON(guide), TemperedTraceMeanField_ELBO())
     overflow = guide.loc.register_hook(lambda gradient: gradient / 0)
     with pytest.raises(RuntimeError, match="is not finite"):
         svi.step(x, y)
@@ -449,17 +452,14 @@ def test_a_programs_own_parameters_need_an_optimizer_too():
     x, y = torch.randn(6, 2, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     model = _net_model()
     guide = AutoMeanField(model).prototype(x, y)
-    svi = SVI(model, guide, InSVI(IVON(guide)), TemperedTraceMeanField_ELBO())
+    svi = InSVI(model, guide, IVON(guide), TemperedTraceMeanField_ELBO())
     with pytest.raises(ValueError, match="1 parameters are not the optimizer's"):
         svi.step(x, y)
-    both = InSVI(IVON(guide), pyro.optim.Adam({"lr": 0.01}))
-    svi = SVI(model, guide, both, TemperedTraceMeanField_ELBO())
+    others = pyro.optim.Adam({"lr": 0.01})
+    svi = InSVI(model, guide, IVON(guide), TemperedTraceMeanField_ELBO(), others)
     before = model.noise.item()
     svi.step(x, y)
     assert model.noise.item() != before
-    state = both.get_state()
-    both.set_state(state)
-    assert set(state) == {"optimizer", "others"}
 
 
 def test_the_precision_is_averaged_over_more_steps_as_the_learning_rate_falls(pair):
@@ -477,8 +477,9 @@ def test_the_precision_is_averaged_over_more_steps_as_the_learning_rate_falls(pa
             before = guide.scale.detach()
             mover.param_groups[0]["lr"] = lr
             mover.zero_grad()
-            loss(x, y).backward()
-            mover.step()
+            step = loss.take_step(x, y)
+            step.backward()
+            mover.step(step)
         return (before / guide.scale.detach()).square() - 1.0
 
     torch.testing.assert_close(growth(0.02), growth(0.1))  # a warm-up has the whole rate
@@ -491,8 +492,9 @@ def test_steps_follow_the_learning_rate_and_the_clip():
     guide = AutoMeanField(model).prototype(x, y)
     optimizer = IVON(guide, lr=0.01, clip=2.0)
     before = guide.loc.detach().clone()
-    (1e6 * TemperedTraceMeanField_ELBO()(model, guide)(x, y)).backward()
-    optimizer.step()
+    step = TemperedTraceMeanField_ELBO().take_step(model, guide, x, y)
+    step.backward(1e6)
+    optimizer.step(step)
     assert ((guide.loc - before).abs() <= 0.01 * 2.0 * guide.scale * (1 + 1e-6)).all()
 
 
@@ -508,10 +510,11 @@ def test_a_guide_is_left_as_it_was_where_something_fails(pair):
     _run(optimizer, loss, guide, x, y, 3)
     before = {name: value.clone() for name, value in guide.state_dict().items()}
     state = optimizer.state_dict()["state"][0]["step"]
-    loss(x, y).backward()
+    step = loss.take_step(x, y)
+    step.backward()
     guide.loc.grad[0] = float("nan")
     with pytest.raises(RuntimeError, match="gradient at step 4 is not finite"):
-        optimizer.step()
+        optimizer.step(step)
     with pytest.raises(ValueError, match="y holds NaN or infinity"):
         elbo()(model, guide)(x, y / 0)
     for name, value in guide.state_dict().items():
@@ -539,7 +542,8 @@ REFUSALS = {
     "fixed": (ValueError, _VECTORS, lambda *p: IVON(_guide(*p, train_loc=False))),
     "bounded": (ValueError, "without max_scale", lambda *p: VOGN(_guide(*p, max_scale=0.5))),
     "step": (
-        RuntimeError, r"call loss.backward\(\) before the step", lambda *p: IVON(_guide(*p)).step()
+        RuntimeError, r"call step.backward\(\) before the step",
+        lambda *p: IVON(_guide(*p)).step(Step(torch.zeros(()))),
     ),
     "elbo": (
         TypeError, "GaussNewton_ELBO is for an AutoMeanField",

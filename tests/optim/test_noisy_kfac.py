@@ -41,8 +41,9 @@ def trained(model, x, y, temperature=1.0, steps=140, **options):
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         optimizer.zero_grad()
-        loss(x, y).backward()
-        optimizer.step()
+        step = loss.take_step(x, y)
+        step.backward()
+        optimizer.step(step)
         schedule.step()
     return guide
 
@@ -73,8 +74,9 @@ def test_the_step_is_the_fraction_toward_the_stationary_precision():
     before = [f.detach().clone() for f in guide.factors("w")]
     optimizer = NoisyKFAC(guide, betas=(0.0, 0.9))
     loss = KroneckerGaussNewton_ELBO(curvature="ggn")(model, guide)
-    loss(x, y).backward()
-    optimizer.step()
+    step = loss.take_step(x, y)
+    step.backward()
+    optimizer.step(step)
     u, v = (f @ f.mT for f in before)
     inputs, outputs = x.mT @ x, torch.eye(OUTPUTS, dtype=x.dtype) / NOISE**2
     eye_u, eye_v = (torch.eye(n, dtype=x.dtype) for n in (OUTPUTS, INPUTS))
@@ -91,7 +93,7 @@ def test_a_network_in_pyros_svi():
     model = bdl.models.Regression(bdl.bayesianize(net), noise=0.5, num_data=N)
     guide = AutoMatrixNormal(model, max_side=3).prototype(x, y)
     assert any(f.dim() == 1 for name in guide.matrices for f in guide.factors(name))
-    svi = pyro.infer.SVI(model, guide, InSVI(NoisyKFAC(guide)), KroneckerGaussNewton_ELBO())
+    svi = InSVI(model, guide, NoisyKFAC(guide), KroneckerGaussNewton_ELBO())
     losses = [svi.step(x, y) for _ in range(24)]
     assert sum(losses[-5:]) < sum(losses[:5])
 

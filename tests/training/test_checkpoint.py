@@ -57,10 +57,10 @@ def _torch_loop(path, die_at, *, elbo=None, optimizer=None):
         if step == die_at:
             return None
         rows = batches.next()
-        loss = objective(_X[rows], _Y[rows])
+        taken = objective.take_step(_X[rows], _Y[rows])
         parts["optimizer"].zero_grad()
-        loss.backward()
-        parts["optimizer"].step()
+        taken.backward()
+        parts["optimizer"].step(*() if optimizer is None else (taken,))
         if "rate" in parts:
             parts["rate"].step()
     return _numbers(model, guide)

@@ -284,10 +284,6 @@ class AutoMCDropout(Guide):
     def _scheduled(self) -> Callable[[], float | Tensor] | None:
         return partial(self.number, "noise") if self._learns else None
 
-    def note_step(self, step: Any) -> None:
-        super().note_step(step)
-        self.skip_steps(1)
-
     def skip_steps(self, count: int) -> None:
         if self._learns:
             self.steps += count
