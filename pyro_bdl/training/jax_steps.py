@@ -27,6 +27,7 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import as_dicts, taken
 from pyro_bdl.tracing.compiled import split
+from pyro_bdl.tracing.jax.ops.registry import aten
 from pyro_bdl.tracing.jax.translate import KEYS, loss_to_jax
 from pyro_bdl.training.descent import Descent
 from pyro_bdl.utils.module_state import Modules, without_side_effects
@@ -108,7 +109,7 @@ class _Loop:
     run: Callable[..., Any] = field(compare=False)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def _jitted(loop: _Loop) -> Callable[..., Any]:
     """The compiled loop, which folds of data, seeds and simulated data share."""
     return jax.jit(loop.run)
@@ -126,6 +127,7 @@ class JaxDescent(Descent):
     :param steps: the number of all steps.
     :param rates: the learning rates of the optimizer's groups as a function of the step's number.
     :param stride: steps at once; a stretch ends where its multiples do.
+    :param convolutions: whether a loss with convolutions has such steps.
     :param options: those of ``Descent``.
     :raises UnsupportedProgramError: for an optimizer, a bound or a guide that has no such steps.
     :raises MissingOperatorError: for an operator without translation.
@@ -137,6 +139,7 @@ class JaxDescent(Descent):
         steps: int,
         rates: Callable[[int], list[float]],
         stride: int = STEPS_AT_ONCE,
+        convolutions: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
@@ -171,6 +174,8 @@ class JaxDescent(Descent):
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         with without_side_effects(modules), Hidden(), pyro.validation_enabled(False):
             translated = loss_to_jax(loss, trained, [*example.tensors, *scheduled])
+        if not convolutions and aten.convolution.default in translated.operators:
+            raise UnsupportedProgramError("convolutions take longer there")
         self.parameters = translated.parameters
         groups = self.optimizer.param_groups
         self._places = [  # of each parameter's group
@@ -364,7 +369,8 @@ def _check_one_loss(bound: Any, model: Any, guide: Any, args: tuple, modules: Mo
             torch.manual_seed(0)
             random.seed(seed)
             np.random.seed(seed)
-            losses.append(bound.take_step(model, guide, *args).loss.detach())
+            with torch.no_grad():  # by the program, not by a graph
+                losses.append(bound.take_step(model, guide, *args).loss)
         bound.step = step
     first, second = losses
     if (first - second).abs() > 1e-4 * first.abs():

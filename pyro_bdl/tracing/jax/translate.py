@@ -151,12 +151,14 @@ class JaxLoss(NamedTuple):
         function: lists of arrays, a key of ``jax.random``, and arrays.
     :param constants: what the loss reads besides its arguments and parameters.
     :param signature: two losses with the same signature have the same function.
+    :param operators: the operators of ATen in it.
     :param parameters: the tensors that the loss depends on, in the order of the arrays.
     """
 
     function: Callable[..., Any]
     constants: list[np.ndarray]
     signature: str
+    operators: frozenset[Any]
     parameters: list[Tensor]
 
 
@@ -204,6 +206,7 @@ class _Translation(NamedTuple):
     function: Callable[..., Any]
     constants: list[np.ndarray]
     signature: str
+    operators: frozenset[Any]
 
 
 def _translation(
@@ -257,7 +260,8 @@ def _translation(
     shapes = [constant.shape for constant in constants]
     integers = {i: (str(value.dtype), value.tobytes()) for i, value in still.items()}
     signature = repr((str(graph.graph), kinds, numbers, shapes, integers, moving))
-    return _Translation(evaluate, [constants[i].value for i in moving], signature)
+    called = frozenset(node.target for node in operators)
+    return _Translation(evaluate, [constants[i].value for i in moving], signature, called)
 
 
 def _kind(node: fx.Node) -> Any:
