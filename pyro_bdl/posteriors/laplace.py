@@ -124,7 +124,10 @@ def _last_layer(problem: Problem) -> Result:
     except UnsupportedProgramError:  # not a linear regression
         features = "MAP"
     if features == "evidence":
-        run = train(model, guide, *data, batch_size=len(problem.x), elbo=objective, **options)
+        run = train(
+            model, guide, *data, batch_size=len(problem.x), elbo=objective, backend="auto",
+            **options,
+        )  # fmt: skip
         posterior: LaplaceGuide = guide.laplace_approximation(data)
         interrupted = run.interrupted
     else:

@@ -144,7 +144,14 @@ class Constant(nn.Module):
         return x * size + x.detach() * x
 
 
+def last_layer():
+    bnn = bdl.bayesianize(network(), prior=bdl.priors.Normal(1.0))
+    model = bdl.models.Regression(bnn, noise=dist.LogNormal(torch.tensor(0.0), 1.0), num_data=40)
+    return model, bdl.guides.AutoLastLayer(model), {"elbo": bdl.evidence.LastLayerEvidence()}
+
+
 PROGRAMS = {
+    "evidence of the last layer": last_layer,
     "learned scales": of_program(learned_scales),
     "hierarchy": of_program(hierarchy),
     "param statements": of_program(lambda: own_statements),
@@ -153,6 +160,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.filterwarnings("error:train takes the steps in torch")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_trajectories_of_programs(name):
     pyro.clear_param_store()
