@@ -1,5 +1,6 @@
 """The command line: parsing, messages on stderr, exit codes."""
 
+import gc
 import inspect
 import io
 import logging
@@ -60,6 +61,7 @@ def script() -> NoReturn:
             stream.reconfigure(errors="replace")
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    gc.freeze()  # what the imports made stays: collections before each fit need not walk it
     code = main()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from pyro_bdl import references
 from pyro_bdl.app import baselines, cross_validation
+from pyro_bdl.app.ahead import Ahead, Split
 from pyro_bdl.app.fits import Fits
 from pyro_bdl.app.options import Options
 from pyro_bdl.app.provenance import provenance
@@ -58,7 +60,12 @@ def run(options: Options, line: str) -> int:
             "\n".join(textwrap.fill(text, width) for text in [_about(fits), *data.notes]),
             flush=True,
         )
-    with seeded(options.seed), limited_threads(len(data.x_train) * max(options.hidden or (50,))):
+    places = list(itertools.product(range(options.repeats), range(options.folds or 0)))
+    with (
+        seeded(options.seed),
+        limited_threads(len(data.x_train) * max(options.hidden or (50,))),
+        Ahead(options, places) as ahead,
+    ):
         fits.fit_all()
         evaluations = dict(fits.evaluations)
         if not evaluations:
@@ -75,7 +82,7 @@ def run(options: Options, line: str) -> int:
                 for name, evaluation in fits.baselines.items()
             },
         )  # fmt: skip
-        splits = _splits(options)
+        splits = _splits(options, places, ahead)
         written = _write(comparison, fits, line, splits)
     if options.quiet:
         print(textwrap.fill(comparison.summary, width, break_on_hyphens=False))
@@ -108,16 +115,26 @@ def limited_threads(numbers: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _splits(options: Options) -> Table | None:
+def _splits(options: Options, places: list[Split], ahead: Ahead) -> Table | None:
     """The table of scores over splits, if ``--folds`` asks for it."""
     splits: list[Mapping[str, Any]] = []
     folds = options.folds
     if folds is None:
         return None
-    for repeat, fold in itertools.product(range(options.repeats), range(folds)):
-        fits = Fits(options, options.load((fold, folds), repeat), shown=False)
-        fits.fit_all()
-        if fits.interrupted:
+    for place in places:
+        repeat, fold = place
+        try:
+            if place in ahead.splits:
+                ahead.wait()
+            fresh = options.fresh and place not in ahead.splits
+            fits = Fits(
+                replace(options, fresh=fresh), options.load((fold, folds), repeat), shown=False
+            )
+            fits.fit_all()
+            interrupted = fits.interrupted
+        except KeyboardInterrupt:
+            interrupted = True
+        if interrupted:
             logger.warning("interrupted: %s splits were scored", len(splits))
             break
         scored = {**fits.evaluations, **fits.baselines}

@@ -82,6 +82,11 @@ class LastLayerEvidence(Trace_ELBO):
                     return loss
         return self._plain(model, guide, sites, args, kwargs)
 
+    def pure_loss(self, model: Callable, guide: Any, args: tuple, kwargs: dict) -> Tensor:
+        """The loss by a run of the program, for steps in JAX; ``loss`` has checked the program."""
+        sites = self._sites(model, guide, args, kwargs)
+        return self._plain(model, guide, sites, args, kwargs, checked=True)
+
     def _plain(
         self,
         model: Callable,

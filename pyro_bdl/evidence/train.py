@@ -30,6 +30,7 @@ def train_by_evidence(
     batch_size: int | None = None,
     linearized: bool | None = None,
     progress: str | None = None,
+    backend: str = "torch",
 ) -> tuple[LaplaceGuide, bool]:
     """Train the MAP, set the hyperparameters to the maximum of its evidence, and so on; then make
     the Laplace approximation, with the hyperparameters of the last maximum.
@@ -55,6 +56,7 @@ def train_by_evidence(
     :param batch_size: rows in each step, as in ``training.train``.
     :param linearized: of the last maximum, as in ``maximize``.
     :param progress: description of the progress bar; None for no bar.
+    :param backend: of the steps, as in ``training.train``.
     :returns: the posterior, and whether Ctrl-C ended the training early.
     :raises MemoryError: if the guide's structure does not fit in memory.
     """
@@ -78,6 +80,7 @@ def train_by_evidence(
         run = train(
             model, guide, *args, elbo=CompiledELBO(),
             steps=taken, optimizer=optimizer, batch_size=batch_size, progress=progress,
+            backend=backend,
         )  # fmt: skip
         if run.interrupted or number == rounds - 1:
             break

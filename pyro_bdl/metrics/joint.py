@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_bdl.metrics.blocks import same_functions
 
 
-def energy_distance(a: Tensor, b: Tensor) -> Tensor:
+def energy_distance(a: Tensor, b: Tensor, groups: int | None = None) -> Tensor:
     """Energy distance of two distributions of functions, unbiased.
 
     ::
@@ -25,17 +25,22 @@ def energy_distance(a: Tensor, b: Tensor) -> Tensor:
 
     :param a: ``(S1, N, ...)``, draws of a function at the test points.
     :param b: ``(S2, N, ...)``, draws of the reference.
-    :returns: a scalar, in the units of the draws.
+    :param groups: G, for the G distances without each of G groups of neighbors of either.
+    :returns: a scalar, or (G,), in the units of the draws.
     :raises ValueError: if the test points differ in shape.
 
     Source: Szekely & Rizzo (2013), Energy statistics, eq. 1.
     """
-    within_a, across, within_b = _pairs(a, b)
-    same = torch.zeros((), dtype=torch.float64, device=a.device)
-    return _contrast(lambda d: -d, same, within_a, across, within_b)
+    return _contrast(lambda d: -d, a, b, groups)
 
 
-def mmd(a: Tensor, b: Tensor, *, length_scale: float | Tensor | None = None) -> Tensor:
+def mmd(
+    a: Tensor,
+    b: Tensor,
+    groups: int | None = None,
+    *,
+    length_scale: float | Tensor | None = None,
+) -> Tensor:
     """Squared maximum mean discrepancy of two distributions of functions, unbiased.
 
     ::
@@ -47,9 +52,10 @@ def mmd(a: Tensor, b: Tensor, *, length_scale: float | Tensor | None = None) -> 
 
     :param a: ``(S1, N, ...)``, draws of a function at the test points.
     :param b: ``(S2, N, ...)``, draws of the reference.
+    :param groups: as of ``energy_distance``.
     :param length_scale: l, in the units of the draws; by default ``median_distance(b)``, so that
         several posteriors are compared with the reference by the same kernel.
-    :returns: a scalar without units.
+    :returns: a scalar, or (G,), without units.
     :raises ValueError: if the test points differ in shape, or if the length scale is not positive,
         as by default for a reference without spread.
 
@@ -60,10 +66,8 @@ def mmd(a: Tensor, b: Tensor, *, length_scale: float | Tensor | None = None) -> 
     )
     if not scale > 0:
         raise ValueError(f"length_scale must be positive, got {float(scale):g}")
-    within_a, across, within_b = _pairs(a, b)
-    scale = scale.to(across)
-    one = torch.ones((), dtype=torch.float64, device=a.device)
-    return _contrast(lambda d: (-(d / scale).square() / 2).exp(), one, within_a, across, within_b)
+    scale = scale.to(a.device, torch.float64)
+    return _contrast(lambda d: (-(d / scale).square() / 2).exp(), a, b, groups)
 
 
 def median_distance(draws: Tensor) -> Tensor:
@@ -75,28 +79,43 @@ def median_distance(draws: Tensor) -> Tensor:
 
 
 def _contrast(
-    similarity: Callable[[Tensor], Tensor],
-    of_equals: Tensor,
-    within_a: Tensor,
-    across: Tensor,
-    within_b: Tensor,
+    similarity: Callable[[Tensor], Tensor], a: Tensor, b: Tensor, groups: int | None
 ) -> Tensor:
-    """E s(X, X') + E s(Y, Y') - 2 E s(X, Y) for a function s of distances.
-
-    :param of_equals: s(0).
-    """
-    within = [
-        similarity(distances).mean() if len(distances) else of_equals
-        for distances in (within_a, within_b)
-    ]
-    return within[0] + within[1] - 2 * similarity(across).mean()
-
-
-def _pairs(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Distances of pairs within a, between a and b, and within b; a single draw has no pairs."""
+    """E s(X, X') + E s(Y, Y') - 2 E s(X, Y) for a function s of distances."""
     same_functions(a, b)
     x, y = _vectors(a, b[0]), _vectors(b, b[0])
-    return torch.pdist(x), torch.cdist(x, y), torch.pdist(y)
+    groups = groups or 0
+    of_x, of_y = _groups(x, groups), _groups(y, groups)
+    across = similarity(torch.cdist(x, y)).flatten()
+    pairs = of_x.repeat_interleave(len(y)), of_y.repeat(len(x))
+    total = -2 * _means(across, *pairs, groups)
+    for vectors, of in ((x, of_x), (y, of_y)):
+        distances = torch.pdist(vectors) if len(vectors) > 1 else vectors.new_zeros(1)
+        first, second = torch.triu_indices(len(vectors), len(vectors), 1, device=vectors.device)
+        pairs = (of[first], of[second]) if len(vectors) > 1 else (of, of)
+        total = total + _means(similarity(distances), *pairs, groups)
+    return total
+
+
+def _groups(draws: Tensor, groups: int) -> Tensor:
+    """The group of neighbors of each draw."""
+    parts = torch.arange(len(draws), device=draws.device).tensor_split(max(1, groups))
+    return torch.cat([torch.full_like(part, number) for number, part in enumerate(parts)])
+
+
+def _means(values: Tensor, first: Tensor, second: Tensor, groups: int) -> Tensor:
+    """The mean of values of pairs; with groups of draws the means (G,) without each group.
+
+    :param first: the group of a pair's first draw; ``second`` that of its second.
+    """
+    if not groups:
+        return values.mean()
+
+    def left(weights: Tensor) -> Tensor:
+        sums = torch.bincount(first * groups + second, weights, groups**2).view(groups, groups)
+        return sums.sum() - sums.sum(0) - sums.sum(1) + sums.diagonal()
+
+    return left(values) / left(torch.ones_like(values))
 
 
 def _vectors(draws: Tensor, origin: Tensor) -> Tensor:

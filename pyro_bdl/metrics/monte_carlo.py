@@ -9,7 +9,12 @@ from pyro_bdl.utils.jackknife import jackknife_error, number_of_groups, without_
 
 
 def monte_carlo_error(
-    distance: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, *, groups: int = 10
+    distance: Callable[..., Tensor],
+    a: Tensor,
+    b: Tensor,
+    *,
+    groups: int = 10,
+    at_once: bool = False,
 ) -> Tensor:
     """Monte Carlo standard error of a distance, by a grouped jackknife.
 
@@ -28,6 +33,8 @@ def monte_carlo_error(
     :param a: ``(S1, ...)``.
     :param b: ``(S2, ...)``.
     :param groups: G; reduced if a group would have fewer than 4 draws.
+    :param at_once: whether the distance takes G as its third argument, and returns all d_g (G, ...)
+        then, as ``energy_distance`` does.
     :returns: the standard errors, with the shape of the distance; NaN for fewer than 20 draws.
 
     Source: Kuensch (1989), The jackknife and the bootstrap for general stationary observations,
@@ -36,6 +43,8 @@ def monte_carlo_error(
     groups = number_of_groups(len(a), len(b), most=groups)
     if not groups:
         return torch.full_like(distance(a, b), torch.nan)
+    if at_once:
+        return jackknife_error(distance(a, b, groups))
     pairs = zip(without_each(a, groups), without_each(b, groups), strict=True)
     return jackknife_error(torch.stack([distance(p, q) for p, q in pairs]))
 

@@ -25,7 +25,7 @@ def _laplace(problem: Problem, *, steps: int = 3000, **choice: Any) -> Result:
     steps = options.steps or steps
     posterior, interrupted = evidence.train_by_evidence(
         problem.model, guide, *problem.data, steps=steps, rounds=options.rounds,
-        progress=problem.label,
+        progress=problem.label, backend="auto",
     )  # fmt: skip
     settings = {**choice, "structure": posterior.config.structure.name, **_tuned(posterior)}
     return Result(posterior, {"steps": steps, **settings}, interrupted)
@@ -124,11 +124,16 @@ def _last_layer(problem: Problem) -> Result:
     except UnsupportedProgramError:  # not a linear regression
         features = "MAP"
     if features == "evidence":
-        run = train(model, guide, *data, batch_size=len(problem.x), elbo=objective, **options)
+        run = train(
+            model, guide, *data, batch_size=len(problem.x), elbo=objective, backend="auto",
+            **options,
+        )  # fmt: skip
         posterior: LaplaceGuide = guide.laplace_approximation(data)
         interrupted = run.interrupted
     else:
-        posterior, interrupted = evidence.train_by_evidence(model, guide, *data, **options)
+        posterior, interrupted = evidence.train_by_evidence(
+            model, guide, *data, backend="auto", **options
+        )
     settings = {"steps": options["steps"], "features": features, **_tuned(posterior)}
     return Result(posterior, settings, interrupted)
 

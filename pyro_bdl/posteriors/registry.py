@@ -239,7 +239,7 @@ def trained(
         settings["optimizer"] = type(optimizer).__name__
     run = train(
         problem.model, guide, *problem.data, steps=steps, elbo=elbo, optimizer=optimizer,
-        learning_rate=learning_rate, progress=problem.label,
+        learning_rate=learning_rate, progress=problem.label, backend="auto",
     )  # fmt: skip
     return Result(guide, {**settings, "batch_size": run.batch_size}, run.interrupted)
 

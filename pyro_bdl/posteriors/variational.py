@@ -135,7 +135,7 @@ def _mc_dropout(problem: Problem) -> Result:
         guide = AutoMCDropout(problem.model, p=rate)
         run = train(
             problem.model, guide, *data, steps=max(1, steps // 4), held_out=held_out,
-            elbo=CompiledELBO(num_particles=4), progress=problem.label,
+            elbo=CompiledELBO(num_particles=4), progress=problem.label, backend="auto",
         )  # fmt: skip
         if run.interrupted:
             raise KeyboardInterrupt

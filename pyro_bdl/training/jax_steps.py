@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,14 @@ import pyro
 import torch
 from torch import Tensor
 
+from pyro_bdl.elbo.checks import step_of
 from pyro_bdl.elbo.step import Terms
 from pyro_bdl.elbo.tempered import TemperedTrace_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import as_dicts, taken
 from pyro_bdl.tracing.compiled import split
+from pyro_bdl.tracing.jax.ops.registry import aten
 from pyro_bdl.tracing.jax.translate import KEYS, loss_to_jax
 from pyro_bdl.training.descent import Descent
 from pyro_bdl.utils.module_state import Modules, without_side_effects
@@ -100,6 +102,15 @@ def _fresh_state(update: Callable, options: Mapping[str, Any], parameter: Tensor
 # ------------------------------------------------------------------------------------- the loop
 
 
+@runtime_checkable
+class PureLoss(Protocol):
+    """A loss that is a function of parameters and data, without random numbers and schedules."""
+
+    def pure_loss(self, model: Callable, guide: Guide, args: tuple, kwargs: dict) -> Tensor:
+        """The loss in nats, a scalar, by a run of the program, which was checked before."""
+        ...
+
+
 @dataclass(frozen=True)
 class _Loop:
     """A loop over steps; loops with the same key compute the same."""
@@ -108,7 +119,7 @@ class _Loop:
     run: Callable[..., Any] = field(compare=False)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def _jitted(loop: _Loop) -> Callable[..., Any]:
     """The compiled loop, which folds of data, seeds and simulated data share."""
     return jax.jit(loop.run)
@@ -126,6 +137,7 @@ class JaxDescent(Descent):
     :param steps: the number of all steps.
     :param rates: the learning rates of the optimizer's groups as a function of the step's number.
     :param stride: steps at once; a stretch ends where its multiples do.
+    :param convolutions: whether a loss with convolutions has such steps.
     :param options: those of ``Descent``.
     :raises UnsupportedProgramError: for an optimizer, a bound or a guide that has no such steps.
     :raises MissingOperatorError: for an operator without translation.
@@ -137,6 +149,7 @@ class JaxDescent(Descent):
         steps: int,
         rates: Callable[[int], list[float]],
         stride: int = STEPS_AT_ONCE,
+        convolutions: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
@@ -151,8 +164,7 @@ class JaxDescent(Descent):
         ]
         bound, model, guide = self._bound, self.objective.model, self.objective.guide
         modules = Modules(model, guide)
-        _check_one_loss(bound, model, guide, first, modules)
-        dtype = bound.kl.dtype
+        dtype = self._check_one_loss(first, modules)
         guides = [part for part in guide.modules() if isinstance(part, Guide)]
         self._numbers = [(part, tuple(part.numbers())) for part in guides]
         scheduled = torch.tensor(self._scheduled(0), dtype=dtype, device="cpu").unbind()
@@ -165,12 +177,16 @@ class JaxDescent(Descent):
             with ExitStack() as stack:
                 for part, names in self._numbers:
                     stack.enter_context(part.holding({name: next(left) for name in names}))
+                if isinstance(bound, PureLoss):
+                    return (bound.pure_loss(model, guide, args, kwargs) * self.scale,)
                 terms = bound.terms(model, guide, args, kwargs)
             return bound.negative_bound(terms, temperature) * self.scale, *terms[:3], terms.draw
 
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         with without_side_effects(modules), Hidden(), pyro.validation_enabled(False):
             translated = loss_to_jax(loss, trained, [*example.tensors, *scheduled])
+        if not convolutions and aten.convolution.default in translated.operators:
+            raise UnsupportedProgramError("convolutions take longer there")
         self.parameters = translated.parameters
         groups = self.optimizer.param_groups
         self._places = [  # of each parameter's group
@@ -179,7 +195,7 @@ class JaxDescent(Descent):
             for place, group in enumerate(groups)
             if any(parameter is other for other in group["params"])
         ]
-        self._x64 = any(t.dtype == torch.float64 for t in (*self.parameters, *example.tensors))
+        self._x64 = translated.double
         self._dtype = str(dtype).removeprefix("torch.")
         with jax.enable_x64(self._x64):
             self._data = [jnp.asarray(tensor.detach().cpu().numpy()) for tensor in whole.tensors]
@@ -210,7 +226,7 @@ class JaxDescent(Descent):
         for option, value in off.items():
             if any(group.get(option, value) != value for group in self.optimizer.param_groups):
                 raise UnsupportedProgramError(f"{name} has no option {option} there")
-        if not isinstance(self._bound, TemperedTrace_ELBO):
+        if not isinstance(self._bound, TemperedTrace_ELBO | PureLoss):
             raise UnsupportedProgramError(
                 f"{type(self._bound).__name__} is none of the tempered bounds"
             )
@@ -220,7 +236,9 @@ class JaxDescent(Descent):
         """The temperature after so many more steps, and the numbers of the guides."""
         bound = self._bound
         numbers = [part.numbers(ahead)[name] for part, names in self._numbers for name in names]
-        return [check_temperature(bound.schedule(bound.step + ahead)), *numbers]
+        pure = isinstance(bound, PureLoss)
+        temperature = 1.0 if pure else check_temperature(bound.schedule(bound.step + ahead))
+        return [temperature, *numbers]
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The loop over steps, which ends before a step whose loss or gradient is not finite."""
@@ -274,6 +292,37 @@ class JaxDescent(Descent):
 
         return run
 
+    def _check_one_loss(self, args: tuple, modules: Modules) -> torch.dtype:
+        """Check program, guide and data, and that the loss is one function of torch's random
+        numbers; return its dtype.
+
+        :raises UnsupportedProgramError: if it differs between two steps with the same ones.
+        """
+        losses, bound = [], self._bound
+        model, guide = self.objective.model, self.objective.guide
+        pure = isinstance(bound, PureLoss)
+        step = None if pure else bound.step
+        for seed in range(2):
+            with without_side_effects(modules), torch.set_grad_enabled(pure):
+                torch.manual_seed(0)
+                random.seed(seed)
+                np.random.seed(seed)
+                if pure and losses:  # whose objective would make a graph
+                    loss = bound.pure_loss(model, guide, args, {})
+                else:
+                    loss = step_of(bound, model, guide, args, {}).value
+                losses.append(loss.detach())
+            if not pure:
+                bound.step = step
+        first, second = losses
+        if (first - second).abs() > 1e-4 * first.abs():
+            raise UnsupportedProgramError(
+                f"the loss is {first:.6g} in one step and {second:.6g} in another with the same "
+                "random numbers of torch: the program keeps a counter, or draws with numpy or "
+                "Python"
+            )
+        return first.dtype
+
     # ---------------------------------------------------------------------------------- stretches
 
     def advance(self, number: int) -> int:
@@ -289,6 +338,8 @@ class JaxDescent(Descent):
     def _check_rows(self, rows: Iterable[Tensor | None]) -> None:
         """Compare rows alone with the rows of each step, in the first pass over the data."""
         model, guide = self.objective.model, self.objective.guide
+        if isinstance(self._bound, PureLoss):
+            return
         for indices in rows:
             args = self.args if indices is None else _some(self.args, indices)
             if not self._bound.check_rows(model, guide, args, {}):
@@ -319,9 +370,10 @@ class JaxDescent(Descent):
         self.losses.extend(torch.from_numpy(losses[:done].copy()).to(device).unbind())
         tried = done if finite else done + 1
         last = torch.tensor(losses[tried - 1], device=device)
-        values: Any = [None if t is None else torch.tensor(t, device=device) for t in terms]
-        bound.skip(tried)
-        bound.noted(Terms(*values), last, scheduled[tried - 1][0])
+        if not isinstance(bound, PureLoss):
+            values: Any = [None if t is None else torch.tensor(t, device=device) for t in terms]
+            bound.skip(tried)
+            bound.noted(Terms(*values), last, scheduled[tried - 1][0])
         if not finite:
             self.fail(number + done, last, rows[done])
         return tried
@@ -351,27 +403,6 @@ class JaxDescent(Descent):
         for tensors, values in zip(states, after, strict=True):
             for name, tensor in tensors.items():
                 tensor.copy_(torch.from_numpy(np.array(values[name])))
-
-
-def _check_one_loss(bound: Any, model: Any, guide: Any, args: tuple, modules: Modules) -> None:
-    """Check program, guide and data, and that the loss is one function of torch's random numbers.
-
-    :raises UnsupportedProgramError: if it differs between two steps with the same ones.
-    """
-    losses, step = [], bound.step
-    for seed in range(2):
-        with without_side_effects(modules):
-            torch.manual_seed(0)
-            random.seed(seed)
-            np.random.seed(seed)
-            losses.append(bound.take_step(model, guide, *args).value.detach())
-        bound.step = step
-    first, second = losses
-    if (first - second).abs() > 1e-4 * first.abs():
-        raise UnsupportedProgramError(
-            f"the loss is {first:.6g} in one step and {second:.6g} in another with the same random "
-            "numbers of torch: the program keeps a counter, or draws with numpy or Python"
-        )
 
 
 def _some(args: tuple, rows: slice | Tensor) -> tuple:

@@ -28,6 +28,7 @@ from pyro_bdl.utils.validation import whole_number
 
 _ROWS_AT_ONCE = 4096
 _LEAST_PARTICLES, _NUMBERS_AT_ONCE = 16, 16 * _ROWS_AT_ONCE  # draws, and draws times rows
+_WORTH_COMPILING = 1000  # steps: tracing and compilation take as long as JAX saves in these
 _SPREAD = 0.1  # of the unconstrained latents at which the data are recognized
 
 
@@ -95,7 +96,8 @@ def train(
         :mod:`pyro_bdl.training.jax_steps`: after a second or two of compilation a step of a small
         network takes a tenth of the time. It draws other random numbers. What it cannot do
         (operators without translation, running statistics, other optimizers than Adam, AdamW and
-        SGD) is done in torch, with a warning that says why.
+        SGD) is done in torch, with a warning that says why. "auto" is "jax" where it was measured
+        to pay: 1,000 steps or more on a CPU, without convolutions, which are faster in torch there.
     :raises FailedStepError: for a loss or gradient that is not finite, unless it is skipped.
     :raises ValueError: for data that are not finite, targets outside their support, fewer than one
         step, or a minibatch for a program that does not state N, which would give its log
@@ -104,8 +106,8 @@ def train(
         the weights.
     """
     require_gradients()
-    if backend not in ("torch", "jax"):
-        raise ValueError(f'backend must be "torch" or "jax", got {backend!r}')
+    if backend not in ("torch", "jax", "auto"):
+        raise ValueError(f'backend must be "torch", "jax" or "auto", got {backend!r}')
     if not isinstance(guide, Guide):
         raise TypeError(
             f"train takes the guides of pyro_bdl, got {type(guide).__name__}: use pyro.infer.SVI "
@@ -142,9 +144,10 @@ def train(
         return [factor * rate for rate in largest]
 
     descent = Descent(objective, optimizer, args, size, on_nonfinite=on_nonfinite)
-    if backend == "jax":
+    on_cpu = device_of_rows(args).type == "cpu"
+    if backend == "jax" or (backend == "auto" and on_cpu and steps >= _WORTH_COMPILING):
         stride = {} if stopping is None else {"stride": stopping.check_every}
-        descent = _in_jax(descent, steps=steps, rates=rates, **stride)
+        descent = _in_jax(descent, backend == "auto", steps=steps, rates=rates, **stride)
     numbers: Iterable[int] = range(0, steps, descent.stride)
     if checkpoint is not None:
         parts: dict[str, Any] = {"program": model} if isinstance(model, nn.Module) else {}
@@ -223,17 +226,22 @@ def estimate_elbo(
     return total / repeats
 
 
-def _in_jax(descent: Descent, **options: Any) -> Descent:
-    """The descent with steps in JAX; the same one, with a warning, where there are none."""
+def _in_jax(descent: Descent, auto: bool, **options: Any) -> Descent:
+    """The descent with steps in JAX; the same one, with a warning, where there are none.
+
+    :param auto: stay in torch without a warning where another optimizer, bound or operator than
+        those that pay is the reason.
+    """
     from pyro_bdl.training.jax_steps import JaxDescent  # JAX is imported where it is used
 
     try:
         return JaxDescent(
             descent.objective, descent.optimizer, descent.args, descent.batches.size,
-            scale=descent.scale, on_nonfinite=descent.policy, **options,
+            scale=descent.scale, on_nonfinite=descent.policy, convolutions=not auto, **options,
         )  # fmt: skip
     except (UnsupportedProgramError, MissingOperatorError) as error:
-        warn(f"train takes the steps in torch: {error}", "uncompiled", stacklevel=4)
+        if not auto or isinstance(error, MissingOperatorError):
+            warn(f"train takes the steps in torch: {error}", "uncompiled", stacklevel=4)
         return descent
 
 

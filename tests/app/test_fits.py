@@ -2,7 +2,10 @@
 
 import errno
 import os
+import pickle
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 
 from pyro_bdl import Evaluation
 from pyro_bdl.app import run as app
+from pyro_bdl.app.options import Options
 from pyro_bdl.guides import AutoMAP, AutoMeanField
 from pyro_bdl.posteriors import registry
 
@@ -165,6 +169,17 @@ def test_a_full_disk_loses_no_other_posterior(tiny, fitted, monkeypatch):
     monkeypatch.setattr(AutoMeanField, "save", save)
     del fitted[:]
     assert tiny(guides="map,mean-field")[0] == 0 and fitted == ["mean-field"]
+
+
+@pytest.mark.slow
+def test_splits_of_another_process_are_found(tiny, table, fitted, out):
+    options = Options(
+        data=table, target="price", steps=3, hidden=(2,), guides="map", folds=2, out=out
+    )
+    command = [sys.executable, "-m", "pyro_bdl.app.ahead"]
+    done = subprocess.run(command, input=pickle.dumps((options, [(0, 1)])), capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"") and len(folders(out)) == 1
+    assert tiny("--folds", "2")[0] == 0 and fitted == ["map"] * 2
 
 
 def test_the_splits_of_folds_are_kept_too(tiny, fitted, out):

@@ -7,6 +7,8 @@ import torch
 
 from pyro_bdl import metrics
 from pyro_bdl.metrics.joint import median_distance
+from pyro_bdl.metrics.monte_carlo import monte_carlo_error
+from pyro_bdl.utils.jackknife import without_each
 
 
 def folded(mean, sd):
@@ -70,3 +72,16 @@ def test_units_and_the_default_kernel():
     assert metrics.mmd(5 * a, 5 * b) == pytest.approx(metrics.mmd(a, b).item(), rel=1e-4)
     scale = median_distance(b)
     assert metrics.mmd(a, b, length_scale=scale) == metrics.mmd(a, b)
+
+
+@pytest.mark.parametrize("sizes", [(60, 45), (23, 20)])
+@pytest.mark.parametrize(
+    "distance", [metrics.energy_distance, lambda a, b, g=None: metrics.mmd(a, b, g, length_scale=2)]
+)
+def test_values_without_each_group_are_those_of_the_other_draws(distance, sizes):
+    torch.manual_seed(0)
+    a, b = torch.randn(sizes[0], 3), 1.0 + torch.randn(sizes[1], 3)
+    pairs = zip(without_each(a, 5), without_each(b, 5), strict=True)
+    torch.testing.assert_close(distance(a, b, 5), torch.stack([distance(p, q) for p, q in pairs]))
+    error = monte_carlo_error(distance, a, b, groups=5)
+    assert monte_carlo_error(distance, a, b, groups=5, at_once=True) == pytest.approx(error)

@@ -15,7 +15,7 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning, FailedStepError
-from pyro_bdl.training import HeldOut, checkpoint, train
+from pyro_bdl.training import HeldOut, checkpoint, svi, train
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -144,7 +144,14 @@ class Constant(nn.Module):
         return x * size + x.detach() * x
 
 
+def last_layer():
+    bnn = bdl.bayesianize(network(), prior=bdl.priors.Normal(1.0))
+    model = bdl.models.Regression(bnn, noise=dist.LogNormal(torch.tensor(0.0), 1.0), num_data=40)
+    return model, bdl.guides.AutoLastLayer(model), {"elbo": bdl.evidence.LastLayerEvidence()}
+
+
 PROGRAMS = {
+    "evidence of the last layer": last_layer,
     "learned scales": of_program(learned_scales),
     "hierarchy": of_program(hierarchy),
     "param statements": of_program(lambda: own_statements),
@@ -153,6 +160,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.filterwarnings("error:train takes the steps in torch")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_trajectories_of_programs(name):
     pyro.clear_param_store()
@@ -516,7 +524,34 @@ def test_other_trainings_are_those_of_torch(reason):
             check_same_trajectory(made, data(), steps=12, rtol=0.0)
 
 
+def convolutions():
+    net = nn.Sequential(nn.Unflatten(1, (1, 1)), nn.Conv1d(1, 2, 1), nn.Flatten(), nn.Linear(2, 1))
+    return program(net)
+
+
+AUTOMATIC = {  # the training, its steps, the backend that "auto" is, and its warning
+    "many steps": (with_guide(bdl.guides.AutoMeanField), 20, "jax", None),
+    "few steps": (with_guide(bdl.guides.AutoMeanField), 19, "torch", None),
+    "convolutions": (of_program(convolutions), 20, "torch", None),
+    "another optimizer": (optimized(torch.optim.RMSprop), 20, "torch", None),
+    "no translation": (WITHOUT_STEPS["airy"], 20, "torch", "airy"),
+}
+
+
+@pytest.mark.parametrize("name", AUTOMATIC)
+def test_automatic_choice(name, monkeypatch, recwarn):
+    monkeypatch.setattr(svi, "_WORTH_COMPILING", 20)
+    made, steps, backend, reason = AUTOMATIC[name]
+    losses = []
+    for chosen in ("auto", backend):
+        torch.manual_seed(0)
+        model, guide, options = made()
+        losses.append(run(chosen, model, guide, *data(), steps=steps, **options)[0].losses)
+    assert torch.equal(*losses)
+    assert [reason in str(w.message) for w in recwarn] == ([] if reason is None else [True])
+
+
 def test_another_backend_is_refused():
     model = program()
-    with pytest.raises(ValueError, match='"torch" or "jax"'):
+    with pytest.raises(ValueError, match='"torch", "jax" or "auto"'):
         train(model, bdl.guides.AutoMAP(model), *data(), steps=1, backend="tensorflow")

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pyro_bdl.errors import MissingOperatorError, UnsupportedProgramError
 from pyro_bdl.mcmc.chains import Chains
 from pyro_bdl.mcmc.checkpoint import Journal
 from pyro_bdl.mcmc.starts import Restriction
+from pyro_bdl.mcmc.stochastic_gradient.jax_steps import CompiledSteps
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource, Stream
 from pyro_bdl.mcmc.stochastic_gradient.scores import Scores
@@ -26,6 +28,7 @@ _SOUND_EVERY = 20  # steps between two positions to which a diverged chain may g
 _SMALLEST = 1e-9  # factor of the step size below which it is not halved again
 _SECONDS_PER_WRITE = 5.0  # of a checkpoint
 _WORTH_TRACING = 500  # the number of steps from which tracing saves time
+_WORTH_COMPILING = 5000  # and a compiled loop in JAX
 _MOST_EXPLORING = 1000  # times the steps that sample
 
 
@@ -69,6 +72,7 @@ class Walk:
         """
         ends = kept_steps(self.kernel, num_warmup, num_samples)
         self.scores.traced = ends[-1] >= _WORTH_TRACING
+        self.loop = self._compiled() if ends[-1] >= _WORTH_COMPILING else None
         interrupted = False
         bar = tqdm(
             total=ends[-1], desc="SG-MCMC", disable=hidden(progress), leave=False,
@@ -116,12 +120,26 @@ class Walk:
         """Move the chains; return the reason of a failure, or None."""
         kernel = self.kernel
         last_write = time.perf_counter()
-        for step in range(self.steps, ends[-1]):
+        while self.steps < ends[-1]:
+            step = self.steps
             size = self.factor * kernel.size(step)
             temperature = 0.0 if kernel.explores(step) else kernel.temperature
-            self.state = kernel.update(self.state, self.point.gradient, size, temperature)
-            self.point, batch = self._evaluated(self.state.position)
-            self.steps = step + 1
+            moved = None
+            if self.loop is not None:
+                stops = num_warmup // 2, num_warmup, ends[self.kept]
+                count = min(stop - step for stop in (*stops, _next_sound(step)) if stop > step)
+                moved = self.loop(
+                    self.state, self.point.gradient, self.limit, count,
+                    size=size, temperature=temperature,
+                )  # fmt: skip
+            if moved is None:
+                self.state = kernel.update(self.state, self.point.gradient, size, temperature)
+                self.point, batch = self._evaluated(self.state.position)
+                self.steps += 1
+            else:
+                taken, self.state, *scores = moved
+                self.point, batch = Point(self.state.position, *scores), self.stream.batches.first
+                self.steps += taken
             lost = _first_diverged(self.point, self.limit)
             if lost is not None:
                 in_warmup = self.steps < num_warmup and self.factor >= _SMALLEST
@@ -139,13 +157,23 @@ class Walk:
                 self.limit = self._limit(self.point)
             if self.steps == ends[self.kept]:
                 self._keep(size)
-            bar.update()
+            bar.update(self.steps - step)
             if self.journal is not None:
                 now = time.perf_counter()
                 if now - last_write >= _SECONDS_PER_WRITE or self.steps == ends[-1]:
                     self._write(self.journal)
                     last_write = now
         return None
+
+    def _compiled(self) -> CompiledSteps | None:
+        """The loop in JAX, if there is one: steps of one size on all data, on a CPU."""
+        whole, device = self.stream.batches.is_whole, self.start.device.type
+        if not whole or device != "cpu" or callable(self.kernel.step_size):
+            return None
+        try:
+            return CompiledSteps(self.kernel, self.restriction, self.start)
+        except (MissingOperatorError, UnsupportedProgramError):
+            return None
 
     def _evaluated(self, position: Tensor) -> tuple[Point, Batch]:
         """The log density and gradient of every chain on the next minibatch."""
@@ -206,6 +234,11 @@ class Walk:
         block = {name: value[:, new] for name, value in self.draws.items()}
         journal.write(0, self.steps, state, block if self.kept > self.written else None)
         self.written = self.kept
+
+
+def _next_sound(step: int) -> int:
+    """The next step after which a position to go back to is noted."""
+    return (step // _SOUND_EVERY + 1) * _SOUND_EVERY
 
 
 def _first_diverged(point: Point, limit: Tensor) -> int | None:

@@ -116,7 +116,7 @@ def to_jax(
 
     :param through_detach: differentiate through ``detach``. Calls of ``torch.autograd.grad`` inside
         the function also leave ``detach`` in the graph. The attribute ``detaches`` of the result
-        says whether there is one.
+        says whether there is one; ``operators`` has those of the graph.
     :raises MissingOperatorError: at this call, if an operator has no translation.
     """
     examples = (example, *more_examples)
@@ -139,6 +139,7 @@ def to_jax(
         return translated.function((), held, None, *arguments)
 
     evaluate.detaches = bool(detached)  # type: ignore[attr-defined]
+    evaluate.operators = translated.operators  # type: ignore[attr-defined]
     with jax.enable_x64(any(e.dtype == torch.float64 for e in examples)):
         jax.eval_shape(evaluate, *map(_spec, examples))
     return evaluate
@@ -151,12 +152,16 @@ class JaxLoss(NamedTuple):
         function: lists of arrays, a key of ``jax.random``, and arrays.
     :param constants: what the loss reads besides its arguments and parameters.
     :param signature: two losses with the same signature have the same function.
+    :param operators: the operators of ATen in it.
+    :param double: whether it computes in float64, under ``jax.enable_x64(True)``.
     :param parameters: the tensors that the loss depends on, in the order of the arrays.
     """
 
     function: Callable[..., Any]
     constants: list[np.ndarray]
     signature: str
+    operators: frozenset[Any]
+    double: bool
     parameters: list[Tensor]
 
 
@@ -167,7 +172,7 @@ def loss_to_jax(
 
     The parameters are recognized in the graph by identity. Everything else that the loss reads and
     does not get as an argument is a constant. Blocks under ``torch.no_grad`` have no gradient here
-    either. Call the result under ``jax.enable_x64(True)`` if a parameter is float64.
+    either.
 
     :param loss: of tensors; its first result is differentiated.
     :param parameters: leaves that ``loss`` reads.
@@ -186,7 +191,7 @@ def loss_to_jax(
     number = {id(parameter): i for i, parameter in enumerate(used)}
     leaves = {node: number[id(t)] for node, t in tensors.items() if id(t) in number}
     translated = _translation(graph, examples, leaves, draws=True)
-    with jax.enable_x64(any(t.dtype == torch.float64 for t in (*used, *examples))):
+    with jax.enable_x64(translated.double):
         key = jax.eval_shape(lambda: jax.random.key(0, impl=KEYS))
         parts = list(map(_spec, used)), translated.constants, key, *map(_spec, examples)
         jax.eval_shape(translated.function, *parts)
@@ -204,6 +209,8 @@ class _Translation(NamedTuple):
     function: Callable[..., Any]
     constants: list[np.ndarray]
     signature: str
+    operators: frozenset[Any]
+    double: bool
 
 
 def _translation(
@@ -257,7 +264,9 @@ def _translation(
     shapes = [constant.shape for constant in constants]
     integers = {i: (str(value.dtype), value.tobytes()) for i, value in still.items()}
     signature = repr((str(graph.graph), kinds, numbers, shapes, integers, moving))
-    return _Translation(evaluate, [constants[i].value for i in moving], signature)
+    called = frozenset(node.target for node in operators)
+    double = any("torch.float64" in str(kind) for _, kind in kinds)
+    return _Translation(evaluate, [constants[i].value for i in moving], signature, called, double)
 
 
 def _kind(node: fx.Node) -> Any:
