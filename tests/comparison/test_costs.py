@@ -112,4 +112,4 @@ def test_the_parameters_that_the_data_determine_are_a_column():
     row = found.numbers()["laplace"]
     assert (row["gamma"], row["latents"], row["fitted"]) == (pytest.approx(gamma), 4, 30)
     assert "gamma" not in found.numbers()["map"] and "gamma" in found.to_text()
-    assert "nearly all: the network may be too small" in found.verdicts["laplace"]
+    assert "nearly all, the network may be too small" in found.verdicts["laplace"]

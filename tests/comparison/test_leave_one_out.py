@@ -223,7 +223,8 @@ def test_folds_reach_the_verdict(data):
     row = found.numbers()["wide"]
     assert row["elpd_diff"] < -10 and row["loo_by"] == "4 folds"
     assert row["elpd_loo"] == left_out["wide"].elpd
-    assert "predicts left-out data worse than the reference" in found.verdicts["wide"]
+    findings = {finding.key: finding for finding in found.judgments["wide"].findings}
+    assert findings["elpd_diff"].fault == "worse predictions"
 
 
 def test_without_each_datum_the_conjugate_posterior_is_exact(data):

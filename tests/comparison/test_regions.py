@@ -53,9 +53,7 @@ def test_overconfidence_in_the_gap_is_named():
     row = found.numbers()["vi"]
     assert row["sd_ratio_between"] < 0.3 and row["sd_ratio_near"] > 0.8
     assert "sd_ratio_beyond" not in row
-    said = found.verdicts["vi"]
-    assert said.startswith(
-        f"the function's sd between the training data is {row['sd_ratio_between']:.2f} times the"
-    )
-    assert "overconfident about the function there" in said
+    gravest = found.judgments["vi"].findings[0]
+    assert (gravest.key, gravest.says) == ("sd_ratio_between", "below")
+    assert gravest.value == row["sd_ratio_between"] and "between the training" in gravest.words
     assert "between" in found.to_text(details=True)
