@@ -96,10 +96,10 @@ def elbo(costs: Costs, posterior: Any) -> float | None:
 
 @cost("log evid.", "costs", digits=4)
 def log_evidence(costs: Costs, posterior: Any) -> float | None:
-    """Log evidence of a Laplace approximation, in nats: no bound, and of another model in every
-    row, with the prior scales and noise that it chose, of the linearized network or of a subset of
-    the weights given the others. Compare it between settings of one row, not between rows nor with
-    an ELBO."""
+    """Log marginal likelihood (evidence) of a Laplace approximation, in nats: no bound, and of
+    another model in every row, with the prior scales and noise that it chose, of the linearized
+    network or of a subset of the weights given the others. Compare it between settings of one row,
+    not between rows nor with an ELBO."""
     return costs.log_evidence
 
 

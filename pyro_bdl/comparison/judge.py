@@ -13,7 +13,7 @@ from typing import Any
 
 from scipy.special import ndtri
 
-from pyro_bdl.comparison.columns import Column, listed, number, with_error
+from pyro_bdl.comparison.columns import Column, listed, with_error
 from pyro_bdl.comparison.distances import EQUIVALENT, NEAR
 from pyro_bdl.comparison.evaluate import Evaluation
 from pyro_bdl.comparison.metric import ERRORS
@@ -171,7 +171,7 @@ _REGIONS = tuple(
 )  # fmt: skip
 _NEAR_DATA = "sd_ratio_near"
 _PREDICTIONS = Check(
-    f"{SCORE}_diff", "NLPD {} nats per datum above {whose}", high=0.0, above="worse predictions"
+    f"{SCORE}_diff", "NLPD higher by {} nats per datum", high=0.0, above="worse predictions"
 )
 _LOCAL = Check(
     "far_at", "farther than half of a point's distance at {} of the test points", high=LOCAL,
@@ -190,7 +190,7 @@ _LEFT_OUT = Check(
     "elpd_diff", "left-out data {} nats above the reference's", low=-4.0, below="worse predictions"
 )
 _COVERAGE = Check(
-    "coverage", "{} of the {points} test targets in 90 % intervals of the target, noise included",
+    "coverage", "{} of the test targets in their 90 % intervals, noise included",
     below="too narrow", above="too wide", style="percent", none=0.9,
 )  # fmt: skip
 COVERAGE = 0.1  # two standard errors of a coverage, above which it says little
@@ -222,7 +222,7 @@ _ESS = (
           remedy=_LONGER),
 )  # fmt: skip
 _HAMILTONIAN = (
-    Check("bfmi", "BFMI {} of the worst chain", low=0.3, below="the energy hardly moves",
+    Check("bfmi", "BFMI {} of the worst chain", low=0.3, below="tails are explored slowly",
           none=1.0, remedy=_SMOOTHER),
     Check("divergent", "{} of the draws diverged", high=1e-3, above="they may miss parts",
           style="percent", remedy=_SMOOTHER),
@@ -235,9 +235,8 @@ _MODES = Check(
     "modes", "latents in {} modes", high=1.0,
     above="R-hat of the function cannot tell how much mass each has", none=1.0,
 )  # fmt: skip
-_DETERMINED = "the data determine {} of {latents} parameters"
 _GAMMA = Check(
-    "gamma", _DETERMINED, below="nearly none, the prior decides",
+    "gamma", "parameters that the data determine {}", below="nearly none, the prior decides",
     above="nearly all, the network may be too small",
 )  # fmt: skip
 
@@ -342,10 +341,9 @@ def _from_best(evaluation: Evaluation, best: Evaluation, count: int) -> dict[str
 def _group_by_score(row: Row) -> str:
     if math.isnan(row[SCORE]):
         return UNDECIDED
-    gap, error = row[f"{SCORE}_diff"], row.get(f"{SCORE}_diff_se", 0.0)
-    if math.isnan(error):
+    if math.isnan(row.get(f"{SCORE}_diff_se", 0.0)):
         return UNDECIDED
-    return WORSE if gap > ERRORS * error else ALIKE
+    return ALIKE if _PREDICTIONS.of(row) is None else WORSE
 
 
 def criteria(reference: str | None) -> str:
@@ -378,8 +376,7 @@ def findings(row: Row, reference: Row | None, points: int) -> tuple[Finding, ...
     :param reference: those of the reference; None without one, and of the reference itself.
     :param points: number of test points.
     """
-    whose = "the best's" if reference is None else "the reference's"
-    found = [_PREDICTIONS.of(row, what=_PREDICTIONS.what.replace("{whose}", whose))]
+    found = [_PREDICTIONS.of(row)]
     if reference is not None:
         found += [_spread(row), _MEAN.of(row), _LOCAL.of(row), _KHAT.of(row)]
         if not any(side["high_k"] > 0 for side in (row, reference)):
@@ -425,8 +422,7 @@ def _coverage(row: Row, points: int, *, alone: bool = False) -> Finding | None:
     low, high = row["coverage_from"], row["coverage_to"]
     chance = _TOO_FEW_POINTS if error > COVERAGE else _AS_CHANCE
     return _COVERAGE.of(
-        Row(coverage=row["coverage"]), what=_COVERAGE.what.replace("{points}", str(points)),
-        low=min(0.9 - error, low), high=max(0.9 + error, high),
+        Row(coverage=row["coverage"]), low=min(0.9 - error, low), high=max(0.9 + error, high),
         within=chance if alone else "",
     )  # fmt: skip
 
@@ -440,10 +436,8 @@ def _parameters(row: Row) -> Finding | None:
     """
     latents, data = row["latents"], row["fitted"]
     most = latents if math.isnan(data) else min(latents, data)
-    return _GAMMA.of(
-        row, what=_DETERMINED.replace("{latents}", number(latents)), none=row["gamma"],
-        low=GAMMA_NONE * most, high=GAMMA_ALL * latents,
-    )  # fmt: skip
+    low, high = GAMMA_NONE * most, GAMMA_ALL * latents
+    return _GAMMA.of(row, none=row["gamma"], low=low, high=high)
 
 
 # ------------------------------------------------------------------------------------ answer

@@ -310,6 +310,7 @@ def sds(ratio, **others):
         ({"khat_high": 0.05}, "khat_high", None),
         # predictions, from two errors on
         ({"nlpd_diff": 0.2, "nlpd_diff_se": 0.099}, "nlpd_diff", ABOVE),
+        ({"nlpd_diff": 0.02, "nlpd_diff_se": 0.0099}, "nlpd_diff", ABOVE),
         ({"nlpd_diff": 0.2, "nlpd_diff_se": 0.101}, "nlpd_diff", None),
         ({"nlpd_diff": 0.2, "nlpd_diff_se": NAN}, "nlpd_diff", None),
         ({"nlpd_diff": -0.2, "nlpd_diff_se": 0.05}, "nlpd_diff", None),
