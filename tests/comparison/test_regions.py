@@ -2,6 +2,7 @@
 
 import pyro
 import pyro.distributions as dist
+import pytest
 import torch
 
 import pyro_bdl as bdl
@@ -26,6 +27,14 @@ def test_features_count_in_their_sds_and_one_outlier_feature_is_beyond():
     assert found["beyond"].tolist() == [False, True, True]
     scaled = regions((test * 7 + 3,), (train * 7 + 3,))
     assert all(torch.equal(scaled[name], found[name]) for name in found)
+
+
+@pytest.mark.parametrize("beyond, near", [(2.5, True), (3.3, False)])
+def test_near_is_twice_the_95_quantile_of_the_distances_between_neighbors(beyond, near):
+    """19 neighbors at 1 and one at 12: the quantile is 1 + 0.05 (12 - 1) = 1.55."""
+    train = torch.cat([torch.arange(19.0), torch.tensor([30.0])])[:, None]
+    found = regions((torch.tensor([[18 + beyond]]),), (train,))
+    assert found["near"].tolist() == [near] and found["between"].tolist() == [not near]
 
 
 def test_what_has_no_distance_has_no_regions():
