@@ -5,6 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
 Row = Mapping[str, object]
 
 MISSING = "–"
@@ -87,47 +91,35 @@ def listed(names: Iterable[str], most: int | None = None) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def to_text(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """The table as aligned text: groups, titles, a rule, and one line for each row."""
-    cells = [[column.cell(row) for column in columns] for row in rows]
-    widths = [
-        max(len(column.title), *(len(line[i]) for line in cells), 0)
-        for i, column in enumerate(columns)
-    ]
-    start = 0
-    for title, count in groups(columns):
-        start += count
-        lacking = len(title) + 2 - sum(widths[start - count : start]) - 2 * (count - 1)
-        widths[start - 1] += max(0, lacking) if title else 0
-    first = columns[0].style == "text"
+def to_text(rows: Sequence[Row], columns: Sequence[Column], width: int | None = None) -> str:
+    """The table as aligned text, in blocks of columns that fit into the width.
 
-    def line(texts: Sequence[str]) -> str:
-        return "  ".join(
-            text.ljust(width) if i == 0 and first else text.rjust(width)
-            for i, (text, width) in enumerate(zip(texts, widths, strict=True))
-        ).rstrip()
-
-    lines = [line([column.title for column in columns]), "  ".join("-" * w for w in widths)]
-    if any(column.group for column in columns):
-        lines.insert(0, _group_line(columns, widths))
-    return "\n".join([*lines, *map(line, cells)])
+    Each block begins with the first column.
+    """
+    first, *rest = columns
+    blocks: list[list[Column]] = [[first]]
+    console = Console(width=10**4, color_system=None, markup=False, emoji=False, highlight=False)
+    for column in rest:
+        longer = _table(rows, [*blocks[-1], column])
+        if width and console.measure(longer).maximum > width and len(blocks[-1]) > 1:
+            blocks.append([first])
+        blocks[-1].append(column)
+    texts = []
+    for block in blocks:
+        with console.capture() as text:
+            console.print(_table(rows, block))
+        texts.append("\n".join(line.rstrip() for line in text.get().splitlines()))
+    return "\n\n".join(texts)
 
 
-def groups(columns: Sequence[Column]) -> list[tuple[str, int]]:
-    """Runs of neighboring columns with the same group, each with its number of columns."""
-    runs: list[tuple[str, int]] = []
+def _table(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    before = ""
     for column in columns:
-        if runs and runs[-1][0] == column.group:
-            runs[-1] = (column.group, runs[-1][1] + 1)
-        else:
-            runs.append((column.group, 1))
-    return runs
-
-
-def _group_line(columns: Sequence[Column], widths: Sequence[int]) -> str:
-    line, start = "", 0
-    for title, count in groups(columns):
-        width = sum(widths[start : start + count]) + 2 * (count - 1)
-        line += (f" {title} ".center(width, "-") if title else " " * width) + "  "
-        start += count
-    return line.rstrip()
+        group = "" if column.group == before else column.group
+        side: Any = "left" if column is columns[0] and column.style == "text" else "right"
+        table.add_column(f"{group}\n{column.title}", justify=side, no_wrap=True)
+        before = column.group
+    for row in rows:
+        table.add_row(*(column.cell(row) for column in columns))
+    return table

@@ -9,7 +9,7 @@ A metric names its inputs by ``of``:
 ``"mixing"``       the ``Mixing`` of Markov chains
 ``"time"``         their ``Mixing`` and the seconds of the fit
 ``"gradients"``    their ``Mixing`` and how many gradients the draws took
-``"diverging"``    which draws diverged, bool
+``"samples"``      the ``Samples``
 =================  ==============================================================================
 """
 
@@ -26,13 +26,16 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl import diagnostics
-from pyro_bdl.comparison.metric import metric, metrics_of
+from pyro_bdl.comparison.metric import evenly, metric, metrics_of
+from pyro_bdl.diagnostics.convergence import separate_modes
 from pyro_bdl.diagnostics.rhat import SHARE, limit_of_rhat
+from pyro_bdl.diagnostics.summary import sampler_statistics
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.trees import tree_leaves
 
 _LEAST_DRAWS = 4
+_MOST_WEIGHTS, _MOST_TIMES = 1000, 200  # of each site, evenly spaced, by which modes are counted
 cost = partial(metric, group="costs", detail=True)
 parameters = partial(metric, group="parameters that the data determine")
 chains = partial(metric, group="Markov chains")
@@ -63,8 +66,8 @@ class Costs:
         stats = posterior.stats if isinstance(posterior, Samples) else {}
         if isinstance(posterior, LaplaceGuide):
             known["laplace"] = (posterior,)
-        if "diverging" in stats:
-            known["diverging"] = (stats["diverging"],)
+        if isinstance(posterior, Samples):
+            known["samples"] = (posterior,)
         if mixing is not None and (spent := seconds.function(self, posterior)):
             known["time"] = mixing, spent
         if mixing is not None and "num_steps" in stats:
@@ -93,10 +96,10 @@ def elbo(costs: Costs, posterior: Any) -> float | None:
 
 @cost("log evid.", "costs", digits=4)
 def log_evidence(costs: Costs, posterior: Any) -> float | None:
-    """Log evidence of a Laplace approximation, in nats: no bound, and of another model in every
-    row, with the prior scales and noise that it chose, of the linearized network or of a subset of
-    the weights given the others. Compare it between settings of one row, not between rows nor with
-    an ELBO."""
+    """Log marginal likelihood (evidence) of a Laplace approximation, in nats: no bound, and of
+    another model in every row, with the prior scales and noise that it chose, of the linearized
+    network or of a subset of the weights given the others. Compare it between settings of one row,
+    not between rows nor with an ELBO."""
     return costs.log_evidence
 
 
@@ -144,12 +147,13 @@ def fitted(posterior: LaplaceGuide) -> int:
 
 
 class Mixing(NamedTuple):
-    """R-hat and effective sample sizes ``(K,)`` of the function at the test points, and the R-hat
-    above which chains disagree; no numbers of a constant function and of fewer than 4 draws.
-    ``chains`` is the number of chains."""
+    """R-hat and effective sample sizes of bulk and tails ``(K,)`` of the function at the test
+    points, and the R-hat above which chains disagree; no numbers of a constant function and of
+    fewer than 4 draws. ``chains`` is the number of chains."""
 
     rhat: Tensor
     ess: Tensor
+    tail: Tensor
     limit: float
     chains: int
 
@@ -162,10 +166,10 @@ class Mixing(NamedTuple):
         draws = len(function) // chains
         by_chain = function.reshape(chains, draws, -1)
         by_chain = by_chain[..., by_chain.flatten(0, 1).std(0) > 0]
-        rhat = size = function.new_full((1,), math.nan)
+        parts = (function.new_full((1,), math.nan),) * 3
         if draws >= _LEAST_DRAWS and by_chain.shape[-1]:
-            rhat, size, _ = diagnostics.convergence(by_chain)
-        return cls(rhat, size, limit_of_rhat(chains, draws), chains)
+            parts = diagnostics.convergence(by_chain)
+        return cls(*parts, limit_of_rhat(chains, draws), chains)
 
 
 @chains("R-hat", "mixing", digits=4)
@@ -179,6 +183,13 @@ def rhat(mixing: Mixing) -> Tensor:
 def ess_low(mixing: Mixing) -> Tensor:
     """Effective sample size of the function, in draws, reached at 95 % of the test points."""
     return mixing.ess.nanquantile(1 - SHARE)
+
+
+@chains("low tail ESS", "mixing", detail=True)
+def ess_tail(mixing: Mixing) -> Tensor:
+    """Effective sample size of the function's 5 % and 95 % quantiles, in draws, reached at 95 % of
+    the test points."""
+    return mixing.tail.nanquantile(1 - SHARE)
 
 
 @chains("ESS", "mixing")
@@ -200,10 +211,10 @@ def ess_per_gradient(mixing: Mixing, gradients: float) -> Tensor | None:
     return 1000 * mixing.ess.nanquantile(0.5) / gradients if gradients > 0 else None
 
 
-@chains("div.", "diverging")
-def divergences(diverging: Tensor) -> int:
+@chains("div.", "samples")
+def divergences(samples: Samples) -> int | None:
     """Draws at which the integrator diverged."""
-    return int(diverging.sum())
+    return int(samples.stats["diverging"].sum()) if "diverging" in samples.stats else None
 
 
 @chains("limit of R-hat", "mixing", digits=4, detail=True)
@@ -219,10 +230,38 @@ def num_chains(mixing: Mixing) -> int:
     return mixing.chains
 
 
-@chains("diverged", "diverging", style="percent", detail=True)
-def divergent(diverging: Tensor) -> Tensor:
+@chains("diverged", "samples", style="percent", detail=True)
+def divergent(samples: Samples) -> Tensor | None:
     """Share of the draws that diverged."""
-    return diverging.double().mean()
+    known = samples.stats.get("diverging")
+    return None if known is None else known.double().mean()
+
+
+@chains("BFMI", "samples", detail=True)
+def bfmi(samples: Samples) -> float | None:
+    """Estimated Bayesian fraction of missing information of the worst chain; below 0.3 the tails
+    are explored slowly."""
+    return sampler_statistics(samples).get("bfmi")
+
+
+@chains("saturated", "samples", style="percent", detail=True)
+def saturated(samples: Samples) -> float | None:
+    """Share of the draws that took all the steps that they may, so that their trees were cut."""
+    return sampler_statistics(samples).get("saturated")
+
+
+@chains("modes", "samples", detail=True)
+def modes(samples: Samples) -> int | None:
+    """How many modes of the latents the chains have stayed in; permuted hidden units make modes of
+    one function, which agree in everything else."""
+    if samples.num_draws < _LEAST_DRAWS:
+        return None
+    thin = []
+    for values in samples.latents.values():
+        by_number = values.reshape(*values.shape[:2], -1).permute(2, 1, 0)
+        some = evenly(by_number, 1, _MOST_WEIGHTS).movedim(1, 0)
+        thin.append(evenly(some, 1, _MOST_TIMES).permute(2, 0, 1))
+    return separate_modes(torch.cat(thin, -1))
 
 
 COSTS = metrics_of(globals())

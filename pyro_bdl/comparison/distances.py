@@ -10,7 +10,7 @@ A metric names its inputs by ``of``. Each input is a pair, of the posterior and 
                    not known where that is zero
 ``"moments"``      of a regression mean and variance of the target given the draw,
                    ``(S, N, ..., 2)``
-``"evaluations"``  the two evaluations, for a metric without a Monte Carlo error
+``"tail"``         at most 1000 of the draws, for k-hat
 =================  ==============================================================================
 """
 
@@ -35,7 +35,7 @@ from pyro_bdl.comparison.metric import (
     of_task,
 )
 from pyro_bdl.comparison.regions import REGIONS
-from pyro_bdl.metrics.distances import wasserstein1_by_chance
+from pyro_bdl.metrics.distances import wasserstein1_at_points, wasserstein1_by_chance
 from pyro_bdl.metrics.joint import median_distance
 from pyro_bdl.metrics.monte_carlo import monte_carlo_error
 from pyro_bdl.utils.jackknife import enlarged, number_of_groups
@@ -44,8 +44,9 @@ from pyro_bdl.utils.jackknife import enlarged, number_of_groups
 _MOST_PAIRED, _MOST_TAIL = 500, 1000
 # The largest number of test points for Monte Carlo errors, which compute each distance ten times.
 _MOST_POINTS = 100
-_LEAST_TAIL, _HIGH_K = 25, 0.7
+_LEAST_TAIL, _HIGH_K = 100, 0.7  # a k-hat of fewer draws varies by a half
 _LEAST_POINTS = 5  # in a region
+EQUIVALENT, NEAR = 0.25, 0.5  # of the distance of a point: the bands of "alike" and "usable"
 BY_CHANCE = 2.5  # Monte Carlo errors by which the distances of equal posteriors may differ
 
 Numbers = dict[str, float]
@@ -89,15 +90,15 @@ def total_variation(a: Tensor, b: Tensor) -> Tensor:
 
 @distance("sd", "function")
 def sd_error(a: Tensor, b: Tensor) -> Tensor:
-    """Difference of the function's sds over the posterior, root mean square over the test points,
-    in units of the target or of a probability, with its Monte Carlo error."""
+    """Difference of the function's standard deviations (sds) over the posterior, root mean square
+    over the test points, in units of the target or of a probability, with its Monte Carlo error."""
     return metrics.sd_error(a, b)
 
 
 @distance("sd ratio", "function")
 def sd_ratio(a: Tensor, b: Tensor) -> Tensor:
-    """The function's sd, averaged over the test points, divided by the reference's, with its Monte
-    Carlo error; less than 1 is overconfident about the function."""
+    """The function's standard deviation (sd), averaged over the test points, divided by the
+    reference's, with its Monte Carlo error; less than 1 is overconfident about the function."""
     return sd_of_draws(a).mean() / sd_of_draws(b).mean()
 
 
@@ -136,17 +137,16 @@ def kl_of_classes(a: Tensor, b: Tensor) -> Tensor:
     return metrics.categorical_kl(a, b)
 
 
-@metric("k > 0.7", "evaluations", group=GROUP, detail=True, style="percent")
-def khat_high(evaluation: Evaluation, reference: Evaluation) -> Tensor | float:
+@distance("k > 0.7", "tail", detail=True, style="percent")
+def khat_high(a: Tensor, b: Tensor) -> Tensor | float:
     """Share of the test points at which k-hat of the function's distribution against the
-    reference's is above 0.7: at a common mean the sd is less than about half."""
-    ours = evenly(evaluation.function, evaluation.chains, _MOST_TAIL)
-    theirs = evenly(reference.function, reference.chains, _MOST_TAIL)
-    spread = sd_of_draws(theirs) > 0
-    if len(ours) < _LEAST_TAIL or len(theirs) < 2 or not spread.any():
+    reference's is above 0.7, with its Monte Carlo error: at a common mean the sd is less than about
+    half."""
+    spread = sd_of_draws(b) > 0
+    if len(a) < _LEAST_TAIL or len(b) < 2 or not spread.any():
         return torch.nan
-    k = importance.function_khat(ours[:, spread], theirs[:, spread])
-    collapsed = sd_of_draws(ours)[spread] == 0  # up to rounding
+    k = importance.function_khat(a[:, spread], b[:, spread])
+    collapsed = sd_of_draws(a)[spread] == 0  # up to rounding
     return ((k > _HIGH_K) | collapsed).double().mean()
 
 
@@ -165,7 +165,26 @@ def error_of_probabilities(a: Tensor, b: Tensor) -> Tensor:
 
 @metric("resolved", "", group=GROUP, detail=True)
 def resolution() -> None:
-    """W1 up to which an equal posterior may be by chance, with 2.5 Monte Carlo errors."""
+    """W1 that the draws resolve: up to there an equal posterior may be by chance, with 2.5 Monte
+    Carlo errors."""
+
+
+@metric("far at", "", group=GROUP, detail=True, style="percent")
+def far_at() -> None:
+    """Share of the test points at which W1 is more than half of the distance of a point at the
+    reference's mean there, with two Monte Carlo errors to spare."""
+
+
+@metric("", "", group=GROUP)
+def not_alike_at() -> None:
+    """Share of the test points at which W1, as the draws show it, is more than a quarter of the
+    distance of a point at the reference's mean there."""
+
+
+@metric("", "", group=GROUP)
+def not_usable_at() -> None:
+    """Share of the test points at which W1, as the draws show it, is more than half of the distance
+    of a point at the reference's mean there."""
 
 
 ALL_DISTANCES = metrics_of(globals())
@@ -202,7 +221,33 @@ def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
     # what is taken off is as uncertain as it is large: a mean that agrees must do so with it too
     error = math.hypot(numbers.get("mean_shift_se", math.nan), seen - shift)
     numbers |= {"mean_shift": shift, "mean_shift_se": error}
+    numbers |= _shares(*map(at_some_points, inputs["function"]), groups)
     return numbers | {"resolution": resolved(evaluation, reference, numbers["wasserstein_se"])}
+
+
+def _shares(a: Tensor, b: Tensor, groups: int) -> Numbers:
+    """Shares of the points at which the posterior leaves the bands of the groups: an average over
+    the points may hide some where it fails.
+
+    Noise of the draws makes distances larger, so that a share of 0 is one with any draws.
+    """
+
+    def at_points(a: Tensor, b: Tensor) -> Tensor:
+        distances = wasserstein1_at_points(a, b)
+        return distances.reshape(len(distances), -1).mean(1)
+
+    distances, errors = at_points(a, b), monte_carlo_error(at_points, a, b, groups=groups)
+    errors = errors * enlarged(ERRORS, (1.0, max(1, groups - 1)))
+    points = at_points(b.double().mean(0, keepdim=True), b)
+    points = points + 4 * torch.finfo(b.dtype).eps * b.abs().max()  # rounding
+    beyond = {
+        "not_alike_at": distances > EQUIVALENT * points,
+        "not_usable_at": distances > NEAR * points,
+        "far_at": distances - ERRORS * errors > NEAR * points,
+    }
+    if errors.isnan().any():
+        return dict.fromkeys(beyond, math.nan)
+    return {key: float(there.double().mean()) for key, there in beyond.items()}
 
 
 def _without_noise(shift: float, evaluation: Evaluation, reference: Evaluation) -> float:
@@ -244,9 +289,12 @@ def at_some_points(draws: Tensor) -> Tensor:
 
 def _inputs(evaluation: Evaluation, reference: Evaluation) -> dict[str, Pair]:
     pair = evaluation, reference
-    few = [evenly(side.function, side.chains, _MOST_PAIRED) for side in pair]
+    few, tail = (
+        tuple(evenly(side.function, side.chains, most) for side in pair)
+        for most in (_MOST_PAIRED, _MOST_TAIL)
+    )
     inputs: dict[str, Pair] = {
-        "evaluations": pair,
+        "tail": (tail[0], tail[1]),
         "function": (evaluation.function, reference.function),
         "few draws": (few[0], few[1]),
     }

@@ -43,7 +43,7 @@ from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
 from pyro_bdl.utils.trees import tree_map
 
-_NUMBERS = 2**24  # the largest number of numbers in the draws that are kept
+MOST_NUMBERS = 2**24  # the largest number of numbers in the draws that are kept
 _LEAST_FOR_RANGE = 40
 _FILE = "Evaluation"
 DRAWS = 1000  # of a guide, by default
@@ -318,7 +318,7 @@ def _scored(
         inside = places[(places >= start) & (places < start + block.rows)] - start
         if len(inside):
             inside = inside.to(block.mean.device)
-            most = _NUMBERS // (len(places) * (block.mean[0].numel() // block.rows))
+            most = MOST_NUMBERS // (len(places) * (block.mean[0].numel() // block.rows))
             chosen_blocks.append(block.at(inside, chains, max(most, 2 * chains)))
         start += block.rows
     places = seen_rows[places]

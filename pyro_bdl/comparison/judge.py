@@ -1,17 +1,68 @@
-"""Groups, reasons, doubts and the answer in words, as the numbers of a comparison bear them out.
+"""Findings of a comparison: what each number says beyond its errors; groups and the answer.
 
-All limits stand in the table below. A difference counts from ``ERRORS`` standard errors on, and
-what has an unknown error decides nothing.
+Every statement is a ``Finding``, a number with its error and the limits that it is held against,
+and is put in words by one template. All limits stand in the tables of checks below, but for those
+of the groups (``EQUIVALENT`` and ``NEAR`` of :mod:`pyro_bdl.comparison.distances`) and of R-hat,
+which goes by the length of the chains (``limit_of_rhat``).
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from scipy.special import ndtri
 
 from pyro_bdl.comparison.columns import Column, listed, with_error
+from pyro_bdl.comparison.distances import EQUIVALENT, NEAR
 from pyro_bdl.comparison.evaluate import Evaluation
 from pyro_bdl.comparison.metric import ERRORS
+from pyro_bdl.diagnostics.summary import ESS_LIMIT
+
+ALIKE, USABLE, UNDECIDED, FAR, WORSE = "alike", "usable", "undecided", "far", "worse"
+REFERENCE = "reference"
+DISTANCE, SCORE = "wasserstein", "nlpd"
+WITHIN, BELOW, ABOVE = "within", "below", "above"
+
+LOCAL = 0.05  # largest share of the test points at which a group's band may be left
+SD_APART = 1.33  # factor by which a region's sd must be worse than near the data to be named
+GAMMA_ALL, GAMMA_NONE = 0.9, 0.05  # shares of what the data may determine: nearly all, or none
+MOST_NAMES = 6  # in a group of the answer
+
+BY_DISTANCE = (
+    "Ranked by the Wasserstein-1 distance (W1) of the function to {reference}, averaged over the "
+    "test points, in distances of a point at {reference}'s mean. Alike: at most a quarter. Usable: "
+    "at most half. Each with two Monte Carlo errors to spare, so that more draws never lower a "
+    "grade, and at 95 % of the test points. Far: more than half, on average or at more than 5 % of "
+    "the test points. Undecided: the draws are too few to say."
+)
+BY_SCORE = (
+    "Ranked by NLPD on the test data, since there is no reference. Worse: beyond two standard "
+    "errors (of the paired difference, over test points and draws, enlarged for the number of "
+    "posteriors, of which the best is the best of many) from the best. Alike: within them."
+)
+COLUMN = Column(
+    "group",
+    "group",
+    style="text",
+    help=f"{BY_DISTANCE.format(reference='the reference')} {BY_SCORE}",
+)
+# The sentences: of a finding, of a group, of a doubt.
+_FINDING = "{what}: {word}{limits}"
+_GROUP = "{group}: {names}."
+_DOUBT = (
+    "{name} cannot be trusted as the reference: {findings}. Before relying on the distances, give "
+    "it {remedies}."
+)
+_FEW = "too few effective draws"
+_IN_DOUBT = "{whose} is in doubt, so that what follows may change."
+_BY_W1 = "Distance (Wasserstein-1) of the function to {whose}; a point at its mean has {point:.2g}."
+_BY_NLPD = (
+    "NLPD on the test data in nats per datum, and differences from the best; how near they are to "
+    "the posterior is not known without a reference."
+)
+_BEST = "The best and what two errors do not tell from it"
+_ONE = "There is only {name}, and nothing to compare it with."
 
 
 class Row(dict[str, Any]):
@@ -25,51 +76,127 @@ class Row(dict[str, Any]):
         return self[key], self[f"{key}_se"]
 
 
-# The limits. Convergence has its own, by the length of the chains: ``limit_of_rhat``.
-NEAR = 0.5  # largest distance of a usable posterior, in distances of a point at the mean
-EQUIVALENT = 0.25  # largest distance of posteriors that are alike, likewise
-SD = math.log(1.25)  # |log| of an sd ratio that counts as agreement
-SD_APART = math.log(1.33)  # by which a region must be worse than near the data to be named
-SD_NONE = 1e-3  # sd ratio of a function without spread
-MEAN = 0.25  # difference of the means that counts as agreement, in sds of the reference
-DIVERGENT = 0.01  # share of divergent draws that puts a reference in doubt
+@dataclass(frozen=True)
+class Finding:
+    """What one number of a posterior says.
+
+    :param key: of the number in the table.
+    :param value: the number.
+    :param error: its standard error; 0 for a number without one, NaN if it is unknown.
+    :param limits: the smallest and the largest value that count as agreement.
+    :param says: ``"within"`` or ``"below"`` or ``"above"`` the limits, or ``"undecided"``.
+    :param words: all of it in words.
+    :param fault: the fault in a few words; empty for none.
+    :param remedy: of a gate that a reference does not pass, what would help; else empty.
+    """
+
+    key: str
+    value: float
+    error: float
+    limits: tuple[float, float]
+    says: str
+    words: str
+    fault: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """The limits of a number, and the words for it on either side of them.
+
+    :param key: of the number in the rows; its error is at ``key_se``, or else 0.
+    :param what: the number in words, with {} in its place.
+    :param low: smallest value that counts as agreement; ``high`` the largest.
+    :param below: word for a smaller number, ``above`` for a larger, ``within`` for agreement,
+        ``undecided`` for what the error leaves open. What has no word is not said.
+    :param none: the value of no deviation at all.
+    :param style: of the number, as of ``Column``.
+    :param remedy: of a gate of the reference, what helps if it is closed.
+    """
+
+    key: str
+    what: str
+    low: float = -math.inf
+    high: float = math.inf
+    below: str = ""
+    above: str = ""
+    within: str = ""
+    undecided: str = ""
+    none: float = 0.0
+    style: str = "number"
+    digits: int = 3
+    remedy: str = ""
+
+    def of(self, row: Row, **changes: Any) -> Finding | None:
+        """The finding on a row: agreement is an equivalence test, with two errors to spare, and a
+        deviation is larger than the limit and than two errors. None where nothing is said.
+
+        :param changes: of this check's fields, for limits and words that go by the row.
+        """
+        check = replace(self, **changes)
+        value, error = row[check.key], row.get(f"{check.key}_se", 0.0)
+        spare = ERRORS * error
+        says = UNDECIDED
+        if check.low + spare <= value <= check.high - spare:
+            says = WITHIN
+        elif value < check.low and check.none - value >= spare:
+            says = BELOW
+        elif value > check.high and value - check.none >= spare:
+            says = ABOVE
+        word = getattr(check, says)
+        if not word or (math.isnan(value) and not check.remedy):
+            return None
+        limits = check.low, check.high
+        unit, scale = (" %", 100) if check.style == "percent" else ("", 1)
+        ends = [f"{scale * end:.4g}" for end in limits if math.isfinite(end) and end != check.none]
+        cell = Column("value", "", style=check.style, digits=check.digits, error="error").cell
+        words = _FINDING.format(
+            what=check.what.format(cell({"value": value, "error": error or math.nan})),
+            word=word,
+            limits=f" (limit {' to '.join(ends)}{unit})" if ends else "",
+        )
+        fault = word if says in (BELOW, ABOVE) else ""
+        remedy = "" if says == WITHIN else check.remedy
+        return Finding(check.key, value, error, limits, says, words, fault, remedy)
+
+
+_SD = Check(
+    "sd_ratio", "standard deviation (sd) of the function {} times the reference's", 0.8, 1.25,
+    "too narrow", "too wide", "agrees", "undecided", none=1.0,
+)  # fmt: skip
+_REGIONS = tuple(
+    replace(_SD, key=f"sd_ratio_{region}", within="", undecided="",
+            what=f"sd of the function {region} the training data {{}} times the reference's")
+    for region in ("between", "beyond")
+)  # fmt: skip
+_NEAR_DATA = "sd_ratio_near"
+_PREDICTIONS = Check(
+    f"{SCORE}_diff", "NLPD higher by {} nats per datum", high=0.0, above="worse predictions"
+)
+_LOCAL = Check(
+    "far_at", "farther than half of a point's distance at {} of the test points", high=LOCAL,
+    above="far in places", style="percent",
+)  # fmt: skip
+_KHAT = Check(
+    "khat_high", "k-hat above 0.7 at {} of the test points", high=LOCAL,
+    above="does not cover the reference", style="percent",
+)  # fmt: skip
+_MEAN = Check(
+    "mean_shift", "mean of the function {} sds off the reference's", high=0.25, above="mean off",
+    within="agrees", undecided="undecided",
+)  # fmt: skip
+# Differences below 4 nats cannot be relied on (Sivula et al. 2020).
+_LEFT_OUT = Check(
+    "elpd_diff", "left-out data {} nats above the reference's", low=-4.0, below="worse predictions"
+)
+_COVERAGE = Check(
+    "coverage", "{} of the test targets in their 90 % intervals, noise included",
+    below="too narrow", above="too wide", style="percent", none=0.9,
+)  # fmt: skip
 COVERAGE = 0.1  # two standard errors of a coverage, above which it says little
-GAMMA_ALL, GAMMA_NONE = 0.9, 0.05  # shares of what the data may determine: nearly all, or none
-QUICK = 0.5  # share of the best one's time at which a cheaper posterior is worth a sentence
-MOST_NAMES = 3  # in one list of the answer
+_AS_CHANCE = "no farther from 90 % than chance takes it"
+_TOO_FEW_POINTS = "too few to tell how close that is to 90 %"
 
-ALIKE, USABLE, UNDECIDED, FAR, WORSE = "alike", "usable", "undecided", "far", "worse"
-REFERENCE = "reference"
-DISTANCE, SCORE = "wasserstein", "nlpd"
-
-BY_DISTANCE = (
-    "Ranked by the Wasserstein-1 distance of the function to {reference}, averaged over the test "
-    "points, in distances of a point at {reference}'s mean. Alike: at most a quarter. Usable: at "
-    "most half. Far: more than half. Each with two Monte Carlo errors to spare, so that more draws "
-    "never lower a grade. Undecided: the draws are too few to say."
-)
-BY_SCORE = (
-    "Ranked by NLPD on the test data, since there is no reference. Alike: within two standard "
-    "errors (of the paired difference, over test points and draws) of the best. Worse: beyond them."
-)
-COLUMN = Column(
-    "group",
-    "group",
-    style="text",
-    help=f"{BY_DISTANCE.format(reference='the reference')} {BY_SCORE}",
-)
-# The sentences of the answer.
-_ALIKE = "{names} {verb} with {whose} up to W1 {bound:.2g} ({scale}{time}."
-_CLOSEST = "{begin}{names} {verb} the closest{to}, at W1 {distance} ({resolved}{scale}{time}."
-_CHEAPER = "For {time}, {name} is {group}, at W1 {distance:.2g}."
-_FAR = "Far from it: {names}."
-_UNKNOWN = "How far {names} {verb}, {whose} few effective draws do not say."
-_INTERVAL = "its 90 % interval of the target, noise included, holds {:.0f} % of the {}test targets"
-_REGIONS = {
-    "_between": "between the training data",
-    "_beyond": "beyond the training data",
-    "": "on average",
-}
 _LONGER = (
     "longer warm-up and more draws (num_warmup and num_samples of mcmc.sample; --warmup and "
     "--draws of pyro-bdl compare)"
@@ -78,41 +205,65 @@ _SEVERAL = (
     "several chains, whose agreement R-hat measures (num_chains=4 of mcmc.sample; --chains of "
     "pyro-bdl compare)"
 )
-_REMEDY = (
+_SMOOTHER = (
     "non-centered hierarchies (LocScaleReparam), smaller steps (target_accept of mcmc.NUTS nearer "
     "1) or a smoother model"
 )
-
-
-class Reason(NamedTuple):
-    """A clause on one posterior, and the fault that it finds in a few words; empty for none."""
-
-    words: str
-    fault: str = ""
+_DEEPER = "deeper trees (max_tree_depth of mcmc.NUTS) or latents of like scales"
+# The gates of a reference: R-hat and ESS are those that 95 % of the test points keep.
+_RHAT = Check(
+    "rhat", "R-hat {} of the function", above="not converged", within="converged",
+    undecided="unknown, since it needs two chains of 4 draws", none=1.0, digits=4, remedy=_LONGER,
+)  # fmt: skip
+_ESS = (
+    Check("ess_low", "{} effective draws of the function", below="too few", none=math.inf,
+          remedy=_LONGER),
+    Check("ess_tail", "{} effective draws of its tails", below="too few", none=math.inf,
+          remedy=_LONGER),
+)  # fmt: skip
+_HAMILTONIAN = (
+    Check("bfmi", "BFMI {} of the worst chain", low=0.3, below="tails are explored slowly",
+          none=1.0, remedy=_SMOOTHER),
+    Check("divergent", "{} of the draws diverged", high=1e-3, above="they may miss parts",
+          style="percent", remedy=_SMOOTHER),
+)  # fmt: skip
+# Cut trees make draws slow, which effective draws count: they are the cause where those are few.
+_CUT = Check(
+    "saturated", "{} of the trees were cut", high=0.05, above="draws move slowly", style="percent",
+)  # fmt: skip
+_MODES = Check(
+    "modes", "latents in {} modes", high=1.0,
+    above="R-hat of the function cannot tell how much mass each has", none=1.0,
+)  # fmt: skip
+_GAMMA = Check(
+    "gamma", "parameters that the data determine {}", below="nearly none, the prior decides",
+    above="nearly all, the network may be too small",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Judgment:
-    """The group of a posterior and the reasons for it.
+    """The group of a posterior and the findings on it.
 
     :param group: ``"alike"``, ``"usable"``, ``"undecided"`` or ``"far"``, for the reference
         ``"reference"``; without a reference ``"alike"``, ``"worse"`` or ``"undecided"``.
-    :param reasons: what its numbers say, the gravest first.
+    :param findings: what its numbers say, the gravest first.
     """
 
     group: str
-    reasons: tuple[Reason, ...]
+    findings: tuple[Finding, ...]
 
     @property
     def verdict(self) -> str:
-        """The reasons as one sentence."""
+        """The findings as one sentence."""
         begin = "the reference: " if self.group == REFERENCE else ""
-        return begin + "; ".join(reason.words for reason in self.reasons)
+        words = [finding.words for finding in self.findings]
+        return begin + ("; ".join(words) or "nothing to hold it against")
 
     @property
     def fault(self) -> str:
         """The gravest fault."""
-        return next((reason.fault for reason in self.reasons if reason.fault), "other shape")
+        return next((found.fault for found in self.findings if found.fault), "other shape")
 
 
 def judge(
@@ -122,7 +273,7 @@ def judge(
     *,
     point: float = math.nan,
 ) -> dict[str, Judgment]:
-    """Groups and reasons of all posteriors, the reference first, then the closest.
+    """Groups and findings of all posteriors, the reference first, then the closest.
 
     With the distance d to the reference, its Monte Carlo error e, the distance r that draws of an
     equal posterior may have by chance (``resolution``), and the distance d_0 of a point at the
@@ -130,25 +281,27 @@ def judge(
 
         alike: d + 2 e <= d_0 / 4    usable: d + 2 e <= d_0 / 2    far: d > r, d - 2 e > d_0 / 2
 
-    All others are undecided. Without a reference they are ranked by NLPD, and those without one
-    stand last.
+    Alike and usable hold at 95 % of the test points too, and what is far at more than 5 % of them
+    is far. All others are undecided. Without a reference they are ranked by NLPD, and those
+    without one stand last.
 
-    :param rows: the numbers of each posterior.
+    :param rows: the numbers of each posterior; without a reference they get the difference of
+        NLPD from the best.
     :param evaluations: the posteriors.
     :param point: d_0.
     """
-    base = None if reference is None else rows[reference]
     points = next(iter(evaluations.values())).rows
-    key = SCORE if base is None else DISTANCE
+    key = SCORE if reference is None else DISTANCE
     names = sorted(rows, key=lambda name: (name != reference, _or_inf(rows[name][key])))
     judgments = {}
     for name in names:
-        if base is None:
-            group = _group_by_score(evaluations[name], evaluations[names[0]])
+        row, base = rows[name], None if reference in (None, name) else rows[reference]
+        if reference is None:
+            row |= _from_best(evaluations[name], evaluations[names[0]], len(names))
+            group = _group_by_score(row)
         else:
-            group = REFERENCE if name == reference else _group(rows[name], point)
-        other = None if name == reference else base
-        judgments[name] = Judgment(group, reasons(rows[name], other, points))
+            group = _group(row, point) if base is not None else REFERENCE
+        judgments[name] = Judgment(group, findings(row, base, points))
     return judgments
 
 
@@ -161,20 +314,36 @@ def _group(row: Row, point: float) -> str:
     distance, error = row.pair(DISTANCE)
     if math.isnan(row["resolution"]):
         return UNDECIDED
-    for group, limit in ((ALIKE, EQUIVALENT), (USABLE, NEAR)):
-        if distance + ERRORS * error <= limit * point:
-            return group
     is_far = distance > row["resolution"] and distance - ERRORS * error > NEAR * point
-    return FAR if is_far else UNDECIDED
+    if is_far or row["far_at"] > LOCAL:
+        return FAR
+    bands = (ALIKE, EQUIVALENT, "not_alike_at"), (USABLE, NEAR, "not_usable_at")
+    for group, limit, share in bands:
+        if distance + ERRORS * error <= limit * point and not row[share] > LOCAL:
+            return group
+    return UNDECIDED
 
 
-def _group_by_score(evaluation: Evaluation, best: Evaluation) -> str:
-    if SCORE not in evaluation.points:
-        return UNDECIDED
+def _from_best(evaluation: Evaluation, best: Evaluation, count: int) -> dict[str, float]:
+    """The difference of NLPD from the best of some posteriors, and its error.
+
+    The error is enlarged, so that of equal posteriors, of which one is the best by chance, one is
+    beyond two errors in at most 5 % of the cases (Bonferroni, over all pairs).
+    """
+    if evaluation is best or not all(SCORE in side.points for side in (evaluation, best)):
+        return {}
     gap, error = evaluation.points[SCORE].difference(best.points[SCORE])
-    if math.isnan(gap + error):
+    pairs = count * (count - 1) / 2
+    larger = float(ndtri(1 - 0.025 / pairs) / ndtri(0.975))
+    return {f"{SCORE}_diff": gap, f"{SCORE}_diff_se": larger * error}
+
+
+def _group_by_score(row: Row) -> str:
+    if math.isnan(row[SCORE]):
         return UNDECIDED
-    return WORSE if gap > ERRORS * error else ALIKE
+    if math.isnan(row.get(f"{SCORE}_diff_se", 0.0)):
+        return UNDECIDED
+    return ALIKE if _PREDICTIONS.of(row) is None else WORSE
 
 
 def criteria(reference: str | None) -> str:
@@ -188,178 +357,87 @@ def in_words(reference: str) -> str:
 
 
 def doubts(name: str, row: Row) -> list[str]:
-    """A sentence on why a reference is in doubt: its chains disagree or diverge, or are too short
-    to say."""
-    reason, needed = _convergence(row), []
-    if not row["rhat"] <= row["rhat_limit"]:
-        needed.append(_SEVERAL if row["num_chains"] == 1 else _LONGER)
-    if row["divergent"] > DIVERGENT:
-        needed.append(_REMEDY)
-    if reason is None or not needed:
+    """A sentence on why a reference is in doubt, if it is: the gates that it does not pass."""
+    closed = [finding for finding in gates(row) if finding.remedy]
+    if not closed:
         return []
-    return [
-        f"{name} cannot be trusted as the reference: {reason.words}. Before relying on the "
-        f"distances, give it {' and '.join(needed)}."
-    ]
+    words = "; ".join(finding.words for finding in closed)
+    remedies = "; ".join(dict.fromkeys(finding.remedy for finding in closed))
+    return [_DOUBT.format(name=name, findings=words, remedies=remedies)]
 
 
-# -------------------------------------------------------------------- reasons of one posterior
+# ------------------------------------------------------------------- findings on one posterior
 
 
-def reasons(row: Row, reference: Row | None, points: int) -> tuple[Reason, ...]:
-    """Reasons against a posterior by its numbers, the gravest first.
+def findings(row: Row, reference: Row | None, points: int) -> tuple[Finding, ...]:
+    """What the numbers of a posterior say, the gravest first.
 
     :param row: its numbers.
     :param reference: those of the reference; None without one, and of the reference itself.
     :param points: number of test points.
     """
-    clauses = [_coverage(row, points), _convergence(row)]
+    found = [_PREDICTIONS.of(row)]
     if reference is not None:
-        near = [_predictions(row), _spread(row), _center(row), _left_out(row, reference)]
-        clauses = [*near, *clauses]
-    if not any(clauses):
-        clauses = [_calibrated(row, points)]
-    return tuple(reason for reason in (*clauses, _parameters(row)) if reason is not None)
+        found += [_spread(row), _MEAN.of(row), _LOCAL.of(row), _KHAT.of(row)]
+        if not any(side["high_k"] > 0 for side in (row, reference)):
+            found.append(_LEFT_OUT.of(row))
+    found += [_coverage(row, points), *gates(row)]
+    if not any(found):
+        found = [_coverage(row, points, alone=True)]
+    found.append(_parameters(row))
+    return tuple(finding for finding in found if finding is not None)
 
 
-def _agrees(deviation: float, error: float, band: float) -> bool:
-    """Return whether the deviation lies in the band with two errors to spare (an equivalence
-    test); with an unknown error it does not."""
-    return abs(deviation) + ERRORS * error <= band
+def gates(row: Row) -> list[Finding]:
+    """What the chains of a posterior say: those with a remedy keep it from being a reference."""
+    mixing: list[Finding | None] = []
+    if not math.isnan(row["rhat_limit"]):
+        chains = row["num_chains"]
+        helps = _SEVERAL if chains == 1 else _LONGER
+        mixing = [_RHAT.of(row, high=row["rhat_limit"], remedy=helps)]
+        ess = (check for check in _ESS if not math.isnan(row[check.key]))
+        mixing += [check.of(row, low=ESS_LIMIT * chains) for check in ess]
+    is_slow = any(finding is not None and finding.remedy for finding in mixing)
+    cut = _CUT.of(row, remedy=_DEEPER if is_slow else "")
+    others = (*(check.of(row) for check in _HAMILTONIAN), cut, _MODES.of(row))
+    return [finding for finding in (*mixing, *others) if finding is not None]
 
 
-def _is_off(deviation: float, error: float, band: float) -> bool:
-    """Return whether the deviation is larger than the band, and than two errors."""
-    return abs(deviation) > band and ERRORS * error <= abs(deviation)
-
-
-def _predictions(row: Row) -> Reason | None:
-    gap, error = row.pair(f"{SCORE}_diff")
-    if not gap > ERRORS * error:
-        return None
-    words = f"it predicts worse, by {with_error(gap, error)} nats per datum"
-    return Reason(words, "worse predictions")
-
-
-def _spread(row: Row) -> Reason | None:
-    ratio = row["sd_ratio"]
-    if math.isnan(ratio):
-        return None
-    if ratio < SD_NONE:
-        words = "the function has no spread where the reference's has: overconfident about it"
-        return Reason(words, "no spread")
-    region = _worst_region(row)
-    ratio, error = row.pair(f"sd_ratio{region}")
-    deviation, relative = _log_ratio(row, region)
-    whose = f"the function's sd {_REGIONS[region]} is {_digits(ratio)} times the reference's"
-    if _agrees(deviation, relative, SD):
-        return Reason(f"{whose}: much alike")
-    if not _is_off(deviation, relative, SD):
-        unknown = "by an unknown error" if math.isnan(error) else f"± {error:.2f} by sampling"
-        return Reason(f"{whose}, {unknown}: undecided")
-    near = row["sd_ratio_near"]
-    where = " there" if region else ""
-    where += f" ({_digits(near)} times near them)" if region and not math.isnan(near) else ""
-    word, fault = ("over", "too narrow") if ratio < 1 else ("under", "too wide")
-    return Reason(f"{whose}: {word}confident about the function{where}", fault)
-
-
-def _log_ratio(row: Row, region: str) -> tuple[float, float]:
-    """log of an sd ratio, and its error."""
-    ratio, error = row.pair(f"sd_ratio{region}")
-    ratio = max(ratio, SD_NONE)
-    return math.log(ratio), error / ratio
-
-
-def _worst_region(row: Row) -> str:
-    """The region away from the data where the sd is off most, clearly so, and more than near
-    them; empty for none."""
-    near = _log_ratio(row, "_near")[0] if row["sd_ratio_near"] > 0 else 0.0
+def _spread(row: Row) -> Finding | None:
+    """The sd on average, or in a region away from the data where it is clearly off, and more than
+    near them."""
+    near = row[_NEAR_DATA] if row[_NEAR_DATA] > 0 else 1.0
     worse = {}
-    for region in ("_between", "_beyond"):
-        off, error = _log_ratio(row, region)
-        more = math.copysign(1, off) * (off - near) > SD_APART
-        if more and _is_off(off, error, SD):
-            worse[region] = abs(off)
-    return max(worse, key=lambda region: worse[region], default="")
+    for found in filter(None, (check.of(row) for check in _REGIONS)):
+        ratio = max(found.value, 1e-3)
+        if (ratio / near if found.says == ABOVE else near / ratio) > SD_APART:
+            worse[abs(math.log(ratio))] = found
+    return worse[max(worse)] if worse else _SD.of(row)
 
 
-def _center(row: Row) -> Reason | None:
-    off, error = row.pair("mean_shift")
-    if math.isnan(off):
-        return None
-    if _agrees(off, error, MEAN):
-        return Reason("its mean agrees")
-    if not _is_off(off, error, MEAN):
-        return Reason("whether its mean agrees is undecided")
-    return Reason(f"its mean is off by {_digits(off)} sd of the reference", "mean off")
-
-
-def _left_out(row: Row, reference: Row) -> Reason | None:
-    """A difference in elpd, where no k-hat is too high for it."""
-    gap, error = row.pair("elpd_diff")
-    if not abs(gap) > ERRORS * error or any(r["high_k"] > 0 for r in (row, reference)):
-        return None
-    word = "better" if gap > 0 else "worse"
-    words = f"it predicts left-out data {word} than the reference, by {abs(gap):.1f} ± {error:.1f}"
-    return Reason(f"{words} nats", "" if gap > 0 else "worse predictions")
-
-
-def _coverage(row: Row, points: int) -> Reason | None:
-    share = row["coverage"]
+def _coverage(row: Row, points: int, *, alone: bool = False) -> Finding | None:
+    """The coverage, against what a correct interval may have: two errors over the points, or the
+    range of draws of the posterior itself, whose targets depend on each other."""
+    error = ERRORS * math.sqrt(0.9 * 0.1 / points)
     low, high = row["coverage_from"], row["coverage_to"]
-    error = _error_of_coverage(points)
-    if math.isnan(share) or min(0.9 - error, low) <= share <= max(0.9 + error, high):
-        return None
-    width = "too narrow" if share < 0.9 else "too wide"
-    return Reason(f"{_INTERVAL.format(100 * share, '')}: {width}", width)
+    chance = _TOO_FEW_POINTS if error > COVERAGE else _AS_CHANCE
+    return _COVERAGE.of(
+        Row(coverage=row["coverage"]), low=min(0.9 - error, low), high=max(0.9 + error, high),
+        within=chance if alone else "",
+    )  # fmt: skip
 
 
-def _calibrated(row: Row, points: int) -> Reason:
-    share = row["coverage"]
-    if math.isnan(share):
-        return Reason("nothing to hold it against")
-    close = "no farther from 90 % than chance takes it"
-    if _error_of_coverage(points) > COVERAGE:
-        close = "too few to tell how close that is to 90 %"
-    return Reason(f"{_INTERVAL.format(100 * share, f'{points} ')}, {close}")
-
-
-def _error_of_coverage(points: int) -> float:
-    """Two standard errors of the share of N targets in a correct 90 % interval."""
-    return ERRORS * math.sqrt(0.9 * 0.1 / points)
-
-
-def _convergence(row: Row) -> Reason | None:
-    rhat, limit, count = row["rhat"], row["rhat_limit"], row["divergences"]
-    if math.isnan(limit):
-        return None
-    parts = [f"{'' if rhat <= limit else 'not '}converged (R-hat {rhat:.3f} in function space)"]
-    if math.isnan(rhat):
-        parts = ["convergence unknown: R-hat needs two chains of 4 draws"]
-    if not math.isnan(row["ess_low"]):
-        parts.append(f"ESS at least {row['ess_low']:.0f}")
-    if not math.isnan(count):
-        parts.append(f"{count:.0f} divergence{'' if count == 1 else 's'}")
-    missed = ": draws may miss parts" if row["divergent"] > DIVERGENT else ""
-    return Reason(f"{', '.join(parts)}{missed}")
-
-
-def _parameters(row: Row) -> Reason | None:
-    """A clause on the number of parameters that the data determine if it is high or low.
+def _parameters(row: Row) -> Finding | None:
+    """The number of parameters that the data determine if it is high or low.
 
     A gamma near P means that all parameters are in use, so that more units may be worth a try. A
     small gamma is one that is small beside both P and the number of data, which it cannot exceed
     by much.
     """
-    gamma, latents = row["gamma"], row["latents"]
-    share = f"the data determine {gamma:.3g} of {latents:.0f} parameters, nearly"
-    if gamma >= GAMMA_ALL * latents:
-        return Reason(f"{share} all: the network may be too small")
-    data = row["fitted"]
-    if gamma <= GAMMA_NONE * min(latents, latents if math.isnan(data) else data):
-        return Reason(f"{share} none: the prior decides")
-    return None
+    latents, data = row["latents"], row["fitted"]
+    most = latents if math.isnan(data) else min(latents, data)
+    low, high = GAMMA_NONE * most, GAMMA_ALL * latents
+    return _GAMMA.of(row, none=row["gamma"], low=low, high=high)
 
 
 # ------------------------------------------------------------------------------------ answer
@@ -373,131 +451,53 @@ def answer(
     point: float = math.nan,
     doubtful: bool = False,
 ) -> str:
-    """The closest, the cheapest and the ones to avoid, in two or three sentences.
+    """Each posterior in its group, with the number that put it there.
 
     :param rows: the numbers of each posterior.
     :param judgments: of all, in order.
     :param point: the distance of a point at the reference's mean.
     :param doubtful: whether there are reasons not to trust the reference.
     """
-    names = [name for name in judgments if name != reference]
-    if not names:
-        return ""
+    members: dict[str, list[str]] = {}
+    for name, judgment in judgments.items():
+        if name != reference:
+            details = _details(rows, name, judgment.group, judgment.fault, reference)
+            members.setdefault(judgment.group, []).append(f"{name} ({', '.join(details)})")
+    if reference is None and len(judgments) == 1:
+        return _ONE.format(name=next(iter(judgments)))
+    headings = {group: group.capitalize() for group in (ALIKE, USABLE, UNDECIDED, FAR, WORSE)}
+    sentences = [_BY_W1.format(whose=in_words(reference or ""), point=point)]
     if reference is None:
-        return " ".join(_answer_by_score(rows, judgments))
-    whose = in_words(reference)
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(judgments[name].group, []).append(name)
-    base = rows[reference]["seconds"]
-    time = {name: rows[name]["seconds"] / base if base > 0 else math.nan for name in names}
-    sentences = [f"{whose} is in doubt, so that what follows may change."] if doubtful else []
-    scale = f"a point at {whose}'s mean has {point:.2g})"
-    known = [name for name in names if not math.isnan(rows[name].pair(DISTANCE)[1])]
-    alike, usable = groups.get(ALIKE, []), groups.get(USABLE, [])
-    best = known[0] if known else names[0]
-    if alike:
-        best = min(alike, key=lambda name: _or_inf(time[name]))
-        several = f"; the fastest of them, {best}, took" if len(alike) > 1 else ", in"
-        bounds = (rows[name].pair(DISTANCE) for name in alike)
-        sentences.append(
-            _ALIKE.format(
-                names=listed(alike), verb="agrees" if len(alike) == 1 else "agree", whose=whose,
-                bound=max(distance + ERRORS * error for distance, error in bounds), scale=scale,
-                time=_taken(several, time[best]),
-            )
-        )  # fmt: skip
-    elif known:
-        none, resolved = judgments[best].group == FAR, rows[best]["resolution"]
-        near = [
-            name
-            for name in known
-            if not _is_apart(rows[best], rows[name]) and (none or judgments[name].group != FAR)
-        ]
-        sentences.append(
-            _CLOSEST.format(
-                begin=f"None comes near {whose}: " if none else "", names=listed(near),
-                verb="is" if len(near) == 1 else "are", to="" if none else f" to {whose}",
-                distance=_range([rows[name][DISTANCE] for name in near]),
-                resolved="" if math.isnan(resolved) else f"the draws resolve {resolved:.2g}; ",
-                scale=scale,
-                time=_taken(", in", time[best]) if best in usable else "",
-            )
-        )  # fmt: skip
-    quick = min([*alike, *usable], key=lambda name: _or_inf(time[name]), default=best)
-    if quick != best and time[quick] <= QUICK * _or_inf(time[best]):
-        sentences.append(
-            _CHEAPER.format(
-                time=_share(time[quick], f"{whose}'s"), name=quick, group=judgments[quick].group,
-                distance=rows[quick][DISTANCE],
-            )
-        )  # fmt: skip
-    if unknown := [name for name in names if name not in known]:
-        verb, own = ("is", "its") if len(unknown) == 1 else ("are", "their")
-        sentences.append(_UNKNOWN.format(names=listed(unknown, MOST_NAMES), verb=verb, whose=own))
-    faults: dict[str, list[str]] = {}
-    for name in groups.get(FAR, []):
-        faults.setdefault(judgments[name].fault, []).append(name)
-    if faults:
-        parts = (f"{listed(far, MOST_NAMES)} ({fault})" for fault, far in faults.items())
-        sentences.append(_FAR.format(names="; ".join(parts)))
-    return " ".join(sentences)
+        headings[ALIKE], sentences = _BEST, [_BY_NLPD]
+    elif doubtful:
+        sentences.insert(0, _IN_DOUBT.format(whose=in_words(reference)))
+    for group, heading in headings.items():
+        if group in members:
+            names = listed(members[group], MOST_NAMES)
+            sentences.append(_GROUP.format(group=heading, names=names))
+    return " ".join(sentences) if members else ""
 
 
-def _answer_by_score(rows: Mapping[str, Row], judgments: Mapping[str, Judgment]) -> Iterable[str]:
-    alike, worse = (
-        [name for name, judgment in judgments.items() if judgment.group == group]
-        for group in (ALIKE, WORSE)
-    )
-    if len(judgments) == 1:
-        yield f"There is only {next(iter(judgments))}, and nothing to compare it with."
-        return
-    if len(alike) == 1 and len(worse) == len(judgments) - 1:
-        yield f"{alike[0]} predicts the test data best by NLPD."
-    elif len(alike) > 1:
-        yield (
-            f"{listed(alike)} predict the test data alike: their NLPDs differ by less than two "
-            "standard errors from the best."
-        )
-    undecided = [name for name in judgments if name not in (*alike, *worse)]
-    if undecided:
-        verb = "predicts" if len(undecided) == 1 else "predict"
-        yield f"How well {listed(undecided, MOST_NAMES)} {verb} is undecided."
-    times = {name: t for name in alike if (t := rows[name]["seconds"]) == t}
-    if len(times) > 1:
-        quick = min(times, key=lambda name: times[name])
-        yield f"{quick} is the fastest of them ({times[quick]:.2g} s)."
-    if alike and worse:
-        best = rows[alike[0]][SCORE]
-        gaps = _range([rows[name][SCORE] - best for name in worse])
-        verb = "predicts" if len(worse) == 1 else "predict"
-        yield f"{listed(worse, MOST_NAMES)} {verb} worse, by {gaps} nats per datum."
-    if alike:
-        yield "Without a reference it is not known how near they are to the posterior."
+def _details(
+    rows: Mapping[str, Row], name: str, group: str, fault: str, reference: str | None
+) -> list[str]:
+    """The number behind a group, the fault of what is far, and the time of what is not."""
+    row = rows[name]
+    gap = f"{SCORE}_diff"
+    key = DISTANCE if reference is not None else gap if gap in row else SCORE
+    value, error = row.pair(key)
+    details = [f"{'+' * (key == gap)}{with_error(value, error)}"]
+    if math.isnan(error):
+        details = [_FEW if DISTANCE in row else "unknown"]
+    if group == FAR:
+        details.append(fault)
+    seconds, base = row["seconds"], 0.0 if reference is None else rows[reference]["seconds"]
+    if group in (ALIKE, USABLE) and not math.isnan(seconds):
+        details.append(_share(seconds / base, reference) if base > 0 else f"{seconds:.2g} s")
+    return details
 
 
-# -------------------------------------------------------------------------------------- words
-
-
-def _is_apart(a: Row, b: Row) -> bool:
-    (d_a, error_a), (d_b, error_b) = (row.pair(DISTANCE) for row in (a, b))
-    return abs(d_a - d_b) > ERRORS * math.hypot(error_a, error_b)
-
-
-def _taken(words: str, time: float) -> str:
-    return "" if math.isnan(time) else f"{words} {_share(time, 'its')}"
-
-
-def _share(time: float, whose: str) -> str:
+def _share(time: float, whose: Any) -> str:
     if time >= 1.5:
-        return f"{time:.2g} times {whose} time"
-    return f"{100 * time:.{'0f' if time >= 0.01 else '1g'}} % of {whose} time"
-
-
-def _range(values: Sequence[float]) -> str:
-    low, high = (f"{value:.2g}" for value in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"
-
-
-def _digits(ratio: float) -> str:
-    return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}"
+        return f"{time:.2g} times {whose}'s time"
+    return f"{100 * time:.{'0f' if time >= 0.01 else '1g'}} % of {whose}'s time"

@@ -1,7 +1,7 @@
 """The table of a comparison: its numbers, columns and words, as a DataFrame and as text."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.comparison import judge
-from pyro_bdl.comparison.columns import Column, groups, to_text
+from pyro_bdl.comparison.columns import Column, to_text
 from pyro_bdl.comparison.costs import COSTS
 from pyro_bdl.comparison.distances import (
     ALL_DISTANCES,
@@ -70,9 +70,8 @@ class Comparison:
         were seen, and of how many.
     :param reference: name of the reference, or None.
     :param evaluations: posterior to its evaluation.
-    :param judgments: posterior to its group and reasons, in the order of the table.
-    :param summary: the answer in two or three sentences, as far as the errors of the numbers bear
-        it out.
+    :param judgments: posterior to its group and findings, in the order of the table.
+    :param summary: each posterior in its group, with the number that put it there.
     :param warnings: reasons not to trust the reference; empty if there are none.
     :param notes: sentences on numbers of the table that must be read with care.
     :param left_out: posterior that is not there to the reason.
@@ -128,8 +127,8 @@ class Comparison:
     def to_text(self, width: int | None = _WIDTH, *, details: bool = False) -> str:
         """Summary, warnings, table, verdicts and notes.
 
-        :param width: the largest number of characters in a line. Wider groups of columns are
-            printed below each other, and sentences are wrapped; None for one wide table.
+        :param width: the largest number of characters in a line. Columns beyond it
+            are printed below, and sentences are wrapped; None for one wide table.
         :param details: show the further columns too.
         """
         longest = max(map(len, self.verdicts)) + 2
@@ -144,15 +143,14 @@ class Comparison:
             for name, text in self.verdicts.items()
         ]
         columns = [*self.table.attrs["columns"], *(self.table.attrs["details"] if details else ())]
-        rows = list(self.numbers().values())
-        tables = [to_text(rows, [NAME, *part]) for part in _blocks(rows, columns, width)]
+        table = to_text(list(self.numbers().values()), [NAME, *columns], width)
         above = [self.summary] if self.summary else []
         above += [f"Warning: {text}" for text in self.warnings]
         above, notes = (
             [textwrap.fill(text, width or 10**6, break_on_hyphens=False) for text in texts]
             for texts in (above, self.notes)
         )
-        return "\n\n".join([*above, *tables, "\n".join(verdicts), *notes])
+        return "\n\n".join([*above, table, "\n".join(verdicts), *notes])
 
     def numbers(self) -> dict[str, dict[str, Any]]:
         """The rows of the table by name, each a dict of what is known, with its ``posterior``."""
@@ -298,14 +296,15 @@ def columns(task: str, reference: str | None) -> tuple[list[Column], list[Column
     """The columns of the table and further ones, in the order of their groups.
 
     :param task: ``"regression"`` or ``"classification"``.
-    :param reference: heading of the reference's columns; None without a reference.
+    :param reference: heading of the reference's columns; None for differences from the best.
     """
     metrics = of_task((*COSTS, *SCORES, *ALL_DISTANCES, *REGIONAL, *LEFT_OUT), task)
     pairs = [(False, judge.COLUMN), *((m.detail, m.column()) for m in metrics if m.title)]
     pairs += [(True, m.difference_column()) for m in metrics if m.group == TEST_DATA]
     pairs.sort(key=lambda pair: _GROUPS.index(pair[1].group))
+    whose = reference or "the best"
     first, further = (
-        [replace(c, group=c.group.format(reference=reference)) for is_detail, c in pairs
+        [replace(c, group=c.group.format(reference=whose)) for is_detail, c in pairs
          if is_detail == detail]
         for detail in (False, True)
     )  # fmt: skip
@@ -327,25 +326,3 @@ def _frame(
     table = table[[*order, *rest, "verdict"]]
     table.attrs = {"columns": tuple(first), "details": tuple(further), "point": point}
     return table
-
-
-def _blocks(
-    rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], width: int | None
-) -> list[list[Column]]:
-    """The columns in blocks that fit into the width, groups together where they fit."""
-
-    def fits(block: list[Column]) -> bool:
-        lines = to_text(rows, [NAME, *block]).splitlines()
-        return width is None or max(map(len, lines)) <= width
-
-    blocks: list[list[Column]] = [[]]
-    rest = list(columns)
-    for _, count in groups(rest):
-        group, rest = rest[:count], rest[count:]
-        # A group is split only if it is too wide by itself.
-        for part in [group] if fits(group) else [[column] for column in group]:
-            if not blocks[-1] or fits([*blocks[-1], *part]):
-                blocks[-1] += part
-            else:
-                blocks.append(part)
-    return blocks

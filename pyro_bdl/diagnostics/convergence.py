@@ -2,10 +2,11 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bdl.diagnostics.blocks import map_blocks, split_chains
+from pyro_bdl.diagnostics.blocks import check_draws, map_blocks, split_chains
 from pyro_bdl.diagnostics.ess import ess_below, ess_of_chains
 from pyro_bdl.diagnostics.rank import normal_scores, ordered, quantile_of_sorted, sort
 from pyro_bdl.diagnostics.rhat import rhat_of_halves
@@ -70,3 +71,20 @@ def bfmi(energy: Tensor) -> Tensor:
     Carlo, equation 9. Equal to ``arviz.bfmi``.
     """
     return map_blocks(lambda x: (x.diff(dim=-1).square().mean(-1) / x.var(-1)).T, energy)
+
+
+def separate_modes(draws: Tensor) -> int:
+    """The number of modes that chains have stayed in: groups of chains that have met no other.
+
+    Two chains have met if the central 90 % of their draws overlap in every number; whoever meets
+    the same chain is in one group. Each of K chains of a network that has settled in another
+    permutation of its hidden units counts, though all have the same function.
+
+    :param draws: ``(chains, draws, ...)``.
+    :returns: 1 for chains that all overlap.
+    """
+    check_draws(draws)
+    numbers = draws.flatten(2).double().cpu().numpy()
+    low, high = np.quantile(numbers, (0.05, 0.95), axis=1)
+    met = ((low[:, None] <= high) & (low <= high[:, None])).all(-1)
+    return len(np.unique(np.linalg.matrix_power(met, len(met)), axis=0))

@@ -114,18 +114,20 @@ def summary(
         if "num_steps" in draws.stats:
             gradients = float(draws.stats["num_steps"].sum())
             table["per_1000_gradients"] = 1000 * table["ess_bulk_min"] / gradients
-    return Summary(table, by_site, high, low, _sampler(draws))
+    sampler = sampler_statistics(draws) if isinstance(draws, Samples) else {}
+    return Summary(table, by_site, high, low, sampler)
 
 
-def _sampler(draws: Samples | Mapping[str, Tensor]) -> dict[str, float]:
-    """The statistics of a Hamiltonian sampler's chains."""
-    stats = draws.stats if isinstance(draws, Samples) else {}
+def sampler_statistics(draws: Samples) -> dict[str, float]:
+    """``divergences``, ``bfmi`` and ``saturated`` of chains, as far as they are known: see
+    ``Summary.sampler``."""
+    stats = draws.stats
     found: dict[str, float] = {}
     if "diverging" in stats:
         found["divergences"] = float(stats["diverging"].sum())
     if "energy" in stats and "energy_variance" not in stats:
         found["bfmi"] = float(bfmi(stats["energy"]).min())
-    options = draws.info.get("options", {}) if isinstance(draws, Samples) else {}
+    options = draws.info.get("options", {})
     depth, most = options.get("max_tree_depth"), options.get("max_steps")
     if depth is not None:
         most = 2**depth - 1

@@ -52,7 +52,13 @@ def wasserstein1(a: Tensor, b: Tensor) -> Tensor:
 
     Source: Villani (2003), Topics in Optimal Transportation, section 2.2.
     """
-    return torch.cat([gap.abs() @ width for gap, width in _quantile_gaps(a, b)]).mean()
+    return wasserstein1_at_points(a, b).mean()
+
+
+def wasserstein1_at_points(a: Tensor, b: Tensor) -> Tensor:
+    """The distances that ``wasserstein1`` averages, ``(N, ...)``."""
+    gaps = [gap.abs() @ width for gap, width in _quantile_gaps(a, b)]
+    return torch.cat(gaps).reshape(b.shape[1:])
 
 
 def wasserstein1_by_chance(draws: Tensor, *sizes: float) -> float:

@@ -59,8 +59,15 @@ def test_text_is_aligned_under_groups():
     lines = to_text(ROWS, COLUMNS).splitlines()
     assert lines == [
         "             prediction",
-        "posterior   RMSE    90 %  R-hat",
-        "----------  ----  ------  -----",
-        "map         55.3  71.2 %      –",
-        "mean-field  1234       –  1.004",
+        "posterior          RMSE     90 %   R-hat",
+        "────────────────────────────────────────",
+        "map                55.3   71.2 %       –",
+        "mean-field         1234        –   1.004",
     ]
+
+
+@pytest.mark.parametrize("width, blocks", [(40, 1), (39, 2), (32, 2), (25, 3), (10, 3)])
+def test_what_is_wider_goes_below(width, blocks):
+    tables = to_text(ROWS, COLUMNS, width).split("\n\n")
+    assert len(tables) == blocks and all("mean-field" in table for table in tables)
+    assert " ".join(tables).count("prediction") == max(1, blocks - 1)

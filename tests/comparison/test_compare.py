@@ -10,7 +10,7 @@ from helpers.comparisons import GRID, Shifted, labels, line, normal, row_of, shi
 from pyro.infer.autoguide import AutoNormal
 
 import pyro_bdl as bdl
-from pyro_bdl import PredictiveDraws, Samples, compare
+from pyro_bdl import Samples, compare
 from pyro_bdl.comparison.columns import with_error
 from pyro_bdl.errors import BdlWarning, UnusableDrawsError
 
@@ -228,56 +228,6 @@ def test_inputs_from_elsewhere_are_told_apart():
     assert rows["wide"]["aupr"] == pytest.approx(1) and rows["wide"]["fpr95"] == 0
     assert rows["flat"]["aupr"] == pytest.approx(30 / 39, abs=0.02) and rows["flat"]["fpr95"] > 0.9
     assert 0 <= row["aurc"] <= 1
-
-
-# ------------------------------------------------------------------------------------ refusals
-
-
-def nothing_observed(x, y=None):
-    pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"posteriors": {}}, "posteriors is empty"),
-        ({"reference": "c"}, r"reference 'c' is not among the posteriors \('a'\)"),
-        ({"costs": {"c": bdl.Costs()}}, "costs 'c' is not among"),
-        ({"y": Y[:4]}, "same number of rows"),
-        ({"y": torch.zeros(9, 3)}, r"y_test has shape \(9, 3\), but the program predicts \(9,\)"),
-        ({"y": Y * torch.nan}, "y_test holds NaN"),
-        ({"y": None}, "y_test must be a tensor, got NoneType"),
-        (
-            {"posteriors": {"a": Samples({"v": torch.randn(2, 5, 2)})}},
-            "'a': the posterior is of another program .no value for: 'w'; .* not have: 'v'",
-        ),
-        ({"posteriors": {"a": 3.0}}, "posterior 'a': a posterior is a guide or Samples"),
-        ({"posteriors": {"a": Samples({"w": torch.ones(1, 1, 2)})}}, "'a': it has one draw"),
-        ({"num_samples": 1}, "num_samples must be at least 2"),
-        ({"units": (0.0, 1.0)}, "units must be .scale, shift. with a positive"),
-        ({"train": GRID}, "train must be a tuple of tensors"),
-        ({"train": (GRID,)}, "train must hold inputs and, last, targets.*got 1"),
-        ({"train": (GRID, None)}, "y_train must be a tensor"),
-        ({"train": (GRID, Y[:3])}, "train data must have the same number of rows"),
-        ({"ood": GRID * torch.nan}, "ood holds NaN"),
-        ({"ood": (GRID, GRID)}, "ood must hold inputs without targets"),
-        ({"program": nothing_observed}, "a program with an observed site: pass the targets last"),
-        ({"exact": torch.zeros(5, 8)}, "at 8 points, but .* 9 test"),
-        ({"exact": torch.zeros(5, 9, 2)}, "y_test has shape"),
-        (
-            {"exact": torch.ones(5, 9, 2), "program": labels(lambda f: dist.Categorical(f.exp()))}
-            | {"y": CLASSES},
-            "'exact': it must hold class probabilities",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_told(change, words):
-    options = {"posteriors": {"a": weights(2)}, "y": Y, "reference": None, "program": line} | change
-    posteriors, y, program = (options.pop(key) for key in ("posteriors", "y", "program"))
-    if "exact" in options:
-        posteriors["exact"] = PredictiveDraws(options.pop("exact"))
-    with pytest.raises((TypeError, ValueError), match=words):
-        compare(program, posteriors, GRID, y, **options)
 
 
 # ---------------------------------------------------------------- draws that cannot be used

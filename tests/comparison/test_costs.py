@@ -9,7 +9,8 @@ from helpers.comparisons import shift, weights
 from pyro.infer.autoguide import AutoNormal
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison.costs import numbers_held, peak_memory
+from pyro_bdl.comparison.costs import COSTS, Mixing, numbers_held, peak_memory
+from pyro_bdl.comparison.metric import measure
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
@@ -112,4 +113,16 @@ def test_the_parameters_that_the_data_determine_are_a_column():
     row = found.numbers()["laplace"]
     assert (row["gamma"], row["latents"], row["fitted"]) == (pytest.approx(gamma), 4, 30)
     assert "gamma" not in found.numbers()["map"] and "gamma" in found.to_text()
-    assert "nearly all: the network may be too small" in found.verdicts["laplace"]
+    assert "nearly all, the network may be too small" in found.verdicts["laplace"]
+
+
+@pytest.mark.parametrize("share", [0.04, 0.06])
+def test_r_hat_and_effective_draws_are_those_of_95_percent_of_the_points(share):
+    bad = torch.arange(100) < 100 * share
+    mixing = Mixing(torch.where(bad, 2.0, 1.0), *2 * (torch.where(bad, 9.0, 400.0),), 1.01, 4)
+    scores = measure(COSTS, "regression", {"mixing": (mixing,)})
+    assert (
+        (scores["rhat"] == 1.0)
+        == (scores["ess_low"] == scores["ess_tail"] == 400)
+        == (share < 0.05)
+    )

@@ -1,13 +1,14 @@
 """Distances to the reference: closed forms, their errors, the floor."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers.comparisons import normal, shift
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison.distances import distances, sd_of_draws
+from pyro_bdl.comparison.distances import distances, resolved, sd_of_draws, sd_ratios
 from pyro_bdl.comparison.evaluate import Evaluation
 from pyro_bdl.comparison.metric import evenly
 
@@ -115,9 +116,37 @@ def test_a_doubtful_reference_is_told_once_and_first():
     bad = bdl.Samples(good.latents, {"diverging": diverging})
     found = bdl.compare(shift, draws | {"nuts": bad}, X, Y)
     text = str(found)
-    assert len(found.warnings) == 1 and "100 divergences" in found.warnings[0]
+    assert len(found.warnings) == 1 and "2.5 % of the draws diverged" in found.warnings[0]
     assert "nuts (doubtful)" in text and "Warning: nuts cannot be trusted" in text
     assert text.count("trusted") == 1 and text.index("trusted") < text.index("distance to nuts")
     assert "trusted" not in found.verdicts["a"]
     fine = bdl.compare(shift, draws | {"nuts": good}, X, Y)
     assert not fine.warnings and "doubtful" not in str(fine) and "trusted" not in str(fine)
+
+
+def test_a_shift_of_the_mean_is_in_root_mean_square_sds():
+    """Sds of 1 and 3 at two points, both means off by 0.6: 0.6 / sqrt((1 + 9) / 2)."""
+    draws = torch.special.ndtri((torch.arange(4000.0).double() + 0.5) / 4000)[:, None]
+    sds = torch.tensor([1.0, 3.0]).double()
+    found = distances(of_draws(sds * draws + 0.6), of_draws(sds * draws))
+    noise = 2 / 4000  # which is taken off
+    assert found["mean_shift"] == pytest.approx(math.sqrt(0.36 / 5 - noise), rel=1e-3)
+
+
+def test_the_draws_resolve_the_expected_distance_and_two_and_a_half_errors():
+    side = of_draws(torch.randn(1000, 1).expand(1000, 2))
+    assert resolved(side, side, 0.1) - resolved(side, side, 0.0) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("count, known", [(4, False), (5, True)])
+def test_a_region_has_five_points(count, known):
+    mask = torch.arange(9) < count
+    side = replace(of_draws(torch.randn(100, 9)), regions={"near": mask})
+    assert ("sd_ratio_near" in sd_ratios(side, side)) == known
+
+
+def test_a_k_hat_needs_a_hundred_draws():
+    base = of_draws(torch.randn(400, 2))
+    for count, known in ((98, False), (100, True)):
+        found = distances(of_draws(0.1 * torch.randn(count, 2)), base)
+        assert math.isfinite(found["khat_high"]) == known

@@ -110,7 +110,7 @@ def test_all_numbers_of_the_linear_model_are_about_the_same_functions(mixed):
 
 def test_the_draws_that_are_kept_are_limited_by_all_their_numbers(monkeypatch):
     """Nine points of two classes: 18 numbers a draw, so that 180 numbers are ten draws."""
-    monkeypatch.setattr("pyro_bdl.comparison.evaluate._NUMBERS", 180)
+    monkeypatch.setattr("pyro_bdl.comparison.evaluate.MOST_NUMBERS", 180)
     program = labels(lambda logits: dist.Categorical(logits=logits))
     found = evaluate(program, Samples({"w": torch.randn(1, 50, 2)}), GRID, CLASSES)
     assert found.function.shape == (10, 9, 2)
@@ -134,3 +134,9 @@ def test_units_scale_every_number(make):
     for key in ("coverage", "temperature"):
         if key in one.scores:
             assert other.scores[key] == pytest.approx(one.scores[key], rel=1e-4)
+
+
+@pytest.mark.parametrize("draws, known", [(39, False), (40, True)])
+def test_forty_draws_give_the_range_of_a_coverage(draws, known):
+    scores = evaluate(line, weights(2, chains=1, count=draws), GRID, Y).scores
+    assert ("coverage_from" in scores) == known

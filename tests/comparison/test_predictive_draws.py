@@ -65,17 +65,3 @@ def test_chains_of_predictions_are_checked():
     posteriors = {"vi": weights(2), "old": PredictiveDraws(f, chains=2)}
     found = compare(line, posteriors, GRID, Y, reference="old")
     assert found.numbers()["old"]["rhat"] > 1.5 and "cannot be trusted" in found.warnings[0]
-
-
-@pytest.mark.parametrize(
-    "make, words",
-    [
-        (lambda f: PredictiveDraws(f[:1]), "at least 2 draws"),
-        (lambda f: PredictiveDraws(f, f[:9]), "targets has .draws, points. .9, 9., but function"),
-        (lambda f: PredictiveDraws(f * torch.inf), "function holds NaN or infinity"),
-        (lambda f: PredictiveDraws(f, chains=3), "chains=3 does not divide the 100 draws"),
-    ],
-)
-def test_bad_draws_are_told(make, words):
-    with pytest.raises(ValueError, match=words):
-        make(function(weights(2)))

@@ -2,6 +2,7 @@
 
 import pyro
 import pyro.distributions as dist
+import pytest
 import torch
 
 import pyro_bdl as bdl
@@ -26,6 +27,14 @@ def test_features_count_in_their_sds_and_one_outlier_feature_is_beyond():
     assert found["beyond"].tolist() == [False, True, True]
     scaled = regions((test * 7 + 3,), (train * 7 + 3,))
     assert all(torch.equal(scaled[name], found[name]) for name in found)
+
+
+@pytest.mark.parametrize("beyond, near", [(2.5, True), (3.3, False)])
+def test_near_is_twice_the_95_quantile_of_the_distances_between_neighbors(beyond, near):
+    """19 neighbors at 1 and one at 12: the quantile is 1 + 0.05 (12 - 1) = 1.55."""
+    train = torch.cat([torch.arange(19.0), torch.tensor([30.0])])[:, None]
+    found = regions((torch.tensor([[18 + beyond]]),), (train,))
+    assert found["near"].tolist() == [near] and found["between"].tolist() == [not near]
 
 
 def test_what_has_no_distance_has_no_regions():
@@ -53,9 +62,7 @@ def test_overconfidence_in_the_gap_is_named():
     row = found.numbers()["vi"]
     assert row["sd_ratio_between"] < 0.3 and row["sd_ratio_near"] > 0.8
     assert "sd_ratio_beyond" not in row
-    said = found.verdicts["vi"]
-    assert said.startswith(
-        f"the function's sd between the training data is {row['sd_ratio_between']:.2f} times the"
-    )
-    assert "overconfident about the function there" in said
+    gravest = found.judgments["vi"].findings[0]
+    assert (gravest.key, gravest.says) == ("sd_ratio_between", "below")
+    assert gravest.value == row["sd_ratio_between"] and "between the training" in gravest.words
     assert "between" in found.to_text(details=True)

@@ -82,5 +82,3 @@ def test_each_posterior_is_scored_under_its_own_program():
         assert alone.scores["nlpd"] == pytest.approx((exact + torch.tensor(1000.0).log()).mean())
     mixed = bdl.compare(models["a"], {"a": guides["a"], "b": pairs["b"]}, X, Y, reference="a")
     assert mixed.numbers()["b"]["nlpd"] == found.numbers()["b"]["nlpd"]
-    with pytest.raises(TypeError, match=r"\(program, posterior\)"):
-        bdl.compare(models["a"], {"a": (guides["a"],)}, X, Y, reference=None)

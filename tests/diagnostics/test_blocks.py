@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 
@@ -87,21 +86,6 @@ def test_no_quantities_and_halves_of_an_odd_number_of_draws():
     x = torch.arange(14.0).reshape(1, 2, 7)
     expected = [part for row in x[0].tolist() for part in (row[:3], row[-3:])]
     assert sorted(split_chains(x)[0].tolist()) == sorted(expected)
-
-
-@NAMES
-@pytest.mark.parametrize(
-    ("draws", "error", "words"),
-    [
-        (torch.randn(10), ValueError, r"shape \(10,\)"),
-        (torch.randn(4, 3, 2), ValueError, "4 draws"),
-        (np.zeros((4, 10)), TypeError, "ndarray"),
-        (torch.zeros(4, 10, dtype=torch.complex64), TypeError, "real"),
-    ],
-)
-def test_bad_input(name, draws, error, words):
-    with pytest.raises(error, match=words):
-        getattr(bdl, name)(draws)
 
 
 @NAMES

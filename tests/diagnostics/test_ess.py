@@ -41,6 +41,21 @@ def test_autoregressive_chains(phi):
     assert rhat(x).max() < 1.01
 
 
+def test_chains_that_never_meet():
+    """Chains far apart: all rho_t = 1 - (W - C_t) / V are near 1, up to the last pair, and
+    tau = -1 + 2 sum_{t < 2k} rho_t + rho_{2k} (Vehtari et al. 2021, section 3.2)."""
+    x = torch.randn(2, 11, dtype=torch.float64) + torch.tensor([[0.0], [50.0]])
+    halves = torch.cat([x[:, :5], x[:, 6:]])
+    n, centered = 5, halves - halves.mean(1, keepdim=True)
+    lagged = [(centered[:, t:] * centered[:, : n - t]).sum(1).mean() / n for t in range(n)]
+    within = lagged[0] * n / (n - 1)
+    total = lagged[0] + halves.mean(1).var()
+    rho = [1.0, *(float(1 - (within - c) / total) for c in lagged[1:])]
+    assert min(rho) > 0.99
+    tau = -1 + 2 * sum(rho[:2]) + rho[2]
+    torch.testing.assert_close(ess(x, kind="mean").item(), 20 / tau, rtol=1e-3, atol=0)
+
+
 def test_bfmi():
     """Var(E_t - E_t-1) / Var(E) = 2 (1 - phi). Source: Betancourt 2016, equation 9."""
     found = bfmi(autoregressive(0.9))
@@ -69,22 +84,6 @@ def test_a_nan_between_the_halves_counts():
         assert torch.isnan(ess(x, kind=kind, prob=prob))
     assert all(torch.isnan(value) for value in convergence(x)[1:])
     assert torch.isnan(mcse(x, kind="median"))
-
-
-@pytest.mark.parametrize(
-    ("function", "options", "message"),
-    [
-        (ess, {"kind": "middle"}, "'bulk', 'tail'"),
-        (ess, {"kind": "mean", "prob": 0.1}, "takes no prob"),
-        (ess, {"kind": "quantile", "prob": 1.2}, "needs a level between 0 and 1"),
-        (ess, {"kind": "local", "prob": 0.1}, "needs two levels"),
-        (mcse, {"kind": "bulk"}, "'mean', 'sd'"),
-        (mcse, {"kind": "quantile", "prob": -0.1}, "a level between 0 and 1"),
-    ],
-)
-def test_bad_options(function, options, message):
-    with pytest.raises(ValueError, match=message):
-        function(torch.randn(4, 10), **options)
 
 
 def test_one_tail_level_means_both():

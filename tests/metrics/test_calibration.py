@@ -43,6 +43,8 @@ def test_coverage_of_independent_targets_is_binomial():
     exact = binom(50, 0.9)
     assert low == pytest.approx(exact.ppf(0.025) / 50, abs=0.021)
     assert high == pytest.approx(exact.ppf(0.975) / 50, abs=0.021)
+    two = torch.tensor([[1.0], [2.0]])  # ranks 0 to 1/2 and 1/2 to 1: half of each is inside
+    assert coverage_range(two, level=0.5).tolist() == [0.5, 0.5]
     one = torch.randn(100, 1).expand(100, 7)  # of one function, all or none
     assert coverage_range(one).tolist() == [0, 1]
     counts = coverage_range(torch.poisson(torch.ones(2000, 3)), probability=0.0)
