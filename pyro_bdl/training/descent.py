@@ -12,7 +12,6 @@ from pyro_bdl.curvature.fisher import check_scales, num_data
 from pyro_bdl.elbo.checks import check_data, step_of
 from pyro_bdl.elbo.draw import values_of
 from pyro_bdl.errors import ArgumentError, FailedStepError, warn
-from pyro_bdl.optim.base import move
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.check import TENSORS_NEEDED, WholeData, kind_of, named_arguments
@@ -199,7 +198,7 @@ class Descent:
         step.backward(self.scale)
         loss = step.value.detach() * self.scale
         if bool(loss.isfinite() & self._largest_gradient(loss).isfinite()):
-            move(self.optimizer, step)
+            step.move(self.optimizer)
             self.losses.append(loss)
             return
         self.optimizer.zero_grad()
