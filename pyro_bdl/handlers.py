@@ -42,7 +42,7 @@ class _ScaleSites(OneThread):
             msg["scale"] = msg["scale"] * self.factor
 
 
-class Handled(nn.Module):
+class WithHandler(nn.Module):
     """A program under a Pyro handler, with the same parameters and modules."""
 
     def __init__(self, model: Callable, handler: AbstractContextManager) -> None:
@@ -63,7 +63,7 @@ def temper(model: Callable, temperature: float) -> nn.Module:
     :param temperature: eta > 0; eta = 1 is Bayes, eta < 1 gives the data more weight.
     :raises ValueError: for a temperature that is not positive and finite.
     """
-    return Handled(model, _ScaleSites(1.0 / check_temperature(temperature), True))
+    return WithHandler(model, _ScaleSites(1.0 / check_temperature(temperature), True))
 
 
 def cold(model: Callable, temperature: float) -> nn.Module:
@@ -73,4 +73,4 @@ def cold(model: Callable, temperature: float) -> nn.Module:
     :param temperature: T > 0; T = 1 is Bayes, T < 1 is colder.
     :raises ValueError: for a temperature that is not positive and finite.
     """
-    return Handled(model, _ScaleSites(1.0 / check_temperature(temperature), False))
+    return WithHandler(model, _ScaleSites(1.0 / check_temperature(temperature), False))

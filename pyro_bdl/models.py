@@ -45,7 +45,7 @@ from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.trace import prior_factor
 from pyro_bdl.scales import Hyperprior, Scale, checked, hyperparameter, on_device
-from pyro_bdl.utils.autocast import uncast
+from pyro_bdl.utils.autocast import to_full_precision
 from pyro_bdl.utils.validation import whole_number
 
 __all__ = [
@@ -152,7 +152,7 @@ class ObservationModel(TaskPrior, OwnParameters):
                         "each row, (N,) or (N, targets)"
                     )
                 output = output[None]  # a network that ends in squeeze(), at one row
-            outputs[site] = output = uncast(_without_single_column(output))
+            outputs[site] = output = to_full_precision(_without_single_column(output))
             batch = output.shape[0]
             if not batch:
                 raise ValueError("the batch has no rows: pass at least one datum")

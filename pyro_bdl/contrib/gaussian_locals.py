@@ -27,12 +27,12 @@ class Gaussian:
     mean: Tensor
     covariance: Tensor
 
-    def seen_through(self, matrix: Tensor, offset: Tensor, noise: Tensor) -> "Gaussian":
+    def push_forward(self, matrix: Tensor, offset: Tensor, noise: Tensor) -> "Gaussian":
         """The distribution of matrix z + offset + e with e of the covariance ``noise``."""
         mean = _applied(matrix, self.mean) + offset
         return Gaussian(mean, matrix @ self.covariance @ matrix.mT + noise)
 
-    def given(
+    def condition(
         self, matrix: Tensor, seen: "Gaussian", value: Tensor, mask: Tensor | None
     ) -> "Gaussian":
         """The distribution of z given the value of ``seen``; rows outside of the mask stay."""
@@ -141,7 +141,7 @@ class _Marginals(OneThread):
             msg.update(value=self.known[name], stop=True, done=True)
             return
         matrix, offset, noise = self.seen[name]
-        self.present[name] = marginal = self.local.seen_through(matrix, offset, noise)
+        self.present[name] = marginal = self.local.push_forward(matrix, offset, noise)
         msg["fn"] = _distribution(marginal, msg["fn"])
 
     def _postprocess_message(self, msg: Any) -> None:
@@ -152,7 +152,7 @@ class _Marginals(OneThread):
                 mask = mask.to(marginal.mean.dtype).expand(len(marginal.mean))
             value = msg["value"].reshape(marginal.mean.shape)
             matrix = self.seen[msg["name"]][0]
-            self.local = self.local.given(matrix, marginal, value, mask)
+            self.local = self.local.condition(matrix, marginal, value, mask)
 
 
 def integrate(model: Callable, *sites: str) -> "WithoutLocals":

@@ -25,7 +25,7 @@ _SMALLEST = 1e-12  # of s'y / y'y, below which a step says nothing about the cur
 
 
 @dataclass(frozen=True)
-class Gaussian:
+class InverseHessian:
     """N(0, Sigma) with Sigma = S (I + Q (L L' - I) Q') S, S = diag(s) and orthonormal columns in Q.
 
     It has the methods of a ``Precision`` that a density needs.
@@ -177,24 +177,24 @@ class AutoPathfinder(NormalGuide):
 
     def _best_on_path(
         self, program: Program, start: Tensor
-    ) -> tuple[float, Tensor, Gaussian | None]:
+    ) -> tuple[float, Tensor, InverseHessian | None]:
         noise = torch.randn(self.num_draws, len(start), dtype=start.dtype, device=start.device)
-        best: tuple[float, Tensor, Gaussian | None] = -math.inf, start, None
+        best: tuple[float, Tensor, InverseHessian | None] = -math.inf, start, None
         points, gradients = lbfgs_path(program, start, self.history, self.most_steps)
         for loc, exact in gaussians(points, gradients, self.history):
-            gaussian = Gaussian(*(part.to(start) for part in vars(exact).values()))
+            gaussian = InverseHessian(*(part.to(start) for part in vars(exact).values()))
             value = elbo(program, loc.to(start), gaussian, noise)
             if math.isfinite(value) and value > best[0]:
                 best = value, loc.to(start), gaussian
         return best
 
     @property
-    def precision(self) -> Gaussian:
+    def precision(self) -> InverseHessian:
         self.require_layout()
-        return Gaussian(self.scale, self.basis, self.tril)
+        return InverseHessian(self.scale, self.basis, self.tril)
 
     def stored_precision(self) -> StoredPrecision:
-        return StoredPrecision(Gaussian, self.scale, self.basis, self.tril)
+        return StoredPrecision(InverseHessian, self.scale, self.basis, self.tril)
 
     def location(self) -> Tensor:
         self.require_layout()
@@ -215,7 +215,7 @@ def identity(size: int, like: Tensor) -> Tensor:
     return torch.eye(size, dtype=like.dtype, device=like.device)
 
 
-def elbo(program: Program, loc: Tensor, gaussian: Gaussian, noise: Tensor) -> float:
+def elbo(program: Program, loc: Tensor, gaussian: InverseHessian, noise: Tensor) -> float:
     """The ELBO of Normal(loc, Sigma) in nats, from the draws made of noise (S, P)."""
     offsets = gaussian.root_times(noise)
     values = map_draws(lambda draw: program.log_density(draw["u"]), {"u": loc + offsets})
@@ -287,7 +287,7 @@ def next_diagonal(alpha: Tensor, step: Tensor, slope: Tensor) -> Tensor:
     return 1 / (a / (b * alpha) + slope.square() / b - a * step.square() / (b * c * alpha.square()))
 
 
-def inverse_hessian(alpha: Tensor, steps: Tensor, slopes: Tensor) -> Gaussian | None:
+def inverse_hessian(alpha: Tensor, steps: Tensor, slopes: Tensor) -> InverseHessian | None:
     """The estimate of L-BFGS from a diagonal and the last pairs, in compact form.
 
     With S and Y the steps and the differences of gradients (P, J), E the upper triangle of S'Y and
@@ -315,4 +315,4 @@ def inverse_hessian(alpha: Tensor, steps: Tensor, slopes: Tensor) -> Gaussian | 
     tril, info = torch.linalg.cholesky_ex(core)
     if int(info) or not bool(tril.isfinite().all() and (alpha > 0).all()):
         return None
-    return Gaussian(root, basis, tril)
+    return InverseHessian(root, basis, tril)

@@ -8,7 +8,7 @@ from pyro import poutine
 
 from pyro_bdl.curvature.fisher import check_scales, num_data
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.handlers import Handled
+from pyro_bdl.handlers import WithHandler
 from pyro_bdl.program.batch_norm import layers_called, uses_its_batch
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.check import WholeData
@@ -48,7 +48,7 @@ def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> B
     ):
         q = record(guide, {}, args, kwargs)
         values = {name: site.value for name, site in q.latents.items()} | q.subsamples
-        p = record(Handled(model, whole), values, args, kwargs, draw=sum_out_discrete)
+        p = record(WithHandler(model, whole), values, args, kwargs, draw=sum_out_discrete)
     rows, size = leading_size((args, kwargs)), None
     sites = {name: site for name, site in p.observed.items() if site.value is not None}
     check_scales(sites)

@@ -1,7 +1,7 @@
 """The terms and the step of a bound, as values."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ class Terms(NamedTuple):
     kl: Tensor
     entropy: Tensor
     draw: Tensor | None = None
+
+
+class StepOptimizer(torch.optim.Optimizer):
+    """Base class of optimizers whose ``step`` takes the :class:`Step` of a bound."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +54,11 @@ class Step:
     def loss(self) -> Tensor:
         """-L(eta) as a tensor to differentiate; once, where a graph has computed the gradients."""
         return self.value if self.outcome is None else self.outcome.differentiable()
+
+    def move(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer move with the gradients, and with this step if it takes one."""
+        given: Any = (self,) if isinstance(optimizer, StepOptimizer) else ()
+        optimizer.step(*given)
 
     def backward(self, factor: float = 1.0) -> None:
         """Add the gradients of ``factor * loss`` to those of the parameters."""

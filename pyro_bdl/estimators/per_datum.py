@@ -17,7 +17,7 @@ from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.estimators.product import DataProduct, Operand, data_product
 from pyro_bdl.program.linear_ops.recognize import recognize
-from pyro_bdl.program.linear_ops.tracker import Tag, Tracker, tells_numbers
+from pyro_bdl.program.linear_ops.tracker import Tag, Tracker, returns_values
 from pyro_bdl.program.trace import is_deterministic
 from pyro_bdl.utils.one_thread import OneThread
 from pyro_bdl.utils.trees import tree_leaves
@@ -82,7 +82,7 @@ class Products(Tracker):
                 self.computed[operand.tag.site].append(operand.tag)
             return product.back(self.estimator.rule(product, self.values))
         result = func(*args, **kwargs)
-        if tells_numbers(func, result):
+        if returns_values(func, result):
             for tag in tagged:
                 self._meets(tag, self.computed)
                 self.read[tag.site].append(tag)

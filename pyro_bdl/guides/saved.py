@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_bdl.errors import ArgumentError, warn
 from pyro_bdl.program.batches import Batch
-from pyro_bdl.program.layout import Layout, differences, origin
+from pyro_bdl.program.layout import Layout, describe_mismatch, shape_mismatches
 from pyro_bdl.program.samples import SAVED_KIND as SAMPLES_KIND
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.saved import (
@@ -65,10 +65,10 @@ class SavedGuide(nn.Module):
         if theirs is None or theirs == ours:
             return
         shapes = [{name: torch.Size(shape) for name, shape, _ in sites} for sites in (ours, theirs)]
-        found = differences(*shapes) or "its sites have another order or other supports"
+        found = shape_mismatches(*shapes) or "its sites have another order or other supports"
         raise RuntimeError(
-            f"the state of {type(self).__name__} is of {origin(*shapes)} ({found}): load it "
-            "into a guide for the program that it was saved from"
+            f"the state of {type(self).__name__} is of {describe_mismatch(*shapes)} ({found}): "
+            "load it into a guide for the program that it was saved from"
         )
 
     def _load_from_state_dict(
@@ -274,11 +274,9 @@ def known_class(path: str, *bases: type) -> Any:
         kind = waiting.pop()
         known[class_path(kind)] = kind
         waiting += kind.__subclasses__()
-    if path in known:
-        return known[path]
     moved = [kind for other, kind in known.items() if _ends(other) == _ends(path)]
-    if len(moved) == 1:
-        return moved[0]
+    if path in known or len(moved) == 1:
+        return known.get(path, *moved[:1])
     raise ValueError(
         f"the file holds an object of the class {path}, which is not known here: "
         "import its module first"

@@ -33,7 +33,7 @@ from pyro.infer.util import zero_grads
 from torch import Tensor
 
 from pyro_bdl.elbo.checks import CheckedLoss, step_of
-from pyro_bdl.elbo.step import Step
+from pyro_bdl.elbo.step import Step, StepOptimizer
 from pyro_bdl.guides.mean_field import AutoMeanField
 
 
@@ -55,7 +55,7 @@ class Move(NamedTuple):
     draw: Tensor | None
 
 
-class NaturalGradient(torch.optim.Optimizer):
+class NaturalGradient(StepOptimizer):
     """Base class: momentum in the location, a moving average in the precision.
 
     A subclass defines ``parameters_of``, and ``move``. The optimizer's state holds the momentum,
@@ -267,17 +267,9 @@ class InSVI(SVI):
                     f"{len(rest)} parameters are not the optimizer's, such as those of the "
                     "program: give InSVI an optimizer for them too (others=pyro.optim.Adam(...))"
                 )
-            move(self.optimizer, step)
+            step.move(self.optimizer)
             if rest:
                 self.optim(rest)
         finally:
             zero_grads(own | rest)
         return step.value.item()
-
-
-def move(optimizer: torch.optim.Optimizer, step: Step) -> None:
-    """Let an optimizer move with the gradients of an ELBO's step."""
-    if isinstance(optimizer, NaturalGradient):
-        optimizer.step(step)
-    else:
-        optimizer.step()

@@ -178,7 +178,7 @@ def leaving_running_statistics(
 
 
 @torch.no_grad()
-def take_up(calls: list[BatchStatistics]) -> None:
+def update_running_statistics(calls: list[BatchStatistics]) -> None:
     """Update running statistics from calls at S draws, with means and variances (S, C).
 
     The result is that of the draws one after another: r <- (1 - m) r + m s with momentum m, or

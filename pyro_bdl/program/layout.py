@@ -75,7 +75,7 @@ class Latent:
         return self.unconstrained_shape.numel()
 
 
-def differences(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> str:
+def shape_mismatches(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> str:
     """A description of the differences between the sites of two programs, in names and shapes.
 
     It is empty if there are none.
@@ -105,7 +105,7 @@ NEW_ROWS = (
 )
 
 
-def origin(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> str:
+def describe_mismatch(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> str:
     """Where sites with these differences come from: sites in a plate of the data have a row for
     each datum, so that the same program has other shapes for other data."""
     same = expected.keys() == given.keys() and expected != given

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.program.linear_ops.tracker import are_followed
+from pyro_bdl.program.linear_ops.tracker import are_tracked
 from pyro_bdl.program.network_sites import Each
 from pyro_bdl.program.vmap import DrawMap, looped
 from pyro_bdl.utils.trees import tree_flatten, tree_map, tree_unflatten
@@ -113,6 +113,6 @@ def over_networks(
         return network({name: draw[name] for name in weights}, *given, **options)
 
     draws = {**weights, **dict(zip(names, inputs, strict=True))}
-    followed = are_followed(tuple(draws.values()))
+    followed = are_tracked(tuple(draws.values()))
     outputs = looped(one, draws) if followed else draw_map(one, draws)
     return tree_map(lambda output: output.reshape(*plates.sizes, *output.shape[1:]), outputs)

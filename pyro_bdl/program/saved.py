@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pyro_bdl.distributions.parameters import is_known, parameters_of
 from pyro_bdl.program.batches import NOT_ON_SOME, Batch, has_rows, leading_size, taken
 from pyro_bdl.program.check import without_handlers
-from pyro_bdl.program.layout import differences, origin
+from pyro_bdl.program.layout import describe_mismatch, shape_mismatches
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import Run, leave_open, record
 from pyro_bdl.utils.module_state import Modules, device_of, evaluation_mode
@@ -168,11 +168,11 @@ def check_sites(program: Program, latents: Mapping[str, Tensor]) -> None:
     """
     theirs = {name: value.shape for name, value in latents.items()}
     ours = {name: latent.shape for name, latent in program.latents.items()}
-    found = differences(ours, theirs)
+    found = shape_mismatches(ours, theirs)
     if found:
         raise RuntimeError(
-            f"the draws are of {origin(ours, theirs)} ({found}): load them with the program that "
-            "they are of"
+            f"the draws are of {describe_mismatch(ours, theirs)} ({found}): load them with the "
+            "program that they are of"
         )
 
 

@@ -27,7 +27,7 @@ from pyro_bdl.program.check import explain
 from pyro_bdl.program.discrete import Enumeration, SummedOut, sum_out, why_not_enumerable
 from pyro_bdl.program.layout import NEW_ROWS
 from pyro_bdl.program.network_sites import OWNER_KEY
-from pyro_bdl.utils.autocast import uncast
+from pyro_bdl.utils.autocast import to_full_precision
 from pyro_bdl.utils.module_state import watching_calls
 from pyro_bdl.utils.one_thread import OneThread, handlers
 
@@ -57,7 +57,7 @@ class Site(NamedTuple):
 
     def log_prob(self) -> Tensor:
         """log p(value) in nats, scaled and masked, with the distribution's batch shape."""
-        density = uncast(self.distribution.log_prob(self.value))
+        density = to_full_precision(self.distribution.log_prob(self.value))
         return scale_and_mask(density, self.scale, self.mask)
 
     def batch_log_prob(self) -> Tensor:
@@ -67,7 +67,8 @@ class Site(NamedTuple):
 
     def unscaled_log_prob(self) -> Tensor:
         """log p(value) in nats per datum: masked, not scaled."""
-        return scale_and_mask(uncast(self.distribution.log_prob(self.value)), 1.0, self.mask)
+        density = to_full_precision(self.distribution.log_prob(self.value))
+        return scale_and_mask(density, 1.0, self.mask)
 
     @property
     def is_masked(self) -> bool:

@@ -15,7 +15,7 @@ from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.program.batch_norm import (
     BatchStatistics,
     leaving_running_statistics,
-    take_up,
+    update_running_statistics,
 )
 from pyro_bdl.program.batches import as_dicts, leading_size
 from pyro_bdl.utils.memory import Allocations, keep_freed_blocks
@@ -157,7 +157,8 @@ def _vmapped_with_batch_norm(
         return result, [(call.mean, call.variance) for call in calls]
 
     result, statistics = _vmapped(evaluate, draws, count)
-    take_up([BatchStatistics(l, *values) for l, values in zip(layers, statistics, strict=True)])
+    pairs = zip(layers, statistics, strict=True)
+    update_running_statistics([BatchStatistics(layer, *values) for layer, values in pairs])
     return result
 
 

@@ -13,7 +13,6 @@ from pyro_bdl.elbo.checks import check_data, step_of
 from pyro_bdl.elbo.draw import values_of
 from pyro_bdl.errors import ArgumentError, FailedStepError, warn
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.optim.base import move
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.batches import (
     Batch,
@@ -216,7 +215,7 @@ class Descent:
         step.backward(self.scale)
         loss = step.value.detach() * self.scale
         if bool(loss.isfinite() & self._largest_gradient(loss).isfinite()):
-            move(self.optimizer, step)
+            step.move(self.optimizer)
             self.losses.append(loss)
             return
         self.optimizer.zero_grad()

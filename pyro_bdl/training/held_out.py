@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.ensemble import AutoEnsemble
-from pyro_bdl.handlers import Handled
+from pyro_bdl.handlers import WithHandler
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.program import Program
@@ -125,11 +125,11 @@ class EarlyStopping:
         self.steps: list[int] = []
         self.best: list[Tensor] = []
 
-    def of_kept(self, kept: tuple) -> Handled:
+    def of_kept(self, kept: tuple) -> WithHandler:
         """The program whose data are the rows that are kept."""
         rows = leading_size(kept)
         share = rows / (rows + leading_size(self.program.args))
-        return Handled(self.model, KeptRows(self.plates, share))
+        return WithHandler(self.model, KeptRows(self.plates, share))
 
     @torch.no_grad()
     def after(self, step: int) -> None:

@@ -52,7 +52,7 @@ def without_cached_casts() -> Iterator[None]:
         yield
 
 
-def uncast(value: Tensor) -> Tensor:
+def to_full_precision(value: Tensor) -> Tensor:
     """A result of autocast in float32, since sums lose digits in half precision."""
     return value.float() if value.dtype in _HALF and castings() else value
 

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import update_bn
 
 import pyro_bdl as bdl
 from pyro_bdl.guides import AutoEnsemble, AutoLaplaceGGN, AutoMAP, AutoMeanField
-from pyro_bdl.program.batch_norm import leaving_running_statistics, take_up
+from pyro_bdl.program.batch_norm import leaving_running_statistics, update_running_statistics
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.utils.module_state import Modules
 
@@ -195,7 +195,7 @@ def test_statistics_come_back_after_an_error():
     with leaving_running_statistics(layer) as calls:
         layer.eval()(torch.ones(1, 3))
     assert not calls
-    take_up(calls)
+    update_running_statistics(calls)
 
 
 def test_an_ensemble_trains_at_once_as_one_by_one():

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 from pyro_bdl.contrib.inducing.layers import (
-    Found,
-    Layer,
-    Pass,
+    InducingForward,
+    InducingLayer,
+    LayerAtInputs,
     find_layers,
     is_changed,
 )
@@ -76,7 +76,7 @@ class AutoInducing(Guide):
         super().__init__(model, **options)
         self.num_inducing = whole_number(num_inducing, "num_inducing")
         self.init_precision, self.init_scale = init_precision, init_scale
-        self.layers: dict[str, Layer] = {}  # by their weight
+        self.layers: dict[str, InducingLayer] = {}  # by their weight
         self._first: Batch = (), {}
         self._map = DrawMap()
 
@@ -153,7 +153,7 @@ class AutoInducing(Guide):
         ]
         return tree_unflatten(leaves, self._structure)
 
-    def _survey(self, values: dict[str, Tensor]) -> tuple[dict[str, Found], Run, LastLayer]:
+    def _survey(self, values: dict[str, Tensor]) -> tuple[dict[str, LayerAtInputs], Run, LastLayer]:
         """The layers at some latents, and a run with its operations; inputs that they depend on
         become parameters."""
         model, (args, kwargs) = self.program_model, self._arguments()
@@ -174,7 +174,7 @@ class AutoInducing(Guide):
                 leaf.requires_grad_(False)
         return layers, run, seen
 
-    def _start_of(self, found: Found) -> tuple[Tensor, Tensor]:
+    def _start_of(self, found: LayerAtInputs) -> tuple[Tensor, Tensor]:
         """A layer's pseudo-outputs (rows, outputs), its own, and their precisions (rows,)."""
         outcomes = found.outcomes()
         power = outcomes.square().mean()
@@ -211,7 +211,7 @@ class AutoInducing(Guide):
 
     # Draws and densities
 
-    def _pass(self, values: Mapping[str, Tensor], noise: Tensor | None = None) -> Pass:
+    def _pass(self, values: Mapping[str, Tensor], noise: Tensor | None = None) -> InducingForward:
         """Run the program on the inducing inputs, with the layers' latents given, or drawn."""
         rest = {name: value for name, value in values.items() if name in self.rest.latents}
         given = {name: value for name, value in values.items() if name not in rest}
@@ -220,7 +220,7 @@ class AutoInducing(Guide):
         if noise is not None:
             numbers = _parts(noise, {site: sum(layer.noise) for site, layer in layers.items()})
         parts = _parts(targets, {site: l.rows * l.outputs for site, l in layers.items()})
-        found = Pass(
+        found = InducingForward(
             layers,
             {site: part.view(layers[site].rows, -1) for site, part in parts.items()},
             _parts(precisions, {site: layer.rows for site, layer in layers.items()}),

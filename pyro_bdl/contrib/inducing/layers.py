@@ -19,7 +19,7 @@ from pyro_bdl.program.trace import Site, sum_out_discrete
 from pyro_bdl.utils.trees import tree_map
 
 
-class Layer(NamedTuple):
+class InducingLayer(NamedTuple):
     """A linear operation whose weights are conditioned on its inputs at the inducing inputs.
 
     :param sites: its weight and, where that is a latent with a Normal prior, its bias.
@@ -41,11 +41,11 @@ class Layer(NamedTuple):
         return self.outputs * self.columns, self.outputs * self.rows * by_rows
 
 
-class Found(NamedTuple):
+class LayerAtInputs(NamedTuple):
     """A layer at some latents: its inputs (groups, rows, columns), its weights (groups, outputs of
     one, columns)."""
 
-    layer: Layer
+    layer: InducingLayer
     features: Tensor
     matrix: Tensor
 
@@ -54,7 +54,7 @@ class Found(NamedTuple):
         return (self.features @ self.matrix.mT).movedim(0, 1).flatten(1).detach()
 
 
-def find_layers(seen: LastLayer, priors: Mapping[str, Site]) -> dict[str, Found]:
+def find_layers(seen: LastLayer, priors: Mapping[str, Site]) -> dict[str, LayerAtInputs]:
     """The layers of a run, by their weight: operations that are the first use of all of a latent.
 
     :param seen: the run's operations, on latents that take gradients.
@@ -89,8 +89,8 @@ def find_layers(seen: LastLayer, priors: Mapping[str, Site]) -> dict[str, Found]
         matrix = _matrix([part.value for part in parts], product.groups)
         is_shared = all(_is_shared(part.scale, product.groups) for part in parts)
         _, rows, columns = features.shape
-        own = Layer(sites, is_shared, rows, matrix[..., 0].numel(), columns)
-        layers[sites[0]] = Found(own, features, matrix)
+        own = InducingLayer(sites, is_shared, rows, matrix[..., 0].numel(), columns)
+        layers[sites[0]] = LayerAtInputs(own, features, matrix)
     return layers
 
 
@@ -100,7 +100,7 @@ def _is_whole(operand: Operand, first: Collection[str]) -> bool:
     return tag is not None and tag.site in first and tag.tensor.numel() == tag.root.numel()
 
 
-class Drawn(NamedTuple):
+class SampledLayer(NamedTuple):
     """A layer of a pass: Q, and the weights as b = (w - m) / s of their prior N(m, s^2)."""
 
     conditional: Conditional
@@ -113,18 +113,18 @@ class Drawn(NamedTuple):
         return self.conditional.log_ratio(self.b) + prior - self.scale.log().sum()
 
 
-class Pass(Tracker):
+class InducingForward(Tracker):
     """A run on the inducing inputs, in which a layer's weights get their value where it computes.
 
     :param layers: by their weight.
     :param targets: of each layer, (rows, outputs); ``precisions`` (rows,).
     :param given: the layers' latents, to weigh them; None to draw them.
-    :param noise: of each layer's draw, as ``Layer.noise`` says; None where they are given.
+    :param noise: of each layer's draw, as ``InducingLayer.noise`` says; None where they are given.
     """
 
     def __init__(
         self,
-        layers: Mapping[str, Layer],
+        layers: Mapping[str, InducingLayer],
         targets: Mapping[str, Tensor],
         precisions: Mapping[str, Tensor],
         *,
@@ -137,7 +137,7 @@ class Pass(Tracker):
         self.weights = {site: name for name, layer in layers.items() for site in layer.sites}
         self.priors: dict[str, Any] = {}
         self.values: dict[str, Tensor] = {}
-        self.drawn: list[Drawn] = []
+        self.drawn: list[SampledLayer] = []
 
     def sample(self, msg: Any) -> None:
         """Let a layer's latent wait for its operation; sum a discrete site out."""
@@ -201,7 +201,7 @@ class Pass(Tracker):
             sizes = [shape[2] - len(parts) + 1, 1][: len(parts)]
             for part, values in zip(parts, matrix.split(sizes, -1), strict=True):
                 self._put(part, values)
-        self.drawn.append(Drawn(q, b, scale))
+        self.drawn.append(SampledLayer(q, b, scale))
 
     def _put(self, part: Operand, values: Tensor) -> None:
         """Set a latent to values in the order in which its operation takes them."""

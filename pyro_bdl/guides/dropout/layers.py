@@ -35,7 +35,7 @@ _POOLINGS = {"max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool"}
 
 
 @dataclass(eq=False)
-class Layer:
+class DropoutCall:
     """A call of dropout.
 
     :param rate: p.
@@ -61,27 +61,28 @@ class Layer:
             return name in _SHAPES or name.rstrip("123d") in _POOLINGS
         return name in VIEWS
 
-    def arrives(self, inputs: Tensor, dim: int) -> "Arrival":
+    def arrives(self, inputs: Tensor, dim: int) -> "UnitFactors":
         """The layer's factors at the input of a weight, whose units are along a dimension."""
         size, dim = inputs.shape[dim], dim % inputs.dim()
         if not self.channels:
-            return Arrival(self, None, inputs.numel() > self.shape[0] * size)
+            return UnitFactors(self, None, inputs.numel() > self.shape[0] * size)
         each, rest = divmod(size, self.shape[1])
-        if dim != 1 or rest or (each > 1 and inputs.dim() > 2):
+        rows_stay, flat = len(inputs) == self.shape[0], inputs.dim() == 2
+        if dim != 1 or rest or not rows_stay or (each > 1 and not flat):
             self.obstacle = self.obstacle or "its channels are no units of the next weight"
         numbers = tuple(i // each for i in range(size)) if each > 1 else None
-        return Arrival(self, numbers, False)
+        return UnitFactors(self, numbers, False)
 
 
 @dataclass(frozen=True)
-class Arrival:
+class UnitFactors:
     """A layer's factors at the input of a weight.
 
     :param numbers: the number of each input unit's factor; None if each has its own.
     :param shared: whether each position had its own factors, which one weight cannot express.
     """
 
-    layer: Layer
+    layer: DropoutCall
     numbers: tuple[int, ...] | None
     shared: bool
 
@@ -91,9 +92,9 @@ class LayerReader(WeightReader):
 
     def __init__(self, latents: Mapping[str, Tensor]) -> None:
         super().__init__(latents)
-        self.layers: list[Layer] = []
-        self.uses: dict[str, list[set[Arrival]]] = {}  # of each weight
-        self._marks: dict[int, tuple[Tensor, set[Layer]]] = {}  # tensors are kept with their ids
+        self.layers: list[DropoutCall] = []
+        self.uses: dict[str, list[set[UnitFactors]]] = {}  # of each weight
+        self._marks: dict[int, tuple[Tensor, set[DropoutCall]]] = {}  # by the ids of the tensors
         self._calls: list[nn.Module] = []
         self._multiplied: set[int] = set()  # ids of the inputs that the operation multiplies
 
@@ -106,9 +107,9 @@ class LayerReader(WeightReader):
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         self._calls.pop()
 
-    def _layer(self, rate: float, **options: Any) -> Layer:
+    def _layer(self, rate: float, **options: Any) -> DropoutCall:
         module = self._calls[-1] if self._calls else None
-        self.layers.append(Layer(float(rate), module, **options))
+        self.layers.append(DropoutCall(float(rate), module, **options))
         return self.layers[-1]
 
     def __torch_function__(
@@ -125,29 +126,29 @@ class LayerReader(WeightReader):
             self._pass_on(func, args, kwargs, result)
         return result
 
-    def _of(self, value: Any) -> set[Layer]:
+    def _of(self, value: Any) -> set[DropoutCall]:
         """The layers whose factors multiply a value."""
         return self._marks[id(value)][1] if id(value) in self._marks else set()
 
-    def _mark(self, value: Tensor, layers: set[Layer]) -> None:
+    def _mark(self, value: Tensor, layers: set[DropoutCall]) -> None:
         self._marks[id(value)] = value, self._of(value) | layers
 
     def _drop(
         self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
+        if not p > 0:
+            return input
+        layer = self._layer(p, shape=input.shape, channels=func in _CHANNELS)
+        if training:  # all modules are in evaluation mode here
+            raise ValueError(
+                f"{type(layer.module).__name__}({p:g}) drops in evaluation mode too, on top of "
+                "what the guide would drop: call F.dropout with training=self.training, or use "
+                "nn.Dropout"
+            )
+        if func in _AFFINE:
+            layer.obstacle = "alpha dropout shifts units instead of multiplying them"
         output = input if inplace else input.clone()  # a new object without factors
-        self._mark(output, self._of(input))
-        if p > 0:
-            layer = self._layer(p, shape=input.shape, channels=func in _CHANNELS)
-            if training:  # all modules are in evaluation mode here
-                raise ValueError(
-                    f"{type(layer.module).__name__}({p:g}) drops in evaluation mode too, on top of "
-                    "what the guide would drop: call F.dropout with training=self.training, or use "
-                    "nn.Dropout"
-                )
-            if func in _AFFINE:
-                layer.obstacle = "alpha dropout shifts units instead of multiplying them"
-            self._mark(output, {layer})
+        self._mark(output, self._of(input) | {layer})
         return output
 
     def _pass_on(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
@@ -158,12 +159,12 @@ class LayerReader(WeightReader):
         for leaf in tree_leaves((args, kwargs)):
             if id(leaf) in self._multiplied or (is_new and not self._multiplied):
                 continue  # the weight takes the factors, or a size or comparison has none
-            for layer in self._of(leaf):
-                if self._multiplied or not layer.lets_pass(name, args):
-                    layer.obstacle = layer.obstacle or f"its output enters '{name}'"
-                    continue
-                for output in outputs:
-                    self._mark(output, {layer})
+            layers = self._of(leaf)
+            passing = {x for x in layers if not self._multiplied and x.lets_pass(name, args)}
+            for layer in layers - passing:
+                layer.obstacle = layer.obstacle or f"its output enters '{name}'"
+            for output in outputs if passing else ():
+                self._mark(output, passing)
 
     def use(self, product: UnitProduct) -> None:
         super().use(product)
@@ -179,7 +180,7 @@ class LayerReader(WeightReader):
             first = 4 if isinstance(args[3], bool) else 5  # packed sequences add batch sizes
             layers, rate = args[first : first + 2]
             if rate > 0 and layers > 1:
-                arrival = Arrival(self._layer(rate), None, True)
+                arrival = UnitFactors(self._layer(rate), None, True)
                 for site in (tag.site for tag in tagged):
                     if "weight_ih_l" in site and "weight_ih_l0" not in site:
                         self.uses[site][-1].add(arrival)
@@ -199,7 +200,7 @@ def rates_of_layers(reader: LayerReader, layout: Layout, model: Any) -> dict[str
         )
     rates: dict[str, float] = {}
     notes, shared = [], []
-    fed: dict[Layer, list[str]] = {layer: [] for layer in reader.layers}
+    fed: dict[DropoutCall, list[str]] = {layer: [] for layer in reader.layers}
     for site, latent in layout.latents.items():
         uses = [{a for a in use if not a.layer.obstacle} for use in reader.uses.get(site, ())]
         arrivals = set().union(*uses)

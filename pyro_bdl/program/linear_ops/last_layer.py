@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pyro_bdl.program.linear_ops.recognize import FUNCTIONS, AffineOp, recognize
-from pyro_bdl.program.linear_ops.tracker import Tag, Tracker, tells_numbers
+from pyro_bdl.program.linear_ops.tracker import Tag, Tracker, returns_values
 from pyro_bdl.utils.autograd import is_transformed, reaches
 from pyro_bdl.utils.trees import tree_leaves, tree_map
 
@@ -205,7 +205,7 @@ class LastLayer(Tracker):
             return result
         name = func.__name__
         is_pattern = name in _LIKE and bool(args) and self.tag(args[0]) is None
-        if is_pattern or not tells_numbers(func, result):
+        if is_pattern or not returns_values(func, result):
             return result
         in_place = name.endswith("_") and not name.endswith("__")
         if in_place or name in _IN_PLACE or "out" in kwargs or not _tensors(result):
@@ -386,7 +386,7 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if tells_numbers(func, result):
+        if returns_values(func, result):
             self.called.append(func)
         return result
 

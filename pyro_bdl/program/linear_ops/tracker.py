@@ -62,10 +62,10 @@ VIEWS = CASTS | {
 _VIEW_PROPERTIES = {torch.Tensor.T, torch.Tensor.mT}
 
 
-def are_followed(tensors: tuple[Tensor, ...]) -> bool:
+def are_tracked(tensors: tuple[Tensor, ...]) -> bool:
     """Return whether a ``Tracker`` follows one of the tensors: ``vmap`` would hide them from it."""
     if has_torch_function(tensors):
-        return handle_torch_function(are_followed, tensors, tensors)
+        return handle_torch_function(are_tracked, tensors, tensors)
     return False
 
 
@@ -95,7 +95,7 @@ class Tracker(TorchFunctionMode):
         """Return the result of an operation on tagged tensors that is not a view."""
         raise NotImplementedError
 
-    def look_into(self, func: Any, args: tuple, kwargs: dict, body: Callable[[], Any]) -> Any:
+    def trace_body(self, func: Any, args: tuple, kwargs: dict, body: Callable[[], Any]) -> Any:
         """Return the result of a function that ``decompose`` has converted to ``body``."""
         with self:
             return body()
@@ -107,11 +107,11 @@ class Tracker(TorchFunctionMode):
         tagged = self._tagged(args) + self._tagged(kwargs.values()) if self.tags else None
         if not tagged:
             return func(*args, **kwargs)
-        if func is are_followed:
+        if func is are_tracked:
             return True
         body = decompose(func, args, kwargs, self.is_latent)
         if body is not None:
-            return self.look_into(func, args, kwargs, body)
+            return self.trace_body(func, args, kwargs, body)
         if self._is_view(func, args, tagged):
             return self._follow(func, args, kwargs)
         return self.operate(func, args, kwargs, tagged)
@@ -167,7 +167,7 @@ _NUMBERS = {
 }  # fmt: skip
 
 
-def tells_numbers(func: Any, result: Any) -> bool:
+def returns_values(func: Any, result: Any) -> bool:
     """Return whether a result depends on the values of a tensor, not only on its shape."""
     name = getattr(func, "__name__", "")
     if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):

@@ -276,6 +276,14 @@ class PackedSequence(nn.Module):
             [r"Dropout1d.* is left out, since its channels are no units of the next weight"],
         ),
         (
+            nn.Sequential(nn.Conv1d(1, 2, 3), nn.Dropout1d(0.2), nn.Flatten(0, 1), nn.Linear(4, 2),
+                          nn.Unflatten(0, (-1, 2)), nn.Flatten(), nn.Dropout(0.1),
+                          nn.Linear(4, 1)),
+            (3, 1, 6),
+            {"7.weight": 0.1},
+            [r"Dropout1d.* is left out, since its channels are no units of the next weight"],
+        ),
+        (
             Heads(),
             (3, 2),
             {"left.weight": 0.2, "right.weight": 0.2},
@@ -302,7 +310,7 @@ class PackedSequence(nn.Module):
     ],
     ids=[
         "skip", "sequence", "pixels", "twice", "alpha", "two kinds",
-        "channels", "heads", "LSTM cell", "GRU cell", "packed",
+        "channels", "rows", "heads", "LSTM cell", "GRU cell", "packed",
     ],
 )  # fmt: skip
 def test_what_weights_cannot_say_is_told(net, x, rates, said):

@@ -1,6 +1,6 @@
 """The posterior precision of Kronecker-factored curvature: independent blocks and their algebra."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,10 +38,6 @@ class KroneckerBlock:
     inputs: Tensor | None
     values: Tensor
     rest: Tensor
-
-    @property
-    def complete(self) -> bool:
-        return self.values.shape == self.shape
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "KroneckerBlock":
         """The same function of the matrix, such as its inverse."""
@@ -126,7 +122,7 @@ class KroneckerBlock:
         """The diagonal (groups * out * in,)."""
         squares = self._squares()
         result = squares.back(self.values)
-        if not self.complete:
+        if self.values.shape != self.shape:
             inside = squares.back(torch.ones_like(self.values))
             result = result + (1.0 - inside).clamp(min=0.0) * self.rest
         return result.flatten()
@@ -155,9 +151,9 @@ class KroneckerBlock:
         return self.mapped(torch.log).trace()
 
     def quadratic(self, x: Tensor) -> Tensor:
-        found = self.coordinates(x.unflatten(-1, self.shape))
-        pairs = zip(found, self.parts(), strict=True)
-        return _total((part.square() * v).sum((-3, -2, -1)) for part, (_, v) in pairs)
+        inside = self.into(x.unflatten(-1, self.shape)).square()
+        above = (inside * (self.values - self.rest)).sum((-3, -2, -1))
+        return above + self.rest * x.square().sum(-1)
 
     def solve(self, x: Tensor) -> Tensor:
         return self.mapped(torch.reciprocal).times(x)
@@ -210,17 +206,13 @@ class WeightDraws:
         if isinstance(block, DenseBlock):
             return block.apply(self.vectors())
         pairs = zip(self.block.split(block), self.noise, strict=True)
-        return _total(part.apply(noise) for part, noise in pairs)
+        first, *others = (part.apply(noise) for part, noise in pairs)
+        return sum(others, first)
 
 
 def times(x: Tensor, basis: Tensor) -> Tensor:
     """Vectors x (..., groups, m) times a basis (groups, m, r) of their own group."""
     return torch.einsum("...gi,gij->...gj", x, basis)
-
-
-def _total(terms: Iterable[Tensor]) -> Tensor:
-    first, *others = terms
-    return sum(others, first)
 
 
 class KroneckerPrecision(Precision):
