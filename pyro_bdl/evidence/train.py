@@ -16,6 +16,7 @@ from pyro_bdl.evidence.shared_scales import warn_of_shared_scales
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.training.descent import data_for
 from pyro_bdl.training.svi import train
 
 
@@ -60,25 +61,25 @@ def train_by_evidence(
     :returns: the posterior, and whether Ctrl-C ended the training early.
     :raises MemoryError: if the guide's structure does not fit in memory.
     """
-    guide.prototype(*args)
+    data = data_for(model, guide, args)
     reading = read_at_center(model, guide)
     tuned = followed(reading)
     partial = guide.subset is not None
     if not partial:  # raise errors before training, not after it
         subset = Subset(guide.require_layout())
-        warn_of_shared_scales(guide, subset, reading, (args, {}), stacklevel=2)
+        warn_of_shared_scales(guide, subset, reading, data.first(), stacklevel=2)
         check_memory(guide.config, guide.require_layout().size, guide.location())
     leaves = {id(parameter.leaf) for parameter in tuned.values()}
     own = model.parameters() if isinstance(model, nn.Module) else ()
     trained = [p for p in (*guide.parameters(), *own) if id(p) not in leaves]
     rounds = rounds if tuned and not partial else 1
     later = max(1, steps // 2) if between is None else between
-    bars, data = None if progress else False, [args]
+    bars = None if progress else False
     for number in range(rounds):
         taken = later if number else steps
         optimizer = torch.optim.Adam(trained, lr=learning_rate)
         run = train(
-            model, guide, *args, elbo=CompiledELBO(),
+            model, guide, data, elbo=CompiledELBO(),
             steps=taken, optimizer=optimizer, batch_size=batch_size, progress=progress,
             backend=backend,
         )  # fmt: skip

@@ -19,13 +19,13 @@ from pyro_bdl.guides.family import Family
 from pyro_bdl.guides.saved import SavedGuide, sites_of
 from pyro_bdl.guides.statements import sample_all
 from pyro_bdl.init import init_to_network, start_at
-from pyro_bdl.program.batches import Batch
+from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.layout import Latent, Layout
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.saved import few_rows
 from pyro_bdl.program.trace import distribution_of_targets, is_marked_imputed, is_recording
-from pyro_bdl.utils.module_state import Modules, outside_inference_mode
+from pyro_bdl.utils.module_state import Modules, device_of, outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.trees import tree_map_only
 
@@ -77,6 +77,12 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
                 "guide.save(path) and bdl.load_posterior(path, model)"
             )
         return self._program_model[0]
+
+    def batches(self, data: Any = None) -> Batches:
+        """Data on the device of the guide and its program, see ``Batches``; None for a program
+        without arguments."""
+        device = device_of(self, *(self._program_model or ()))
+        return Batches([()] if data is None else data).to(device)
 
     # Structure
 

@@ -16,7 +16,6 @@ from pyro_bdl.guides.statements import point, sample_sites, vectors_in_plates
 from pyro_bdl.guides.summaries import empirical_quantiles
 from pyro_bdl.init import init_afresh, reset_of, start_at
 from pyro_bdl.program.batch_norm import layers_called
-from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.network_sites import OWNER_KEY
 from pyro_bdl.program.program import Program, trace_once
@@ -255,7 +254,7 @@ class AutoEnsemble(Guide):
         :param progress: show a bar over batches; by default in terminals and notebooks.
         :param options: arguments of ``AutoLaplaceGGN``, such as ``structure``.
         """
-        batches = Batches([()] if data is None else data)
+        batches = self.batches(data)
         args, kwargs = batches.first()
         self.prototype(*args, **kwargs)
         guides = self.as_guides(AutoLaplaceGGN, **options)

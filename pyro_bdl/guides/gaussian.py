@@ -167,7 +167,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
                 "the noise has changed since the curvature was computed, so that the curvature of "
                 "more data cannot be added: call laplace_approximation with all data"
             )
-        self._add(Batches(data), self.curvature, progress)
+        self._add(self.batches(data), self.curvature, progress)
         self.refresh()
         if self.mode == "steps":
             find_mode(self, progress=progress)
@@ -188,7 +188,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
         """
         width, self._precision, self.width = self.width, None, torch.ones_like(self.width)
         try:
-            self.held_out = search(self.at_whole_data(), self.precision, Batches(held_out))
+            self.held_out = search(self.at_whole_data(), self.precision, self.batches(held_out))
             width = torch.full_like(width, self.held_out.factor)
         finally:
             self._precision, self.width = None, width

@@ -122,9 +122,9 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         """
         subset = changes.pop("subset", self.subset)
         config = replace(self.config, **changes)
-        batches = Batches([()] if data is None else data)
+        batches = self.batches(data)
         if held_out is not None:  # before the fit, which they come after
-            held_out = Batches(held_out)
+            held_out = self.batches(held_out)
             check_held_out(self.program_model, held_out)
         batches.together(lambda: self._begin(*batches.first()))
         with as_written(self.program_modules):

@@ -79,7 +79,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
         :raises MemoryError: if a matrix over so many weights does not fit in memory.
         :raises ValueError: for a size out of range, or a selector that chooses nothing.
         """
-        batches = Batches(data)
+        batches = self.batches(data)
         args, kwargs = batches.first()
         self.prototype(*args, **kwargs)
         select = _selector(self.select if select is None else select)
@@ -106,7 +106,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
         :param data: as in ``AutoLaplaceGGN.laplace_approximation``, which takes the options too.
         :raises MemoryError: if the matrix does not fit; raised before any work.
         """
-        batches = Batches([()] if data is None else data)
+        batches = self.batches(data)
         chosen = self.choose(batches, select=select, size=size)
         return super().laplace_approximation(batches, subset=chosen, **options)
 

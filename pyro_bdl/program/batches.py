@@ -4,14 +4,19 @@ The tensors among a program's arguments are data, with a row for each datum alon
 what is not, such as class weights or inducing points, the program holds itself.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_bdl.errors import warn
 from pyro_bdl.utils.collectives import Ranks
-from pyro_bdl.utils.trees import tree_leaves, tree_map
+from pyro_bdl.utils.random_state import set_torch_states, torch_states
+from pyro_bdl.utils.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Batch = tuple[tuple, dict[str, Any]]
 # what programs raise that cannot run on fewer rows than they were written for
@@ -22,34 +27,64 @@ _FORMS = "pass one batch as a tuple (x, y), and several as a list [(x, y), ...]"
 class Batches:
     """The arguments of a program in batches, which can be iterated over several times.
 
-    :param data: one batch: a tuple ``(x, y)`` of arguments, which may be dicts or tuples
-        themselves, a dict of keyword arguments, or one tensor; or an iterable of batches (a list, a
-        ``DataLoader``). An iterator is read once and stored.
+    Data are one batch: a tuple ``(x, y)`` of arguments, which may be dicts or tuples themselves, a
+    dict of keyword arguments, or one tensor. Or they are many batches that are read when they are
+    needed: a list, a ``DataLoader``, any other iterable, or a function that makes an iterator for
+    each pass.
+
+    :param data: of one of these kinds.
     :raises ValueError: if there is no batch; for a tuple of tuples or a list of tensors, which
         could be either.
+    :raises TypeError: for an iterator, which can be read once.
     """
 
     ranks: Ranks | None = None  # processes with the other data, see distributed.Shard
+    device: torch.device | None = None  # that batches are moved to
 
     def __init__(self, data: Any) -> None:
         self.source: Iterable[Any]
+        self._first: Batch | None = None
         if isinstance(data, Batches):
-            self.source, self.ranks = data.source, data.ranks
+            self.source, self.ranks, self.device = data.source, data.ranks, data.device
+            self._first = data._first
         elif isinstance(data, Tensor | Mapping) or (isinstance(data, tuple) and data):
             self.source = [data]
             if isinstance(data, tuple) and all(map(_holds_tensors, data)):
                 raise ValueError(f"data is a tuple of tuples: {_FORMS}")
         elif isinstance(data, Iterator):
-            self.source = list(data)
+            raise TypeError(
+                f"data is an iterator ({type(data).__name__}), which ends after one pass: pass "
+                "what it is made of, such as the list or the DataLoader, or a function that makes "
+                "a new one for each pass"
+            )
         elif isinstance(data, Iterable) and _package(data) not in ("numpy", "pandas"):
             self.source = data
             if isinstance(data, list) and any(isinstance(part, Tensor) for part in data):
                 raise ValueError(f"data is a list of tensors: {_FORMS}")
+        elif callable(data):
+            self.source = _Made(data)
         else:
             raise TypeError(
                 "data must be the program's arguments, such as (x, y), or an iterable of such "
                 f"batches, of tensors, got {type(data).__name__}"
             )
+
+    @classmethod
+    def of(cls, args: tuple, device: torch.device | None = None) -> "Batches":
+        """The data of a call that takes a program's arguments, ``x, y``, or in their place one
+        thing that holds them: a tuple ``(x, y)``, a loader, or another kind of ``Batches``.
+
+        :param device: that batches are moved to; None to leave them where they are.
+        """
+        batches = cls(args[0]) if len(args) == 1 and _holds_batches(args[0]) else cls([args])
+        return batches.to(device)
+
+    def to(self, device: torch.device | None) -> "Batches":
+        """The same data, whose batches are moved to a device where they are read."""
+        moved = Batches(self)
+        if device is not None and device != self.device:
+            moved.device, moved._first = device, None
+        return moved
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over all batches.
@@ -68,7 +103,12 @@ class Batches:
         empty = True
         for batch in self.source:
             empty = False
-            yield _arguments(batch)
+            yield moved_to(self.device, _arguments(batch))
+        if empty and self._first is not None:
+            raise ValueError(
+                "data held batches in the first pass and none in a later one: pass something that "
+                "starts anew each time it is iterated over, or a function that makes it"
+            )
         if empty:
             raise ValueError(
                 "data holds no batch: pass (x, y) or an iterable of such batches; [()] for a "
@@ -76,7 +116,59 @@ class Batches:
             )
 
     def first(self) -> Batch:
-        return next(self.part())
+        """The first batch, read once."""
+        if self._first is None:
+            self._first = next(self.part())
+        return self._first
+
+    @property
+    def whole(self) -> tuple | None:
+        """The arguments with all data, in memory; None where these come in batches or by name."""
+        if not isinstance(self.source, list) or len(self.source) != 1:
+            return None
+        args, kwargs = self.first()
+        return None if kwargs else args
+
+    @property
+    def is_single(self) -> bool:
+        """True if one batch holds all data."""
+        if isinstance(self.source, Sized):
+            with suppress(TypeError):  # a loader over an iterable that has no length
+                return len(self.source) == 1
+        return len(list(itertools.islice(self.part(), 2))) == 1
+
+    @property
+    def num_data(self) -> int | None:
+        """The number of all data as far as it is declared: the rows of ``whole``, or the length of
+        a loader's sampler or data set."""
+        if self.whole is not None:
+            return leading_size(self.whole)
+        for name in ("sampler", "dataset"):
+            with suppress(TypeError):
+                return len(getattr(self.source, name, None))  # type: ignore[arg-type]
+        return None
+
+    def parts(self, size: int) -> Iterator[Batch]:
+        """All data in their order, each once: parts of at most so many rows of what is in memory,
+        or else the batches as they come."""
+        whole = self.whole
+        if whole is None or leading_size(whole) <= size:
+            yield from self
+            return
+        for rows in torch.arange(leading_size(whole), device=device_of_rows(whole)).split(size):
+            yield taken((whole, {}), rows)
+
+    def joined(self) -> Batch:
+        """All batches as one, in memory.
+
+        :raises ValueError: for batches of different structure.
+        """
+        flat = [tree_flatten(batch) for batch in self]
+        leaves, structures = zip(*flat, strict=True)
+        if any(structure != structures[0] for structure in structures):
+            raise ValueError("the batches of data are of different structure: pass like ones")
+        columns = zip(*leaves, strict=True)
+        return tree_unflatten([_stacked(column) for column in columns], structures[0])
 
     def check_same(self, name: str, value: Tensor) -> None:
         """Check that all processes with a part of the data have the same value.
@@ -95,6 +187,121 @@ class Batches:
         """Turn sums over this process's part of the data into sums over all data, in place."""
         if self.ranks is not None:
             self.ranks.add_up(tensors)
+
+
+class Stream:
+    """Batch after batch without end, pass after pass, which can go on from a stored place.
+
+    The place is the random state before the pass and the number of its batches that were taken, so
+    that a pass is made again up to there. It is a part for ``Checkpoint``.
+
+    :param one_pass: makes the batches of a pass; it may draw random numbers of torch.
+    :param stated: the number of all data that the program states, with which that of the first
+        pass is compared; None for no comparison.
+    """
+
+    def __init__(
+        self, one_pass: Callable[[], Iterator[Batch]], *, stated: int | None = None
+    ) -> None:
+        self._one_pass, self.stated = one_pass, stated
+        self.taken = self.passes = self._rows = 0
+        self._before: Mapping[str, Tensor] = {}
+        self._pass: Iterator[Batch] = iter(())
+
+    def next(self) -> Batch:
+        """The next batch."""
+        batch = next(self._pass, None)
+        if batch is None:
+            self._compare()
+            self._begin(torch_states())
+            self.passes += 1
+            batch = next(self._pass)
+            self._size = leading_size(batch)
+        self.taken += 1
+        self._rows += leading_size(batch)
+        return batch
+
+    def _begin(self, before: Mapping[str, Tensor]) -> None:
+        self._pass, self._before, self.taken, self._rows = self._one_pass(), before, 0, 0
+
+    def _compare(self) -> None:
+        """Warn if the first pass held another number of data than the program states.
+
+        A pass may only leave out a last batch that is not full.
+        """
+        stated, rows = self.stated, self._rows
+        if stated is not None and self.passes == 1 and not stated - self._size < rows <= stated:
+            warn(
+                f"the program states {stated} data, but a pass over the batches holds {rows}: "
+                f"the likelihood is scaled to {stated} data; give the program the number of all "
+                "data as its num_data",
+                "number-of-data",
+                stacklevel=2,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place: the pass, the batches taken in it, and the random state before it."""
+        return {"passes": self.passes, "taken": self.taken, "before": self._before}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a place; torch's generators are left as they are there, within that pass."""
+        if not state["passes"]:
+            return
+        set_torch_states(state["before"])
+        self._begin(state["before"])
+        self.passes = state["passes"]
+        for _ in range(state["taken"]):
+            batch = next(self._pass)
+            self._size = self._size if self.taken else leading_size(batch)
+            self.taken += 1
+            self._rows += leading_size(batch)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """An iterable that a function makes anew for each pass."""
+
+    make: Callable[[], Iterable[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.make())
+
+
+def moved_to(device: torch.device | None, batch: Batch) -> Batch:
+    """A batch with its tensors on a device; as it is for None."""
+    if device is None:
+        return batch
+    return tree_map(lambda leaf: _moved(leaf, device), batch)
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.device == device:
+        return leaf
+    return leaf.to(device, non_blocking=leaf.device.type == "cpu" and leaf.is_pinned())
+
+
+def _stacked(parts: tuple[Any, ...]) -> Any:
+    """The rows of a tensor in all batches; of what has no rows that of the first batch."""
+    first = parts[0]
+    return torch.cat(parts) if isinstance(first, Tensor) and first.dim() else first
+
+
+def _holds_batches(value: Any) -> bool:
+    """Return whether one argument is no argument of the program, but data that hold them."""
+    if isinstance(value, Batches | tuple):
+        return True
+    if isinstance(value, Tensor | Mapping | str) or _package(value) in ("numpy", "pandas"):
+        return False
+    if isinstance(value, list):
+        return not _is_numbers(value)
+    return isinstance(value, Iterable) or callable(value)
+
+
+def _is_numbers(value: Any) -> bool:
+    """Return whether a list is one of numbers, however deep."""
+    return isinstance(value, list) and all(
+        isinstance(part, int | float) or _is_numbers(part) for part in value
+    )
 
 
 def _holds_tensors(part: Any) -> bool:

@@ -81,31 +81,34 @@ def _kl_of_latents(elbo: Any, model: Callable, guide: Guide, args: tuple, kwargs
     return total
 
 
-def warn_of_collapse(model: Callable, guide: Guide, elbo: Any, args: tuple, size: int) -> None:
+def warn_of_collapse(
+    model: Callable, guide: Guide, elbo: Any, batch: Batch, size: int, *, total: int
+) -> None:
     """Warn if a mean-field guide of more numbers than data, trained at temperature 1, has collapsed
     to the prior.
 
     :param elbo: the bound after its last step.
-    :param args: the program's arguments with all rows.
+    :param batch: the program's arguments with all rows, or with those of one step.
     :param size: the rows of a step, so that the program is run on no other number of them.
+    :param total: the number of all data.
     """
     bayesian = isinstance(elbo, TemperedTrace_ELBO) and elbo.temperature == 1.0
     if not bayesian or elbo.kl is None or not isinstance(guide, AutoMeanField):
         return
-    rows = leading_size(args)
+    rows = leading_size(batch)
     latents = guide.require_layout().latents.values()
     shared = sum(latent.unconstrained_shape.numel() for latent in latents if not latent.plates)
-    if not rows < shared:
+    if not total < shared:
         return
-    batches = [args]
+    batches = [batch]
     if size < rows:
         count = max(1, min(rows, _ROWS) // size)
-        spread = torch.arange(count * size, device=device_of_rows(args)) * rows // (count * size)
-        batches = [tuple(taken(value, part) for value in args) for part in spread.split(size)]
-    kl = _kl_of_latents(elbo, model, guide, batches[0], {})
-    if not float(kl) < _KL * rows:
+        spread = torch.arange(count * size, device=device_of_rows(batch)) * rows // (count * size)
+        batches = [taken(batch, part) for part in spread.split(size)]
+    kl = _kl_of_latents(elbo, model, guide, *batches[0])
+    if not float(kl) < _KL * total:
         return
-    measured = _measured(model, guide, [(batch, {}) for batch in batches], kl, rows)
+    measured = _measured(model, guide, batches, kl, total)
     if measured.complete:
         warn(
             f"the guide has collapsed to the prior, or the inputs say nothing of the targets: KL(q "
@@ -199,14 +202,14 @@ def _seen(site: Site) -> Tensor:
 
 
 def warn_of_joint_scales(
-    model: Callable, guide: Guide, trained: Sequence[Tensor], args: tuple
+    model: Callable, guide: Guide, trained: Sequence[Tensor], batch: Batch
 ) -> None:
     """Warn if weights at a point and the scales of their prior are to be trained together.
 
     log p(w | s) grows without bound as w and s go to 0 together, so that there is no maximum.
 
     :param trained: what the optimizer changes.
-    :param args: the program's arguments with all rows.
+    :param batch: the program's arguments, of which the first rows will do.
     """
     if guide.has_density or not isinstance(model, nn.Module):
         return
@@ -214,13 +217,12 @@ def warn_of_joint_scales(
     own = [p for p in trained if id(p) in names]
     if not own:
         return
-    rows = leading_size(args)
-    some = torch.arange(min(rows, _ROWS), device=device_of_rows(args))
-    part = tuple(taken(value, some) for value in args)
+    some = torch.arange(min(leading_size(batch), _ROWS), device=device_of_rows(batch))
+    args, kwargs = taken(batch, some)
     with preserved_buffers(guide.program_modules), own_randomness(), torch.enable_grad():
         vector = guide.sample_vectors(1)[0].detach()
         latents = guide.require_layout().constrain(vector)[0]
-        run = record(model, latents, part, {}, draw=sum_out_discrete)
+        run = record(model, latents, args, kwargs, draw=sum_out_discrete)
     priors = [site.log_prob().sum() for site in run.latents.values()]
     scales = [names[id(p)] for p in own if any(reaches(prior, [p]) for prior in priors)]
     if scales:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,26 @@ from pyro_bdl.curvature.fisher import check_scales, num_data
 from pyro_bdl.elbo.checks import check_data, step_of
 from pyro_bdl.elbo.draw import values_of
 from pyro_bdl.errors import ArgumentError, FailedStepError, warn
+from pyro_bdl.guides.base import Guide
 from pyro_bdl.optim.base import move
 from pyro_bdl.program.batch_norm import keeps_statistics
-from pyro_bdl.program.batches import device_of_rows, leading_size, taken
-from pyro_bdl.program.check import TENSORS_NEEDED, WholeData, kind_of, named_arguments
-from pyro_bdl.program.trace import Site, record, sum_out_discrete
-from pyro_bdl.utils.module_state import Modules, evaluation_mode
+from pyro_bdl.program.batches import (
+    Batch,
+    Batches,
+    Stream,
+    device_of_rows,
+    leading_size,
+    taken,
+)
+from pyro_bdl.program.check import (
+    TENSORS_NEEDED,
+    WholeData,
+    check_finite,
+    kind_of,
+    named_arguments,
+)
+from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
+from pyro_bdl.utils.module_state import Modules, device_of, evaluation_mode
 from pyro_bdl.utils.one_thread import Hidden
 from pyro_bdl.utils.progress import hidden
 from pyro_bdl.utils.random_state import own_randomness
@@ -34,7 +48,7 @@ class Training:
     """The record of a training run.
 
     :param losses: ``(steps,)``, the negative ELBO of each step taken, in nats.
-    :param batch_size: rows in each step.
+    :param batch_size: rows in each step; of the batches of an iterable those of the first.
     :param interrupted: whether Ctrl-C ended it early.
     :param held_out: the mean log likelihood of the rows held back, in nats, (checks, members); one
         member of a guide that is no ensemble. None without ``held_out``.
@@ -124,6 +138,8 @@ class Descent:
     :param objective: a bound at a program and its guide, ``elbo(model, guide)``.
     :param args: the program's arguments with all rows.
     :param size: rows in each step.
+    :param stream: batches to take the steps on, in the place of rows of ``args``. Each is checked
+        in the first pass.
     :param scale: a factor of the bound in the loss.
     :param on_nonfinite: "raise" an error, or "skip" the optimizer's step with a warning.
     :raises ValueError: for another policy.
@@ -138,6 +154,7 @@ class Descent:
         args: tuple,
         size: int,
         *,
+        stream: Stream | None = None,
         scale: float = 1.0,
         on_nonfinite: str = "raise",
     ) -> None:
@@ -147,6 +164,7 @@ class Descent:
         self.args, self.policy = args, on_nonfinite
         rows = max(1, leading_size(args))  # a program without arguments holds its data itself
         self.batches = Minibatches(rows, max(1, size), device=device_of_rows(args))
+        self.stream = stream
         self.losses: list[Tensor] = []
         self.skipped: list[int] = []
 
@@ -190,11 +208,10 @@ class Descent:
         :raises FailedStepError: for a loss or gradient that is not finite, if the policy is
             "raise", at the tenth such step in a row, or if running statistics are not finite.
         """
-        rows = self.batches.next()
-        args = self._rows_of(rows)
+        rows, (args, kwargs) = self._next()
         bound = self.objective
         with torch.enable_grad():
-            step = step_of(bound.elbo, bound.model, bound.guide, args, {})
+            step = step_of(bound.elbo, bound.model, bound.guide, args, kwargs)
         self.optimizer.zero_grad()
         step.backward(self.scale)
         loss = step.value.detach() * self.scale
@@ -203,12 +220,23 @@ class Descent:
             self.losses.append(loss)
             return
         self.optimizer.zero_grad()
-        self.fail(number, loss, rows)
+        self._skip(number, f"step {number}{_words(rows)}: {self._reason(loss, args, kwargs)}")
 
     def fail(self, number: int, loss: Tensor, rows: Tensor | None) -> None:
         """Skip a step whose loss or gradient is not finite, or raise an error, as ``step`` says."""
-        words = "" if rows is None else f", rows {listed(rows.tolist())}"
-        self._skip(number, f"step {number}{words}: {self._reason(loss, self._rows_of(rows))}")
+        reason = self._reason(loss, self._rows_of(rows), {})
+        self._skip(number, f"step {number}{_words(rows)}: {reason}")
+
+    def _next(self) -> tuple[Tensor | None, Batch]:
+        """The next batch, with the numbers of its rows where it is a part of those in memory."""
+        if self.stream is None:
+            rows = self.batches.next()
+            return rows, (self._rows_of(rows), {})
+        batch = self.stream.next()
+        if self.stream.passes == 1:
+            with own_randomness():
+                check_data(self.objective.model, self.objective.guide, *batch)
+        return None, batch
 
     def _rows_of(self, rows: Tensor | None) -> tuple:
         return self.args if rows is None else tuple(taken(value, rows) for value in self.args)
@@ -222,11 +250,11 @@ class Descent:
         ]
         return torch.nn.utils.get_total_norm(gradients, norm_type=torch.inf).to(loss)
 
-    def _reason(self, loss: Tensor, args: tuple) -> str:
+    def _reason(self, loss: Tensor, args: tuple, kwargs: dict[str, Any]) -> str:
         if loss.isfinite():
             return "the gradient is not finite (torch.autograd.set_detect_anomaly finds where)"
         try:
-            check_data(self.objective.model, self.objective.guide, args, {})
+            check_data(self.objective.model, self.objective.guide, args, kwargs)
         except ValueError as error:
             return f"the loss is {loss.item()}, since {error}"
         return f"the loss is {loss.item()}"
@@ -249,11 +277,11 @@ class Descent:
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, the losses and the skipped steps."""
         state = {"losses": self.stacked_losses(), "skipped": self.skipped}
-        return {**self.batches.state_dict(), **state}
+        return {**(self.stream or self.batches).state_dict(), **state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken."""
-        self.batches.load_state_dict(state)
+        (self.stream or self.batches).load_state_dict(state)
         self.losses, self.skipped = list(state["losses"]), list(state["skipped"])
 
     def stacked_losses(self) -> Tensor:
@@ -261,15 +289,84 @@ class Descent:
         return torch.stack(self.losses) if self.losses else torch.empty(0, device="cpu")
 
 
-def num_rows(model: Callable, args: tuple) -> int:
-    """The number of rows of a program's arguments: tensors, or dicts of tensors.
+def _words(rows: Tensor | None) -> str:
+    return "" if rows is None else f", rows {listed(rows.tolist())}"
+
+
+class Rows(NamedTuple):
+    """What steps are taken on: rows of data in memory, or the batches of an iterable.
+
+    :param total: N, the number of all data.
+    :param size: rows in each step.
+    :param first: the program's arguments with all rows, or with the first batch.
+    :param stream: the batches of an iterable; None for rows in memory.
+    """
+
+    total: int
+    size: int
+    first: Batch
+    stream: Stream | None = None
+
+
+def data_for(model: Callable, guide: Guide, args: tuple) -> Batches:
+    """The data of a training, given as its arguments, on the device of guide and program.
+
+    The first batch is checked, and the guide gets its parameters.
+
+    :raises ArgumentError: for data that are not tensors.
+    :raises ValueError: for data that are not finite.
+    """
+    data = Batches.of(args, device_of(guide, model))
+    check_tensors(model, *data.first())
+    check_finite(model, *data.first())
+    first, kwargs = data.first()
+    guide.prototype(*first, **kwargs)
+    return data
+
+
+def rows_of(
+    model: Callable, guide: Callable, data: Batches, size: int | None, total: int | None = None
+) -> Rows:
+    """Read what steps are to be taken on, and check that a program takes it as part of all data.
+
+    :param size: rows in each step that the user wants; None for the default.
+    :param total: the number of all data, where some are held back.
+    :raises ArgumentError: for ``size`` with an iterable.
+    :raises ValueError: if the program states no number of data that fits.
+    """
+    args, kwargs = data.first()
+    check_tensors(model, args, kwargs)
+    rows = leading_size((args, kwargs))
+    if data.whole is not None:
+        per_step = rows_per_step(model, guide, args, size, rows if total is None else total)
+        return Rows(rows, per_step, (args, {}))
+    if size is not None:
+        raise ArgumentError(
+            f"batch_size={size} is for rows of tensors (x, y), and the data are an iterable, whose "
+            "batches have their own size: make them of that many rows"
+        )
+    stated = rows
+    if not data.is_single:
+        known = data.num_data
+        stated = _stated_by(model, guide, (args, kwargs), rows, known)
+        if known not in (None, stated):
+            warn(
+                f"the program states {stated} data, and the data set holds {known}: the likelihood "
+                f"is scaled to {stated}",
+                "number-of-data",
+                stacklevel=4,
+            )
+    return Rows(stated, rows, (args, kwargs), Stream(data.part, stated=stated))
+
+
+def check_tensors(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Check that a program's arguments are tensors, or nested structures of them.
 
     :raises ArgumentError: for an argument of another kind.
     """
-    for name, value in named_arguments(model, args, {}).items():
+    for name, value in named_arguments(model, args, kwargs).items():
         if not isinstance(value, Tensor):
             raise ArgumentError(f"{name} is a {kind_of(value)}: {TENSORS_NEEDED}")
-    return leading_size(args)
 
 
 def rows_per_step(
@@ -306,8 +403,7 @@ def _check_batches(model: Callable, guide: Callable, args: tuple, size: int, tot
     some = tuple(taken(value, slice(size)) for value in args)
     with Hidden(), own_randomness(), evaluation_mode(model, guide):
         try:
-            values = values_of(record(guide, {}, some))
-            run = record(model, values, some, draw=sum_out_discrete)
+            run = _run_at_draw(model, guide, (some, {}))
         except Exception as error:
             _explain_plate(model, args, size)
             text = (str(error).strip().splitlines() or [""])[0]
@@ -319,6 +415,19 @@ def _check_batches(model: Callable, guide: Callable, args: tuple, size: int, tot
     stated_data(run.observed, size, total)
 
 
+@torch.no_grad()
+def _stated_by(model: Callable, guide: Callable, batch: Batch, size: int, known: int | None) -> int:
+    """N, the number of data that a program states in a run on the first batch of an iterable."""
+    with Hidden(), own_randomness(), evaluation_mode(model, guide):
+        run = _run_at_draw(model, guide, batch)
+    return stated_data(run.observed, size, known, exact=False)
+
+
+def _run_at_draw(model: Callable, guide: Callable, batch: Batch) -> Run:
+    values = values_of(record(guide, {}, *batch))
+    return record(model, values, *batch, draw=sum_out_discrete)
+
+
 def _explain_plate(model: Callable, args: tuple, size: int) -> None:
     """Refuse a program whose plate picks rows of the arguments itself."""
     program = model.forward if isinstance(model, nn.Module) else model
@@ -327,7 +436,9 @@ def _explain_plate(model: Callable, args: tuple, size: int) -> None:
         program(*args)
 
 
-def stated_data(sites: Mapping[str, Site], size: int, total: int | None) -> int:
+def stated_data(
+    sites: Mapping[str, Site], size: int, total: int | None, *, exact: bool = True
+) -> int:
     """N, the number of data that a program states by its plates' sizes, in a run on a minibatch.
 
     A ready-made program's plate has the size ``num_data``.
@@ -335,6 +446,7 @@ def stated_data(sites: Mapping[str, Site], size: int, total: int | None) -> int:
     :param sites: the observed sites of the run.
     :param size: the rows of the minibatch.
     :param total: the number of all data, where it is known.
+    :param exact: whether it has to be the one that the program states.
     :raises ValueError: if the program states no number, or not that of all data, or of one site
         only.
     """
@@ -349,7 +461,7 @@ def stated_data(sites: Mapping[str, Site], size: int, total: int | None) -> int:
             f"num_data={number}"
         )
     check_scales(sites)
-    if total is not None and rows == size and stated != total:
+    if exact and total is not None and rows == size and stated != total:
         raise ValueError(
             f"the program states {stated} data, but data holds {total}: give its plate that size, "
             f"or a ready-made program num_data={total}"

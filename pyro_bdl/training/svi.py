@@ -11,17 +11,16 @@ from torch import Tensor, nn
 
 from pyro_bdl.elbo.checks import check_data, require_gradients
 from pyro_bdl.elbo.tempered import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
-from pyro_bdl.errors import MissingOperatorError, UnsupportedProgramError, warn
+from pyro_bdl.errors import ArgumentError, MissingOperatorError, UnsupportedProgramError, warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import DRAWS_AT_ONCE
-from pyro_bdl.program.batches import device_of_rows, leading_size, taken
-from pyro_bdl.program.check import check_finite
+from pyro_bdl.program.batches import Batch, Batches, device_of_rows, leading_size
 from pyro_bdl.program.program import Program
 from pyro_bdl.training.checkpoint import Checkpoint
 from pyro_bdl.training.collapse import warn_of_collapse, warn_of_joint_scales
-from pyro_bdl.training.descent import Descent, Training, num_rows, rows_per_step
+from pyro_bdl.training.descent import Descent, Training, data_for, rows_of
 from pyro_bdl.training.held_out import EarlyStopping, HeldOut
-from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.module_state import device_of, evaluation_mode
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import fixed_normal, seeded
 from pyro_bdl.utils.validation import whole_number
@@ -65,7 +64,11 @@ def train(
 
     :param model: a program ``model(x, y)``.
     :param guide: trained in place.
-    :param args: all training data, ``x`` and ``y`` (N, ...): tensors, or dicts of tensors.
+    :param args: all training data, ``x`` and ``y`` (N, ...): tensors, or dicts and tuples of
+        tensors. Or, in their place, an iterable of such batches that is read as it is needed: a
+        ``DataLoader``, a list, or a function that makes an iterator for each pass. Each batch is a
+        step, and a last smaller one of b rows counts N / b times in its step. Batches are moved to
+        the device of the guide and the program.
     :param steps: number of gradient steps, at least 1.
     :param learning_rate: Adam's initial learning rate.
     :param elbo: the bound, with its temperature, particles and estimator; by default
@@ -75,10 +78,11 @@ def train(
         scales of the prior that are ``PyroParam``s need one over ``guide.parameters()`` after
         ``guide.prototype(x, y)``: with the weights they have no joint maximum, and
         :func:`pyro_bdl.evidence.maximize` sets them.
-    :param batch_size: rows in each step. A program states by its plate that they are some of N
-        rows, ``pyro.plate("data", N, subsample_size=len(x))`` (``num_data`` of the ready-made
-        ones). Each pass is in a new random order, and rows at its end that do not fill a batch are
-        left out of it. The default is all rows; 256 of more than 1024 if ``num_data`` is N.
+    :param batch_size: rows in each step, of tensors. A program states by its plate that they are
+        some of N rows, ``pyro.plate("data", N, subsample_size=len(x))`` (``num_data`` of the
+        ready-made ones). Each pass is in a new random order, and rows at its end that do not fill a
+        batch are left out of it. The default is all rows; 256 of more than 1024 if ``num_data`` is
+        N.
     :param held_out: the share of the rows, chosen at random, that is held back from training, or a
         :class:`HeldOut`. The posterior is that of the rows that are kept: N counts these. The
         training stops when the log likelihood of the others no longer grows, and guide and
@@ -86,7 +90,8 @@ def train(
     :param checkpoint: a file that holds the state of the training, written once a minute and at
         the end. If it exists, the training goes on from there, and ends as one that was never
         stopped: on a CPU bit for bit. A file of another program, other data or other settings is
-        refused. See :class:`Checkpoint`.
+        refused; the batches of an iterable are not compared, and their order must come from torch's
+        random numbers or be fixed. See :class:`Checkpoint`.
     :param on_nonfinite: what follows a loss or gradient that is not finite: "raise" an error with
         the step, the rows and the parameters of before, or "skip" the step with a warning. Ten in
         a row are an error.
@@ -114,20 +119,25 @@ def train(
             "for Pyro's guides"
         )
     steps = whole_number(steps, "steps")
-    total = num_rows(model, args)
-    check_finite(model, args, {})
-    guide.prototype(*args)
-    stopping = None
+    data = data_for(model, guide, args)
+    stopping, total = None, None
     if held_out is not None:
         options = held_out if isinstance(held_out, HeldOut) else HeldOut(held_out)
-        args, back = options.split(args)
+        if data.whole is None:
+            raise ArgumentError(
+                "held_out is for rows of tensors (x, y), and the data are an iterable: leave rows "
+                "out of it"
+            )
+        kept, back = options.split(data.whole)
+        total, data = leading_size(data.whole), Batches([kept])
         stopping = EarlyStopping(model, guide, back, options, steps)
-    size = rows_per_step(model, guide, args, batch_size, total)
-    batches = [args]
-    if size < leading_size(args):  # a full batch is checked at the first step
-        batches = _in_batches(args)
+    rows = rows_of(model, guide, data, batch_size, total)
+    args, size, stream = rows.first[0], rows.size, rows.stream
+    batches = [rows.first]
+    if stream is None and size < leading_size(args):  # a full batch is checked at the first step
+        batches = list(data.parts(_ROWS_AT_ONCE))
         for batch in batches:
-            check_data(model, guide, batch, {})
+            check_data(model, guide, *batch)
     elbo = TemperedTraceMeanField_ELBO(num_particles=guide.num_members) if elbo is None else elbo
     if isinstance(elbo, TemperedTrace_ELBO):
         elbo.begin_training()
@@ -136,14 +146,14 @@ def train(
         optimizer = torch.optim.Adam(objective.parameters(), lr=learning_rate)
     if isinstance(elbo, TemperedTrace_ELBO):
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        warn_of_joint_scales(model, guide, trained, args)
+        warn_of_joint_scales(model, guide, trained, rows.first)
     largest = [group["lr"] for group in optimizer.param_groups]
 
     def rates(step: int) -> list[float]:
         factor = 0.5 * (1.0 + math.cos(math.pi * step / steps))
         return [factor * rate for rate in largest]
 
-    descent = Descent(objective, optimizer, args, size, on_nonfinite=on_nonfinite)
+    descent = Descent(objective, optimizer, args, size, stream=stream, on_nonfinite=on_nonfinite)
     on_cpu = device_of_rows(args).type == "cpu"
     if backend == "jax" or (backend == "auto" and on_cpu and steps >= _WORTH_COMPILING):
         stride = {} if stopping is None else {"stride": stopping.check_every}
@@ -158,8 +168,9 @@ def train(
             "backend": backend,
             "held_out": None if stopping is None else options.share,
             **_settings(guide, elbo, optimizer),
-            "log density of the data": _log_density(model, batches, optimizer),
         }
+        if stream is None:
+            settings["log density of the data"] = _log_density(model, batches, optimizer)
         numbers = Checkpoint(
             checkpoint, settings=settings, guide=guide, optimizer=optimizer, elbo=elbo,
             descent=descent, **parts,
@@ -175,7 +186,7 @@ def train(
         numbers = takewhile(lambda _: not stopping.done, numbers)
     interrupted = descent.run(numbers, steps, progress, after)
     if not interrupted:
-        warn_of_collapse(model, guide, elbo, args, size)
+        warn_of_collapse(model, guide, elbo, rows.first, size, total=rows.total)
     run = Training(descent.stacked_losses(), size, interrupted, skipped=tuple(descent.skipped))
     return run if stopping is None else stopping.restored(run)
 
@@ -197,7 +208,8 @@ def estimate_elbo(
 
     :param model: a program ``model(x, y)``.
     :param guide: a guide with a density; for a point mass the number is log p(y, w) instead.
-    :param args: all training data, as for ``train``.
+    :param args: all training data, as for ``train``; the bounds of an iterable's batches count by
+        their rows.
     :param num_particles: draws of the guide that the expectation is averaged over, over all
         batches together.
     :param batch_size: rows that are evaluated at once, the last ones fewer. The default is all
@@ -207,23 +219,26 @@ def estimate_elbo(
     :raises UnsupportedProgramError: for a latent of which a mask leaves numbers without a density,
         for which there is no bound.
     """
+    data = Batches.of(args, device_of(guide, model))
     with torch.no_grad():
-        program, run = Program.with_run(model, args, {})
+        program, run = Program.with_run(model, *data.first())
     run.refuse_improper("evidence lower bound")
-    count = num_rows(model, args)
+    count = 0 if data.whole is None else leading_size(data.whole)
     if batch_size is None and count:
         batch_size = _ROWS_AT_ONCE if getattr(model, "num_data", None) == count else count
-    size = rows_per_step(model, guide, args, batch_size, count)
-    parts = _in_batches(args, size) if size < count else [args]
+    all_rows, size, *_ = rows_of(model, guide, data, batch_size)
     at_once = min(_NUMBERS_AT_ONCE // max(1, size), DRAWS_AT_ONCE // max(1, program.size))
-    at_once = max(_LEAST_PARTICLES, min(at_once, math.ceil(num_particles / len(parts))))
-    elbo = TemperedTraceMeanField_ELBO(num_particles=at_once)
-    repeats = max(1, math.ceil(num_particles / at_once / len(parts)))
-    total = 0.0
-    for part in shown(parts * repeats, "ELBO", progress):
-        share = leading_size(part) / count if count else 1.0
-        total -= elbo.loss(model, guide, *part) * share
-    return total / repeats
+    share = math.ceil(num_particles / max(1, math.ceil(all_rows / max(1, size))))
+    elbo = TemperedTraceMeanField_ELBO(num_particles=max(_LEAST_PARTICLES, min(at_once, share)))
+    total, passes, repeats = 0.0, 0, 1
+    while passes < repeats:
+        counts = []
+        for batch in shown(data.parts(size), "ELBO", progress):
+            counts.append(max(1, leading_size(batch)))
+            total -= elbo.loss(model, guide, *batch[0], **batch[1]) * counts[-1]
+        drawn = elbo.num_particles * len(counts)
+        passes, repeats = passes + 1, math.ceil(num_particles / drawn)
+    return total / sum(counts) / passes
 
 
 def _in_jax(descent: Descent, auto: bool, **options: Any) -> Descent:
@@ -235,6 +250,8 @@ def _in_jax(descent: Descent, auto: bool, **options: Any) -> Descent:
     from pyro_bdl.training.jax_steps import JaxDescent  # JAX is imported where it is used
 
     try:
+        if descent.stream is not None:
+            raise UnsupportedProgramError("the data are an iterable, whose batches come one by one")
         return JaxDescent(
             descent.objective, descent.optimizer, descent.args, descent.batches.size,
             scale=descent.scale, on_nonfinite=descent.policy, convolutions=not auto, **options,
@@ -243,12 +260,6 @@ def _in_jax(descent: Descent, auto: bool, **options: Any) -> Descent:
         if not auto or isinstance(error, MissingOperatorError):
             warn(f"train takes the steps in torch: {error}", "uncompiled", stacklevel=4)
         return descent
-
-
-def _in_batches(args: tuple, size: int = _ROWS_AT_ONCE) -> list[tuple]:
-    """The arguments in parts of so many rows, in their order."""
-    rows = torch.arange(leading_size(args), device=device_of_rows(args)).split(size)
-    return [tuple(taken(value, part) for value in args) for part in rows]
 
 
 # What a checkpoint recognizes its run by
@@ -273,7 +284,7 @@ def _settings(guide: Any, elbo: Any, optimizer: torch.optim.Optimizer) -> dict[s
 
 @torch.no_grad()
 def _log_density(
-    model: Callable, batches: Iterable[tuple], optimizer: torch.optim.Optimizer
+    model: Callable, batches: Iterable[Batch], optimizer: torch.optim.Optimizer
 ) -> Tensor:
     """log p(y, w) summed over batches, in nats, at one w that is the same in every run.
 
@@ -288,8 +299,8 @@ def _log_density(
         for value, _ in start:
             value.copy_(_SPREAD * fixed_normal(value))
         with evaluation_mode(model), seeded(0):
-            for batch in batches:
-                program = Program(model, *batch)
+            for args, kwargs in batches:
+                program = Program(model, *args, **kwargs)
                 at = _SPREAD * fixed_normal(program.unconstrain(program.initial))
                 total += program.log_density(at).cpu()
     finally:

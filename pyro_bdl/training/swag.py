@@ -9,9 +9,8 @@ from pyro_bdl.elbo.checks import require_gradients
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import FailedStepError, warn
 from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
-from pyro_bdl.program.batches import leading_size, taken
-from pyro_bdl.program.check import check_finite
-from pyro_bdl.training.descent import BATCH, Descent, Training, num_rows, rows_per_step
+from pyro_bdl.program.batches import Batches, leading_size
+from pyro_bdl.training.descent import BATCH, Descent, Training, data_for, rows_of
 from pyro_bdl.utils.module_state import Modules, preserved_buffers, saved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import whole_number
@@ -49,14 +48,15 @@ def collect_swag(
 
     :param model: a program ``model(x, y)``; for minibatches it states N, as for ``train``.
     :param guide: trained to a maximum; takes the snapshots.
-    :param args: all training data, ``x`` and ``y`` (N, ...): tensors, or dicts of tensors.
+    :param args: all training data, as for ``train``.
     :param snapshots: the number of new snapshots, at least 1.
     :param every: steps between snapshots; by default one pass over the data.
     :param learning_rate: SGD's learning rate a_1 at the start of each cycle; None to find it.
     :param final_learning_rate: the learning rate a_2 at the end of each cycle; None for a constant
         rate.
     :param momentum: SGD's momentum.
-    :param batch_size: rows in each step; by default a tenth of all rows, at most 256.
+    :param batch_size: rows in each step, of tensors; by default a tenth of all rows, at most 256.
+        What does not fill a batch at the end of a pass is left out of it.
     :param progress: description of the progress bar, which terminals and notebooks show; None for
         no bar.
     :raises ValueError: if a step diverges at a rate that was given, or at all rates; the guide and
@@ -72,12 +72,10 @@ def collect_swag(
         raise ValueError("learning rates must be positive")
     if learning_rate is None and final_learning_rate is not None:
         raise ValueError("final_learning_rate needs learning_rate, the rate that it falls from")
-    count = num_rows(model, args)
-    check_finite(model, args, {})
-    tenth = min(BATCH, max(1, count // 10))
-    if batch_size is None and count:
-        batch_size = tenth
-    size = rows_per_step(model, guide.prototype(*args), args, batch_size, count)
+    data = data_for(model, guide, args)
+    if batch_size is None and data.whole is not None and (count := leading_size(data.whole)):
+        batch_size = min(BATCH, max(1, count // 10))
+    count, size, first, stream = rows_of(model, guide, data, batch_size)
     every = max(1, count // max(1, size)) if every is None else every
     steps = snapshots * every
     elbo: Any = TemperedTraceMeanField_ELBO(num_particles=guide.num_members)
@@ -87,12 +85,12 @@ def collect_swag(
     parameters = list(guide.parameters())
     before = [parameter.detach().clone() for parameter in parameters]
     restore_buffers = saved_buffers(Modules(guide.program_modules, guide))  # the snapshots' too
-    start = _mean_loss(objective, args, size) * per_member
+    start = _mean_loss(objective, data, size) * per_member
     expected = 0.5 * guide.require_layout().size
 
     def run_at(rate: float) -> tuple[Descent, bool]:
         optimizer = torch.optim.SGD(parameters, lr=rate, momentum=momentum)
-        descent = Descent(objective, optimizer, args, size, scale=per_member)
+        descent = Descent(objective, optimizer, first[0], size, stream=stream, scale=per_member)
 
         def set_rate(step: int) -> None:
             if final_learning_rate is not None:
@@ -149,13 +147,11 @@ class _TooHigh(Exception):
 
 
 @torch.no_grad()
-def _mean_loss(objective: Any, args: tuple, size: int) -> float:
+def _mean_loss(objective: Any, data: Batches, size: int) -> float:
     """The mean loss over all rows, in batches of ``size`` rows, without side effects."""
-    count, total = leading_size(args), 0.0
+    total, rows = 0.0, 0
     with preserved_buffers(objective.guide.program_modules), own_randomness():
-        if not count:
-            return objective(*args).item()
-        for start in range(0, count, size):
-            rows = slice(start, min(start + size, count))
-            total += objective(*(taken(value, rows) for value in args)).item() * (rows.stop - start)
-    return total / count
+        for args, kwargs in data.parts(max(1, size)):
+            count = max(1, leading_size((args, kwargs)))
+            total, rows = total + objective(*args, **kwargs).item() * count, rows + count
+    return total / rows

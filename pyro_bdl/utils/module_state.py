@@ -29,9 +29,11 @@ _MISSING: Any = object()
 _Undo = Callable[[], Any]
 
 
-def device_of(module: nn.Module) -> torch.device | None:
-    """The device of a module's first tensor; None if it has no tensor."""
-    first = next(chain(module.parameters(), module.buffers()), None)
+def device_of(*owners: Any) -> torch.device | None:
+    """The device of the first tensor of the modules among ``owners``; None if they have none."""
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+    tensors = (chain(module.parameters(), module.buffers()) for module in modules)
+    first = next(chain.from_iterable(tensors), None)
     return None if first is None else first.device
 
 

@@ -15,8 +15,8 @@ X, Y = torch.randn(6, 2), torch.randn(6)
         (X, Y),
         [(X, Y)],
         [[X, Y]],
-        iter([(X, Y)]),
-        (batch for batch in [(X, Y)]),
+        lambda: iter([(X, Y)]),
+        lambda: (batch for batch in [(X, Y)]),
         DataLoader(TensorDataset(X, Y), batch_size=6),
     ],
     ids=lambda data: type(data).__name__,
@@ -64,7 +64,26 @@ def test_many_batches():
         assert torch.equal(torch.cat(parts).sort().values, Y.sort().values)
 
 
-@pytest.mark.parametrize("data", [[], (), iter([]), DataLoader([])], ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize(
+    "data", [iter([(X, Y)]), (batch for batch in [(X, Y)]), map(tuple, [(X, Y)])]
+)
+def test_an_iterator_is_refused(data):
+    with pytest.raises(TypeError, match="ends after one pass: pass what it is made of"):
+        Batches(data)
+
+
+def test_what_holds_batches_only_once_is_refused_at_the_second_pass():
+    ends = iter([(X, Y)])
+    batches = Batches(lambda: ends)
+    assert batches.first()[0][0] is X
+    with pytest.raises(ValueError, match="none in a later one: pass something that starts anew"):
+        list(batches)
+
+
+EMPTY = [[], (), lambda: iter([]), DataLoader([])]
+
+
+@pytest.mark.parametrize("data", EMPTY, ids=lambda d: type(d).__name__)
 def test_no_batch(data):
     with pytest.raises(ValueError, match=r"no batch.*\(x, y\)"):
         Batches(data).first()

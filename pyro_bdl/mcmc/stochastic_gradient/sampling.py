@@ -20,7 +20,7 @@ from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.memory import available_memory
-from pyro_bdl.utils.module_state import evaluation_mode, vmappable
+from pyro_bdl.utils.module_state import device_of, evaluation_mode, vmappable
 from pyro_bdl.utils.random_state import own_randomness, seeded
 from pyro_bdl.utils.validation import whole_number
 
@@ -55,13 +55,16 @@ def sgmcmc(
     :param model: a Pyro program with continuous latents; for minibatches it must know N
         (``num_data=`` of the ready-made programs).
     :param data: ``(x, y)``, or an iterable of such batches that can be iterated over several times,
-        such as a ``DataLoader``.
+        such as a ``DataLoader``, or a function that makes one. They are moved to the device of the
+        program's tensors.
     :param kernel: ``mcmc.SGLD(step_size=...)``, ``PSGLD``, ``SGHMC``, ``SGNHT`` or ``SMILE``; the
         files in ``samplers`` hold the equations, ``mcmc.suggest_step_size`` finds a step size.
     :param num_warmup: steps before the first draw.
     :param num_samples: draws per chain.
     :param num_chains: the number of chains.
-    :param batch_size: rows of each minibatch of ``(x, y)``; by default all rows.
+    :param batch_size: rows of each minibatch of ``(x, y)``; by default all rows. Each pass is in a
+        new random order and leaves out what does not fill a batch at its end. A loader has its own
+        batches, and a last smaller one of b rows counts N / b times.
     :param init: where the chains start, as of ``mcmc.sample``.
     :param checkpoint: a folder, as of ``mcmc.sample``. The order of an iterable's batches must come
         from torch's random numbers or be fixed.
@@ -86,7 +89,7 @@ def sgmcmc(
     num_warmup = whole_number(num_warmup, "num_warmup", least=2 if kernel.settles else 0)
     started = time.perf_counter()
     with evaluation_mode(model, init), seeded(seed):
-        batches = MinibatchSource(data, batch_size)
+        batches = MinibatchSource(data, batch_size, device=device_of(model))
         restriction = checked_restriction(model, batches, subset, init)
         start = starting_vectors(restriction, init, num_chains)
         _check_memory(num_samples, start)
@@ -212,7 +215,7 @@ def suggest_step_size(
     if not fraction > 0:
         raise ValueError(f"fraction must be positive, got {fraction}")
     with evaluation_mode(model, at), seeded(seed):
-        batches = MinibatchSource(data, batch_size)
+        batches = MinibatchSource(data, batch_size, device=device_of(model))
         restriction = checked_restriction(model, batches, None, at)
         vectors = starting_vectors(restriction, at, whole_number(num_points, "num_points"))
         curvatures = [largest_curvature(restriction, vector) for vector in vectors]

@@ -15,9 +15,9 @@ from pyro_bdl.mcmc.checkpoint import Journal
 from pyro_bdl.mcmc.starts import Restriction
 from pyro_bdl.mcmc.stochastic_gradient.jax_steps import CompiledSteps
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
-from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource, Stream
+from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
 from pyro_bdl.mcmc.stochastic_gradient.scores import Scores
-from pyro_bdl.program.batches import Batch
+from pyro_bdl.program.batches import Batch, Stream
 from pyro_bdl.program.check import check_finite
 from pyro_bdl.utils.progress import hidden
 from pyro_bdl.utils.random_state import set_torch_states, torch_states
@@ -58,7 +58,8 @@ class Walk:
         journal: Journal | None = None,
     ) -> None:
         self.kernel, self.restriction, self.start = kernel, restriction, start
-        self.journal, self.stream = journal, Stream(batches)
+        self.journal = journal
+        self.stream = Stream(batches.one_pass, stated=batches.stated)
         self.scores = Scores(restriction.log_density)
         self.factor = 1.0
         self.failure: str | None = None
@@ -113,7 +114,7 @@ class Walk:
         self.limit, self.sound, self.recent = moved("limit"), moved("sound"), moved("recent")
         self.point, self.state = Point(*moved("point")), type(self.state)(*moved("state"))
         self.factor = saved["factor"]
-        self.stream.go_to(*saved["stream"])
+        self.stream.load_state_dict(saved["stream"])
         set_torch_states(saved["random"])
 
     def _move(self, ends: list[int], num_warmup: int, bar: tqdm) -> str | None:
@@ -177,7 +178,7 @@ class Walk:
 
     def _evaluated(self, position: Tensor) -> tuple[Point, Batch]:
         """The log density and gradient of every chain on the next minibatch."""
-        batch = next(self.stream)
+        batch = self.stream.next()
         return Point(position, *self.scores(position, batch)), batch
 
     def _limit(self, point: Point) -> Tensor:
@@ -227,7 +228,7 @@ class Walk:
         """Write the draws since the last time, and all that the next step needs."""
         state = {
             "factor": self.factor, "limit": self.limit, "sound": self.sound, "recent": self.recent,
-            "point": self.point, "state": self.state, "stream": self.stream.place(),
+            "point": self.point, "state": self.state, "stream": self.stream.state_dict(),
             "random": torch_states(),
         }  # fmt: skip
         new = slice(self.written, self.kept)
