@@ -14,12 +14,13 @@ from pyro_bdl.errors import warn
 from pyro_bdl.guides.draws import as_posterior, log_densities_of, samples_of_program, to_samples
 from pyro_bdl.predictive.linearized import OF_WEIGHTS, UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.check import named_arguments
 from pyro_bdl.program.observed_arguments import Targets
 from pyro_bdl.program.program import FirstRun, Program, trace_once
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.autograd import reaches
-from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.module_state import device_of, evaluation_mode
 from pyro_bdl.utils.names import chooser
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.version import __version__
@@ -83,7 +84,8 @@ def to_arviz(
 
     :param model: a Pyro program.
     :param posterior: a guide, ``Samples``, an MCMC of Pyro or NumPyro, or a dict of draws.
-    :param args: the program's arguments, including the targets.
+    :param args: the program's arguments, including the targets; or a loader or a list of batches,
+        which are held in memory together.
     :param model_kwargs: the program's keyword arguments.
     :param num_samples: draws of a guide, 500 by default; of ``Samples`` all draws are used.
     :param prior_samples: draws of the prior; 0 for none.
@@ -95,7 +97,8 @@ def to_arviz(
     :raises ValueError: for a posterior of another program, a program without data, ``sites`` that
         match no latent, or dims that do not fit.
     """
-    kwargs = dict(model_kwargs or {})
+    args, kwargs = Batches.of(args, device_of(model)).joined()
+    kwargs |= model_kwargs or {}
     with evaluation_mode(model, posterior), seeded(seed):
         posterior = as_posterior(posterior, model, args, kwargs)
         linear: LinearizedPredictive | None = None

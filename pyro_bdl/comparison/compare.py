@@ -61,8 +61,10 @@ def compare(
         of another program, such as one with another noise or prior, is given with it,
         ``(program, posterior)``, and scored under it.
     :param test: the test inputs and, last, the targets, each ``(N, ...)``, or dicts of tensors. A
-        program of targets alone gets these. Targets that the program's masks leave out count in no
-        score, and a note says how many there are; nor does a ``pyro.factor``.
+        program of targets alone gets these. In their place a loader or a list of batches, which
+        are held in memory together, as ``train`` and ``ood`` may be too. Targets that the program's
+        masks leave out count in no score, and a note says how many there are; nor does a
+        ``pyro.factor``.
     :param reference: name of the posterior with which the others are compared; None for no
         reference.
     :param train: the inputs and, last, the targets that the posteriors were fitted to. They are

@@ -9,8 +9,18 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.comparison.kind import Kind, Seen, needs_targets, observed
-from pyro_bdl.program.batches import as_dicts, device_of_rows, has_rows, leading_size, taken
+from pyro_bdl.errors import ArgumentError
+from pyro_bdl.program.batches import (
+    Batches,
+    as_dicts,
+    device_of_rows,
+    has_rows,
+    holds_batches,
+    leading_size,
+    taken,
+)
 from pyro_bdl.program.check import by_entry
+from pyro_bdl.utils.module_state import device_of
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import tree_leaves
 from pyro_bdl.utils.validation import check_finite_tensor
@@ -61,10 +71,12 @@ class Setting:
         """
         if num_samples < 2:
             raise ValueError(f"num_samples must be at least 2, got {num_samples}")
-        args = _checked("test", test)
-        train = None if train is None else _checked("train", train, count=len(args))
+        device = device_of(model)
+        args = _checked("test", _in_memory("test", test, device))
+        if train is not None:
+            train = _checked("train", _in_memory("train", train, device), count=len(args))
         if ood is not None:
-            ood = (ood,) if isinstance(ood, Tensor | Mapping) else ood
+            ood = _in_memory("ood", (ood,) if isinstance(ood, Tensor | Mapping) else ood, device)
             ood = _thinned(_checked("ood", ood, count=len(args) - 1))
         if not (all(map(math.isfinite, units)) and units[0] > 0):
             raise ValueError(f"units must be (scale, shift) with a positive scale, got {units}")
@@ -96,6 +108,20 @@ class Setting:
         return cls(model, kind, args, y, seen, train, ood, units, num_samples, seed=seed, **options)
 
 
+def _in_memory(name: str, parts: Any, device: torch.device | None) -> Any:
+    """The arguments that data hold, of an iterable all its batches together."""
+    tensors = isinstance(parts, list) and all(isinstance(part, Tensor) for part in parts)
+    if tensors or not holds_batches(parts):
+        return parts
+    args, kwargs = Batches.of(parts if isinstance(parts, tuple) else (parts,), device).joined()
+    if kwargs:
+        raise ArgumentError(
+            f"the batches of {name} are dicts by name ({', '.join(kwargs)}), and a comparison "
+            "needs the targets last: let the loader give tuples (inputs, targets)"
+        )
+    return args
+
+
 def _checked(name: str, parts: Any, *, count: int | None = None) -> tuple:
     """Data as a program's arguments: finite tensors with rows, or dicts of them.
 
@@ -103,7 +129,9 @@ def _checked(name: str, parts: Any, *, count: int | None = None) -> tuple:
     :param count: how many arguments there must be.
     """
     if not isinstance(parts, tuple | list):
-        raise TypeError(f"{name} must be a tuple of tensors, got {type(parts).__name__}")
+        raise TypeError(
+            f"{name} must be a tuple of tensors, or batches of them, got {type(parts).__name__}"
+        )
     if not parts or count not in (None, len(parts)):
         wanted = "inputs and, last, targets" if name != "ood" else "inputs without targets"
         raise ValueError(

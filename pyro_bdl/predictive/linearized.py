@@ -139,6 +139,11 @@ class LinearizedPredictive(DrawPredictions):
         at_draws = self._at_draws(drawn, args, kwargs, deterministic=True)
         return at_draws.values | at_draws.deterministic
 
+    def at_fixed_draws(self, *args: Any, **kwargs: Any) -> "LinearizedPredictive":
+        """The same predictions, whose draws come from a seed."""
+        seed = int(torch.randint(2**31, (), device="cpu")) if self.seed is None else self.seed
+        return LinearizedPredictive(self.model, self.posterior, self.num_samples, seed=seed)
+
     @torch.no_grad()
     def latents(self) -> dict[str, Tensor]:
         """The draws of the latents, site -> (S, *shape), in the order of all other draws.

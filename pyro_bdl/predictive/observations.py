@@ -1,6 +1,6 @@
 """Moments, densities and draws of observed sites under a posterior."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,9 @@ from pyro_bdl.distributions.moments import (
     observation_mean,
     observation_moments,
 )
+from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.trace import Site
+from pyro_bdl.utils.module_state import device_of
 
 
 class PredictiveMoments(NamedTuple):
@@ -84,6 +86,8 @@ class DrawPredictions:
     Each draw is one function of all inputs.
     """
 
+    model: Callable
+
     def _at_draws(
         self,
         read: Callable[[Any], Any],
@@ -100,6 +104,40 @@ class DrawPredictions:
         :param deterministic: whether to return these sites too.
         """
         raise NotImplementedError
+
+    def at_fixed_draws(self, *args: Any, **kwargs: Any) -> "DrawPredictions":
+        """The same predictions with draws of the latents that are made once.
+
+        :param args: the program's arguments, which Pyro's own guides are run with.
+        """
+        raise NotImplementedError
+
+    def in_batches(
+        self, data: Any, method: str = "__call__", **options: Any
+    ) -> Iterator[dict[str, Any]]:
+        """Predictions for one batch of data after another, all at the same draws of the latents.
+
+        Only one batch and its predictions are in memory. Latents that a dict of draws lacks are
+        drawn anew for each batch.
+
+        Example::
+
+            >>> x = torch.linspace(-1, 1, 20)[:, None]
+            >>> model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=0.1)
+            >>> guide = bdl.guides.AutoMeanField(model).prototype(x, x[:, 0])
+            >>> predictive = bdl.Predictive(model, guide, num_samples=10)
+            >>> [draws["y"].shape for draws in predictive.in_batches([(x[:15],), (x[15:],)])]
+            [torch.Size([10, 15]), torch.Size([10, 5])]
+
+        :param data: a ``DataLoader``, a list of batches, or a function that makes an iterator;
+            batches may hold targets.
+        :param method: which of this object's methods, as "moments" or "log_likelihood".
+        :param options: of that method.
+        """
+        fixed = None
+        for args, kwargs in Batches(data).to(device_of(self.model)):
+            fixed = self.at_fixed_draws(*args, **kwargs) if fixed is None else fixed
+            yield getattr(fixed, method)(*args, **kwargs, **options)
 
     def mean(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """E[y | w_s, x] for each observed site, (S, N, ...); for classes the probabilities

@@ -18,6 +18,7 @@ from pyro_bdl.guides.draws import (
     drawn_in_parts,
     latent_draws,
     run_of_posterior,
+    to_samples,
 )
 from pyro_bdl.predictive.observations import (
     AtDraws,
@@ -154,6 +155,21 @@ class Predictive(DrawPredictions):
                 "write pyro.sample(..., obs=y) so that it also runs with y=None"
             )
         return result if sites is None else {name: result[name] for name in wanted}
+
+    def at_fixed_draws(self, *args: Any, **kwargs: Any) -> "Predictive":
+        """The same predictions with draws of the latents that are made once."""
+        if isinstance(self.posterior, Mapping):
+            return self
+        posterior = as_posterior(self.posterior, self.model, args, kwargs)
+        if not isinstance(posterior, Samples):
+            count = DEFAULT_DRAWS if self.num_samples is None else self.num_samples
+            with torch.no_grad():
+                posterior = to_samples(posterior, count, *args, **kwargs)
+        return Predictive(
+            self.model, posterior, self.num_samples, memory=self.memory,
+            batch_norm_data=self.batch_norm_data, progress=self.progress,
+            differentiable=self.differentiable,
+        )  # fmt: skip
 
     def moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
         """Mean and variance of y for each observed site, over the draws and the noise, (N, ...).

@@ -76,7 +76,7 @@ class Batches:
 
         :param device: that batches are moved to; None to leave them where they are.
         """
-        batches = cls(args[0]) if len(args) == 1 and _holds_batches(args[0]) else cls([args])
+        batches = cls(args[0]) if len(args) == 1 and holds_batches(args[0]) else cls([args])
         return batches.to(device)
 
     def to(self, device: torch.device | None) -> "Batches":
@@ -286,7 +286,7 @@ def _stacked(parts: tuple[Any, ...]) -> Any:
     return torch.cat(parts) if isinstance(first, Tensor) and first.dim() else first
 
 
-def _holds_batches(value: Any) -> bool:
+def holds_batches(value: Any) -> bool:
     """Return whether one argument is no argument of the program, but data that hold them."""
     if isinstance(value, Batches | tuple):
         return True
