@@ -12,6 +12,10 @@ A network that takes keywords gets them as a dict in the place of x, or as keywo
 Of a network whose output is no tensor ``output`` says which tensor is f(x); by default it is the
 output's ``logits``, as in networks of the Hugging Face kind.
 
+Where some numbers of several targets were not observed they are NaN, and
+``Regression(bnn, missing_targets=True)`` leaves them out of the likelihood; so does a head of
+``MultiOutput``.
+
 ``MultiOutput`` observes several outputs of one network, each with a program of its own kind::
 
     heads = {"price": Regression(noise=0.1), "sold": BinaryClassification()}
@@ -68,6 +72,8 @@ class ObservationModel(TaskPrior, OwnParameters):
         called with minibatches: their log likelihood then counts N / B times.
     :param output: of a network whose output is no tensor, which tensor of it is f(x): an attribute
         or a key ("logits", "last_hidden_state"), a place in a tuple, or a function of the output.
+    :param missing_targets: whether NaN in y is a number that was not observed, which counts
+        nowhere, as what ``obs_mask`` leaves out. Otherwise NaN is refused.
     :raises ValueError: for a ``num_data`` that is not a whole number of at least 1.
     """
 
@@ -81,11 +87,12 @@ class ObservationModel(TaskPrior, OwnParameters):
         *,
         num_data: int | None = None,
         output: Output = None,
+        missing_targets: bool = False,
     ) -> None:
         super().__init__()
         self.network: Any = network
         self.num_data = None if num_data is None else whole_number(num_data, "num_data")
-        self.output = output
+        self.output, self.missing_targets = output, missing_targets
 
     def likelihood(self, output: Tensor) -> Distribution:
         """Return p(y | f) with batch shape (N,) for outputs of shape (N, ...)."""
@@ -161,6 +168,8 @@ class ObservationModel(TaskPrior, OwnParameters):
                 targets[site] = head._checked_targets(outputs[site], y)
                 size = self._plate_size(batch)
             likelihoods[site] = head.likelihood(outputs[site])
+            if head.missing_targets and site in targets:
+                likelihoods[site], targets[site] = _where_seen(likelihoods[site], targets[site])
         device = outputs[site].device
         with pyro.plate("data", size, subsample=torch.arange(batch, device=device)):
             return {
@@ -189,6 +198,10 @@ class ObservationModel(TaskPrior, OwnParameters):
                 f"{tuple(output.shape)} asks for targets of shape {tuple(expected)}"
             )
         return y
+
+    def takes_missing(self, argument: str) -> bool:
+        """Return whether NaN in an argument of this name is a number that was not observed."""
+        return self.missing_targets and argument == self._targets_name
 
     @property
     def _targets_name(self) -> str:
@@ -264,8 +277,9 @@ class Regression(ObservationModel):
         noise: Scales | None = None,
         num_data: int | None = None,
         output: Output = None,
+        missing_targets: bool = False,
     ) -> None:
-        super().__init__(network, num_data=num_data, output=output)
+        super().__init__(network, num_data=num_data, output=output, missing_targets=missing_targets)
         self._declare("noise", dist.HalfNormal(1.0) if noise is None else noise)
 
     def likelihood(self, output: Tensor) -> Distribution:
@@ -297,8 +311,9 @@ class HeteroscedasticRegression(ObservationModel):
         floor: float | None = None,
         num_data: int | None = None,
         output: Output = None,
+        missing_targets: bool = False,
     ) -> None:
-        super().__init__(network, num_data=num_data, output=output)
+        super().__init__(network, num_data=num_data, output=output, missing_targets=missing_targets)
         if floor is not None and not 0 < floor < float("inf"):
             raise ValueError(f"floor must be positive and finite, got {floor}")
         self.floor = floor
@@ -339,8 +354,9 @@ class StudentTRegression(ObservationModel):
         df: Scales = 4.0,
         num_data: int | None = None,
         output: Output = None,
+        missing_targets: bool = False,
     ) -> None:
-        super().__init__(network, num_data=num_data, output=output)
+        super().__init__(network, num_data=num_data, output=output, missing_targets=missing_targets)
         self._declare("noise", dist.HalfNormal(1.0) if noise is None else noise)
         self._declare("df", df)
 
@@ -377,6 +393,11 @@ class Classification(ObservationModel):
 
     def _checked_targets(self, output: Tensor, y: Tensor) -> Tensor:
         y = super()._checked_targets(output, y)
+        if self.missing_targets:
+            raise ValueError(
+                "missing_targets marks numbers by NaN, and class numbers are integers: leave it "
+                "out, and rows without a class too"
+            )
         if y.is_floating_point():
             raise ValueError(
                 f"{self._targets_name} must hold class numbers as integers, got dtype {y.dtype}"
@@ -460,6 +481,9 @@ class MultiOutput(ObservationModel):
         """The programs of the outputs, by name."""
         return {name: getattr(self, f"head_{name}") for name in self._heads}
 
+    def takes_missing(self, argument: str) -> bool:
+        return any(head.takes_missing(argument) for head in self.heads.values())
+
     def _observe(
         self, found: Any, y: Any, rows: int, seen: "Probabilities | None"
     ) -> dict[str, Any]:
@@ -477,6 +501,14 @@ class MultiOutput(ObservationModel):
             output = _selected(found, own if head.output is None else head.output)
             heads[name] = head, output, y[name]
         return self._sampled(heads, rows, seen)
+
+
+def _where_seen(likelihood: Any, y: Tensor) -> tuple[Distribution, Tensor]:
+    """A likelihood in which targets that are NaN are masked, and targets without NaN."""
+    seen, numbers = ~y.isnan(), len(likelihood.event_shape)
+    base = likelihood.base_dist if numbers else likelihood
+    anything = 0.0 if base.support.is_discrete else 0.5  # in the support
+    return base.mask(seen).to_event(numbers), torch.where(seen, y, anything)
 
 
 def _called(network: nn.Module, x: Any, inputs: Mapping[str, Any]) -> Any:

@@ -17,7 +17,16 @@ from pyro_bdl.data.programs import Activation, Noise, program
 
 _USUAL = {"steps": None, "chains": 4, "warmup": 500, "draws": 500}
 _QUICK = {"steps": 500, "chains": 2, "warmup": 100, "draws": 100}
-_OF_FILES = ("target", "task", "thousands", "dates", "missing", "one_hot", "impute")
+_OF_FILES = (
+    "target",
+    "task",
+    "thousands",
+    "dates",
+    "missing",
+    "one_hot",
+    "impute",
+    "missing_targets",
+)
 _OF_PROGRAM = ("hidden", "activation", "noise", "prior_gain")
 
 
@@ -68,6 +77,9 @@ class Options:
     impute: Annotated[
         Imputer | None, _data(help="Fill in missing features from the training rows.")
     ] = None
+    missing_targets: Annotated[
+        bool, _data("--missing-targets", help="Leave out rows without a target, with a note.")
+    ] = False
     test_fraction: Annotated[float, _data(help="The share of the rows in the test part.")] = 0.2
     folds: Annotated[
         int | None, _data(help="Fit all again on K splits; show mean scores.", min=2, max=100)
@@ -184,7 +196,7 @@ class Options:
         return load_csv(
             self.data, self.target, self.task, separator=separator, decimal=self.decimal,
             thousands=self.thousands, dates=self.dates or (), missing=self.missing or (),
-            one_hot=self.one_hot, impute=self.impute, **split,
+            one_hot=self.one_hot, impute=self.impute, missing_targets=self.missing_targets, **split,
         ).to(self.device)  # fmt: skip
 
     def program(self, data: Dataset) -> tuple[nn.Module, dict[str, str]]:

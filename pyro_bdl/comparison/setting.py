@@ -19,7 +19,7 @@ from pyro_bdl.program.batches import (
     leading_size,
     taken,
 )
-from pyro_bdl.program.check import by_entry
+from pyro_bdl.program.check import by_entry, takes_missing
 from pyro_bdl.utils.module_state import device_of
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import tree_leaves
@@ -72,12 +72,13 @@ class Setting:
         if num_samples < 2:
             raise ValueError(f"num_samples must be at least 2, got {num_samples}")
         device = device_of(model)
-        args = _checked("test", _in_memory("test", test, device))
+        args = _checked(model, "test", _in_memory("test", test, device))
         if train is not None:
-            train = _checked("train", _in_memory("train", train, device), count=len(args))
+            train = _in_memory("train", train, device)
+            train = _checked(model, "train", train, count=len(args))
         if ood is not None:
             ood = _in_memory("ood", (ood,) if isinstance(ood, Tensor | Mapping) else ood, device)
-            ood = _thinned(_checked("ood", ood, count=len(args) - 1))
+            ood = _thinned(_checked(model, "ood", ood, count=len(args) - 1))
         if not (all(map(math.isfinite, units)) and units[0] > 0):
             raise ValueError(f"units must be (scale, shift) with a positive scale, got {units}")
         with seeded(seed):
@@ -122,7 +123,7 @@ def _in_memory(name: str, parts: Any, device: torch.device | None) -> Any:
     return args
 
 
-def _checked(name: str, parts: Any, *, count: int | None = None) -> tuple:
+def _checked(model: Callable, name: str, parts: Any, *, count: int | None = None) -> tuple:
     """Data as a program's arguments: finite tensors with rows, or dicts of them.
 
     :param name: ``"test"``, ``"train"`` or ``"ood"``, for messages.
@@ -147,7 +148,8 @@ def _checked(name: str, parts: Any, *, count: int | None = None) -> tuple:
                 )
             if tensor.dim() == 0 or not len(tensor):
                 raise ValueError(f"{entry} must have at least one row")
-            check_finite_tensor(entry, tensor)
+            missing = takes_missing(model, entry.replace(f"_{name}", "", 1))
+            check_finite_tensor(entry, tensor, missing=missing)
     return tuple(map(as_dicts, parts))
 
 

@@ -106,6 +106,7 @@ def prepare(
     target_name: str = "y",
     task: str | None = None,
     impute: str | None = None,
+    missing_targets: bool = False,
     test_fraction: float = 0.2,
     seed: int = 0,
     fold: tuple[int, int] | None = None,
@@ -125,6 +126,8 @@ def prepare(
     :param impute: what missing numbers (NaN) are filled in with, of the training part:
         ``"mean"``, ``"median"`` or ``"most_frequent"``; missing text is filled in with the most
         frequent one. None refuses them.
+    :param missing_targets: leave out rows without a target, and say in the notes how many. False
+        refuses them.
     :param test_fraction: share of the rows in the test part, between 0 and 1.
     :param seed: seed of the split.
     :param fold: ``(i, k)``: the test part is the i-th of k folds, 0 <= i < k, in place of a random
@@ -145,12 +148,17 @@ def prepare(
             f"x and y must be (N, D) and (N,) with D feature_names, but have shapes {x.shape} and "
             f"{y.shape} and {len(feature_names)} names"
         )
-    if len(y) < _MIN_ROWS:
-        raise ValueError(f"data: there are {len(y)} rows; at least {_MIN_ROWS} are needed")
     frame = x if isinstance(x, pd.DataFrame) else pd.DataFrame(x, dtype=float)
     frame = frame.set_axis(list(feature_names), axis=1)
-    _check_values(frame, y, target_name, imputed=impute is not None)
-    notes = []
+    numbers, notes = np.arange(len(y)) + 1, []
+    if missing_targets and (missing := pd.isna(y)).any():
+        frame, y, numbers = frame[~missing].reset_index(drop=True), y[~missing], numbers[~missing]
+        notes.append(
+            f"{int(missing.sum())} of {len(missing)} rows have no {target_name} and are left out."
+        )
+    if len(y) < _MIN_ROWS:
+        raise ValueError(f"data: there are {len(y)} rows; at least {_MIN_ROWS} are needed")
+    _check_values(frame, y, numbers, target_name, imputed=impute is not None)
     if task is None:
         task, note = _task_of(y, target_name)
         notes.append(note)
@@ -213,15 +221,20 @@ def prepare(
         y_sd=y_sd,
         x_mean=tuple(x_mean.tolist()),
         x_sd=tuple(x_sd.tolist()),
-        test_rows=tuple((np.flatnonzero(test) + 1).tolist()),
+        test_rows=tuple(numbers[test].tolist()),
         split=f"at random, {share} for the test{by_class}; seed {seed}",
         notes=tuple(notes),
     )
 
 
-def _check_values(frame: pd.DataFrame, y: np.ndarray, target_name: str, *, imputed: bool) -> None:
+def _check_values(
+    frame: pd.DataFrame, y: np.ndarray, rows: np.ndarray, target_name: str, *, imputed: bool
+) -> None:
     """Check that no value is missing, and that squares of all numbers can be computed, even of
-    numbers a thousand times larger."""
+    numbers a thousand times larger.
+
+    :param rows: their numbers in the source.
+    """
     largest = torch.finfo(torch.get_default_dtype()).max ** 0.5 / 1000
     table = frame.assign(**{target_name: y})
     missing, numbers = table.isna(), table.select_dtypes("number")
@@ -229,15 +242,19 @@ def _check_values(frame: pd.DataFrame, y: np.ndarray, target_name: str, *, imput
     bad = large | missing
     if imputed:
         bad = large.assign(**{target_name: bad[target_name]})
-    rows = np.flatnonzero(bad.any(axis=1))
-    if len(rows):
-        places = [f"row {row + 1}: {quoted(table.columns[bad.iloc[row]])}" for row in rows]
-        remedy = ", or have them filled in with impute='median' (--impute median)"
-        only_features = not (large.any(axis=None) or missing[target_name].any())
+    places = [
+        f"row {rows[row]}: {quoted(table.columns[bad.iloc[row]])}"
+        for row in np.flatnonzero(bad.any(axis=1))
+    ]
+    if places:
+        remedy = ""
+        if not (large.any(axis=None) or missing[target_name].any()):
+            remedy = ", or have them filled in with impute='median' (--impute median)"
+        elif not bad.drop(columns=target_name).any(axis=None) and not large.any(axis=None):
+            remedy = ", or have them left out by missing_targets=True (--missing-targets)"
         raise ValueError(
             "data: missing values, infinity or numbers too large to compute with in "
-            f"{listed(places, '; ')}; correct them, or remove the rows or columns"
-            f"{remedy if only_features else ''}"
+            f"{listed(places, '; ')}; correct them, or remove the rows or columns{remedy}"
         )
 
 

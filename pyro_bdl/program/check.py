@@ -136,7 +136,13 @@ def check_finite(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Non
     """
     for name, value in named_arguments(model, args, kwargs).items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            check_finite_tensor(name, value, masks=True)
+            missing = takes_missing(model, name)
+            check_finite_tensor(name, value, masks=True, missing=missing)
+
+
+def takes_missing(model: Any, name: str) -> bool:
+    """Return whether a program declares that NaN in an argument is what was not observed."""
+    return getattr(without_handlers(model), "takes_missing", lambda name: False)(name)
 
 
 def refuse_sparse(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:

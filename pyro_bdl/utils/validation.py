@@ -20,11 +20,14 @@ def check_temperature(temperature: float, argument: str = "temperature") -> floa
     return temperature
 
 
-def check_finite_tensor(name: str, value: Tensor, *, masks: bool = False) -> None:
+def check_finite_tensor(
+    name: str, value: Tensor, *, masks: bool = False, missing: bool = False
+) -> None:
     """Check that a tensor is finite.
 
     :param name: a name for the tensor, for errors.
     :param masks: whether an additive attention mask (zeros and -inf) counts as finite.
+    :param missing: whether NaN does.
     :raises ValueError: if ``value`` holds NaN or infinity, with their rows and columns.
     """
     if value.layout is not torch.strided:
@@ -34,7 +37,7 @@ def check_finite_tensor(name: str, value: Tensor, *, masks: bool = False) -> Non
         value = value.to_dense()
     if masks and _is_mask(value):
         return
-    bad = ~torch.isfinite(value)
+    bad = value.isinf() if missing else ~value.isfinite()
     if not bad.any():
         return
     where = bad.nonzero()
@@ -43,8 +46,9 @@ def check_finite_tensor(name: str, value: Tensor, *, masks: bool = False) -> Non
     if value.dim() > 1:
         text += f", columns {listed(where[:, 1].unique().tolist())}"
     raise ValueError(
-        f"{name} holds NaN or infinity{text}: remove or impute these values "
-        "(where a mask leaves them out, any number does)"
+        f"{name} holds NaN or infinity{text}: remove or impute these values (where a mask leaves "
+        "them out, any number does; a ready-made program leaves targets that are NaN out by "
+        "missing_targets=True)"
     )
 
 

@@ -203,6 +203,21 @@ def test_declared_texts_are_missing_in_every_column(write):
     assert "1 missing values filled in with the median" in notes
 
 
+@pytest.mark.parametrize("kind", ["numbers", "classes"])
+def test_rows_without_a_target_are_left_out_if_it_is_said(write, kind):
+    y = ["", *NUMBERS[1:7], "NA", *NUMBERS[8:]] if kind == "numbers" else ["", "u", "v", "v"] * 5
+    out = [row for row, entry in enumerate(y, 1) if entry in ("", "NA")]
+    kept = [row for row in range(1, 21) if row not in out]
+    data = load_csv(write(table("ay", NUMBERS, y)), "y", missing_targets=True)
+    assert f"{len(out)} of 20 rows have no y and are left out." in data.notes
+    assert len(data.y_train) + len(data.y_test) == len(kept)
+    assert set(data.test_rows) <= set(kept)
+    for row, x in zip(data.test_rows, data.x_test, strict=True):  # their numbers in the file
+        assert x.item() * data.x_sd[0] + data.x_mean[0] == pytest.approx(
+            float(NUMBERS[row - 1]), abs=1e-4
+        )
+
+
 REFUSALS = {
     "no table of text in UTF-8": [("", "y", {}), ("a,y\n1,2\n1,2,3\n", "y", {})],
     "there are 0 rows": [("a,y\n", "y", {})],
@@ -229,7 +244,9 @@ REFUSALS = {
         (table("aby", NUMBERS, ["u", "", "v", "v"] * 5, NUMBERS), "y", {"one_hot": True})
     ],
     "row 2: 'y'": [(table("ay", NUMBERS, ["u", "", "v", "v"] * 5), "y", {})],
-    "row 1: 'y'": [(table("ay", NUMBERS, ["NA", *NUMBERS[1:]]), "y", {})],
+    "row 1: 'y'.*left out by missing_targets=True .--missing-targets": [
+        (table("ay", NUMBERS, ["NA", *NUMBERS[1:]]), "y", {})
+    ],
     r"'y' is not numeric .'(\?|u)' in row 1.*--task classification": [
         (table("ay", NUMBERS, ["?", *NUMBERS[1:]]), "y", {}),
         (table("ay", NUMBERS, ["u", "v"] * 10), "y", {"task": "count"}),
