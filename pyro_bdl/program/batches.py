@@ -4,6 +4,7 @@ The tensors among a program's arguments are data, with a row for each datum alon
 what is not, such as class weights or inducing points, the program holds itself.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
@@ -16,7 +17,7 @@ from torch import Tensor
 from pyro_bdl.errors import warn
 from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.random_state import set_torch_states, torch_states
-from pyro_bdl.utils.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from pyro_bdl.utils.trees import is_record, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Batch = tuple[tuple, dict[str, Any]]
 # what programs raise that cannot run on fewer rows than they were written for
@@ -27,8 +28,9 @@ _FORMS = "pass one batch as a tuple (x, y), and several as a list [(x, y), ...]"
 class Batches:
     """The arguments of a program in batches, which can be iterated over several times.
 
-    Data are one batch: a tuple ``(x, y)`` of arguments, which may be dicts or tuples themselves, a
-    dict of keyword arguments, or one tensor. Or they are many batches that are read when they are
+    Data are one batch: a tuple ``(x, y)`` of arguments, which may be nested themselves (dicts,
+    tuples, whatever is registered as a pytree), a dict of keyword arguments, one tensor, or one
+    graph of torch_geometric. Or they are many batches that are read when they are
     needed: a list, a ``DataLoader``, any other iterable, or a function that makes an iterator for
     each pass.
 
@@ -47,7 +49,7 @@ class Batches:
         if isinstance(data, Batches):
             self.source, self.ranks, self.device = data.source, data.ranks, data.device
             self._first = data._first
-        elif isinstance(data, Tensor | Mapping) or (isinstance(data, tuple) and data):
+        elif isinstance(data, Tensor) or is_record(data) or (isinstance(data, tuple) and data):
             self.source = [data]
             if isinstance(data, tuple) and all(map(_holds_tensors, data)):
                 raise ValueError(f"data is a tuple of tuples: {_FORMS}")
@@ -275,7 +277,9 @@ def moved_to(device: torch.device | None, batch: Batch) -> Batch:
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.device == device:
+    if not isinstance(leaf, Tensor):  # a graph of torch_geometric moves its own tensors, in place
+        return copy.copy(leaf).to(device) if is_record(leaf) and hasattr(leaf, "to") else leaf
+    if leaf.device == device:
         return leaf
     return leaf.to(device, non_blocking=leaf.device.type == "cpu" and leaf.is_pinned())
 
@@ -290,7 +294,9 @@ def holds_batches(value: Any) -> bool:
     """Return whether one argument is no argument of the program, but data that hold them."""
     if isinstance(value, Batches | tuple):
         return True
-    if isinstance(value, Tensor | Mapping | str) or _package(value) in ("numpy", "pandas"):
+    if isinstance(value, Tensor | str) or _package(value) in ("numpy", "pandas"):
+        return False
+    if is_record(value):  # dicts, and graphs of torch_geometric, which are iterable too
         return False
     if isinstance(value, list):
         return not _is_numbers(value)
@@ -313,7 +319,7 @@ def _package(value: Any) -> str:
 
 
 def _arguments(batch: Any) -> Batch:
-    if isinstance(batch, Tensor):
+    if isinstance(batch, Tensor) or (is_record(batch) and not isinstance(batch, Mapping)):
         return (batch,), {}
     if isinstance(batch, Mapping):
         return (), as_dicts(batch)

@@ -20,7 +20,7 @@ from pyro_bdl.errors import ArgumentError, UnsupportedProgramError
 from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.utils.module_state import Modules, modules_in_sight
 from pyro_bdl.utils.one_thread import OneThread
-from pyro_bdl.utils.trees import tree_leaves
+from pyro_bdl.utils.trees import entries_of, tree_leaves
 from pyro_bdl.utils.validation import check_finite_tensor
 
 TENSORS_NEEDED = "the program computes with tensors: pass torch.as_tensor(...) of it"
@@ -52,14 +52,10 @@ def named_arguments(function: Callable, args: tuple, kwargs: Mapping[str, Any]) 
 
 
 def by_entry(named: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, a mapping of tensors entry by entry: ``x['ids']``."""
-    entries: dict[str, Any] = {}
-    for name, value in named.items():
-        if isinstance(value, Mapping):
-            entries |= by_entry({f"{name}[{key!r}]": part for key, part in value.items()})
-        else:
-            entries[name] = value
-    return entries
+    """The arguments, nested ones entry by entry: ``x['ids']``, ``x[0]``."""
+    return {
+        key: part for name, value in named.items() for key, part in entries_of(name, value).items()
+    }
 
 
 def without_handlers(function: Any) -> Any:

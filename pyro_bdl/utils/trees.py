@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import (  # noqa: F401
     TreeSpec,
+    keystr,
     tree_flatten,
+    tree_flatten_with_path,
     tree_leaves,
     tree_map,
     tree_map_only,
@@ -16,6 +18,28 @@ from torch.utils._pytree import (  # noqa: F401
 )
 
 _ROUNDING = 1e-5  # of single precision, beside the largest number
+
+
+def is_record(value: Any) -> bool:
+    """Return whether an object has entries by name, as a mapping and the graphs of torch_geometric
+    do: ``keys()`` and ``value[key]``. Tables of pandas do not count."""
+    has_entries = callable(getattr(value, "keys", None)) and hasattr(value, "__getitem__")
+    return has_entries and not hasattr(value, "__array__")
+
+
+def entries_of(name: str, value: Any) -> dict[str, Any]:
+    """The parts of a value by their names, as ``x['ids']`` or ``x[0]``: of records, and of whatever
+    is registered as a pytree and holds tensors."""
+    if is_record(value):
+        parts = {f"{name}[{key!r}]": value[key] for key in value.keys()}  # noqa: SIM118
+    elif isinstance(value, Tensor):
+        return {name: value}
+    else:
+        leaves = tree_flatten_with_path(value)[0]
+        if not any(isinstance(leaf, Tensor) or is_record(leaf) for _, leaf in leaves):
+            return {name: value}  # such as a list of numbers
+        parts = {f"{name}{keystr(path)}": leaf for path, leaf in leaves}
+    return {key: leaf for own, part in parts.items() for key, leaf in entries_of(own, part).items()}
 
 
 def equal_trees(one: Any, other: Any) -> bool:
