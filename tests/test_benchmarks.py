@@ -297,6 +297,13 @@ def test_laplace_of_image_classifiers(name, digits):
         assert len(rows) == 5 and all(row["NLL"][0] > 0 for row in rows.values())
 
 
+def test_a_posterior_of_images_on_the_disk(digits):
+    result = run("out_of_core", "--quick --train 30 --test 10 --data", digits)
+    assert list(result["stages"]) == ["files", "train", "approximate", "compare", "export"]
+    assert result["images"] == 30 and result["exported"] == [1, 100, 10]
+    assert all(nlpd > 0 for nlpd in result["nlpd"].values())
+
+
 def test_posteriors_of_trained_networks():
     result = run("trained_network", "--quick --epochs 1 --draws 2 --networks MLP")
     (rows,) = result["networks"].values()
