@@ -18,8 +18,8 @@ from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.program.vmap import Draws, map_draws
 from pyro_bdl.training.several_targets import GuidesOfTargets
+from pyro_bdl.utils.jobs import results_of
 from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
 
 if TYPE_CHECKING:
@@ -162,6 +162,7 @@ def simulation_based_calibration(
     num_simulations: int = 200,
     num_draws: int = 99,
     seed: int = 0,
+    n_jobs: int | None = None,
     progress: bool | None = None,
     **training: Any,
 ) -> Calibration:
@@ -184,7 +185,10 @@ def simulation_based_calibration(
     :param num_simulations: R.
     :param num_draws: L. Of ``Samples`` this many draws are taken, evenly spaced; it should not
         exceed the effective sample size.
-    :param seed: seed of the simulations.
+    :param seed: seed of the simulations; a function starts that of number i from ``seed + 1 + i``.
+    :param n_jobs: fits of a function at once, in processes of joblib (-1 for as many as cores),
+        with the same result; by default one after another, or as ``joblib.parallel_config`` says.
+        The function must then be picklable.
     :raises ValueError: for fewer than 10 simulations, targets that are not arguments, too few
         draws, or draws that are NaN.
     :warns BdlWarning: if guides were still improving when their training ended.
@@ -213,14 +217,18 @@ def simulation_based_calibration(
                 "function, which has its own options"
             )
 
-        ranks = []
-        for i in shown(range(num_simulations), "simulations", progress):
-            if isinstance(inference, Guide):
-                draws = {name: value[i] for name, value in drawn.items()}
-            else:
-                new, _ = targets.with_values({name: value[i] for name, value in data.items()})
-                draws = _draws_of(inference(model, *new), num_draws, new)
-            ranks.append(_ranks(h, true, draws, i))
+        if isinstance(inference, Guide):
+            draws = ({n: value[i] for n, value in drawn.items()} for i in range(num_simulations))
+        else:
+            jobs = (
+                (
+                    inference, model, num_draws, seed + 1 + i,
+                    targets.with_values({n: value[i] for n, value in data.items()})[0],
+                )
+                for i in range(num_simulations)
+            )  # fmt: skip
+            draws = results_of(_inferred, jobs, "simulations", n_jobs=n_jobs, progress=progress)
+        ranks = [_ranks(h, true, of_one, i) for i, of_one in enumerate(draws)]
     return Calibration(torch.stack(ranks), num_draws, tuple(true))
 
 
@@ -314,6 +322,14 @@ def _warn_unless_settled(losses: Tensor) -> None:
             "unfinished-training",
             stacklevel=3,
         )
+
+
+def _inferred(
+    inference: Callable[..., Any], model: Callable, num_draws: int, seed: int, args: tuple
+) -> Draws:
+    """Draws of the posterior that a function infers from one simulation's data."""
+    with seeded(seed), evaluation_mode(model):
+        return _draws_of(inference(model, *args), num_draws, args)
 
 
 def _draws_of(posterior: Any, num_draws: int, args: Sequence[Any]) -> Draws:

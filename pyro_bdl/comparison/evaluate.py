@@ -264,7 +264,10 @@ class _Draws:
 
     def _blocks(self) -> Iterator[Block]:
         data = self.setting
-        batches = data.kind.batches(data.test, self.count, data.y[0].numel())
+        width = data.y[0].numel()
+        if data.kind.task == "classification" and not data.y.is_floating_point():
+            width *= int(data.y.max()) + 1  # each label has a probability for every class
+        batches = data.kind.batches(data.test, self.count, width)
         for args, rows in shown(batches, "scores", data.progress):
             seen = None if data.seen is None else data.seen.at(rows)
             if seen is not None and not seen.numbers.any():

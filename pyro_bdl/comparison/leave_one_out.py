@@ -32,6 +32,7 @@ from pyro_bdl.program.batches import as_dicts, device_of_rows, has_rows, leading
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.jackknife import GROUPS, jackknife_error, number_of_groups, without_each
+from pyro_bdl.utils.jobs import results_of
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
@@ -385,6 +386,7 @@ def k_fold(
     folds: int = 10,
     num_samples: int = 1000,
     seed: int = 0,
+    n_jobs: int | None = None,
     progress: bool | None = None,
 ) -> KFold:
     """Expected log predictive density by fitting a posterior again without each fold.
@@ -405,6 +407,9 @@ def k_fold(
     :param folds: K, from 2 to N; the rows are dealt at random.
     :param num_samples: draws of a guide; of ``Samples`` all draws are used.
     :param seed: seed of the folds; the fit without fold k starts from ``seed + k``.
+    :param n_jobs: folds at once, in processes of joblib (-1 for as many as cores), with the same
+        result; by default one after another, or as ``joblib.parallel_config`` says, such as on a
+        cluster of Dask. ``fit`` must then be picklable.
     :param progress: show a bar; by default in terminals and notebooks.
     :returns: ``KFold``. Two results of equal data, ``folds`` and ``seed`` have equal folds.
     :raises ValueError: if K is not between 2 and N.
@@ -423,19 +428,27 @@ def k_fold(
     fold[order] = torch.arange(rows, device="cpu") % folds
     pointwise, variance = torch.zeros(rows, dtype=torch.float64, device=device), 0.0
     seen = torch.ones(rows, dtype=torch.bool, device="cpu")
-    for k in shown(range(folds), "folds", progress):
-        train, held = (
-            taken(args, m.nonzero().flatten().to(device)) for m in (fold != k, fold == k)
-        )
-        with seeded(seed + k):  # independent draws, whose errors do not add up
-            model, posterior = fit(*train)
-            density, over_draws, seen_rows = _log_density(model, posterior, held, num_samples)
+    jobs = (
+        (fit, args, (fold == k).to(device), num_samples, seed + k) for k in range(folds)
+    )  # independent draws, whose errors do not add up
+    results = results_of(_without_fold, jobs, "folds", n_jobs=n_jobs, progress=progress)
+    for k, (density, over_draws, seen_rows) in enumerate(results):
         inside = (fold == k).to(device)
         pointwise[inside], seen[fold == k] = density.to(pointwise), seen_rows
         variance += over_draws**2
     pointwise, fold = pointwise[seen.to(device)], fold[seen]
     elpd, se = float(pointwise.sum()), standard_error(pointwise)
     return KFold(elpd, se, pointwise, fold, args[-1], math.sqrt(variance))
+
+
+def _without_fold(
+    fit: Callable[..., Any], args: tuple, held: Tensor, num_samples: int, seed: int
+) -> tuple[Tensor, float, Tensor]:
+    """``_log_density`` of the rows that are held back, fitted to the others."""
+    train, test = (taken(args, mask.nonzero().flatten()) for mask in (~held, held))
+    with seeded(seed):
+        model, posterior = fit(*train)
+        return _log_density(model, posterior, test, num_samples)
 
 
 @torch.no_grad()

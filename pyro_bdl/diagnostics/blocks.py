@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from pyro_bdl.utils.memory import bytes_at_once, keep_freed_blocks
@@ -67,12 +68,20 @@ def _mapping(threads: int) -> Iterator[Callable]:
     if threads == 1:
         yield map
         return
-    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+    pool = ThreadPoolExecutor(threads, initializer=_single_thread)
     try:
         yield pool.map
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)  # also the initial value in new threads
+
+
+def _single_thread() -> None:
+    """Let torch use one thread in operations that this thread calls; others keep their number.
+
+    OpenMP has a number for each thread. ``torch.set_num_threads`` sets that of later threads too.
+    """
+    torch.get_num_threads()  # which sets it to torch's own, once in each thread
+    threadpool_limits(1, user_api="openmp")
 
 
 def check_draws(draws: Tensor, name: str = "draws") -> None:

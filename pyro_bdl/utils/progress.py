@@ -27,12 +27,20 @@ def hidden(progress: bool | None) -> bool:
     return not ("ipykernel" in sys.modules or _is_terminal(sys.stderr))
 
 
-def shown(parts: Iterable[T], description: str, progress: bool | None = None) -> Iterable[T]:
+def shown(
+    parts: Iterable[T],
+    description: str,
+    progress: bool | None = None,
+    *,
+    total: int | None = None,
+) -> Iterable[T]:
     """The same parts, with a bar after a second.
 
     :param progress: see :func:`hidden`.
+    :param total: their number, where they have no length.
     """
-    return tqdm(parts, desc=description, leave=False, delay=1, disable=hidden(progress))
+    hide = hidden(progress)
+    return tqdm(parts, desc=description, total=total, leave=False, delay=1, disable=hide)
 
 
 def _is_terminal(stream: object) -> bool:

@@ -21,6 +21,8 @@ def test_blocks_see_every_quantity_once_on_any_number_of_threads(threads):
 
     def both(block):
         assert threads == 1 or torch.get_num_threads() == 1
+        with ThreadPoolExecutor(1) as pool:  # others keep their number meanwhile
+            assert pool.submit(torch.get_num_threads).result() == threads
         sizes.append(len(block))
         return torch.stack([block.mean((1, 2)), block.amax((1, 2))])
 
