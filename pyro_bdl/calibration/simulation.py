@@ -1,7 +1,7 @@
 """Simulation-based calibration: checks that inference is correct on data simulated from the
 prior."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -217,6 +217,7 @@ def simulation_based_calibration(
                 "function, which has its own options"
             )
 
+        draws: Iterable[Draws]
         if isinstance(inference, Guide):
             draws = ({n: value[i] for n, value in drawn.items()} for i in range(num_simulations))
         else:

@@ -220,25 +220,24 @@ def estimate_elbo(
         for which there is no bound.
     """
     data = Batches.of(args, device_of(guide, model))
-    first, kwargs = data.first()
     with torch.no_grad():
-        program, run = Program.with_run(model, first, kwargs)
+        program, run = Program.with_run(model, *data.first())
     run.refuse_improper("evidence lower bound")
     count = 0 if data.whole is None else leading_size(data.whole)
     if batch_size is None and count:
         batch_size = _ROWS_AT_ONCE if getattr(model, "num_data", None) == count else count
-    size = rows_of(model, guide, data, batch_size).size
+    all_rows, size, *_ = rows_of(model, guide, data, batch_size)
     at_once = min(_NUMBERS_AT_ONCE // max(1, size), DRAWS_AT_ONCE // max(1, program.size))
-    batches = max(1, math.ceil(count / max(1, size)))
-    at_once = max(_LEAST_PARTICLES, min(at_once, math.ceil(num_particles / batches)))
-    elbo = TemperedTraceMeanField_ELBO(num_particles=at_once)
+    share = math.ceil(num_particles / max(1, math.ceil(all_rows / max(1, size))))
+    elbo = TemperedTraceMeanField_ELBO(num_particles=max(_LEAST_PARTICLES, min(at_once, share)))
     total, passes, repeats = 0.0, 0, 1
     while passes < repeats:
         counts = []
-        for part in shown(data.parts(size), "ELBO", progress):
-            counts.append(max(1, leading_size(part)))
-            total -= elbo.loss(model, guide, *part[0], **part[1]) * counts[-1]
-        passes, repeats = passes + 1, math.ceil(num_particles / at_once / len(counts))
+        for batch in shown(data.parts(size), "ELBO", progress):
+            counts.append(max(1, leading_size(batch)))
+            total -= elbo.loss(model, guide, *batch[0], **batch[1]) * counts[-1]
+        drawn = elbo.num_particles * len(counts)
+        passes, repeats = passes + 1, math.ceil(num_particles / drawn)
     return total / sum(counts) / passes
 
 
