@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from pyro_bdl.errors import MissingOperatorError, UnsupportedProgramError
 from pyro_bdl.mcmc.chains import Chains
 from pyro_bdl.mcmc.checkpoint import Journal
 from pyro_bdl.mcmc.starts import Restriction
-from pyro_bdl.mcmc.stochastic_gradient.jax_steps import CompiledSteps
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
 from pyro_bdl.mcmc.stochastic_gradient.scores import Scores
@@ -22,6 +21,9 @@ from pyro_bdl.program.check import check_finite
 from pyro_bdl.utils.progress import hidden
 from pyro_bdl.utils.random_state import set_torch_states, torch_states
 from pyro_bdl.utils.trees import tree_map
+
+if TYPE_CHECKING:
+    from pyro_bdl.mcmc.stochastic_gradient.jax_steps import CompiledSteps
 
 _REFRESH = 0.5  # seconds between two updates of the progress bar
 _SOUND_EVERY = 20  # steps between two positions to which a diverged chain may go back
@@ -166,11 +168,13 @@ class Walk:
                     last_write = now
         return None
 
-    def _compiled(self) -> CompiledSteps | None:
+    def _compiled(self) -> "CompiledSteps | None":
         """The loop in JAX, if there is one: steps of one size on all data, on a CPU."""
         whole, device = self.stream.batches.is_whole, self.start.device.type
         if not whole or device != "cpu" or callable(self.kernel.step_size):
             return None
+        from pyro_bdl.mcmc.stochastic_gradient.jax_steps import CompiledSteps  # imports JAX
+
         try:
             return CompiledSteps(self.kernel, self.restriction, self.start)
         except (MissingOperatorError, UnsupportedProgramError):
