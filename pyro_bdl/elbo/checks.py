@@ -135,9 +135,9 @@ def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> N
 def prepare(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
     """Check the arguments of a first step, and make the guide's parameters.
 
-    A guide of this package runs the program for its parameters, under Pyro's validation; any other
-    is checked here by runs at a draw. The random state is restored, so that training continued from
-    a saved state draws the same numbers as uninterrupted training.
+    A guide of this package has run its program for its parameters, under Pyro's validation. Others,
+    and those of another program, are checked here by runs at a draw. The random state is restored,
+    so that training continued from a saved state draws the same numbers as uninterrupted training.
     """
     check_finite(model, args, kwargs)
     with (
@@ -145,7 +145,8 @@ def prepare(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None
     ):  # fmt: skip
         if isinstance(guide, Guide):
             guide.prototype(*args, **kwargs)
-            return
+            if guide.is_of(model):
+                return
         p = _checked_run(model, guide, args, kwargs)
         hidden = [] if p.discrete is None else list(p.discrete.names)
         shown = poutine.block(model, hide=hidden) if hidden else model
@@ -161,13 +162,7 @@ def check_statements(p: Run, guide: Callable) -> None:
     :raises ValueError: for a guide with a site that the program does not have; Pyro's, for a
         statement whose batch is not that of the plates around it.
     """
-    if isinstance(guide, Guide):
-        surplus = [name for name in guide.require_layout().latents if name not in p.latents]
-        if surplus:
-            raise ValueError(
-                f"the guide has the site '{surplus[0]}', which is not a latent of the program "
-                "here: make a new guide, and give prototype(...) the targets too"
-            )
+    _refuse_surplus(p, guide)
     bias = p.bias_of_minibatches()
     if bias is not None:
         warn(bias, "number-of-data", stacklevel=8)
@@ -179,6 +174,16 @@ def check_statements(p: Run, guide: Callable) -> None:
         density = torch.empty(site.distribution.batch_shape, device="meta")
         statement: Any = {"name": name, "cond_indep_stack": frames, "log_prob": density}
         check_site_shape({**statement, "fn": site.distribution, "infer": {}}, math.inf)  # type: ignore[arg-type]
+
+
+def _refuse_surplus(p: Run, guide: Callable) -> None:
+    sites = guide.require_layout().latents if isinstance(guide, Guide) else ()
+    surplus = [name for name in sites if name not in p.latents]
+    if surplus:
+        raise ValueError(
+            f"the guide has the site '{surplus[0]}', which is not a latent of the program here: "
+            "make a new guide, and give prototype(...) the targets too"
+        )
 
 
 def _checked_run(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Run:
@@ -195,6 +200,7 @@ def _checked_run(model: Callable, guide: Callable, args: tuple, kwargs: dict) ->
         raise ValueError(_NOTHING_OBSERVED)
     if not p.latents.keys() <= q.latents.keys():
         raise ValueError(_without_value(p, q.latents))
+    _refuse_surplus(p, guide)
     check_support(p)
     return p
 
