@@ -50,6 +50,8 @@ def require_gradients() -> None:
 class Objective(ELBOModule):
     """A bound at a program and its guide, a module with the parameters of both."""
 
+    elbo: Any
+
     def take_step(self, *args: Any, **kwargs: Any) -> Step:
         """Take a step, see ``CheckedLoss.take_step``."""
         return self.elbo.take_step(self.model, self.guide, *args, **kwargs)
@@ -170,10 +172,14 @@ def check_statements(p: Run, guide: Callable) -> None:
         frames = [
             CondIndepStackFrame(plate, dim, len(p.subsamples[plate]), 0)
             for plate, dim in site.plates
+            if plate in p.subsamples
         ]
+        if len(frames) < len(site.plates):
+            continue  # in a plate whose size the run does not know
         density = torch.empty(site.distribution.batch_shape, device="meta")
         statement: Any = {"name": name, "cond_indep_stack": frames, "log_prob": density}
-        check_site_shape({**statement, "fn": site.distribution, "infer": {}}, math.inf)  # type: ignore[arg-type]
+        statement |= {"fn": site.distribution, "infer": {}}
+        check_site_shape(statement, math.inf)  # type: ignore[arg-type]
 
 
 def _refuse_surplus(p: Run, guide: Callable) -> None:
