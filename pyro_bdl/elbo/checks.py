@@ -50,6 +50,8 @@ def require_gradients() -> None:
 class Objective(ELBOModule):
     """A bound at a program and its guide, a module with the parameters of both."""
 
+    elbo: Any
+
     def take_step(self, *args: Any, **kwargs: Any) -> Step:
         """Take a step, see ``CheckedLoss.take_step``."""
         return self.elbo.take_step(self.model, self.guide, *args, **kwargs)
@@ -135,9 +137,9 @@ def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> N
 def prepare(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
     """Check the arguments of a first step, and make the guide's parameters.
 
-    A guide of this package runs the program for its parameters, under Pyro's validation; any other
-    is checked here by runs at a draw. The random state is restored, so that training continued from
-    a saved state draws the same numbers as uninterrupted training.
+    A guide of this package has run its program for its parameters, under Pyro's validation. Others,
+    and those of another program, are checked here by runs at a draw. The random state is restored,
+    so that training continued from a saved state draws the same numbers as uninterrupted training.
     """
     check_finite(model, args, kwargs)
     with (
@@ -145,7 +147,8 @@ def prepare(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None
     ):  # fmt: skip
         if isinstance(guide, Guide):
             guide.prototype(*args, **kwargs)
-            return
+            if guide.is_of(model):
+                return
         p = _checked_run(model, guide, args, kwargs)
         hidden = [] if p.discrete is None else list(p.discrete.names)
         shown = poutine.block(model, hide=hidden) if hidden else model
@@ -161,13 +164,7 @@ def check_statements(p: Run, guide: Callable) -> None:
     :raises ValueError: for a guide with a site that the program does not have; Pyro's, for a
         statement whose batch is not that of the plates around it.
     """
-    if isinstance(guide, Guide):
-        surplus = [name for name in guide.require_layout().latents if name not in p.latents]
-        if surplus:
-            raise ValueError(
-                f"the guide has the site '{surplus[0]}', which is not a latent of the program "
-                "here: make a new guide, and give prototype(...) the targets too"
-            )
+    _refuse_surplus(p, guide)
     bias = p.bias_of_minibatches()
     if bias is not None:
         warn(bias, "number-of-data", stacklevel=8)
@@ -175,10 +172,24 @@ def check_statements(p: Run, guide: Callable) -> None:
         frames = [
             CondIndepStackFrame(plate, dim, len(p.subsamples[plate]), 0)
             for plate, dim in site.plates
+            if plate in p.subsamples
         ]
+        if len(frames) < len(site.plates):
+            continue  # in a plate whose size the run does not know
         density = torch.empty(site.distribution.batch_shape, device="meta")
         statement: Any = {"name": name, "cond_indep_stack": frames, "log_prob": density}
-        check_site_shape({**statement, "fn": site.distribution, "infer": {}}, math.inf)  # type: ignore[arg-type]
+        statement |= {"fn": site.distribution, "infer": {}}
+        check_site_shape(statement, math.inf)  # type: ignore[arg-type]
+
+
+def _refuse_surplus(p: Run, guide: Callable) -> None:
+    sites = guide.require_layout().latents if isinstance(guide, Guide) else ()
+    surplus = [name for name in sites if name not in p.latents]
+    if surplus:
+        raise ValueError(
+            f"the guide has the site '{surplus[0]}', which is not a latent of the program here: "
+            "make a new guide, and give prototype(...) the targets too"
+        )
 
 
 def _checked_run(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Run:
@@ -195,6 +206,7 @@ def _checked_run(model: Callable, guide: Callable, args: tuple, kwargs: dict) ->
         raise ValueError(_NOTHING_OBSERVED)
     if not p.latents.keys() <= q.latents.keys():
         raise ValueError(_without_value(p, q.latents))
+    _refuse_surplus(p, guide)
     check_support(p)
     return p
 

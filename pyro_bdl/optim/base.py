@@ -118,20 +118,20 @@ class NaturalGradient(StepOptimizer):
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, given: Step | Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Step | Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take a step with the gradients from ``step.backward()``, of one loss or several.
 
-        :param given: the ELBO's step; or a closure, as torch's optimizers take, or nothing, where
+        :param closure: the ELBO's step; or a closure, as torch's optimizers take, or nothing, where
             each of the ELBO's steps went through ``add``.
         :raises RuntimeError: if there is no step of an ELBO or no gradient, it is not finite, or
             the precision asked for is not positive; the guide then stays as it was.
         """
         loss = None
-        if isinstance(given, Step):
-            self.add(given)
-        elif given is not None:
+        if isinstance(closure, Step):
+            self.add(closure)
+        elif closure is not None:
             with torch.enable_grad():
-                loss = given()
+                loss = closure()
         added, self._added = self._added, ()
         if not added:
             raise RuntimeError(
@@ -166,7 +166,7 @@ class NaturalGradient(StepOptimizer):
             gradient=momentum / (1 - beta1**number),
             average=state["momentum"] / (1 - beta1 ** max(1, state["step"])),
             temperature=added[-1][0],
-            draw=sum(draws) / len(draws) if len(draws) == len(added) else None,
+            draw=torch.stack(draws).mean(0) if len(draws) == len(added) else None,
         )
         self.move(step, lr=group["lr"], clip=group["clip"])
         state.update(step=number, momentum=momentum, peak=peak)
@@ -243,7 +243,8 @@ class InSVI(SVI):
         elbo: ELBO,
         others: pyro.optim.PyroOptim | None = None,
     ) -> None:
-        super().__init__(model, guide, others or pyro.optim.SGD({"lr": 0.0}), elbo)
+        rest = others or pyro.optim.PyroOptim(torch.optim.SGD, {"lr": 0.0})
+        super().__init__(model, guide, rest, elbo)
         self.elbo, self.optimizer, self.others = elbo, optimizer, others
 
     def step(self, *args: Any, **kwargs: Any) -> float:
@@ -255,11 +256,11 @@ class InSVI(SVI):
         own = {p for group in self.optimizer.param_groups for p in group["params"]}
         rest: set[Tensor] = set()
         try:
-            with poutine.trace(param_only=True) as statements:
+            with poutine.trace(param_only=True) as statements, torch.enable_grad():
                 step = step_of(self.elbo, self.model, self.guide, args, kwargs)
             if isinstance(self.elbo, CheckedLoss):
                 self.elbo.check_step(step, self.model, self.guide, args, kwargs)
-            nodes = statements.trace.nodes.values()
+            nodes: Any = statements.trace.nodes.values()
             rest = {site["value"].unconstrained() for site in nodes} - own
             step.backward()
             if rest and self.others is None:

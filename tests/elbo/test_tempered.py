@@ -14,7 +14,7 @@ from torch import nn
 from pyro_bdl import bayesianize, models, temperature
 from pyro_bdl.elbo import CompiledELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides import AutoMAP, AutoMeanField
+from pyro_bdl.guides import AutoMAP, AutoMCDropout, AutoMeanField
 from pyro_bdl.handlers import cold, temper
 from pyro_bdl.optim import GaussNewton_ELBO
 
@@ -397,7 +397,7 @@ def test_so_are_those_of_a_later_batch(kind):
     assert math.isfinite(svi.step(X, Y))
 
 
-def test_a_loss_on_an_accelerator_is_checked_by_backward(device):
+def test_a_loss_on_an_accelerator_is_checked_before_backward(device):
     def model(x, y):
         w = pyro.sample("w", dist.Normal(torch.zeros((), device=device), 1.0))
         with pyro.plate("data", len(x)):
@@ -408,7 +408,7 @@ def test_a_loss_on_an_accelerator_is_checked_by_backward(device):
     loss = TemperedTrace_ELBO()(model, guide)
     loss(x, y).backward()
     with pytest.raises(ValueError, match="y holds NaN or infinity in rows 2"):
-        loss(x, y.index_fill(0, torch.tensor(2, device=device), math.nan)).backward()
+        loss(x, y.index_fill(0, torch.tensor(2, device=device), math.nan))
 
 
 def test_a_loss_that_diverges_on_good_data_is_a_warning(kind):
@@ -528,3 +528,53 @@ def test_programs_of_parameters_alone():
         svi.step(X, Y)
     assert pyro.param("loc").item() == pytest.approx(0.5, abs=1e-3)
     assert elbo.kl == 0.0
+
+
+# The first step
+
+
+class _Counting(nn.Linear):
+    runs = 0
+
+    def forward(self, x):
+        type(self).runs += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("particles", [1, 3])
+def test_the_first_step_runs_the_network_for_the_guide_and_for_itself(kind, particles):
+    """And on two rows, which the guide keeps; particles run at once."""
+    x = torch.randn(6, 2)
+    model = models.Regression(bayesianize(_Counting(2, 1)), noise=0.5)
+    objective = kind(num_particles=particles)(model, AutoMeanField(model))
+    for runs in (3, 1, 1):
+        _Counting.runs = 0
+        objective(x, x[:, 0])
+        assert _Counting.runs == runs
+
+
+def test_a_batch_without_a_plate_is_refused(kind):
+    """In the first step's run, for particles too."""
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    x = torch.randn(6, 2)
+    for particles in (1, 2):
+        with pytest.raises(ValueError, match="invalid log_prob shape"):
+            kind(num_particles=particles)(model, AutoMeanField(model))(x, x[:, 0])
+
+
+@pytest.mark.parametrize("elbo", [*ELBOS, CompiledELBO])
+def test_steps_of_two_guides_are_counted_by_their_own(elbo):
+    """The temperature of learned dropout rates falls with the guide's steps."""
+    x, bound, guides = torch.randn(6, 2), elbo(), []
+    dropped = {"p": 0.3, "learn_p": True, "sites": "all"}
+    for _ in range(2):
+        model = models.Regression(bayesianize(nn.Linear(2, 1)), noise=0.5)
+        guides.append((model, AutoMCDropout(model, **dropped).prototype(x, x[:, 0])))
+    for number in range(6):
+        for model, guide in guides[: 1 + (number < 2)]:
+            bound.take_step(model, guide, x, x[:, 0])
+    assert [int(guide.steps) for _, guide in guides] == [6, 2]

@@ -6,10 +6,13 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.nn import PyroParam
 from scipy.integrate import quad
-from torch.distributions import kl_divergence
+from torch import nn
+from torch.distributions import constraints, kl_divergence
 
-from pyro_bdl import Program
+from pyro_bdl import Program, bayesianize, priors
+from pyro_bdl.guides import AutoMeanField
 from pyro_bdl.guides.kl import (
     diagonal_normal_kl,
     entropy,
@@ -173,3 +176,36 @@ def test_entropy():
     torch.testing.assert_close(entropy(q), expected)
     nothing = {"w": Site(dist.Delta(w, event_dim=1), w, 1.0, None)}
     assert entropy(nothing) == 0.0
+
+
+def test_constant_priors_are_read_once_and_others_in_every_step():
+    """The KL follows another prior of the network, and a scale that is learned or set in place."""
+    net, x = nn.Linear(3, 1).double(), torch.randn(5, 3, dtype=D)
+    learned = PyroParam(torch.tensor(0.7, dtype=D), constraints.positive)
+    width = torch.tensor(1.5, dtype=D)
+
+    def in_place(name, module, parameter):
+        return dist.Normal(torch.zeros((), dtype=D), width)
+
+    changes = {
+        "constant": (priors.Normal(2.0), lambda bnn: setattr(bnn, "prior", priors.Normal(0.5))),
+        "learned": (priors.Normal(learned), lambda bnn: None),
+        "in place": (in_place, lambda bnn: width.mul_(3.0)),
+    }
+    for prior, change in changes.values():
+        bnn = bayesianize(net, prior)
+        guide = AutoMeanField(bnn).prototype(x)
+        for _ in range(3):
+            vector = guide.sample_vectors(1)[0]
+            latents, log_det = guide.layout.constrain(vector)
+            run = Program(bnn, x).run(latents)
+            means, scales = map(guide.layout.unflatten, guide.loc_and_scale())
+            expected = sum(
+                kl_divergence(
+                    dist.Normal(means[name], scales[name]), site.distribution.base_dist
+                ).sum()
+                for name, site in run.latents.items()
+            )
+            found = guide.kl(vector, log_det, run)
+            torch.testing.assert_close(found, expected)
+            change(bnn)

@@ -9,6 +9,7 @@ from torch.distributions import MultivariateNormal, kl_divergence
 
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.elbo.draw import SiteDraw
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoMatrixNormal
 from pyro_bdl.importance import site_khat
@@ -105,10 +106,8 @@ def test_the_kl_is_that_of_the_dense_gaussian(made):
     values, log_det = guide.layout.constrain(vector)
     run = record(model, values, (x, y))
     torch.testing.assert_close(guide.kl(vector, log_det, run), expected)
-    sites = record(guide, {}, (x, y))
-    values = {name: site.value for name, site in sites.latents.items()}
-    elbo = TemperedTraceMeanField_ELBO()
-    by_site = elbo._site_kl(sites, record(model, values, (x, y)))
+    draw = SiteDraw(guide, (x, y), {})
+    by_site = draw.kl(record(model, draw.latents, (x, y)))
     torch.testing.assert_close(by_site, expected)
 
 
