@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -309,6 +310,11 @@ class KroneckerDraws:
         return self.count
 
     def vectors(self) -> Tensor:
+        return self._vectors
+
+    @cached_property
+    def _vectors(self) -> Tensor:
+        """Rotated once, since every piece of the data asks for them."""
         result = self.precision.like.new_empty(self.count, self.precision.size)
         for (position, _), drawn in zip(self.precision.blocks, self.drawn, strict=True):
             result[:, position.indices] = drawn.vectors()
