@@ -28,7 +28,7 @@ from pyro_bdl.program.rows import (
 )
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
-from pyro_bdl.program.vmap import RowMap, depends_on_row, with_rows
+from pyro_bdl.program.vmap import RowMap, depends_on_row
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import Modules, evaluation_mode
 from pyro_bdl.utils.trees import tree_leaves
@@ -302,7 +302,7 @@ class At:
 
     def _map_rows(self, batch: Batch, plates: Mapping[str, Tensor], read: bool) -> _Mapped:
         count, recorders = leading_size(batch), []
-        inside: list[tuple[Run, bool, ReadParameters | None]] = []
+        inside: list[tuple[Run, ReadParameters | None]] = []
         shared: dict[str, dict[str, Tensor]] = {}  # what is the same in every row
 
         def of_row(both: tuple, kwargs: dict[str, Any], lane: Tensor) -> Any:
@@ -310,25 +310,32 @@ class At:
             with ReadParameters() as parameters:
                 run, recorder = self._recorded((args, kwargs), lane, own_plates)
             recorders.append(recorder)
-            mapped = with_rows(lane, lane).dim() > 0
-            laws = read and mapped and all(_has_one_law(s, lane) for s in run.latents.values())
-            inside[:] = [(run, mapped, parameters if laws else None)]
+            laws = (
+                read
+                and recorder.mapped
+                and all(_has_one_law(s, lane) for s in run.latents.values())
+            )
+            inside[:] = [(run, parameters if laws else None)]
             observed = {name: site_tensors(site) for name, site in run.observed.items()}
-            for name, own in observed.items() if mapped else ():
+            for name, own in observed.items() if recorder.mapped else ():
                 shared[name] = {k: v for k, v in own.items() if not depends_on_row(v, lane)}
                 observed[name] = {k: v for k, v in own.items() if k not in shared[name]}
-            return {"observed": observed, "deterministic": _tensors_of(run.deterministic)}
+            return {
+                "inputs": recorder.inputs(),
+                "observed": observed,
+                "deterministic": _tensors_of(run.deterministic),
+            }
 
         with self._mode():
             tensors = self._map(of_row, (batch[0], plates), batch[1])
         for name, values in shared.items():
             rows = {key: value.expand(count, *value.shape) for key, value in values.items()}
             tensors["observed"][name] |= rows
-        ((run, mapped, parameters),) = inside
-        recorders = recorders[-1:] if mapped else recorders[-count:]
+        ((run, parameters),) = inside
+        recorders = recorders[-1:] if recorders[-1].mapped else recorders[-count:]
         if any(len(r.edges) != len(recorders[0].edges) for r in recorders):
             raise ValueError("the rows use the latents in different ways")
-        rows = RecordedRows(self.subset, recorders, count, mapped)
+        rows = RecordedRows(self.subset, recorders, count, tensors.pop("inputs"))
         result = _Mapped(run, parameters, rows, **tensors)
         form = form_of(batch)
         if form not in self._seen:

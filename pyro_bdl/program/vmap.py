@@ -287,15 +287,6 @@ def tap(value: Tensor, lane: Tensor | None) -> tuple[Tensor, Tensor]:
     return result, result if outside.value is None else outside.value
 
 
-def with_rows(value: Tensor, lane: Tensor | None) -> Tensor:
-    """A tensor of a map over rows as it is outside of the map, (n, *shape)."""
-    if lane is None:
-        return value
-    outside = _Outside()
-    result = _Tap.apply(value, lane, outside, False)
-    return result if outside.value is None else outside.value
-
-
 def depends_on_row(value: Tensor, lane: Tensor) -> bool:
     """Return whether a tensor of a map over rows is computed from the row, whatever its numbers;
     False where the rows are taken in a loop."""

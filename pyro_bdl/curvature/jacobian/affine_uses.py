@@ -19,7 +19,7 @@ from pyro_bdl.curvature.jacobian.patches import unfolding
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.linear_ops.recognize import AffineOp, recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
-from pyro_bdl.program.vmap import tap, with_rows
+from pyro_bdl.program.vmap import tap
 from pyro_bdl.utils.trees import tree_leaves, tree_map
 
 
@@ -36,7 +36,8 @@ class AffineUse:
         (rows, features) for a look-up; None: all, in order.
     :param shape: the weight's shape in that form.
     :param inputs: a as given to the operation: (*lead, in), an image for a convolution, indices
-        for a look-up (-1: none); the rows of data, where they are mapped over, in front.
+        for a look-up (-1: none). In a map over rows, what this returns of them has the rows in
+        front.
     :param to_rows: brings z or its gradient to (*lead, features).
     :param unfold: brings the inputs, with the data axis first and the other axes flattened, to (n,
         T, groups, in); None for plain products.
@@ -87,7 +88,7 @@ class UseRecorder(Tracker):
         self.differentiable = differentiable
         self.uses: list[AffineUse] = []
         self.edges: list[GradientEdge | None] = []  # of each operation's z in autograd's graph
-        self.lane = lane
+        self.lane, self.mapped = lane, False  # whether the rows are mapped, or taken in a loop
         self._counts: Counter[str] = Counter()
 
     def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
@@ -119,6 +120,10 @@ class UseRecorder(Tracker):
         if recorded:
             result, self.edges[number] = self._tapped(result)
         return result
+
+    def inputs(self) -> dict[int, Tensor]:
+        """The inputs of the uses that have some, by their place among all."""
+        return {n: use.inputs for n, use in enumerate(self.uses) if use.inputs is not None}
 
     def _dense(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
         """Compute a function of latents, whose gradients are then those of its operands."""
@@ -155,13 +160,14 @@ class UseRecorder(Tracker):
 
     def _tapped(self, value: Tensor) -> tuple[Tensor, GradientEdge | None]:
         result, outside = tap(value, self.lane)
+        self.mapped = outside is not result
         return result, get_gradient_edge(outside) if outside.requires_grad else None
 
     def add(
         self, tag: Tag, kind: str, output: Tensor, *, inputs: Tensor | None, **options: Any
     ) -> None:
         if inputs is not None:
-            inputs = with_rows(inputs if self.differentiable else inputs.detach(), self.lane)
+            inputs = inputs if self.differentiable else inputs.detach()
         self.uses.append(
             AffineUse(
                 site=tag.site,

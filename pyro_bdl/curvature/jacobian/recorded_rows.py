@@ -1,6 +1,6 @@
 """Uses of latents by single rows of data, and the blocks of a Jacobian that follow from them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,17 +28,20 @@ class RecordedRows:
     """A run over n data with all uses of latents, datum by datum.
 
     :param recorders: of one map over all rows, or of each row in a loop.
-    :param together: whether the rows were mapped, so that all tensors have them in front.
+    :param inputs: of the uses that have some, by their place, with the rows in front.
     """
 
     def __init__(
-        self, subset: Subset, recorders: Sequence[UseRecorder], num_data: int, together: bool
+        self,
+        subset: Subset,
+        recorders: Sequence[UseRecorder],
+        num_data: int,
+        inputs: Mapping[int, Tensor],
     ) -> None:
-        self.subset, self.num_data = subset, num_data
-        self._recorders, self.together = recorders, together
+        self.subset, self.num_data, self.inputs = subset, num_data, inputs
+        self._recorders, self.together = recorders, recorders[0].mapped
         self.uses = recorders[0].uses
         self.num_operations = len(recorders[0].edges)
-        self._inputs: dict[int, Tensor] = {}
         self._unfolded: dict[int, Tensor] = {}
         firsts = _first_uses_of_entries(self.uses)
         self._positions = [
@@ -48,9 +51,8 @@ class RecordedRows:
     @property
     def numbers(self) -> float:
         """How many numbers of one datum the operations read and make."""
-        read = sum(use.inputs.numel() for use in self.uses if use.inputs is not None)
-        made = sum(use.output_shape.numel() for use in self.uses)
-        return made + read / (self.num_data if self.together else 1)
+        read = sum(inputs.numel() for inputs in self.inputs.values())
+        return read / self.num_data + sum(use.output_shape.numel() for use in self.uses)
 
     def gradients(self, outputs: Sequence[Tensor], column: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients of <column, outputs> in the operations' results z, (n, *shape) each."""
@@ -128,7 +130,7 @@ class RecordedRows:
         if use.kind == "dense":
             return DenseBlock(position, stacked)
         if use.kind == "lookup":
-            return _lookup(self.inputs(place), stacked, shape, position)
+            return _lookup(self.inputs[place], stacked, shape, position)
         return ProductBlock(position, source, stacked, shape)
 
     def _rows(self, place: int, gradient: Tensor | None) -> Tensor:
@@ -145,20 +147,10 @@ class RecordedRows:
         rows = rows[:, None] if rows.dim() == 2 else rows
         return rows.flatten(1, -2).unflatten(-1, (use.groups, -1))
 
-    def inputs(self, place: int) -> Tensor:
-        """The inputs of a use, (n, *shape)."""
-        if self.together:
-            inputs = self.uses[place].inputs
-            assert inputs is not None
-            return inputs
-        if place not in self._inputs:
-            self._inputs[place] = torch.stack([r.uses[place].inputs for r in self._recorders])  # type: ignore[misc]
-        return self._inputs[place]
-
     def _unfolded_inputs(self, place: int) -> Tensor:
         """a of a product as (n, T, groups, in); patches are kept for other columns."""
         if place not in self._unfolded:
-            use, inputs = self.uses[place], self.inputs(place)
+            use, inputs = self.uses[place], self.inputs[place]
             inputs = inputs.to(working_dtype(inputs.dtype))
             if use.unfold is None:
                 inputs = inputs.reshape(self.num_data, -1, 1, inputs.shape[-1])

@@ -104,7 +104,7 @@ class Tracker(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        tagged = self._tagged(args) + self._tagged(kwargs.values()) if self.tags else None
+        tagged = self._tagged((*args, *kwargs.values())) if self.tags else None
         if not tagged:
             return func(*args, **kwargs)
         if func is are_tracked:

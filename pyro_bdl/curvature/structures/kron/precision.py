@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -301,6 +302,11 @@ class KroneckerDraws:
         return self.count
 
     def vectors(self) -> Tensor:
+        return self._vectors
+
+    @cached_property
+    def _vectors(self) -> Tensor:
+        """Rotated once, since every piece of the data asks for them."""
         result = self.precision.like.new_empty(self.count, self.precision.size)
         for (position, _), drawn in zip(self.precision.blocks, self.drawn, strict=True):
             result[:, position.indices] = drawn.vectors()
