@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from pyro_bdl.distributions.moments import observation_kind, observation_mean
-from pyro_bdl.distributions.parameters import is_known
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.draws import to_samples
+from pyro_bdl.predictive.predictor import unknown_kinds
 from pyro_bdl.program.batches import has_rows, leading_size, taken
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.program import Program
@@ -83,7 +83,7 @@ class Kind:
     :param is_joint: whether one density covers all data.
     :param fixed_mean: whether the mean of a joint distribution does not depend on the latents, as
         for a Gaussian process whose function is integrated out.
-    :param linear: whether the linearized model knows the distributions.
+    :param unknown: names of the distributions, if the linearized program does not know some.
     :param most_rows: the program's ``num_data``, beyond which it takes no targets; None for any.
     :param is_masked: whether a mask tensor leaves data out of the likelihood.
     :param factors: its factors, which belong to no datum and are not scored.
@@ -98,7 +98,7 @@ class Kind:
     no_single: str = ""
     is_joint: bool = False
     fixed_mean: bool = False
-    linear: bool = True
+    unknown: str = ""
     most_rows: int | None = None
     is_masked: bool = False
     factors: tuple[str, ...] = ()
@@ -300,8 +300,8 @@ def _kind_of(
         is_joint = not plates and (tied or run.coupled_data()) is not None
         words = "discrete sites that are summed out tie the data of all observed sites to "
         words, tied = words + "each other", None
-    linear = all(is_known(site.distribution) for site in sites.values())
-    if not linear and _needs_targets(model, args, at, name):
+    unknown = unknown_kinds(sites.values())
+    if unknown and _needs_targets(model, args, at, name):
         raise UnsupportedProgramError(
             f"the program does not sample the site {name!r} where the targets are None: "
             "write it with y=None as an argument and pyro.sample(..., obs=y)"
@@ -319,7 +319,7 @@ def _kind_of(
         and is_single
         and program is not None
         and _has_fixed_mean(program, name),
-        linear=linear,
+        unknown=unknown,
         most_rows=_stated_num_data(model),
         is_masked=any(site.is_masked for site in sites.values()),
         factors=() if program is None else program.factors,
