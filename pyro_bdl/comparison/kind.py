@@ -27,11 +27,11 @@ from pyro_bdl.predictive.predictor import unknown_kinds
 from pyro_bdl.program.batches import has_rows, leading_size, taken
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.program import Program
+from pyro_bdl.program.rows import along_rows, plate_of_rows
 from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.trees import tree_leaves
 
 _CLASSES = ("Categorical", "Bernoulli", "OneHotCategorical", "OrderedLogistic")
 _BY_CLASS = ("Categorical", "OrderedLogistic")  # a probability for each class
@@ -412,40 +412,16 @@ def _are_rows(
     args: tuple, sites: Mapping[str, Site], plates: Mapping[str, Mapping[str, int]]
 ) -> bool:
     """Return whether the first axis of the observed values is that of the rows of the arguments."""
-    count = leading_size(args)
-    if not has_rows((args, {}), count) or not (plates or len(sites) == 1):
+    if not has_rows((args, {}), leading_size(args)):
         return False
-    first = next(iter(plates.values()), {})
-    for name, site in sites.items():
-        batch, along = site.distribution.batch_shape, _along_rows(site.value, args)
-        in_plate = first.get(name) == -len(batch)
-        if site.value.shape[:1] != (count,) or along is False or not (in_plate or along):
-            return False
-        if len(sites) > 1 and not in_plate:
-            return False
-    return True
-
-
-def _along_rows(value: Tensor, args: tuple) -> bool | None:
-    """Return whether the first axis of a view of an argument is this argument's first one, by the
-    places of its numbers in memory; None for a tensor with memory of its own."""
-    memory = value.untyped_storage().data_ptr()
-    tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-    views = [
-        x for x in tensors if x.dtype == value.dtype and x.untyped_storage().data_ptr() == memory
-    ]
-    for x in views:
-        start = value.storage_offset() - x.storage_offset()
-        same = len(x) == 1 or value.stride(0) == x.stride(0)
-        if same and start >= 0 and start + _width(value) <= _width(x):
-            return True
-    return False if views else None
-
-
-def _width(rows: Tensor) -> int:
-    """How far the last number of a row is from its first one in memory."""
-    sizes = zip(rows.shape[1:], rows.stride()[1:], strict=True)
-    return sum((size - 1) * stride for size, stride in sizes)
+    found = [plate_of_rows(site, args) for site in sites.values()]
+    if plates:
+        first = next(iter(plates.values()))
+        return all(
+            plate is not None and plate[1] == first[name] == -len(site.distribution.batch_shape)
+            for plate, (name, site) in zip(found, sites.items(), strict=True)
+        )
+    return len(sites) == 1 and all(along_rows(site.value, args) for site in sites.values())
 
 
 def check_fit(y: Tensor, shape: torch.Size) -> None:
