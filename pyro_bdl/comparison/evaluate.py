@@ -1,7 +1,7 @@
 """``evaluate``: the scores, function draws and diagnostics of one posterior on test data."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,7 @@ def evaluate(
     costs: Costs | None = None,
     left_out: KFold | None = None,
     units: tuple[float, float] = (1.0, 0.0),
+    observed: str | Collection[str] | None = None,
     seed: int = 0,
     progress: bool | None = None,
 ) -> Evaluation:
@@ -173,7 +174,7 @@ def evaluate(
     """
     setting = Setting.read(
         model, posterior, test=test, train=train, ood=ood, units=units, num_samples=num_samples,
-        batch_norm_data=batch_norm_data, seed=seed, progress=progress,
+        batch_norm_data=batch_norm_data, sites=observed, seed=seed, progress=progress,
     )  # fmt: skip
     return evaluate_in(setting, posterior, costs or Costs(), left_out)
 

@@ -6,13 +6,14 @@ numbers follow each other, ``(N, D)``. Otherwise all numbers are in one vector `
 data are passed to the program at once. Sites in common plates have one log density for each of
 their cells, as for the sequences of a hidden Markov chain. Without a common plate each site has its
 own terms; if discrete sites that are summed out tie the data to each other, there is one density.
+Those that are scored can be named.
 
 A plate holds the rows if it is the first dimension of the observed values, has a cell for each row
 of the arguments, and no memory says otherwise: values that are a view of an argument show which of
 its axes they run along. Without a plate the values must be such a view, along its rows.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -227,7 +228,13 @@ class Observed(NamedTuple):
 
 @torch.no_grad()
 def observed(
-    model: Callable, args: tuple, posterior: Any, kind: Kind | None = None, *, draws: int = 1000
+    model: Callable,
+    args: tuple,
+    posterior: Any,
+    kind: Kind | None = None,
+    *,
+    sites: str | Collection[str] | None = None,
+    draws: int = 1000,
 ) -> Observed:
     """Read what a program observes of data, by one run on each batch of them.
 
@@ -235,17 +242,19 @@ def observed(
     :param posterior: a guide or ``Samples``, whose draws give values to latents with an improper
         prior.
     :param kind: where it is known from other data.
+    :param sites: the names of the observed sites that are scored; all by default.
     :param draws: for which the batches are made.
-    :raises ValueError: if the program has no observed site.
+    :raises ValueError: if the program has no observed site, or none of such a name.
     :raises UnsupportedProgramError: if the program's sites are others in another batch.
     """
     rows = has_rows((args, {}), leading_size(args))
     known = kind or Kind({}, "", by_rows=rows, most_rows=_stated_num_data(model))
     batches = [part for part, _ in known.batches(args, draws)]
+    names = (sites,) if isinstance(sites, str) else sites
     with evaluation_mode(model, posterior):
-        found = _read(model, batches, posterior, kind)
+        found = _read(model, batches, posterior, kind, names)
         if found is None and kind is None:
-            found = _read(model, [args], posterior, None)
+            found = _read(model, [args], posterior, None, names)
     if found is None:
         raise UnsupportedProgramError(
             "the program has other observed sites, or plates without a cell for each row, in some "
@@ -255,12 +264,24 @@ def observed(
 
 
 def _read(
-    model: Callable, batches: list[tuple], posterior: Any, kind: Kind | None
+    model: Callable,
+    batches: list[tuple],
+    posterior: Any,
+    kind: Kind | None,
+    names: Collection[str] | None,
 ) -> Observed | None:
     """What is observed in all batches; None if they are no rows of one kind."""
     targets, marks = [], []
     for args in batches:
         run, program, at = _first_run(model, args, posterior)
+        names = names if kind is None else kind.sites
+        if names is not None:
+            if unknown := [name for name in names if name not in run.observed]:
+                raise ValueError(
+                    f"observed={unknown[0]!r} is no observed site of the program, which has "
+                    f"{', '.join(map(repr, run.observed))}"
+                )
+            run = replace(run, observed={name: run.observed[name] for name in names})
         kind = kind or _kind_of(model, args, run, program, at)
         by_rows = kind.by_rows and _are_rows(args, run.observed, _common_plates(run.observed))
         if run.observed.keys() != kind.sites.keys() or by_rows != kind.by_rows:
