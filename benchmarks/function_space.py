@@ -49,7 +49,7 @@ class Side:
 
     def moments(self) -> Tensor:
         predictive = bdl.LinearizedPredictive(self.model, self.posterior)
-        return predictive.moments(self.new)["y"].variance["loc"]
+        return predictive.parameter_moments(self.new)["y"].variance["loc"]
 
 
 def main() -> None:

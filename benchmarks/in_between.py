@@ -79,7 +79,7 @@ class Problem:
         return drawn.mean(0), drawn.std(0)
 
     def linearised(self, posterior: Any) -> Band:
-        moments = bdl.LinearizedPredictive(self.model, posterior).moments(self.grid)["y"]
+        moments = bdl.LinearizedPredictive(self.model, posterior).parameter_moments(self.grid)["y"]
         return moments.mean["loc"], moments.variance["loc"].sqrt()
 
     def measures(self, sd: Tensor) -> dict[str, float]:

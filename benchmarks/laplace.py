@@ -112,7 +112,7 @@ class Ours:
 
     def variances(self, x: Tensor) -> Tensor:
         """Of the logits, (N, 10)."""
-        return self.predictive.moments(x)["y"].variance["logits"]
+        return self.predictive.parameter_moments(x)["y"].variance["logits"]
 
     def curvature(self) -> Tensor:
         """The diagonal, or all of a full matrix."""

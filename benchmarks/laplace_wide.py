@@ -78,7 +78,7 @@ class Ours:
     def predict(self, x: Tensor) -> Tensor:
         """Variances from the covariances of a datum's outputs, which laplace-torch forms too."""
         predictive = bdl.LinearizedPredictive(self.model, self.posterior)
-        return predictive.covariance(x)["y"][1].diagonal(dim1=-2, dim2=-1)
+        return predictive.parameter_covariance(x)["y"][1].diagonal(dim1=-2, dim2=-1)
 
     def log_evidence(self) -> Tensor:
         return bdl.evidence.log_marginal_likelihood(self.posterior).detach()
@@ -177,8 +177,8 @@ def outputs(options: argparse.Namespace) -> dict[str, Any]:
     predictive = bdl.LinearizedPredictive(model, guide.laplace_approximation((x, y)))
     results = {}
     for what, call in (
-        ("variances", lambda: predictive.moments(x[:count])),
-        ("covariances", lambda: predictive.covariance(x[:count])),
+        ("variances", lambda: predictive.parameter_moments(x[:count])),
+        ("covariances", lambda: predictive.parameter_covariance(x[:count])),
     ):
         label = f"{classes} classes, {what} for {count} inputs"
         results[f"{label}, MB"] = harness.memory_of(call)
@@ -188,7 +188,7 @@ def outputs(options: argparse.Namespace) -> dict[str, Any]:
     ours.fit()
     predictive = bdl.LinearizedPredictive(ours.model, ours.posterior)
     for what, call in (
-        ("covariance of 500 inputs", lambda: predictive.joint_covariance(x[:500])),
+        ("covariance of 500 inputs", lambda: predictive.joint_parameter_covariance(x[:500])),
         ("100 draws at 500 inputs", lambda: predictive(x[:500])),
     ):
         results[f"5000-50-1, {what}, MB"] = harness.memory_of(call)

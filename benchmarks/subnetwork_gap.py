@@ -74,7 +74,7 @@ class Problem:
         return functions.mean(0), functions.std(0)
 
     def linearised(self, posterior: Any) -> tuple[Tensor, Tensor]:
-        moments = bdl.LinearizedPredictive(self.model, posterior).moments(self.grid)["y"]
+        moments = bdl.LinearizedPredictive(self.model, posterior).parameter_moments(self.grid)["y"]
         return moments.mean["loc"], moments.variance["loc"].sqrt()
 
 

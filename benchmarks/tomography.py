@@ -223,7 +223,7 @@ class Reconstruction:
         posterior = at.laplace_approximation((self.z, self.y))
         found = evidence.maximize(posterior, steps=self.options.evidence_steps, tolerance=1e-2)
         predictive = bdl.LinearizedPredictive(program, posterior)
-        moments = predictive.moments(self.z, sites=["f"])["f"]
+        moments = predictive.parameter_moments(self.z, sites=["f"])["f"]
         return {
             "mean": moments.mean, "variance": moments.variance, "noise": program.noise.item(),
             "evidence": found, "program": program, "predictive": predictive,

@@ -224,7 +224,7 @@ def by_scale(name: str, options: argparse.Namespace) -> Iterator[str]:
                     (trace + float(weights @ weights)) / scale**2 - size
                     + float(posterior.precision.logdet()) + 2.0 * size * math.log(scale)
                 )  # fmt: skip
-                spread = predictive.moments(x)["y"].variance["logits"].sqrt().median()
+                spread = predictive.parameter_moments(x)["y"].variance["logits"].sqrt().median()
                 scores = [
                     float(losses(predictive.probabilities(part[0], method=by)["y"], part[1]).mean())
                     for part, by in (

@@ -106,7 +106,7 @@ def nuts(split: uci.Split, options: argparse.Namespace) -> tuple[Found, dict[str
 
 def predicted(model: Any, posterior: Any, split: uci.Split) -> Found:
     predictive = bdl.LinearizedPredictive(model, posterior)
-    f = predictive.moments(split.x_test, sites=["f"])["f"]
+    f = predictive.parameter_moments(split.x_test, sites=["f"])["f"]
     density = predictive.log_density(split.x_test, split.y_test)["y"]
     return Found(density, f.mean, f.variance)
 

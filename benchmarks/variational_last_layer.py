@@ -166,7 +166,7 @@ class Regression:
         return descend(free, loss, self.count, self.steps), predict
 
     def linearized(self, model: Any, guide: Any) -> tuple[Tensor, Tensor]:
-        found = bdl.LinearizedPredictive(model, guide).predictive_covariance(self.split.x_test)["y"]
+        found = bdl.LinearizedPredictive(model, guide).covariance(self.split.x_test)["y"]
         return found.mean[:, 0], found.covariance[:, 0, 0]
 
     def scores(self, mean: Tensor, variance: Tensor) -> dict[str, float]:

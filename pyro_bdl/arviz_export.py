@@ -9,10 +9,9 @@ import torch
 from pyro.infer.autoguide.initialization import InitMessenger, init_to_value
 from torch import Tensor
 
-from pyro_bdl.distributions.parameters import is_known
 from pyro_bdl.errors import warn
-from pyro_bdl.guides.draws import as_posterior, log_densities_of, samples_of_program, to_samples
-from pyro_bdl.predictive.linearized import OF_WEIGHTS, UNKNOWN, LinearizedPredictive, is_linear
+from pyro_bdl.guides.draws import as_posterior, log_densities_of, to_samples
+from pyro_bdl.predictive.predictor import predictor, unknown_kinds
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.check import named_arguments
@@ -101,23 +100,23 @@ def to_arviz(
     kwargs |= model_kwargs or {}
     with evaluation_mode(model, posterior), seeded(seed):
         posterior = as_posterior(posterior, model, args, kwargs)
-        linear: LinearizedPredictive | None = None
-        if is_linear(posterior):
-            linear = LinearizedPredictive(model, posterior, num_samples, seed=seed + OF_WEIGHTS)
-            samples = Samples({site: value[None] for site, value in linear.latents().items()})
-        else:
-            samples = to_samples(posterior, num_samples, *args, **kwargs)
-        first = _first_run(model, samples, args, kwargs)
+        first = _first_run(model, posterior, args, kwargs)
         program = Program.from_run(model, first, args, kwargs)
         program.require_observed()
-        samples = samples_of_program(program.latents, posterior, samples)
+        targets = Targets(program)
+        predictive: Any = predictor(
+            model, posterior, num_samples, args=args, kwargs=kwargs, seed=seed,
+            unknown=unknown_kinds(targets.observed.values()), latents=program.latents,
+        )  # fmt: skip
+        samples = predictive.samples or Samples(
+            {site: value[None] for site, value in predictive.latents().items()}
+        )
         drawn = {
             "posterior": _matching(samples.latents, sites),
             "sample_stats": _statistics(program, posterior, samples),
         }
-        targets = Targets(program)
         if program.observed:
-            drawn |= _predicted(program, linear, samples, targets)
+            drawn |= _predicted(program, predictive, samples, targets)
         if prior_samples:
             drawn |= _prior(program, prior_samples, list(drawn["posterior"]), targets)
     named = named_arguments(model, args, kwargs).items()
@@ -281,12 +280,13 @@ def _as_numpy(value: Tensor) -> Any:
 # ------------------------------------------------------------------------------------- groups
 
 
-def _first_run(model: Callable, samples: Samples, args: tuple, kwargs: dict) -> FirstRun:
+def _first_run(model: Callable, posterior: Any, args: tuple, kwargs: dict) -> FirstRun:
     """A run of the program; at a draw of the posterior if its prior is improper."""
     try:
         return trace_once(model, args, kwargs)
     except NotImplementedError:
-        values = {name: value[0, 0] for name, value in samples.latents.items()}
+        draws = to_samples(posterior, 1, *args, **kwargs).latents
+        values = {name: value[0, 0] for name, value in draws.items()}
         return trace_once(InitMessenger(init_to_value(values=values))(model), args, kwargs)
 
 
@@ -322,19 +322,9 @@ def _statistics(program: Program, posterior: Any, samples: Samples) -> dict[str,
 
 
 def _predicted(
-    program: Program, linear: LinearizedPredictive | None, samples: Samples, targets: Targets
+    program: Program, predictive: Any, samples: Samples, targets: Targets
 ) -> dict[str, dict[str, Tensor]]:
-    """The groups posterior_predictive and log_likelihood.
-
-    :param linear: predicts in place of the program, for a posterior of the linearized program.
-    """
-    predictive: Any = linear or Predictive(program.model, samples)
-    observed = targets.observed.values()
-    if linear is not None and not all(is_known(site.distribution) for site in observed):
-        kind = " and ".join(sorted({type(site.distribution).__name__ for site in observed}))
-        message = UNKNOWN.format(kind=kind, posterior="the guide")
-        warn(message, "moments-of-distributions", stacklevel=3)
-        predictive = Predictive(program.model, samples)
+    """The groups posterior_predictive and log_likelihood."""
     args, kwargs = targets.removed()
     leading = samples.num_chains, samples.num_draws
     drawn = predictive(*args, **kwargs)

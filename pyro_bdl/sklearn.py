@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from pyro_bdl import posteriors, priors
 from pyro_bdl.data.programs import MODELS, perceptron
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import DEFAULT_DRAWS, to_samples
+from pyro_bdl.guides.draws import DEFAULT_DRAWS
 from pyro_bdl.guides.saved import load_posterior
 from pyro_bdl.nn import bayesianize
-from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
+from pyro_bdl.predictive.predictor import predictor
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.random_state import seeded
@@ -100,14 +100,12 @@ class _BayesianNetwork(BaseEstimator):
 
     def _set_predictive(self) -> None:
         """Fix the draws, so that a prediction does not depend on the others."""
-        self._predictive = self._predictive_at(DEFAULT_DRAWS, self.seed_)
+        with seeded(self.seed_):
+            self._predictive = self._predictive_at(DEFAULT_DRAWS, self.seed_)
 
     def _predictive_at(self, count: int, seed: int) -> Any:
         """The predictions at draws of a guide, or at all draws of chains."""
-        if is_linear(self.posterior_):
-            return LinearizedPredictive(self.model_, self.posterior_, count, seed=seed)
-        with seeded(seed):
-            return Predictive(self.model_, to_samples(self.posterior_, count))
+        return predictor(self.model_, self.posterior_, count, seed=seed)
 
     def _inputs(self, x: np.ndarray) -> Tensor:
         return torch.from_numpy(self.scaler_.transform(x))
@@ -199,12 +197,9 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """The mean (N,), and with ``return_std`` the sd with noise too."""
         x = self._checked(X)
-        linear = isinstance(self._predictive, LinearizedPredictive)  # in closed form for a Normal
-        moments = (
-            self._predictive.predictive_covariance(x) if linear else self._predictive.covariance(x)
-        )["y"]
-        mean = moments.mean[:, 0].numpy() * self.sd_ + self.mean_
-        return (mean, moments.covariance[:, 0, 0].sqrt().numpy() * self.sd_) if return_std else mean
+        moments = self._predictive.moments(x)["y"]
+        mean = moments.mean.numpy() * self.sd_ + self.mean_
+        return (mean, moments.variance.sqrt().numpy() * self.sd_) if return_std else mean
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
         """Draws of the target with noise, (N, n_samples)."""
@@ -281,10 +276,7 @@ class BayesianClassifier(ClassifierMixin, _BayesianNetwork):
         """Probabilities of the classes, (N, C); of a Laplace approximation in closed form
         (``LinearizedPredictive.probabilities``), of others the mean over the draws."""
         x = self._checked(X)
-        if isinstance(self._predictive, LinearizedPredictive):
-            p = self._predictive.probabilities(x)["y"].numpy()
-        else:
-            p = self._predictive.mean(x)["y"].mean(0).numpy()
+        p = self._predictive.probabilities(x)["y"].numpy()
         return p / p.sum(1, keepdims=True)
 
     def predict(self, X: Any) -> np.ndarray:

@@ -215,7 +215,7 @@ def test_parameters_of_the_linearized_mixture_are_those_of_the_sum_by_hand():
     for model in (mixture, by_hand):
         guide = bdl.guides.AutoLaplaceGGN(model).prototype(Y).laplace_approximation((Y,))
         guide.loc.copy_(torch.tensor([-1.0, 1.5]))
-        means = bdl.LinearizedPredictive(model, guide).moments(Y)["y"].mean
+        means = bdl.LinearizedPredictive(model, guide).parameter_moments(Y)["y"].mean
         found.append([value for _, value in sorted(means.items())])
     torch.testing.assert_close(*found)
 

@@ -128,7 +128,7 @@ def test_laplace_is_linearized_around_its_exact_mean():
     posterior = guide.laplace_approximation((x, y))
     count = 2000
     means, noise = bdl.freeze(model, posterior, x, draws=count).at_draws(x)
-    exact = bdl.LinearizedPredictive(model, posterior).moments(x)["y"]
+    exact = bdl.LinearizedPredictive(model, posterior).parameter_moments(x)["y"]
     torch.testing.assert_close(means.mean(0), exact.mean["loc"], atol=1e-4, rtol=1e-4)
     # the variance of S Normal draws has a relative standard error of sqrt(2 / S)
     ratio = means.var(0) / exact.variance["loc"]
@@ -415,7 +415,7 @@ def test_a_subset_of_entries_and_a_point():
     guide = bdl.guides.AutoLaplaceGGN(model, structure="full", subset=chosen).prototype(x, y)
     posterior = guide.laplace_approximation((x, y))
     frozen = bdl.freeze(model, posterior, x, draws=500)
-    exact = bdl.LinearizedPredictive(model, posterior).moments(x)["y"]
+    exact = bdl.LinearizedPredictive(model, posterior).parameter_moments(x)["y"]
     mean, sd = frozen(x)
     torch.testing.assert_close(mean, exact.mean["loc"], atol=1e-4, rtol=1e-4)
     # the sd of S Normal draws has a relative error of 1 / sqrt(2 S)

@@ -176,7 +176,7 @@ def test_curvature_and_predictions():
     )
     inner = slice(0, size - 1)
     torch.testing.assert_close(found[inner, inner], expected + torch.eye(size - 1))
-    moments = bdl.LinearizedPredictive(model, laplace).moments(x)
+    moments = bdl.LinearizedPredictive(model, laplace).parameter_moments(x)
     assert moments["price"].mean["loc"].shape == (N,)
     assert moments["label"].mean["logits"].shape == (N, 3)
     for predictive in (bdl.LinearizedPredictive, bdl.Predictive):

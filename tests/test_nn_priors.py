@@ -183,7 +183,7 @@ def test_under_a_g_prior_predictions_do_not_depend_on_units():
         guide = AutoLaplaceGGN(with_prior(model, scaled), structure="full")
         posterior = guide.prototype(inputs, y).laplace_approximation((inputs, y))
         predictive = bdl.LinearizedPredictive(guide.program_model, posterior)
-        found.append(predictive.moments(inputs, sites=["f"])["f"].variance)
+        found.append(predictive.parameter_moments(inputs, sites=["f"])["f"].variance)
     torch.testing.assert_close(found[0], found[1])
 
 

@@ -135,7 +135,7 @@ def test_the_posterior_is_that_of_the_package():
     network = BayesianRegressor("laplace", steps=100, **SMALL).fit(x, y)
     assert isinstance(network.posterior_, bdl.guides.LaplaceGuide)
     z = torch.from_numpy((x - x.mean(0)) / x.std(0))
-    moments = bdl.LinearizedPredictive(network.model_, network.posterior_).moments(z)["y"]
+    moments = bdl.LinearizedPredictive(network.model_, network.posterior_).parameter_moments(z)["y"]
     expected = moments.mean["loc"].numpy() * y.std() + y.mean()
     np.testing.assert_allclose(network.predict(x), expected, rtol=1e-8)
     assert network.evidence_ == pytest.approx(

@@ -53,7 +53,7 @@ def test_structures(structure, problem):
     guide = guides.AutoLaplaceGGN(model, structure=structure)
     train(model, guide, x, y, steps=300, learning_rate=0.05)
     laplace = guide.laplace_approximation((x, y))
-    moments = bdl.LinearizedPredictive(model, laplace).moments(x, sites=["f"])["f"]
+    moments = bdl.LinearizedPredictive(model, laplace).parameter_moments(x, sites=["f"])["f"]
     assert (moments.mean.reshape(-1) - y).square().mean() < 0.8 * y.var()
     assert (moments.variance > 0).all()
 

@@ -79,7 +79,7 @@ MEANS = {
         ).latents["w"].mean().item()
     ),
     "linearized predictive": lambda: (
-        (bdl.LinearizedPredictive(model, laplace()).moments()["y"].mean["loc"] @ X / (X @ X)).item()
+        (bdl.LinearizedPredictive(model, laplace()).moments()["y"].mean @ X / (X @ X)).item()
     ),
 }  # fmt: skip
 

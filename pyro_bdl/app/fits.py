@@ -134,7 +134,7 @@ class Fits:
     def evaluated(self, posterior: Any, costs: Costs | None = None) -> Evaluation:
         """A posterior on the test part, under its own program (a prior by the evidence is one), in
         the units of the target."""
-        model = self.problem.model
+        model: Any = self.problem.model
         if isinstance(posterior, Guide):
             model = posterior.program_model
         setting = next((known for known in self._settings if known.model is model), None)

@@ -38,7 +38,7 @@ def temperature_scaling(model: Callable, posterior: Any, *data: Any, **options: 
     Of classes T divides the logits of the probabilities averaged over the draws, not those of each
     draw: an average of calibrated draws is not calibrated. Of numbers it is the mean squared error
     in predictive variances, the best factor of the variance of a Normal:
-    ``T.moments(predictive.draw_moments(x)["y"].over_draws())`` has T times the variance.
+    ``T.moments(predictive.moments(x)["y"])`` has T times the variance.
 
     Example::
 

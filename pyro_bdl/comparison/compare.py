@@ -1,6 +1,6 @@
 """``compare``: posteriors of one program side by side, and their distances to a reference."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ def compare(
     costs: Mapping[str, Costs] | None = None,
     left_out: Mapping[str, KFold] | None = None,
     units: tuple[float, float] = (1.0, 0.0),
+    observed: str | Collection[str] | None = None,
     seed: int = 0,
     progress: bool | None = None,
 ) -> Comparison:
@@ -80,6 +81,7 @@ def compare(
     :param left_out: name to the result of ``k_fold``, which is shown in place of PSIS-LOO.
     :param units: (scale, shift): the target in its own units is ``y * scale + shift``; a regression
         is reported in its own units.
+    :param observed: names of the observed sites that are scored, as ("y", "z"); all by default.
     :param seed: seed of the guides' draws and the noise of predictions.
     :param progress: show bars, in terminals and notebooks, for what takes longer than a second.
     :raises TypeError: for a value that is not a posterior, or data that are not tensors.
@@ -110,7 +112,7 @@ def compare(
             )
     read = partial(
         Setting.read, test=test, train=train, ood=ood, units=units, num_samples=num_samples,
-        batch_norm_data=batch_norm_data, seed=seed, progress=progress,
+        batch_norm_data=batch_norm_data, sites=observed, seed=seed, progress=progress,
     )  # fmt: skip
     own = {name: q for name, q in posteriors.items() if isinstance(q, tuple)}
     others = [q for name, q in posteriors.items() if name not in own]

@@ -1,7 +1,7 @@
 """``evaluate``: the scores, function draws and diagnostics of one posterior on test data."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,10 @@ from pyro_bdl.guides.draws import (
     DRAWS_AT_ONCE,
     as_posterior,
     check_program,
-    samples_of_program,
-    to_samples,
 )
 from pyro_bdl.metrics.calibration import coverage_range
 from pyro_bdl.metrics.monte_carlo import halves
-from pyro_bdl.predictive.linearized import OF_WEIGHTS, UNKNOWN, LinearizedPredictive, is_linear
-from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.predictive.predictor import predictor
 from pyro_bdl.program.batches import taken
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.progress import shown
@@ -159,6 +156,7 @@ def evaluate(
     costs: Costs | None = None,
     left_out: KFold | None = None,
     units: tuple[float, float] = (1.0, 0.0),
+    observed: str | Collection[str] | None = None,
     seed: int = 0,
     progress: bool | None = None,
 ) -> Evaluation:
@@ -176,7 +174,7 @@ def evaluate(
     """
     setting = Setting.read(
         model, posterior, test=test, train=train, ood=ood, units=units, num_samples=num_samples,
-        batch_norm_data=batch_norm_data, seed=seed, progress=progress,
+        batch_norm_data=batch_norm_data, sites=observed, seed=seed, progress=progress,
     )  # fmt: skip
     return evaluate_in(setting, posterior, costs or Costs(), left_out)
 
@@ -218,35 +216,25 @@ class _Draws:
         kind, args, model = setting.kind, setting.test, setting.model
         rows = args if kind.most_rows is None else taken(args, slice(0, kind.most_rows))
         self.setting, self.posterior = setting, as_posterior(posterior, model, rows)
-        linear = is_linear(posterior)  # a Gauss-Newton posterior belongs to the linear model
-        if linear and not kind.linear:
-            linear = False
-            names = " and ".join(sorted(set(kind.sites.values())))
-            words = UNKNOWN.format(kind=names, posterior="the posterior")
-            warn(words, "moments-of-distributions", stacklevel=4)
         started = time.perf_counter()
-        count = 1 if linear else setting.num_samples
-        self.samples = to_samples(self.posterior, count, *without_targets(args))
-        if kind.latents is not None:
-            self.samples = samples_of_program(kind.latents, self.posterior, self.samples)
+        self.predictive = predictor(
+            model, self.posterior, setting.num_samples, args=without_targets(args),
+            seed=setting.seed, unknown=kind.unknown, batch_norm_data=setting.batch_norm_data,
+            latents=kind.latents,
+        )  # fmt: skip
         check_program(model, self.posterior)
         self.seconds = time.perf_counter() - started
-        for site, values in self.samples.flat().items():
-            check_draws(f"values of the site {site!r}", _not_finite(values))
-        total = self.samples.num_chains * self.samples.num_draws
-        self.count = setting.num_samples if linear else total
+        self.count, self.chains = setting.num_samples, 1
+        if (samples := self.predictive.samples) is not None:
+            for site, values in samples.flat().items():
+                check_draws(f"values of the site {site!r}", _not_finite(values))
+            self.count, self.chains = samples.num_chains * samples.num_draws, samples.num_chains
         if self.count < 2:
             raise UnusableDrawsError("it has one draw: at least 2 are needed")
-        self.predictive: LinearizedPredictive | Predictive = Predictive(
-            model, self.samples, batch_norm_data=setting.batch_norm_data
-        )
-        if linear:
-            seed = setting.seed + OF_WEIGHTS
-            self.predictive = LinearizedPredictive(model, posterior, self.count, seed=seed)
 
     def evaluation(self) -> tuple[Evaluation, dict[str, tuple]]:
         """The evaluation without its numbers but the points', and the inputs of metrics."""
-        data, chains = self.setting, self.samples.num_chains
+        data, chains = self.setting, self.chains
         evaluation, inputs, density = _scored(data, self._blocks(), chains)
         inputs["drawing"] = self.seconds, self.count
         if data.ood is not None:
@@ -285,9 +273,8 @@ class _Draws:
             warn(words, "data-depend", stacklevel=4)
             return {}
         loo, by = leave_one_out(
-            data.model, data.kind, self.posterior, self.samples, self.predictive, train,
-            progress=data.progress,
-        )  # fmt: skip
+            data.model, data.kind, self.posterior, self.predictive, train, progress=data.progress
+        )
         return {"loo": (loo, by)} if by else {}
 
 

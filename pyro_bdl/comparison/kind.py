@@ -6,13 +6,14 @@ numbers follow each other, ``(N, D)``. Otherwise all numbers are in one vector `
 data are passed to the program at once. Sites in common plates have one log density for each of
 their cells, as for the sequences of a hidden Markov chain. Without a common plate each site has its
 own terms; if discrete sites that are summed out tie the data to each other, there is one density.
+Those that are scored can be named.
 
 A plate holds the rows if it is the first dimension of the observed values, has a cell for each row
 of the arguments, and no memory says otherwise: values that are a view of an argument show which of
 its axes they run along. Without a plate the values must be such a view, along its rows.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -21,17 +22,17 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from pyro_bdl.distributions.moments import observation_kind, observation_mean
-from pyro_bdl.distributions.parameters import is_known
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.draws import to_samples
+from pyro_bdl.predictive.predictor import unknown_kinds
 from pyro_bdl.program.batches import has_rows, leading_size, taken
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.program import Program
+from pyro_bdl.program.rows import along_rows, plate_of_rows
 from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.trees import tree_leaves
 
 _CLASSES = ("Categorical", "Bernoulli", "OneHotCategorical", "OrderedLogistic")
 _BY_CLASS = ("Categorical", "OrderedLogistic")  # a probability for each class
@@ -83,7 +84,7 @@ class Kind:
     :param is_joint: whether one density covers all data.
     :param fixed_mean: whether the mean of a joint distribution does not depend on the latents, as
         for a Gaussian process whose function is integrated out.
-    :param linear: whether the linearized model knows the distributions.
+    :param unknown: names of the distributions, if the linearized program does not know some.
     :param most_rows: the program's ``num_data``, beyond which it takes no targets; None for any.
     :param is_masked: whether a mask tensor leaves data out of the likelihood.
     :param factors: its factors, which belong to no datum and are not scored.
@@ -98,7 +99,7 @@ class Kind:
     no_single: str = ""
     is_joint: bool = False
     fixed_mean: bool = False
-    linear: bool = True
+    unknown: str = ""
     most_rows: int | None = None
     is_masked: bool = False
     factors: tuple[str, ...] = ()
@@ -227,7 +228,13 @@ class Observed(NamedTuple):
 
 @torch.no_grad()
 def observed(
-    model: Callable, args: tuple, posterior: Any, kind: Kind | None = None, *, draws: int = 1000
+    model: Callable,
+    args: tuple,
+    posterior: Any,
+    kind: Kind | None = None,
+    *,
+    sites: str | Collection[str] | None = None,
+    draws: int = 1000,
 ) -> Observed:
     """Read what a program observes of data, by one run on each batch of them.
 
@@ -235,17 +242,19 @@ def observed(
     :param posterior: a guide or ``Samples``, whose draws give values to latents with an improper
         prior.
     :param kind: where it is known from other data.
+    :param sites: the names of the observed sites that are scored; all by default.
     :param draws: for which the batches are made.
-    :raises ValueError: if the program has no observed site.
+    :raises ValueError: if the program has no observed site, or none of such a name.
     :raises UnsupportedProgramError: if the program's sites are others in another batch.
     """
     rows = has_rows((args, {}), leading_size(args))
     known = kind or Kind({}, "", by_rows=rows, most_rows=_stated_num_data(model))
     batches = [part for part, _ in known.batches(args, draws)]
+    names = (sites,) if isinstance(sites, str) else sites
     with evaluation_mode(model, posterior):
-        found = _read(model, batches, posterior, kind)
+        found = _read(model, batches, posterior, kind, names)
         if found is None and kind is None:
-            found = _read(model, [args], posterior, None)
+            found = _read(model, [args], posterior, None, names)
     if found is None:
         raise UnsupportedProgramError(
             "the program has other observed sites, or plates without a cell for each row, in some "
@@ -255,12 +264,24 @@ def observed(
 
 
 def _read(
-    model: Callable, batches: list[tuple], posterior: Any, kind: Kind | None
+    model: Callable,
+    batches: list[tuple],
+    posterior: Any,
+    kind: Kind | None,
+    names: Collection[str] | None,
 ) -> Observed | None:
     """What is observed in all batches; None if they are no rows of one kind."""
     targets, marks = [], []
     for args in batches:
         run, program, at = _first_run(model, args, posterior)
+        names = names if kind is None else kind.sites
+        if names is not None:
+            if unknown := [name for name in names if name not in run.observed]:
+                raise ValueError(
+                    f"observed={unknown[0]!r} is no observed site of the program, which has "
+                    f"{', '.join(map(repr, run.observed))}"
+                )
+            run = replace(run, observed={name: run.observed[name] for name in names})
         kind = kind or _kind_of(model, args, run, program, at)
         by_rows = kind.by_rows and _are_rows(args, run.observed, _common_plates(run.observed))
         if run.observed.keys() != kind.sites.keys() or by_rows != kind.by_rows:
@@ -300,8 +321,8 @@ def _kind_of(
         is_joint = not plates and (tied or run.coupled_data()) is not None
         words = "discrete sites that are summed out tie the data of all observed sites to "
         words, tied = words + "each other", None
-    linear = all(is_known(site.distribution) for site in sites.values())
-    if not linear and _needs_targets(model, args, at, name):
+    unknown = unknown_kinds(sites.values())
+    if unknown and _needs_targets(model, args, at, name):
         raise UnsupportedProgramError(
             f"the program does not sample the site {name!r} where the targets are None: "
             "write it with y=None as an argument and pyro.sample(..., obs=y)"
@@ -319,7 +340,7 @@ def _kind_of(
         and is_single
         and program is not None
         and _has_fixed_mean(program, name),
-        linear=linear,
+        unknown=unknown,
         most_rows=_stated_num_data(model),
         is_masked=any(site.is_masked for site in sites.values()),
         factors=() if program is None else program.factors,
@@ -412,40 +433,16 @@ def _are_rows(
     args: tuple, sites: Mapping[str, Site], plates: Mapping[str, Mapping[str, int]]
 ) -> bool:
     """Return whether the first axis of the observed values is that of the rows of the arguments."""
-    count = leading_size(args)
-    if not has_rows((args, {}), count) or not (plates or len(sites) == 1):
+    if not has_rows((args, {}), leading_size(args)):
         return False
-    first = next(iter(plates.values()), {})
-    for name, site in sites.items():
-        batch, along = site.distribution.batch_shape, _along_rows(site.value, args)
-        in_plate = first.get(name) == -len(batch)
-        if site.value.shape[:1] != (count,) or along is False or not (in_plate or along):
-            return False
-        if len(sites) > 1 and not in_plate:
-            return False
-    return True
-
-
-def _along_rows(value: Tensor, args: tuple) -> bool | None:
-    """Return whether the first axis of a view of an argument is this argument's first one, by the
-    places of its numbers in memory; None for a tensor with memory of its own."""
-    memory = value.untyped_storage().data_ptr()
-    tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-    views = [
-        x for x in tensors if x.dtype == value.dtype and x.untyped_storage().data_ptr() == memory
-    ]
-    for x in views:
-        start = value.storage_offset() - x.storage_offset()
-        same = len(x) == 1 or value.stride(0) == x.stride(0)
-        if same and start >= 0 and start + _width(value) <= _width(x):
-            return True
-    return False if views else None
-
-
-def _width(rows: Tensor) -> int:
-    """How far the last number of a row is from its first one in memory."""
-    sizes = zip(rows.shape[1:], rows.stride()[1:], strict=True)
-    return sum((size - 1) * stride for size, stride in sizes)
+    found = [plate_of_rows(site, args) for site in sites.values()]
+    if plates:
+        first = next(iter(plates.values()))
+        return all(
+            plate is not None and plate[1] == first[name] == -len(site.distribution.batch_shape)
+            for plate, (name, site) in zip(found, sites.items(), strict=True)
+        )
+    return len(sites) == 1 and all(along_rows(site.value, args) for site in sites.values())
 
 
 def check_fit(y: Tensor, shape: torch.Size) -> None:

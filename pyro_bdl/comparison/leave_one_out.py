@@ -26,8 +26,7 @@ from pyro_bdl.diagnostics.loo import (
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import DRAWS_AT_ONCE, log_densities_of
-from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
-from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.predictive.predictor import predictor
 from pyro_bdl.program.batches import as_dicts, device_of_rows, has_rows, leading_size, taken
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
@@ -174,7 +173,6 @@ def leave_one_out(
     model: Callable,
     kind: Kind,
     posterior: Any,
-    samples: Samples,
     predictive: Any,
     train: tuple,
     *,
@@ -189,19 +187,20 @@ def leave_one_out(
     datum (a point, features, a dropout mask's weights) stays when it is left out.
 
     :param kind: what the program observes.
-    :param samples: the draws.
-    :param predictive: computes the log likelihood at these draws.
+    :param predictive: the predictions at draws of the posterior.
     :param train: the program's arguments, with the training data.
     :param most: of more data than this only so many are left out, and the sum over all of them is
         estimated; see ``diagnostics.loo.subsampled_loo``.
     :param progress: show bars.
     :returns: None and no kind for one or a few point masses, for which PSIS-LOO is not possible.
     """
-    linear = isinstance(predictive, LinearizedPredictive)
-    if not linear and _number_of_values(samples) < _LEAST_VALUES:
+    samples = predictive.samples
+    if samples is None:
+        return None, NOT_REFITTED
+    if _number_of_values(samples) < _LEAST_VALUES:
         return None, ""
     chains = isinstance(posterior, Samples)
-    if linear or (isinstance(posterior, Guide) and not posterior.has_density):
+    if isinstance(posterior, Guide) and not posterior.has_density:
         return None, NOT_REFITTED
     log_p, log_q = (None, None) if chains else _densities(model, kind, posterior, samples, train)
     if not chains and log_q is None:
@@ -211,14 +210,14 @@ def leave_one_out(
         return None, ""
     parts = [
         (args, None if seen is None else seen.at(rows))
-        for args, rows in kind.batches(train, _number_of_draws(predictive, samples))
+        for args, rows in kind.batches(train, samples.num_chains * samples.num_draws)
     ]
     rows, density, total, approximation = _likelihoods(predictive, kind, parts, most, progress)
     draws = density.unflatten(0, (samples.num_chains if chains else 1, -1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)  # the table holds the number of high k-hats
-        if log_q is None:
-            loo = diagnostics.loo(draws)
+        if log_p is None or log_q is None:
+            loo: Any = diagnostics.loo(draws)
         else:
             loo = diagnostics.loo_approximate_posterior(draws, (log_p + total)[None], log_q[None])
     if len(rows) < len(approximation):
@@ -363,10 +362,6 @@ def _densities(
     return log_p.double(), None if log_q is None else log_q.double()
 
 
-def _number_of_draws(predictive: Any, samples: Samples) -> int:
-    return predictive.num_samples or samples.num_chains * samples.num_draws
-
-
 def _number_of_values(samples: Samples) -> int:
     flat = [value.reshape(len(value), -1) for value in samples.flat().values()]
     most = max(1, DRAWS_AT_ONCE // max(1, sum(value.shape[1] for value in flat)))
@@ -463,10 +458,7 @@ def _log_density(
             f"k_fold leaves out rows, and the observed sites {', '.join(map(repr, kind.sites))} "
             "have no common plate with a cell for each row"
         )
-    count = None if isinstance(posterior, Samples) else num_samples
-    linear = kind.linear and is_linear(posterior)
-    make: Any = LinearizedPredictive if linear else Predictive
-    predictive, parts = make(model, posterior, count), []
+    predictive, parts = predictor(model, posterior, num_samples, unknown=kind.unknown), []
     without: Any = torch.full((GROUPS,), math.nan, device="cpu")
     for part, _ in kind.batches(args, num_samples):
         density = log_densities(predictive, kind, part).double()

@@ -14,7 +14,6 @@ from pyro_bdl.comparison.metric import evenly
 from pyro_bdl.diagnostics.loo import log_mean_exp
 from pyro_bdl.errors import UnusableDrawsError
 from pyro_bdl.metrics.uncertainty import Uncertainty, entropy_parts, variance_parts
-from pyro_bdl.predictive.linearized import LinearizedPredictive
 from pyro_bdl.predictive.observations import ClosedPredictions
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.utils.validation import check_finite_tensor
@@ -166,7 +165,7 @@ def observe(
 ) -> Block:
     """Predictions for a batch, by one run of the network at each draw.
 
-    :param predictive: a ``Predictive`` or ``LinearizedPredictive``, whose draws are fixed.
+    :param predictive: at fixed draws.
     :param kind: what its program observes.
     :param args: the program's arguments, with or without targets.
     :param y: the targets, as ``Kind.targets`` gives them; None without.
@@ -217,7 +216,7 @@ def _closed_form(
 
     :param like: the mean at one draw, for the shape.
     """
-    if not isinstance(predictive, LinearizedPredictive) or not kind.is_normal:
+    if not kind.is_normal:
         return None
     sites = predictive.closed_predictions(*args)
     if kind.sites.keys() - sites.keys():

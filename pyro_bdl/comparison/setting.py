@@ -1,7 +1,7 @@
 """The setting of a comparison: its program, the checked data as its arguments, and the options."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +61,13 @@ class Setting:
     @classmethod
     def read(
         cls, model: Callable, posterior: Any, *, test: Any, train: Any, ood: Any,
-        units: tuple[float, float], num_samples: int, seed: int, **options: Any,
+        units: tuple[float, float], num_samples: int, seed: int,
+        sites: str | Collection[str] | None = None, **options: Any,
     ) -> "Setting":  # fmt: skip
         """Check the data and read what the program observes.
 
         :param posterior: one that gives values to latents with an improper prior.
+        :param sites: the observed sites that are scored; all by default.
         :raises TypeError: for data that are not tensors.
         :raises ValueError: for data or units that do not fit, and NaN.
         """
@@ -83,7 +85,7 @@ class Setting:
             raise ValueError(f"units must be (scale, shift) with a positive scale, got {units}")
         with seeded(seed):
             try:
-                kind, y, seen = observed(model, args, posterior, draws=num_samples)
+                kind, y, seen = observed(model, args, posterior, sites=sites, draws=num_samples)
             except (ValueError, RuntimeError, IndexError):
                 _check_rows("test", args)
                 raise

@@ -231,7 +231,7 @@ class PosteriorModel(Model, FantasizeMixin):
 
     def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The mean (*batch, q m) and the covariance (*batch, q m, q m) of f."""
-        found = self._predictive.joint_covariance(
+        found = self._predictive.joint_parameter_covariance(
             self._rows(x), sites=[self.site], group=x.shape[-2]
         )
         mean, covariance = found[self.site]
@@ -257,7 +257,7 @@ class PosteriorModel(Model, FantasizeMixin):
 
         :param known: refuse a scale that depends on the latents.
         """
-        found, *others = self._predictive.moments(self._rows(x)).values()
+        found, *others = self._predictive.parameter_moments(self._rows(x)).values()
         if others or found.noise_variance is None or (known and "scale" in found.variance):
             kind = ", whose scale is no latent" if known else ""
             raise UnsupportedError(f"this needs a program with one observed site, Normal{kind}")

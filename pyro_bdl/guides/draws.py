@@ -473,6 +473,7 @@ def _may_be_latent(site: Site) -> bool:
     return site.value is None and not site.distribution.batch_shape
 
 
+@torch.enable_grad()
 def _depend(site: Site, leaves: list[Tensor]) -> bool:
     """Return whether the parameters of a site depend on the leaves, or it has none."""
     parameters = parameters_of(base_distribution(site.distribution)).values()

@@ -17,7 +17,11 @@ from torch import Tensor
 
 from pyro_bdl.curvature import closed_forms
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs
-from pyro_bdl.distributions.moments import observation_covariance, observation_mean
+from pyro_bdl.distributions.moments import (
+    observation_covariance,
+    observation_mean,
+    observation_moments,
+)
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.gaussian import LaplaceGuide
@@ -32,15 +36,17 @@ from pyro_bdl.predictive.members import (
     mean_density,
     mixed_density,
     mixed_moments,
-    moments,
+    normal_moments,
     normal_predictions,
+    parameter_moments,
     predictive_covariance,
 )
 from pyro_bdl.predictive.observations import (
     AtDraws,
     ClosedPredictions,
-    DrawPredictions,
+    Predictions,
     PredictiveCovariance,
+    PredictiveMoments,
     drawn,
     total_covariance,
 )
@@ -52,11 +58,6 @@ from pyro_bdl.utils.validation import whole_number
 
 METHODS = ("centered-probit", "probit", "laplace-bridge", "monte-carlo")
 OF_WEIGHTS = 2**20  # sets the seed of the latents apart from that of the noise around them
-
-UNKNOWN = (
-    "the linearized model does not know {kind} observations: the draws of {posterior} go through "
-    "the network itself"
-)
 
 
 def is_linear(posterior: Any) -> bool:
@@ -70,7 +71,7 @@ def is_linear(posterior: Any) -> bool:
     return isinstance(posterior, Guide) and posterior.linearized
 
 
-class LinearizedPredictive(DrawPredictions):
+class LinearizedPredictive(Predictions):
     """Predictions of the linearized program under a Gaussian guide or a mixture of Gaussian guides.
 
     ``LinearizedPredictive(model, guide)(x)`` gives draws ``{"y": (S, N, ...), "f": (S, N, ...)}``
@@ -92,7 +93,7 @@ class LinearizedPredictive(DrawPredictions):
         >>> training = bdl.training.train(model, guide, x, y, steps=100, learning_rate=0.1)
         >>> posterior = guide.laplace_approximation((x, y))
         >>> predictive = bdl.LinearizedPredictive(model, posterior)
-        >>> moments = predictive.moments(torch.tensor([[0.0], [1.0]]))
+        >>> moments = predictive.parameter_moments(torch.tensor([[0.0], [1.0]]))
         >>> moments["y"].variance["loc"].sqrt()  # the function's sd
         tensor([0.0224, 0.0431])
 
@@ -159,35 +160,44 @@ class LinearizedPredictive(DrawPredictions):
 
     # Closed forms
 
-    def moments(
+    def moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
+        """Mean and variance of y for each observed site, over posterior and noise, (N, ...).
+
+        They are in closed form for Normal observations, whose noise may be a latent. Of others they
+        are moments over ``num_samples`` draws, as in ``Predictive.moments``.
+        """
+
+        def at_draws(site: Site) -> PredictiveMoments:
+            return PredictiveMoments(*observation_moments(site.distribution))
+
+        otherwise = at_draws, PredictiveMoments.over_draws
+        return self._closed_forms(normal_moments, (args, kwargs), otherwise=otherwise)
+
+    def parameter_moments(
         self, *args: Any, sites: Collection[str] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Mean and variance of every observed site's unconstrained parameters, in closed form.
 
-        These are not the moments of y, as in ``Predictive.moments``. E[y] and Var[y] of any
-        observation are ``draw_moments(x)["y"].over_draws()``, for a Normal also ``mean["loc"]`` and
-        ``predictive_variance`` of this result.
-
         :param sites: names of the sites, also of deterministic ones, such as an image f of which
-            y = A f + noise is observed: ``moments(x, sites=["f"])["f"].variance``. Deterministic
-            sites are linearized themselves, which is exact for linear functions of the outputs.
+            y = A f + noise is observed: ``parameter_moments(x, sites=["f"])["f"].variance``. These
+            are linearized themselves, which is exact for linear functions of the outputs.
         :returns: ``ParameterMoments`` by observed site, ``PredictiveMoments`` by deterministic
             site, of its own shape.
         :raises ValueError: for a name that is no observed or deterministic site.
         """
-        return self._closed_forms(moments, (args, kwargs), sites)
+        return self._closed_forms(parameter_moments, (args, kwargs), sites)
 
-    def covariance(
+    def parameter_covariance(
         self, *args: Any, sites: Collection[str] | None = None, **kwargs: Any
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """For each observed site the mean (N, K) and the covariances (N, K, K) of the K
-        unconstrained parameters of each datum; ``predictive_covariance`` is that of y.
+        unconstrained parameters of each datum; ``covariance`` is that of y.
 
-        :param sites: as in ``moments``; the first dimension of a deterministic site is N.
+        :param sites: as in ``parameter_moments``; the first dimension of a deterministic site is N.
         """
         return self._closed_forms(mean_and_covariance, (args, kwargs), sites)
 
-    def joint_covariance(
+    def joint_parameter_covariance(
         self,
         *args: Any,
         sites: Collection[str] | None = None,
@@ -197,32 +207,19 @@ class LinearizedPredictive(DrawPredictions):
         """For each observed site the mean (N K,) and the covariance (N K, N K) over all inputs,
         data before parameters. The whole batch is computed at once.
 
-        :param sites: as in ``moments``; a deterministic site is flattened.
+        :param sites: as in ``parameter_moments``; a deterministic site is flattened.
         :param group: q, for the moments of every q inputs in a row alone, (N / q, q K) and
             (N / q, q K, q K).
         """
         function = functools.partial(joint_mean_and_covariance, group=group)
         return self._closed_forms(function, (args, kwargs), sites, whole=True)
 
-    def predictive_covariance(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveCovariance]:
-        """Mean (N, D) and covariance (N, D, D) of the D numbers of y of each datum, noise included,
-        for each observed site.
-
-        They are in closed form for Normal observations, and multivariate ones whose noise does not
-        depend on the latents. Of others they are moments over ``num_samples`` draws, as in
-        ``Predictive.covariance``.
-        """
-        return self._predictive_covariance((args, kwargs), joint=False)
-
-    def joint_predictive_covariance(
-        self, *args: Any, **kwargs: Any
+    def _covariance(
+        self, args: tuple, kwargs: dict, *, joint: bool
     ) -> dict[str, PredictiveCovariance]:
-        """The same over all data: mean (N, D) and covariance (N, D, N, D)."""
-        return self._predictive_covariance((args, kwargs), joint=True)
+        """The covariances in closed form for Normal observations, and multivariate ones whose noise
+        does not depend on the latents; of others, over ``num_samples`` draws."""
 
-    def _predictive_covariance(
-        self, batch: Batch, *, joint: bool
-    ) -> dict[str, PredictiveCovariance]:
         def at_draws(site: Site) -> tuple[Tensor, Tensor]:
             return observation_covariance(site.distribution)
 
@@ -230,7 +227,8 @@ class LinearizedPredictive(DrawPredictions):
             return total_covariance(*values, joint=joint)
 
         closed = functools.partial(predictive_covariance, joint=joint)
-        return self._closed_forms(closed, batch, whole=joint, otherwise=(at_draws, over_draws))
+        otherwise = at_draws, over_draws
+        return self._closed_forms(closed, (args, kwargs), whole=joint, otherwise=otherwise)
 
     def prior_covariance(self, x: Any, x2: Any = None) -> dict[str, Tensor]:
         """For each observed site J(x) Lambda^-1 J(x2)', (N K, N2 K), data before parameters.

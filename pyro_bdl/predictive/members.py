@@ -300,7 +300,7 @@ def _double_rows(outputs: LinearOutputs) -> Tensor:
 # ------------------------------------------------------------------- functions of Gaussian outputs
 
 
-def moments(gaussian: GaussianOutputs) -> ParameterMoments | PredictiveMoments:
+def parameter_moments(gaussian: GaussianOutputs) -> ParameterMoments | PredictiveMoments:
     """Means and variances of an observed site's unconstrained parameters, or of a deterministic
     site."""
     outputs = gaussian.outputs
@@ -379,13 +379,19 @@ def log_density(gaussian: GaussianOutputs) -> Tensor | None:
 
 def normal_predictions(gaussian: GaussianOutputs) -> ClosedPredictions | None:
     """E[y], Var[y] and, with targets, log p(y) of a Normal site; None of another."""
-    site = gaussian.outputs.site
-    if site is None or gaussian.outputs.kind != "Normal":
+    found, site = normal_moments(gaussian), gaussian.outputs.site
+    if found is None or site is None:
         return None
-    mean, found = gaussian.outputs.values["loc"], moments(gaussian)
+    return ClosedPredictions(*found, None if site.value is None else log_density(gaussian))
+
+
+def normal_moments(gaussian: GaussianOutputs) -> PredictiveMoments | None:
+    """E[y] and Var[y] of a Normal site; None of another."""
+    if gaussian.outputs.site is None or gaussian.outputs.kind != "Normal":
+        return None
+    mean, found = gaussian.outputs.values["loc"], parameter_moments(gaussian)
     assert isinstance(found, ParameterMoments)  # of an observed site
-    density = None if site.value is None else log_density(gaussian)
-    return ClosedPredictions(mean, found.predictive_variance.expand_as(mean), density)
+    return PredictiveMoments(mean, found.predictive_variance.expand_as(mean))
 
 
 # ------------------------------------------------------------------------------ several members

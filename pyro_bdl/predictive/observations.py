@@ -8,10 +8,12 @@ from torch import Tensor
 
 from pyro_bdl.distributions.moments import (
     log_probabilities,
+    observation_covariance,
     observation_mean,
     observation_moments,
 )
 from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.trace import Site
 from pyro_bdl.utils.module_state import device_of
 
@@ -80,13 +82,24 @@ class AtDraws(NamedTuple):
     deterministic: dict[str, Tensor]
 
 
-class DrawPredictions:
-    """The methods that predictives have in common: they read observed sites at draws.
+class Predictions:
+    """What a posterior says of a program's observed sites, at draws or in closed form.
 
-    Each draw is one function of all inputs.
+    Means, moments and covariances are those of y, noise included. Each draw is one function of all
+    inputs.
     """
 
     model: Callable
+
+    @property
+    def samples(self) -> Samples | None:
+        """The draws at which the program itself runs, where they are fixed; None for the
+        linearized program, which stays what was fitted to all data."""
+        return None
+
+    def closed_predictions(self, *args: Any, **kwargs: Any) -> dict[str, ClosedPredictions]:
+        """The sites whose predictions are known without draws; none by default."""
+        return {}
 
     def _at_draws(
         self,
@@ -105,7 +118,7 @@ class DrawPredictions:
         """
         raise NotImplementedError
 
-    def at_fixed_draws(self, *args: Any, **kwargs: Any) -> "DrawPredictions":
+    def at_fixed_draws(self, *args: Any, **kwargs: Any) -> "Predictions":
         """The same predictions with draws of the latents that are made once.
 
         :param args: the program's arguments, which Pyro's own guides are run with.
@@ -143,6 +156,39 @@ class DrawPredictions:
         """E[y | w_s, x] for each observed site, (S, N, ...); for classes the probabilities
         (S, N, C)."""
         return self._at_draws(observation_mean, args, kwargs).values
+
+    def moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
+        """Mean and variance of y for each observed site, over posterior and noise, (N, ...).
+
+        E[y] is the mean over the draws, and Var[y] = E[Var[y | w]] + Var[E[y | w]]. For Normal
+        noise with precision tau this is 1 / tau plus the variance over the draws (Gal & Ghahramani
+        2016, section 4). For classes both are moments of each class's indicator.
+        """
+        of_draws = self.draw_moments(*args, **kwargs)
+        return {name: moments.over_draws() for name, moments in of_draws.items()}
+
+    def covariance(self, *args: Any, **kwargs: Any) -> dict[str, "PredictiveCovariance"]:
+        """Mean (N, D) and covariance (N, D, D) of the D numbers of y of each datum, for each
+        observed site: Cov[y] = E[Cov[y | w]] + Cov[E[y | w]].
+
+        For classes they are those of the classes' indicators.
+        """
+        return self._covariance(args, kwargs, joint=False)
+
+    def joint_covariance(self, *args: Any, **kwargs: Any) -> dict[str, "PredictiveCovariance"]:
+        """The same over all data: mean (N, D) and covariance (N, D, N, D)."""
+        return self._covariance(args, kwargs, joint=True)
+
+    def _covariance(
+        self, args: tuple, kwargs: dict, *, joint: bool
+    ) -> dict[str, "PredictiveCovariance"]:
+        moments = self._at_draws(observation_covariance, args, kwargs).values
+        return {name: total_covariance(*values, joint=joint) for name, values in moments.items()}
+
+    def probabilities(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The probabilities of the classes of each site, (N, C), and P(y = 1) of a Bernoulli, over
+        the posterior."""
+        return {name: mean.mean(0) for name, mean in self.mean(*args, **kwargs).items()}
 
     def draw_moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
         """E[y | w_s, x] and Var[y | w_s, x] for each observed site and draw, (S, N, ...)."""

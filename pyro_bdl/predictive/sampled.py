@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.distributions.moments import observation_covariance
 from pyro_bdl.distributions.parameters import is_known, parameters_of, rebuilt
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
@@ -22,12 +21,9 @@ from pyro_bdl.guides.draws import (
 )
 from pyro_bdl.predictive.observations import (
     AtDraws,
-    DrawPredictions,
-    PredictiveCovariance,
-    PredictiveMoments,
+    Predictions,
     densities_of,
     drawn,
-    total_covariance,
 )
 from pyro_bdl.program.batch_norm import computing_with, statistics_of_draws
 from pyro_bdl.program.batches import Batches
@@ -57,7 +53,7 @@ MEMORY = 32 * 2**20  # larger freed blocks are returned to the system (utils/mem
 _ROWS = "_num_predictive_samples"  # no site of any program
 
 
-class Predictive(DrawPredictions):
+class Predictive(Predictions):
     """Predictions of a program at draws of a posterior.
 
     ``Predictive(model, posterior)(x)`` returns S draws of each observed and each deterministic
@@ -171,36 +167,9 @@ class Predictive(DrawPredictions):
             differentiable=self.differentiable,
         )  # fmt: skip
 
-    def moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
-        """Mean and variance of y for each observed site, over the draws and the noise, (N, ...).
-
-        E[y] is the mean over the draws, and Var[y] = E[Var[y | w]] + Var[E[y | w]]. For Normal
-        noise with precision tau this is 1 / tau plus the variance over the draws (Gal & Ghahramani
-        2016, section 4). For classes both are moments of each class's indicator.
-
-        ``LinearizedPredictive.moments`` differs: it returns the moments of the distribution's
-        parameters. ``draw_moments(x)["y"].over_draws()`` gives the moments of y for both classes.
-        """
-        of_draws = self.draw_moments(*args, **kwargs)
-        return {name: moments.over_draws() for name, moments in of_draws.items()}
-
-    def covariance(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveCovariance]:
-        """Mean (N, D) and covariance (N, D, D) of the D numbers of y of each datum, for each
-        observed site, over the draws and the noise: Cov[y] = E[Cov[y | w]] + Cov[E[y | w]].
-
-        For classes they are those of the classes' indicators.
-        """
-        return self._covariance(args, kwargs, joint=False)
-
-    def joint_covariance(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveCovariance]:
-        """The same over all data: mean (N, D) and covariance (N, D, N, D)."""
-        return self._covariance(args, kwargs, joint=True)
-
-    def _covariance(
-        self, args: tuple, kwargs: dict, *, joint: bool
-    ) -> dict[str, PredictiveCovariance]:
-        moments = self._at_draws(observation_covariance, args, kwargs).values
-        return {name: total_covariance(*values, joint=joint) for name, values in moments.items()}
+    @property
+    def samples(self) -> Samples | None:
+        return self.posterior if isinstance(self.posterior, Samples) else None
 
     def _at_draws(
         self,
@@ -213,7 +182,7 @@ class Predictive(DrawPredictions):
         draw: bool = False,
         latents: Collection[str] = (),
     ) -> AtDraws:
-        """As in ``DrawPredictions``: by ``vmap`` over the draws.
+        """As in ``Predictions``: by ``vmap`` over the draws.
 
         Distributions that can be taken apart are read outside, all draws at once.
 

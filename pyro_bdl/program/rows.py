@@ -7,7 +7,7 @@ statement about the rows alone against it, entry by entry, relative to the size 
 the rows.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +19,7 @@ from torch import Tensor
 from pyro_bdl.distributions.parameters import has_masks, is_known, parameters_of
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.batches import Batch, as_dicts, leading_size
+from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
 from pyro_bdl.program.vmap import RowMap, depends_on_row
 from pyro_bdl.utils.autocast import castings
@@ -57,6 +58,63 @@ def template_of(site: Site) -> Any:
     """The distribution, where its parameters alone make it again; else None."""
     known = is_known(site.distribution) and not has_masks(site.distribution)
     return site.distribution if known else None
+
+
+def plate_of_rows(site: Site, args: Any) -> tuple[str, int] | None:
+    """The plate that holds the rows of the arguments at an observed site, with its dimension there,
+    counted from the right; None where there is none.
+
+    It has a cell for each row, and the value runs along it as along the rows of an argument that
+    the value is a view of. A value with memory of its own must have it as its first dimension.
+    """
+    count, batch = leading_size(args), len(site.distribution.batch_shape)
+    if site.value is None:
+        return None
+    for plate, dim in sorted(site.plates, key=lambda plate: plate[1]):
+        axis = dim - (site.value.dim() - batch)
+        if batch >= -dim and site.value.shape[axis] == count:
+            along = along_rows(site.value, args, axis)
+            if along or (along is None and dim == -batch):
+                return plate, dim
+    return None
+
+
+def along_rows(value: Tensor, args: Any, axis: int = 0) -> bool | None:
+    """Return whether an axis of a view of an argument is this argument's first one, by the places
+    of its numbers in memory; None for a tensor with memory of its own."""
+
+    def memory(tensor: Tensor) -> tuple:
+        return tensor.dtype, tensor.untyped_storage().data_ptr()
+
+    def width(tensor: Tensor) -> int:
+        """How far the last number of a row is from its first one."""
+        sizes = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
+        return sum((size - 1) * stride for size, stride in sizes)
+
+    tensors = (leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor) and leaf.dim())
+    views = [x for x in tensors if memory(x) == memory(value)]
+    rows = value.movedim(axis, 0) if value.dim() else value[None]
+    for x in views:
+        start = value.storage_offset() - x.storage_offset()
+        same = len(x) == len(rows) and (len(x) == 1 or rows.stride(0) == x.stride(0))
+        if same and start >= 0 and start + width(rows) <= width(x):
+            return True
+    return False if views else None
+
+
+def refuse_local_latents(
+    latents: Mapping[str, Latent], plates: Collection[str], why: str, advice: str
+) -> None:
+    """Refuse latents in the plates of the rows.
+
+    :raises UnsupportedProgramError: naming the site.
+    """
+    for name, latent in latents.items():
+        if set(plates) & set(latent.plates):
+            raise UnsupportedProgramError(
+                f"the latent site '{name}' has a value for every row, {why}: integrate it out "
+                f"where it is Gaussian (handlers.integrate), or {advice}"
+            )
 
 
 class AllRows:

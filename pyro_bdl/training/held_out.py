@@ -15,6 +15,7 @@ from pyro_bdl.handlers import WithHandler
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.program import Program
+from pyro_bdl.program.rows import along_rows, plate_of_rows, refuse_local_latents
 from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.training.descent import Training
 from pyro_bdl.utils.module_state import Modules, evaluation_mode
@@ -111,7 +112,7 @@ class EarlyStopping:
         self.model, self.guide, self.patience = model, guide, options.patience
         self.check_every = options.check_every or max(1, steps // _CHECKS)
         self.program = Program(model, *back)
-        self.plates, self.sites, self.seen = _rows_of(self.program)
+        self.plates, self.dims, self.seen = _rows_of(self.program)
         self.is_ensemble = isinstance(guide, AutoEnsemble)
         modules = Modules(self.program.modules, guide.program_modules, guide)
         tensors: list[Tensor] = list(guide.parameters())
@@ -154,7 +155,7 @@ class EarlyStopping:
             draws = guide.sample_latents(guide.size if self.is_ensemble else _DRAWS)
             values = map_draws(lambda draw: self.program.log_likelihood(draw), draws)
         count = leading_size(self.program.args)
-        own = [values[name] for name in self.sites if name in values]
+        own = [values[name].movedim(dim, 1) for name, dim in self.dims.items() if name in values]
         per_row = sum(value.reshape(len(value), count, -1).sum(-1) for value in own)
         if self.seen is not None:
             per_row = per_row[:, self.seen]
@@ -210,31 +211,38 @@ class EarlyStopping:
         self.steps = list(state["steps"])
 
 
-def _rows_of(program: Program) -> tuple[set[str], list[str], Tensor | None]:
-    """The plates that hold the rows, by their sizes, the observed sites of rows (those in these
-    plates, or all where there is no such plate), and the rows of which something counts, bool (N,),
-    None where no mask leaves any out.
+def _rows_of(program: Program) -> tuple[set[str], dict[str, int], Tensor | None]:
+    """The plates that hold the rows; the observed sites of rows, each with its dimension of them,
+    counted from the right; and the rows of which something counts, bool (N,), None where no mask
+    leaves any out.
 
-    :raises UnsupportedProgramError: for a latent site in one of the plates.
+    :raises UnsupportedProgramError: for a latent site in one of the plates, and for observed sites
+        without a dimension of the rows.
     """
-    rows, plates, sites = leading_size(program.args), set(), []
+    rows, plates, dims = leading_size(program.args), set(), {}
     with torch.no_grad():
         observed = program.run(program.initial).observed
     for name, site in observed.items():
-        from_left = [plate for plate, _ in sorted(site.plates, key=lambda plate: plate[1])]
-        own = [plate for plate in from_left if program.plates[plate][1] == rows]
-        plates.update(own[:1])
-        sites += [name] if own else []
-    for name, latent in program.latents.items():
-        if plates & set(latent.plates):
+        if (found := plate_of_rows(site, program.args)) is not None:
+            plates.add(found[0])
+            dims[name] = found[1]
+    refuse_local_latents(
+        program.latents, plates, "and nothing is learned of those of rows that held_out holds back",
+        "train on all rows",
+    )  # fmt: skip
+    if not dims:
+        batches = {name: site.distribution.batch_shape for name, site in observed.items()}
+        dims = {name: -len(shape) for name, shape in batches.items() if shape[:1] == (rows,)}
+        if not dims or any(along_rows(observed[n].value, program.args) is False for n in dims):
             raise UnsupportedProgramError(
-                f"held_out: the latent site '{name}' has a value for every row, and nothing is "
-                "learned of those of rows held back: integrate it out where it is Gaussian "
-                "(handlers.integrate), or train on all rows"
+                "held_out scores rows, and no plate of an observed site has a cell for each of "
+                'them: write the likelihood in pyro.plate("data", len(x))'
             )
-    sites = sites or list(observed)
     seen = None
-    if any(observed[name].is_masked for name in sites):
-        counted = [observed[name].seen().reshape(rows, -1).any(1) for name in sites]
+    if any(observed[name].is_masked for name in dims):
+        counted = []
+        for name, dim in dims.items():
+            mark, batch = observed[name].seen(), len(observed[name].distribution.batch_shape)
+            counted.append(mark.movedim(batch + dim, 0).reshape(rows, -1).any(1))
         seen = torch.stack(counted).any(0)
-    return plates, sites, seen
+    return plates, dims, seen

@@ -177,7 +177,7 @@ def test_laplace_of_a_likelihood_that_has_no_linear_model_goes_through_the_netwo
     with pytest.warns(BdlWarning, match="does not know Shifted .* the draws of the posterior"):
         assert row_of(model, posterior, x, y, num_samples=20)["rmse"] > 0
     with pytest.warns(
-        BdlWarning, match="does not know Shifted .* the draws of the guide go through"
+        BdlWarning, match="does not know Shifted .* the draws of the posterior go through"
     ):
         data = bdl.to_arviz(model, posterior, x, y, num_samples=20)
     assert data.posterior_predictive["y"].shape == (1, 20, 30)

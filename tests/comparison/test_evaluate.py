@@ -47,7 +47,7 @@ def test_laplace_is_scored_as_the_linear_model():
     model = models.Regression(bayesianize(net), noise=0.3)
     posterior = laplace(model, GRID[:3], Y[:3])
     found = evaluate(model, posterior, GRID, Y, num_samples=20000)
-    moments = LinearizedPredictive(model, posterior).moments(GRID)["y"]
+    moments = LinearizedPredictive(model, posterior).parameter_moments(GRID)["y"]
     mean, variance = moments.mean["loc"], moments.predictive_variance
     error = (variance / 20000).sqrt()
     assert ((found.mean - mean).abs() < 6 * error).all()

@@ -198,3 +198,20 @@ def test_one_run_on_each_batch_reads_all(monkeypatch):
     found = observed(model, (X, Y), draws())
     assert rows == [4, 2]
     assert torch.equal(found.y, Y)
+
+
+@pytest.mark.filterwarnings("ignore:k-hat")
+def test_sites_that_are_named_are_scored_alone():
+    """Two sites in one plate: the score of one is that of the program of this one."""
+    data, w = (Y, {"a": Y + 0.1, "b": -Y}), 0.1 * draws(2 * 5).latents["w"].reshape(100, 2)
+    posterior = bdl.Samples({"w": w[None]})
+    options = {"train": data, "progress": False}
+    found = bdl.evaluate(pairs, posterior, *data, observed="b", **options)
+    density = dist.Normal(Y * w[:, 1:], 0.5).log_prob(-Y)
+    assert found.scores["nlpd"] == pytest.approx(nlpd(density), rel=1e-9)
+    torch.testing.assert_close(found.y, -Y)
+    assert torch.equal(found.loo.pointwise, bdl.diagnostics.loo(density[None]).pointwise)
+    both = bdl.evaluate(pairs, posterior, *data, observed=("b", "a"), **options).scores["nlpd"]
+    assert both == pytest.approx(bdl.evaluate(pairs, posterior, *data, **options).scores["nlpd"])
+    with pytest.raises(ValueError, match=r"observed='c' is no observed site .* 'a', 'b'"):
+        bdl.evaluate(pairs, posterior, *data, observed="c", progress=False)

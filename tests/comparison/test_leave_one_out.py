@@ -57,7 +57,7 @@ def chains(y, count=4000, width=1.0):
 def found(q, samples, data, predictive=None, **options):
     predictive = predictive or bdl.Predictive(shift, samples)
     kind = observed(shift, data, q).kind
-    return leave_one_out(shift, kind, q, samples, predictive, data, **options)
+    return leave_one_out(shift, kind, q, predictive, data, **options)
 
 
 def guide(y, width=1.0):

@@ -312,7 +312,7 @@ def test_many_data_are_subsampled_among_those_that_were_seen(monkeypatch):
     model, _ = numbers(_around)
     kind = observed(model, data, _draws()).kind
     loo, _ = leave_one_out.leave_one_out(
-        model, kind, _draws(), _draws(), bdl.Predictive(model, _draws()), data, most=10
+        model, kind, _draws(), bdl.Predictive(model, _draws()), data, most=10
     )
     assert len(loo.approximation) == int(data[1].sum())
     assert len(loo.rows) == 10

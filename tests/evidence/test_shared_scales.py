@@ -154,7 +154,7 @@ def predictive(make, layers, prior, k):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)
         found = maximize(laplace, tolerance=1e-11, steps=300, linearized=False)
-    joint = LinearizedPredictive(model, laplace).joint_covariance(X)["y"]
+    joint = LinearizedPredictive(model, laplace).joint_parameter_covariance(X)["y"]
     scales = {name.rpartition(".")[2]: v for name, v in found.hyperparameters.items()}
     return *joint, scales
 

@@ -134,7 +134,7 @@ def test_leave_one_out_is_weighted_by_the_ratios():
     samples, program = to_samples(guide, 50, X, Y), bdl.Program(model, X, Y)
     kept = bdl.Samples({s: samples.latents[s] for s in "wsp"}, samples.stats, samples.info)
     predictive, kind = bdl.Predictive(model, kept), observed(model, (X, Y), guide).kind
-    found, kind = leave_one_out(model, kind, guide, kept, predictive, (X, Y))
+    found, kind = leave_one_out(model, kind, guide, predictive, (X, Y))
     assert kind == CORRECTED
     log_p, log_q = log_densities_of(program, guide, kept)
     density = predictive.log_likelihood(X, Y)["y"]

@@ -51,7 +51,7 @@ def test_ends_at_the_network_where_every_width_harms():
     guide = AutoLaplaceGGN(model).laplace_approximation(train, held_out=(x, y))
     found = guide.held_out
     assert not found.helps and found.gain <= 0.0 and found.rows == 30
-    logits, covariance = LinearizedPredictive(model, guide).covariance(x)["y"]
+    logits, covariance = LinearizedPredictive(model, guide).parameter_covariance(x)["y"]
     before = network(x).log_softmax(-1).gather(1, y[:, None])
 
     def changes(factor):
@@ -77,7 +77,7 @@ def test_finds_the_best_width_of_a_conjugate_posterior(conjugate):
     guide = at_mode(conjugate, structure="full")
     posterior = guide.laplace_approximation(data(conjugate))
     covariance = posterior.precision.solve(torch.eye(4, dtype=D))
-    mean = LinearizedPredictive(conjugate.model, posterior).moments(x)["y"]
+    mean = LinearizedPredictive(conjugate.model, posterior).parameter_moments(x)["y"]
     variance, noise = mean.variance["loc"], mean.noise_variance
     y = mean.mean["loc"] + (5.0 * variance + noise).sqrt() * torch.randn(400, dtype=D)
 

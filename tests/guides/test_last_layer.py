@@ -115,7 +115,7 @@ def test_the_predictive_is_exact(outputs):
     y, new = targets(x, outputs), torch.randn(7, 3, dtype=D)
     model = models.Regression(bayesianize(network(outputs), priors.Normal(0.8)), noise=NOISE)
     posterior = AutoLastLayer(model).laplace_approximation((x, y))
-    moments = LinearizedPredictive(model, posterior).moments(new)["y"]
+    moments = LinearizedPredictive(model, posterior).parameter_moments(new)["y"]
     statistics = SufficientStatistics.of(features(model, x), y)
     weights = linear_posterior(statistics, 0.8**-2, NOISE**-2)
     mean, variance = predict(features(model, new), weights, NOISE**-2)

@@ -79,8 +79,8 @@ def test_the_programs_own_numbers_come_along_and_the_data_do_not(tmp_path):
     assert other.noise.item() == pytest.approx(0.7)
     for name, value in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], value), name
-    expected = bdl.LinearizedPredictive(model, posterior).moments(_X)["y"]
-    moments = bdl.LinearizedPredictive(other, found).moments(_X)["y"]
+    expected = bdl.LinearizedPredictive(model, posterior).parameter_moments(_X)["y"]
+    moments = bdl.LinearizedPredictive(other, found).parameter_moments(_X)["y"]
     assert torch.equal(moments.variance["loc"], expected.variance["loc"])
     assert found.num_data == 24
     assert bdl.evidence.log_marginal_likelihood(found).item() == pytest.approx(
@@ -217,7 +217,8 @@ _OTHER_PROCESS = textwrap.dedent("""
     net = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
     model = bdl.models.Regression(bdl.bayesianize(net), num_data=24)
     posterior = bdl.load_posterior(sys.argv[1], model)
-    print(bdl.LinearizedPredictive(model, posterior).moments(x)["y"].variance["loc"].sum().item())
+    moments = bdl.LinearizedPredictive(model, posterior).parameter_moments(x)["y"]
+    print(moments.variance["loc"].sum().item())
 """)
 
 
@@ -230,5 +231,7 @@ def test_another_process_opens_it(tmp_path):
     path = posterior.save(tmp_path / "posterior")
     command = [sys.executable, "-c", _OTHER_PROCESS, str(path)]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    expected = bdl.LinearizedPredictive(model, posterior).moments(x)["y"].variance["loc"].sum()
+    expected = (
+        bdl.LinearizedPredictive(model, posterior).parameter_moments(x)["y"].variance["loc"].sum()
+    )
     assert float(found) == pytest.approx(expected.item(), rel=1e-6)

@@ -201,7 +201,7 @@ def test_local_latents_of_other_rows_are_named_with_the_ways_to_predict_new_ones
     for call in (
         lambda: bdl.Predictive(_local, guide, 3)(X[:3]),
         lambda: bdl.Predictive(_local, guide, 3).log_likelihood(X[:3], Y[:3]),
-        lambda: bdl.LinearizedPredictive(_local, laplace).moments(X[:3]),
+        lambda: bdl.LinearizedPredictive(_local, laplace).parameter_moments(X[:3]),
         lambda: bdl.Program(_local, X[:3], Y[:3]).log_joint(guide.median(X, Y)),
     ):
         with pytest.raises(ValueError, match=words):

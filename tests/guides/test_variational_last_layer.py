@@ -99,7 +99,7 @@ def test_the_linearized_predictive_is_the_exact_one():
     model = linear()
     guide, (phi, _, posterior) = solved(model)
     mean, variance = bayesian_linear.predict(phi, posterior, NOISE**-2)
-    moments = LinearizedPredictive(model, guide).moments(X)["y"]
+    moments = LinearizedPredictive(model, guide).parameter_moments(X)["y"]
     torch.testing.assert_close(moments.mean["loc"], mean)
     torch.testing.assert_close(moments.variance["loc"], variance - NOISE**2)
 

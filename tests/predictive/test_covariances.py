@@ -75,15 +75,15 @@ def test_a_linear_image_is_exact():
     guide = source.laplace_approximation((Z, Y))
     exact = prior - gain @ A @ prior
     predictive = LinearizedPredictive(model, guide)
-    found = predictive.moments(Z, sites=["f"])["f"]
+    found = predictive.parameter_moments(Z, sites=["f"])["f"]
     torch.testing.assert_close(found.mean, (gain @ Y).reshape(2, 2), **EXACTLY)
     torch.testing.assert_close(found.variance, exact.diagonal().reshape(2, 2), **EXACTLY)
-    mean, joint = predictive.joint_covariance(Z, sites=["f"])["f"]
+    mean, joint = predictive.joint_parameter_covariance(Z, sites=["f"])["f"]
     torch.testing.assert_close(mean, gain @ Y, **EXACTLY)
     torch.testing.assert_close(joint, exact, **EXACTLY)
-    _, rows = predictive.covariance(Z, sites=["f"])["f"]
+    _, rows = predictive.parameter_covariance(Z, sites=["f"])["f"]
     torch.testing.assert_close(rows, torch.stack([exact[:2, :2], exact[2:, 2:]]), **EXACTLY)
-    mean, joint = predictive.joint_predictive_covariance(Z)["y"]
+    mean, joint = predictive.joint_covariance(Z)["y"]
     torch.testing.assert_close(mean, (A @ gain @ Y)[:, None], **EXACTLY)
     total = A @ exact @ A.T + 0.09 * torch.eye(3)
     torch.testing.assert_close(joint[:, 0, :, 0], total, **EXACTLY)
@@ -98,8 +98,8 @@ def test_sites_by_brute_force(structure, covariance):
         return
     guide = approximate(model, (Z, Y), structure)
     predictive, inverse = LinearizedPredictive(model, guide), covariance(guide)
-    moments = predictive.moments(Z, sites=["f", "total", "constant"])
-    joint = predictive.joint_covariance(Z, sites=["f", "total", "constant"])
+    moments = predictive.parameter_moments(Z, sites=["f", "total", "constant"])
+    joint = predictive.joint_parameter_covariance(Z, sites=["f", "total", "constant"])
     for name in ("f", "total", "constant"):
         rows = slopes(guide, model, (Z, Y), lambda run, name=name: run.deterministic[name])
         expected = rows @ inverse @ rows.T
@@ -126,13 +126,13 @@ def test_several_outputs_by_brute_force(structure, covariance):
     rows = slopes(guide, model, (x, y), lambda run: run.deterministic["f"])
     expected = rows @ covariance(guide) @ rows.T + 0.16 * torch.eye(10)
     predictive = LinearizedPredictive(model, guide)
-    mean, joint = predictive.joint_predictive_covariance(x)["y"]
+    mean, joint = predictive.joint_covariance(x)["y"]
     torch.testing.assert_close(joint.reshape(10, 10), expected, rtol=1e-7, atol=1e-10)
-    again, own = predictive.predictive_covariance(x)["y"]
+    again, own = predictive.covariance(x)["y"]
     assert again.equal(mean) and own.shape == (5, 2, 2)
     blocks = expected.reshape(5, 2, 5, 2).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     torch.testing.assert_close(own, blocks, rtol=1e-7, atol=1e-10)
-    f = predictive.covariance(x, sites=["f", "y"])
+    f = predictive.parameter_covariance(x, sites=["f", "y"])
     torch.testing.assert_close(f["f"], f["y"])
 
 
@@ -206,6 +206,6 @@ def test_classes_of_every_posterior():
     laplace = approximate(model, (x, y))
     for mean, own in (
         Predictive(model, AutoMeanField(model).prototype(x, y), 50).covariance(x)["y"],
-        LinearizedPredictive(model, laplace, 50).predictive_covariance(x)["y"],
+        LinearizedPredictive(model, laplace, 50).covariance(x)["y"],
     ):
         torch.testing.assert_close(own, mean.diag_embed() - mean[:, :, None] * mean[:, None, :])

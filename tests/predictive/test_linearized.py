@@ -52,15 +52,15 @@ def test_a_linear_gaussian_is_predicted_exactly(conjugate):
         joint = design @ inverse @ design.T
         total = joint.diagonal() + conjugate.noise**2
         predictive = LinearizedPredictive(model, laplace)
-        moments = predictive.moments(x)["y"]
+        moments = predictive.parameter_moments(x)["y"]
         exactly = {"rtol": 1e-10, "atol": 1e-12}
         torch.testing.assert_close(moments.mean, {"loc": mean}, **exactly)
         torch.testing.assert_close(moments.variance, {"loc": joint.diagonal()}, **exactly)
         torch.testing.assert_close(moments.predictive_variance, total, **exactly)
-        found, whole = predictive.joint_covariance(x)["y"]
+        found, whole = predictive.joint_parameter_covariance(x)["y"]
         torch.testing.assert_close(found, mean, **exactly)
         torch.testing.assert_close(whole, joint, **exactly)
-        center, own = predictive.covariance(x)["y"]
+        center, own = predictive.parameter_covariance(x)["y"]
         torch.testing.assert_close(center, mean[:, None], **exactly)
         torch.testing.assert_close(own, joint.diagonal()[:, None, None], **exactly)
         expected = dist.Normal(mean, total.sqrt()).log_prob(y)
@@ -73,8 +73,8 @@ def test_moments_by_autograd(kind, full_covariance):
     model, *args = case(kind)
     guide = approximate(model, args)
     predictive, inverse = LinearizedPredictive(model, guide), full_covariance(guide)
-    moments, inside = predictive.moments(*args), predictive.covariance(*args)
-    joint = predictive.joint_covariance(*args)
+    moments, inside = predictive.parameter_moments(*args), predictive.parameter_covariance(*args)
+    joint = predictive.joint_parameter_covariance(*args)
     for site in moments:
         values, slopes = jacobian(model, guide, args, site)
         count = 1 if kind == "one datum" else N
@@ -104,7 +104,7 @@ def test_every_structure_and_subset(structure, subset, full_covariance):
     guide = approximate(model, (x, y), structure=structure, subset=subset)
     _, slopes = jacobian(model, guide, (x, y), "y")
     rows = slopes["loc"].flatten(0, 1)
-    found = LinearizedPredictive(model, guide).joint_covariance(x)["y"][1]
+    found = LinearizedPredictive(model, guide).joint_parameter_covariance(x)["y"][1]
     torch.testing.assert_close(found, rows @ full_covariance(guide) @ rows.T)
 
 
@@ -135,7 +135,7 @@ def test_the_posterior_covariance_is_that_of_the_gaussian_process(structure):
     cross = predictive.prior_covariance(new, x)["y"]
     noisy = predictive.prior_covariance(x)["y"] + 0.4**2 * torch.eye(2 * len(x))
     expected = predictive.prior_covariance(new)["y"] - cross @ torch.linalg.solve(noisy, cross.T)
-    found = predictive.joint_covariance(new)["y"][1]
+    found = predictive.joint_parameter_covariance(new)["y"][1]
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
@@ -149,9 +149,9 @@ def test_draws_are_functions_with_the_joint_covariance(structure):
     count = 20000
     predictive = LinearizedPredictive(model, guide, num_samples=count)
     drawn = predictive(x)
-    _, joint = predictive.joint_covariance(x)["y"]
+    _, joint = predictive.joint_parameter_covariance(x)["y"]
     joint = joint[::2, ::2]  # of the locations
-    moments = predictive.moments(x)["y"]
+    moments = predictive.parameter_moments(x)["y"]
     mean = moments.mean["loc"]
     assert ((drawn["f"].mean(0) - mean).abs() < 5 * (joint.diagonal() / count).sqrt()).all()
     error = ((joint.diagonal()[:, None] * joint.diagonal() + joint.square()) / count).sqrt()
@@ -222,9 +222,12 @@ def test_parts_say_the_same_as_all_at_once(kind, memory, monkeypatch):
 
     def everything():
         torch.manual_seed(7)
-        found = [predictive.moments(*args)["y"].variance, predictive.covariance(*args)]
+        found = [
+            predictive.parameter_moments(*args)["y"].variance,
+            predictive.parameter_covariance(*args),
+        ]
         found += [predictive.log_density(*args), predictive.mean(*args)]
-        found.append(predictive.moments(*args)["y"].noise_variance)
+        found.append(predictive.parameter_moments(*args)["y"].noise_variance)
         found.append(predictive.log_likelihood(*args))
         drawn = predictive(args[0])  # observations are drawn part by part
         found.append({k: v for k, v in drawn.items() if k not in ("y", "z")})
@@ -258,7 +261,7 @@ def test_a_site_that_is_the_same_for_all_rows_is_no_part_of_them():
     posterior = AutoLaplaceGGN(model, structure="full").laplace_approximation((x, y))
     predictive = LinearizedPredictive(model, posterior, 4, seed=0)
     with working_memory(10):
-        moments = predictive.moments(x, sites=["total", "y"])
+        moments = predictive.parameter_moments(x, sites=["total", "y"])
         drawn, latents = predictive(x)["total"], predictive.latents()["w"]
     covariance = torch.linalg.inv(x.T @ x + torch.eye(2))
     torch.testing.assert_close(moments["total"].variance, covariance.sum()[None])
@@ -297,7 +300,7 @@ def test_the_program_is_as_before_and_after_errors():
     model.eval()
     guide = approximate(model, (x, y))
     predictive = LinearizedPredictive(model, guide, 5)
-    before = predictive.moments(x)["y"].mean
+    before = predictive.parameter_moments(x)["y"].mean
     model.train()
     stop = model.network.network[0][3]
     for parameter in model.parameters():
@@ -313,14 +316,14 @@ def test_the_program_is_as_before_and_after_errors():
 
     calls = [
         lambda: predictive(x),
-        lambda: predictive.moments(x),
-        lambda: predictive.joint_covariance(x),
+        lambda: predictive.parameter_moments(x),
+        lambda: predictive.joint_parameter_covariance(x),
         lambda: predictive.log_density(x, y),
     ]
     for call in calls:
         call()
         is_unchanged()
-    torch.testing.assert_close(predictive.moments(x)["y"].mean, before)
+    torch.testing.assert_close(predictive.parameter_moments(x)["y"].mean, before)
     stop.fails = True
     for call in calls:
         with pytest.raises(RuntimeError, match="no luck today"), working_memory(1):  # row by row
@@ -377,12 +380,12 @@ def of_shifted():
         (lambda: linear().log_density(X), ValueError, "'y' has no observation: pass the targets"),
         (lambda: linear().log_likelihood(X), ValueError, "no site is observed: pass the targets"),
         (
-            lambda: linear("bernoulli").moments(X)["y"].predictive_variance,
+            lambda: linear("bernoulli").parameter_moments(X)["y"].predictive_variance,
             ValueError,
             "only a Normal observation has a predictive variance",
         ),
         (
-            lambda: linear().moments(X, sites=["g"]),
+            lambda: linear().parameter_moments(X, sites=["g"]),
             ValueError,
             "'g' is no observed or deterministic .* 'y', 'f'",
         ),
@@ -416,7 +419,9 @@ def test_another_device_says_the_same(kind, device):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BdlWarning)
             predictive = LinearizedPredictive(model, guide.laplace_approximation(args), 3)
-        found.append([predictive.covariance(*args)["y"], predictive.log_density(*args)["y"]])
+        found.append(
+            [predictive.parameter_covariance(*args)["y"], predictive.log_density(*args)["y"]]
+        )
         drawn = predictive(*args)
         assert all(value.device == args[0].device for value in drawn.values())
     second = [tuple(v.cpu() for v in found[1][0]), found[1][1].cpu()]
@@ -432,9 +437,9 @@ def test_predictions_are_differentiable_in_the_inputs(structure):
     predictive, inputs = LinearizedPredictive(model, laplace, num_samples=2), torch.randn(2, 3)
 
     def moments(inputs):
-        of_y = predictive.moments(inputs)["y"]
-        joint = predictive.joint_covariance(inputs)["y"][1]
-        alone = predictive.joint_covariance(inputs, sites=["f"], group=1)["f"][1]
+        of_y = predictive.parameter_moments(inputs)["y"]
+        joint = predictive.joint_parameter_covariance(inputs)["y"][1]
+        alone = predictive.joint_parameter_covariance(inputs, sites=["f"], group=1)["f"][1]
         return of_y.mean["loc"], of_y.variance["loc"], joint, alone
 
     plain = moments(inputs)
@@ -452,14 +457,14 @@ def test_joint_moments_of_groups_are_blocks_of_those_of_all_rows(structure):
     model, x, y = case("normal")
     predictive = LinearizedPredictive(model, approximate(model, (x, y), structure=structure))
     inputs = torch.randn(6, 3)
-    mean, joint = predictive.joint_covariance(inputs, sites=["f"])["f"]
-    means, blocks = predictive.joint_covariance(inputs, sites=["f"], group=3)["f"]
+    mean, joint = predictive.joint_parameter_covariance(inputs, sites=["f"])["f"]
+    means, blocks = predictive.joint_parameter_covariance(inputs, sites=["f"], group=3)["f"]
     torch.testing.assert_close(means.flatten(), mean)
     columns = len(mean) // 2
     parts = joint.reshape(2, columns, 2, columns)
     torch.testing.assert_close(blocks, torch.stack([parts[0, :, 0], parts[1, :, 1]]))
     with pytest.raises(ValueError, match="groups of 4"):
-        predictive.joint_covariance(inputs, group=4)
+        predictive.joint_parameter_covariance(inputs, group=4)
 
 
 @pytest.mark.parametrize("subset", [None, "last-layer"])

@@ -50,11 +50,11 @@ def test_an_uncertain_noise_is_integrated(kind):
     model, x, y = case(kind)
     guide = approximate(model, (x, y))
     predictive = LinearizedPredictive(model, guide)
-    f, log_scale = gaussian_draws(*predictive.covariance(x)["y"], 200000).unbind(-1)
+    f, log_scale = gaussian_draws(*predictive.parameter_covariance(x)["y"], 200000).unbind(-1)
     expected, error = averaged(dist.Normal(f, log_scale.exp()).log_prob(y))
     found = predictive.log_density(x, y)["y"]
     assert ((found - expected).abs() < 5 * error + 1e-4).all()
-    moments = predictive.moments(x)["y"]
+    moments = predictive.parameter_moments(x)["y"]
     square = (2 * log_scale).exp()
     slack = 5 * square.std(0) / 200000**0.5
     assert ((square.mean(0) - moments.noise_variance).abs() < slack).all()
@@ -71,10 +71,10 @@ def test_densities_in_closed_form(kind):
         torch.testing.assert_close(p.sum(-1), torch.ones(N))
         expected = (p * y).sum(-1).log()
     elif kind == "several outputs":
-        mean, inside = predictive.covariance(x)["y"]
+        mean, inside = predictive.parameter_covariance(x)["y"]
         expected = dist.MultivariateNormal(mean, inside + 0.4**2 * torch.eye(2)).log_prob(y)
     else:
-        moments = predictive.moments(x)["y"]
+        moments = predictive.parameter_moments(x)["y"]
         variance = moments.predictive_variance
         expected = dist.Normal(moments.mean["loc"], variance.sqrt()).log_prob(y)
     torch.testing.assert_close(predictive.log_density(x, y)["y"], expected)
@@ -97,7 +97,7 @@ def test_several_bernoullis_share_their_weights():
     model, x, y = case("bernoulli, several")
     guide = approximate(model, (x, y))
     predictive = LinearizedPredictive(model, guide, 20000)
-    logits = gaussian_draws(*predictive.covariance(x)["y"], 100000)
+    logits = gaussian_draws(*predictive.parameter_covariance(x)["y"], 100000)
     expected, error = averaged(dist.Bernoulli(logits=logits).log_prob(y).sum(-1))
     found = predictive.log_density(x, y)["y"]
     assert ((found - expected).abs() < 20 * error).all()
@@ -162,7 +162,7 @@ def test_probabilities_of_every_method():
     model, x, y = case("categorical")
     guide = approximate(model, (x, y))
     predictive = LinearizedPredictive(model, guide, 20000)
-    mean, inside = predictive.covariance(x)["y"]
+    mean, inside = predictive.parameter_covariance(x)["y"]
     exact = gaussian_draws(mean, inside, 200000).softmax(-1).mean(0)
     drawn = predictive.probabilities(x, method="monte-carlo")["y"]
     assert drawn.shape == (N, 3) and (drawn - exact).abs().max() < 0.02
@@ -190,7 +190,7 @@ def test_several_categorical_numbers_per_datum():
             pyro.sample("y", dist.Categorical(logits=logits).to_event(1), obs=y)
 
     predictive = LinearizedPredictive(model, approximate(model, (x, y)))
-    mean, covariance = predictive.covariance(x)["y"]
+    mean, covariance = predictive.parameter_covariance(x)["y"]
     apart = [
         centered_probit(mean[:, part], covariance[:, part, part])
         for part in (slice(0, 3), slice(3, 6))
@@ -203,7 +203,7 @@ def test_probabilities_of_two_classes(kind):
     model, x, y = case(kind)
     guide = approximate(model, (x, y))
     predictive = LinearizedPredictive(model, guide, 20000)
-    exact = gaussian_draws(*predictive.covariance(x)["y"], 100000).sigmoid().mean(0)
+    exact = gaussian_draws(*predictive.parameter_covariance(x)["y"], 100000).sigmoid().mean(0)
     for method in ("probit", "monte-carlo"):
         found = predictive.probabilities(x, method=method)["y"]
         assert found.shape == y.shape
@@ -239,7 +239,7 @@ def test_masked_data_count_nothing(how):
         assert ((found == 0) == ~mask).all()
     expected, error = averaged(draws)
     assert ((density - expected).abs() <= 6 * error + 1e-12).all()
-    moments = predictive.moments(x)["y"]
+    moments = predictive.parameter_moments(x)["y"]
     if how == "event":
         variance = moments.predictive_variance[:, 0]
         first = dist.Normal(moments.mean["loc"][:, 0], variance.sqrt()).log_prob(y[:, 0])
@@ -250,7 +250,7 @@ def test_parameters_that_no_latent_moves_are_known():
     """A learned noise has no posterior, and the density is in closed form."""
     model, x, y = case("learned noise")
     guide = approximate(model, (x, y))
-    moments = LinearizedPredictive(model, guide).moments(x)["y"]
+    moments = LinearizedPredictive(model, guide).parameter_moments(x)["y"]
     assert set(moments.mean) == {"loc"}
     torch.testing.assert_close(moments.noise_variance, torch.full((N, 2), 0.4**2))
     first, second = (LinearizedPredictive(model, guide, 3).log_density(x, y)["y"] for _ in range(2))
@@ -271,10 +271,10 @@ def test_nothing_moves_where_the_subset_does_not_matter():
     x, y = torch.randn(N, 3), torch.randn(N)
     guide = approximate(model, (x, y), subset="level")
     predictive = LinearizedPredictive(model, guide, 4)
-    moments = predictive.moments(x, y)
+    moments = predictive.parameter_moments(x, y)
     assert moments["y"].variance == {} and set(moments["z"].variance) == {"loc"}
     torch.testing.assert_close(moments["y"].predictive_variance, torch.full((N,), 0.25))
-    assert "y" not in predictive.joint_covariance(x, y)
+    assert "y" not in predictive.joint_parameter_covariance(x, y)
     program = Program(model, x, y)
     run = program.run(program.constrain(guide.loc)[0])
     expected = run.observed["y"].distribution.log_prob(y)

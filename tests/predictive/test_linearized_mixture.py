@@ -42,19 +42,19 @@ def test_moments_and_covariances(conjugate, mixture):
     weights = torch.tensor(WEIGHTS, dtype=torch.float64)
     mean = weights @ means
     total = variance + weights @ (means - mean).square()
-    found = predictive.moments(conjugate.x)["y"]
+    found = predictive.parameter_moments(conjugate.x)["y"]
     torch.testing.assert_close(found.mean["loc"], mean)
     torch.testing.assert_close(found.variance["loc"], total)
     torch.testing.assert_close(found.predictive_variance, total + 0.25)
-    center, joint = predictive.joint_covariance(conjugate.x)["y"]
+    center, joint = predictive.joint_parameter_covariance(conjugate.x)["y"]
     inside = conjugate.design @ torch.linalg.inv(conjugate.precision()) @ conjugate.design.mT
     spread = torch.einsum("k,ki,kj->ij", weights, means - mean, means - mean)
     torch.testing.assert_close(center, mean)
     torch.testing.assert_close(joint, inside + spread)
-    torch.testing.assert_close(predictive.covariance(conjugate.x)["y"][1][:, 0, 0], total)
-    of_f = predictive.moments(conjugate.x, sites=["f"])["f"]
+    torch.testing.assert_close(predictive.parameter_covariance(conjugate.x)["y"][1][:, 0, 0], total)
+    of_f = predictive.parameter_moments(conjugate.x, sites=["f"])["f"]
     torch.testing.assert_close(of_f.variance, total)
-    found = predictive.joint_predictive_covariance(conjugate.x)["y"].covariance[:, 0, :, 0]
+    found = predictive.joint_covariance(conjugate.x)["y"].covariance[:, 0, :, 0]
     torch.testing.assert_close(found, joint + 0.25 * torch.eye(8).double())
 
 
@@ -73,7 +73,7 @@ def test_density(conjugate, mixture):
 def test_draws(conjugate, mixture):
     predictive = LinearizedPredictive(conjugate.model, mixture, num_samples=4000)
     drawn = predictive(conjugate.x)
-    moments = predictive.moments(conjugate.x)["y"]
+    moments = predictive.parameter_moments(conjugate.x)["y"]
     assert drawn["f"].shape == drawn["y"].shape == (4000, 8)
     for name, variance in (("f", moments.variance["loc"]), ("y", moments.predictive_variance)):
         error = (drawn[name].mean(0) - moments.mean["loc"]) / variance.sqrt()
@@ -92,8 +92,8 @@ def test_draws(conjugate, mixture):
 def test_a_member_of_weight_zero_says_nothing(conjugate, mixture):
     alone = LinearizedPredictive(conjugate.model, mixture.members[1])
     one = LinearizedPredictive(conjugate.model, MixtureGuide(list(mixture.members), [0.0, 2.0]))
-    expected = alone.moments(conjugate.x)["y"]
-    found = one.moments(conjugate.x)["y"]
+    expected = alone.parameter_moments(conjugate.x)["y"]
+    found = one.parameter_moments(conjugate.x)["y"]
     torch.testing.assert_close(found.variance["loc"], expected.variance["loc"])
     assert torch.isfinite(one.log_density(conjugate.x, conjugate.y)["y"]).all()
     assert one(conjugate.x)["f"].shape == (100, 8)

@@ -57,7 +57,7 @@ _TASKS = {
     "last layer": lambda model: _laplace(model, subset="last-layer").variances(),
     "linearized": lambda model: bdl.LinearizedPredictive(
         model, _laplace(model, structure="full")
-    ).moments(X)["y"].variance["loc"],
+    ).parameter_moments(X)["y"].variance["loc"],
     "evidence": lambda model: bdl.evidence.log_marginal_likelihood(_laplace(model)),
     "evaluate": lambda model: bdl.evaluate(
         model, bdl.guides.AutoMeanField(model).prototype(X, Y), X, Y, seed=0

@@ -128,14 +128,14 @@ def test_laplace_posteriors_are_those_of_the_networks(structure):
     model = _many(net)
     many = laplace(model, X, Y)
     variances = many.layout.unflatten(many.variances())
-    moments = LinearizedPredictive(model, many).moments(X)["y"]
+    moments = LinearizedPredictive(model, many).parameter_moments(X)["y"]
     log_evidence = 0.0
     for g in range(G):
         alone = _one(net)
         one = laplace(alone, X[:, g], Y[:, g])
         for name, expected in one.layout.unflatten(one.variances()).items():
             torch.testing.assert_close(variances[name][g], expected)
-        expected = LinearizedPredictive(alone, one).moments(X[:, g])["y"]
+        expected = LinearizedPredictive(alone, one).parameter_moments(X[:, g])["y"]
         torch.testing.assert_close(moments.predictive_variance[:, g], expected.predictive_variance)
         log_evidence += evidence.log_marginal_likelihood(one)
     torch.testing.assert_close(evidence.log_marginal_likelihood(many), log_evidence)

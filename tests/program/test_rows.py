@@ -103,7 +103,7 @@ def test_rows_that_depend_on_each_other_anywhere_are_refused_or_declared(name):
         Program(linear(features), X, Y).check(rows="alone")
     found = guide.laplace_approximation((X, Y), rows="together")
     torch.testing.assert_close(dense(found), precision(features(X)))
-    moments = LinearizedPredictive(linear(features), found).moments(X)["y"]
+    moments = LinearizedPredictive(linear(features), found).parameter_moments(X)["y"]
     spread = (features(X) @ torch.linalg.inv(precision(features(X))) * features(X)).sum(1)
     torch.testing.assert_close(moments.variance["loc"], spread)
 
@@ -152,9 +152,9 @@ def test_arguments_that_are_no_tensors_have_rows_of_their_own(before):
     predictive = LinearizedPredictive(model, posterior)
     Program(model, X, Y, False).check(rows="alone")
     for _ in range(before):
-        predictive.moments(X)
+        predictive.parameter_moments(X)
     with pytest.raises(UnsupportedProgramError, match=DEPEND):
-        predictive.moments(X, None, True)
+        predictive.parameter_moments(X, None, True)
     batches = [(X[:5], Y[:5], False)] * before + [(X[5:], Y[5:], True)]
     with pytest.raises(UnsupportedProgramError, match=DEPEND):
         guide.laplace_approximation(batches)
@@ -176,10 +176,10 @@ def test_predictions_compare_the_first_batch_of_each_kind_and_number_of_rows():
     predictive = LinearizedPredictive(model, guide.laplace_approximation((X[:5], Y[:5])))
     for _ in range(3):  # rows n and n + 20 are of one group
         with pytest.raises(UnsupportedProgramError, match=DEPEND):
-            predictive.moments(X)
+            predictive.parameter_moments(X)
     for rows, expected in ((7, [7, 1]), (7, [1]), (6, [6, 1]), (7, [1])):
         calls.clear()
-        moments = predictive.moments(X[:rows])["y"]
+        moments = predictive.parameter_moments(X[:rows])["y"]
         assert calls == expected
         torch.testing.assert_close(moments.mean["loc"], X[:rows, :2] @ predictive.posterior.loc)
 
@@ -270,7 +270,9 @@ def test_guides_keep_what_is_declared(guide, tmp_path):
     for found in (posterior, bdl.load_posterior(path, model)):
         torch.testing.assert_close(dense(found), precision(group_means(X)))
         assert found.config.rows == "together"
-        assert torch.isfinite(LinearizedPredictive(model, found).moments(X)["y"].mean["loc"]).all()
+        assert torch.isfinite(
+            LinearizedPredictive(model, found).parameter_moments(X)["y"].mean["loc"]
+        ).all()
 
 
 def test_an_unknown_declaration_is_named():

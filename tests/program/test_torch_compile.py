@@ -70,7 +70,7 @@ def test_laplace_and_predictions(way):
     for each in ("no", way):
         model, data, guide, _ = _trained(pyro.infer.Trace_ELBO(), each, bdl.guides.AutoLaplaceGGN)
         posterior = guide.laplace_approximation(data)
-        moments = bdl.LinearizedPredictive(model, posterior).moments(data[0])["y"]
+        moments = bdl.LinearizedPredictive(model, posterior).parameter_moments(data[0])["y"]
         torch.manual_seed(3)
         draws = bdl.Predictive(model, posterior, num_samples=3)(data[0])["f"]
         found.append((posterior.variances(), moments.variance, draws))

@@ -275,3 +275,29 @@ def test_rows_that_a_mask_leaves_out_are_not_scored():
     held.after(1)
     exact = dist.Normal(0.3, 1.0).log_prob(y[1:4]).mean()
     torch.testing.assert_close(held.table[0, 0], exact)
+
+
+def test_rows_in_a_plate_that_is_not_the_first_dimension():
+    """Targets (N, 2) that the program observes as (2, N), of which a mask leaves out some rows: the
+    score is the mean of the other rows' densities, each the sum over its two numbers."""
+    torch.manual_seed(0)
+    x, y, seen = torch.randn(6), torch.randn(6, 2), torch.arange(6) > 2
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        numbers, rows = pyro.plate("numbers", 2, dim=-2), pyro.plate("data", len(x), dim=-1)
+        with numbers, rows, pyro.poutine.mask(mask=seen.expand(2, 6)):
+            pyro.sample("y", dist.Normal(w[:, None] * x, 0.5), obs=y.T)
+
+    guide = bdl.guides.AutoMAP(model).prototype(x, y)
+    stopping = EarlyStopping(model, guide, (x, y), HeldOut(0.5), 1)
+    stopping.after(0)
+    density = dist.Normal(guide.median()["w"] * x[:, None], 0.5).log_prob(y).sum(1)
+    torch.testing.assert_close(stopping.table[0, 0], density[seen].mean())
+    with pytest.raises(bdl.errors.UnsupportedProgramError, match="no plate of an observed site"):
+        EarlyStopping(joint, bdl.guides.AutoMAP(joint), (x, y), HeldOut(0.5), 1)
+
+
+def joint(x, y):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal(w * x, 0.5).to_event(1), obs=y[:, 0])

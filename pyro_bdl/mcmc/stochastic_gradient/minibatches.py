@@ -11,6 +11,7 @@ from pyro_bdl.curvature.fisher import num_data
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.batches import Batch, Batches, device_of_rows, leading_size, taken
 from pyro_bdl.program.program import Program
+from pyro_bdl.program.rows import plate_of_rows, refuse_local_latents
 from pyro_bdl.training.descent import stated_data
 from pyro_bdl.utils.validation import whole_number
 
@@ -83,13 +84,10 @@ class MinibatchSource:
         bias = run.bias_of_minibatches()
         if bias is not None:
             raise UnsupportedProgramError(bias)
+        found = [plate_of_rows(site, program.args) for site in sites.values()]
         parts = {plate for plate, (size, present) in program.plates.items() if present < size}
-        for name, latent in program.latents.items():
-            if parts & set(latent.plates):
-                raise UnsupportedProgramError(
-                    f"the latent site '{name}' is in a plate of which a minibatch holds a "
-                    "part: there is one for each datum, which minibatches cannot move; integrate "
-                    "it out where it is Gaussian (handlers.integrate), or pass all data at once"
-                )
+        parts |= {of_rows[0] for of_rows in found if of_rows is not None}
+        why = "which minibatches cannot move"
+        refuse_local_latents(program.latents, parts, why, "pass all data at once")
         stated = stated_data(sites, self.size, self.num_rows)
         self.stated = stated if rows == self.size else None

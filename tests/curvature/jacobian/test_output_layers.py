@@ -28,9 +28,9 @@ def results(model, guide, x, y, structure):
     return [
         posterior.curvature.diagonal(),
         posterior.precision.logdet(),
-        predictive.moments(x)["y"].variance["logits"],
-        predictive.covariance(x)["y"][1],
-        predictive.joint_covariance(x)["y"][1],
+        predictive.parameter_moments(x)["y"].variance["logits"],
+        predictive.parameter_covariance(x)["y"][1],
+        predictive.joint_parameter_covariance(x)["y"][1],
     ]
 
 

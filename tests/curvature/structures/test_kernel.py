@@ -129,7 +129,7 @@ def test_float32_has_the_digits_of_the_noise():
 
 def variances(model, guide, x, y):
     posterior = guide.laplace_approximation((x, y))
-    return LinearizedPredictive(model, posterior).moments(x)["y"].variance["loc"]
+    return LinearizedPredictive(model, posterior).parameter_moments(x)["y"].variance["loc"]
 
 
 def hierarchical(y):

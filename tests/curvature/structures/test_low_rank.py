@@ -73,7 +73,7 @@ def test_float32_under_a_wide_prior(structure, rows, noise, scale):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # not at a maximum
         posterior = guide.laplace_approximation((x, y))
-    found = LinearizedPredictive(model, posterior).moments(x[:3])["y"].variance["loc"]
+    found = LinearizedPredictive(model, posterior).parameter_moments(x[:3])["y"].variance["loc"]
     outputs = (x.double() @ covariance * x.double()).sum(-1)[:3]
     close = {"rtol": 1e-3, "atol": 0.0}
     torch.testing.assert_close(posterior.variances().double(), covariance.diagonal(), **close)

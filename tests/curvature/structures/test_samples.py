@@ -108,7 +108,9 @@ def test_the_posterior_is_that_of_full():
     assert ((ours.variances() - variances).abs() <= 5 * error).all()
     gamma, exactly = guide.effective_parameters(), exact.effective_parameters()
     assert abs(gamma - exactly) <= 5 * (2 * float(exactly) / COUNT) ** 0.5
-    found, expected = (LinearizedPredictive(model, g).moments(x)["y"] for g in (guide, exact))
+    found, expected = (
+        LinearizedPredictive(model, g).parameter_moments(x)["y"] for g in (guide, exact)
+    )
     for key, value in expected.variance.items():
         bound = 5 * (2 / COUNT) ** 0.5 * value
         assert ((found.variance[key] - value).abs() <= bound).all()

@@ -229,7 +229,8 @@ def test_latent_for_each_datum():
 
     y = torch.randn(6)
     assert sampled(Local(6), (y,)).latents["z"].shape == (1, 6, 6)
-    with pytest.raises(UnsupportedProgramError, match="'z' is in a plate of which a minibatch"):
+    expected = "'z' has a value for every row, which minibatches"
+    with pytest.raises(UnsupportedProgramError, match=expected):
         sampled(Local(6), (y,), batch_size=2)
 
 
