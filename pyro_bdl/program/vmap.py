@@ -18,6 +18,7 @@ from pyro_bdl.program.batch_norm import (
     take_up,
 )
 from pyro_bdl.program.batches import as_dicts, leading_size
+from pyro_bdl.utils.autograd import is_mapped
 from pyro_bdl.utils.memory import Allocations, keep_freed_blocks
 from pyro_bdl.utils.module_state import Modules, vmappable
 from pyro_bdl.utils.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -278,7 +279,7 @@ def tap(value: Tensor, lane: Tensor | None) -> tuple[Tensor, Tensor]:
     :param lane: the row's, see ``RowMap``; None outside of maps. Where the rows are taken in a
         loop, both tensors are the same.
     """
-    if lane is None:
+    if lane is None or not is_mapped():
         result = value.clone()
         return result, result
     outside = _Outside()
@@ -288,7 +289,7 @@ def tap(value: Tensor, lane: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def with_rows(value: Tensor, lane: Tensor | None) -> Tensor:
     """A tensor of a map over rows as it is outside of the map, (n, *shape)."""
-    if lane is None:
+    if lane is None or not is_mapped():
         return value
     outside = _Outside()
     result = _Tap.apply(value, lane, outside, False)

@@ -112,4 +112,9 @@ def _edge(tensor: Tensor) -> _Edge:
 
 def is_transformed() -> bool:
     """Return whether the call is inside vmap or a trace."""
-    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
+    return is_mapped() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_mapped() -> bool:
+    """Return whether the call is inside vmap, or another transform of ``torch.func``."""
+    return torch._C._are_functorch_transforms_active()
