@@ -331,8 +331,8 @@ class At:
         with self._mode():
             tensors = self._map(of_row, (batch[0], plates), batch[1])
         for name, values in shared.items():
-            rows = {key: value.expand(count, *value.shape) for key, value in values.items()}
-            tensors["observed"][name] |= rows
+            of_rows = {key: value.expand(count, *value.shape) for key, value in values.items()}
+            tensors["observed"][name] |= of_rows
         ((run, mapped, parameters),) = inside
         recorders = recorders[-1:] if mapped else recorders[-count:]
         if any(len(r.edges) != len(recorders[0].edges) for r in recorders):
