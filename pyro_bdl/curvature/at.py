@@ -61,6 +61,25 @@ class _Facts:
     tempering: dict[str, Any] = field(default_factory=dict)
     deterministic: dict[str, bool] = field(default_factory=dict)
 
+    def compare(self, mapped: "_Mapped", whole: AllRows, start: int) -> None:
+        """Check rows alone against all rows of their batch."""
+        for name, in_front in whole.compare(mapped.observed, mapped.run, start).items():
+            if not in_front:
+                whole.refuse(f"the site '{name}' is the same for every row")
+        row, sites = mapped.run.observed, whole.run.observed
+        self.scaled = frozenset(n for n in row if row[n].subsampling != sites[n].subsampling)
+        self.tempering = {n: site.scale / site.subsampling for n, site in sites.items()}
+        known = self.deterministic if start else _tensors_of(whole.run.deterministic)
+        places = {}
+        for name in known.keys() & mapped.deterministic.keys():
+            together = whole.run.deterministic[name]
+            found = whole.aligned(mapped.deterministic[name], together, start)
+            if found is not None and found.agree.all():
+                places[name] = found.in_front
+            elif start:
+                whole.refuse(f"the site '{name}' depends on the other rows")
+        self.deterministic = places
+
 
 @dataclass
 class _Mapped:
@@ -164,20 +183,10 @@ class At:
         """
 
         def size(batch: Batch, outputs: float) -> int:
-            """The number of rows in a piece, with so many numbers observed for each row."""
-            item, known = self.vector.element_size(), self._numbers.get(form_of(batch))
-            leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-            numbers = sum(leaf.numel() for leaf in leaves) / leading_size(batch)
-            per_row = 2.0 * item * (known or numbers)
-            if every_output:
-                per_row *= 1.0 + 0.5 * outputs
-                per_row += 8 * outputs * self.subset.size if as_rows else 0
-            shared = [s.size for s in self.subset.layout.latents.values() if len(s.shape) > 2]
-            kinds = {"rows": self.subset.size, "entries": max(shared, default=0), "factors": 0}
-            per_row += item * kinds["entries" if config is None else config().kind.makes]
-            budget = bytes_at_once(max(_BUDGET, _PER_WEIGHT * item * self.subset.layout.size))
-            rows = max(1, int(budget / max(per_row, 1.0)))
-            return rows if known else min(rows, _FIRST)
+            found = self._numbers.get(form_of(batch))
+            per_output = (8 * self.subset.size if as_rows else 0) if every_output else None
+            makes = "entries" if config is None else config().kind.makes
+            return _rows_at_once(self.subset, self.vector, batch, found, makes, outputs, per_output)
 
         for number, batch in enumerate(batches):
             yield from self._pieces(batch, size, compared=compared, read=read and number == 0)
@@ -240,7 +249,7 @@ class At:
             part = taken(batch, slice(start, start + at_once)) if at_once < count else batch
             mapped = self._mapped(part, facts, whole, start, read=read and start == 0)
             if whole is not None:
-                self._compare(mapped, facts, whole, start)
+                facts.compare(mapped, whole, start)
             self._numbers[key[1]] = mapped.rows.numbers
             yield self._of_rows(part, mapped, facts, read=read and start == 0)
             start += at_once
@@ -329,8 +338,8 @@ class At:
         with self._mode():
             tensors = self._map(of_row, (batch[0], plates), batch[1])
         for name, values in shared.items():
-            rows = {key: value.expand(count, *value.shape) for key, value in values.items()}
-            tensors["observed"][name] |= rows
+            of_rows = {key: value.expand(count, *value.shape) for key, value in values.items()}
+            tensors["observed"][name] |= of_rows
         ((run, parameters),) = inside
         recorders = recorders[-1:] if recorders[-1].mapped else recorders[-count:]
         if any(len(r.edges) != len(recorders[0].edges) for r in recorders):
@@ -346,25 +355,6 @@ class At:
                 raise UnseenUseError(wrong)
             self._seen.add(form)
         return result
-
-    def _compare(self, mapped: _Mapped, facts: _Facts, whole: AllRows, start: int) -> None:
-        """Check rows alone against all rows of their batch."""
-        for name, in_front in whole.compare(mapped.observed, mapped.run, start).items():
-            if not in_front:
-                whole.refuse(f"the site '{name}' is the same for every row")
-        row, sites = mapped.run.observed, whole.run.observed
-        facts.scaled = frozenset(n for n in row if row[n].subsampling != sites[n].subsampling)
-        facts.tempering = {n: site.scale / site.subsampling for n, site in sites.items()}
-        known = facts.deterministic if start else _tensors_of(whole.run.deterministic)
-        places = {}
-        for name in known.keys() & mapped.deterministic.keys():
-            together = whole.run.deterministic[name]
-            found = whole.aligned(mapped.deterministic[name], together, start)
-            if found is not None and found.agree.all():
-                places[name] = found.in_front
-            elif start:
-                whole.refuse(f"the site '{name}' depends on the other rows")
-        facts.deterministic = places
 
     @torch.enable_grad()
     def _of_rows(
@@ -413,6 +403,35 @@ class At:
             facts.deterministic,
             reading=reading if read else None,
         )
+
+
+def _rows_at_once(
+    subset: Subset,
+    like: Tensor,
+    batch: Batch,
+    numbers: float | None,
+    makes: str,
+    outputs: float,
+    per_output: int | None,
+) -> int:
+    """The number of rows in a piece.
+
+    :param numbers: that operations read and make for one row; None if no row was run yet.
+    :param makes: what a curvature makes of a row, see ``Curvature``.
+    :param outputs: the numbers that are observed of a row.
+    :param per_output: bytes for each of them, for Jacobians of all at once; else None.
+    """
+    item = like.element_size()
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    read = sum(leaf.numel() for leaf in leaves) / leading_size(batch)
+    per_row = 2.0 * item * (numbers or read)
+    if per_output is not None:
+        per_row = per_row * (1.0 + 0.5 * outputs) + per_output * outputs
+    shared = [s.size for s in subset.layout.latents.values() if len(s.shape) > 2]
+    per_row += item * {"rows": subset.size, "entries": max(shared, default=0), "factors": 0}[makes]
+    budget = bytes_at_once(max(_BUDGET, _PER_WEIGHT * item * subset.layout.size))
+    rows = max(1, int(budget / max(per_row, 1.0)))
+    return rows if numbers else min(rows, _FIRST)
 
 
 def _has_one_law(site: Site, lane: Tensor) -> bool:

@@ -72,6 +72,13 @@ class CurvatureConfig:
             return empirical_columns(site)
         return exact_columns(site, self.num_draws or ESTIMATION_DRAWS)
 
+    def noise_factor(self, ratio: Tensor) -> Tensor:
+        """The factor by which a change of a Normal's noise scales the curvature.
+
+        :param ratio: (noise of the fit / current noise)^2.
+        """
+        return ratio.square() if self.curvature == "empirical-fisher" else ratio
+
     @property
     def kind(self) -> type[Curvature]:
         """The class of the curvature."""

@@ -248,6 +248,12 @@ def noise_of(reading: ParameterReading) -> Noise | None:
     return None
 
 
+def learned_noise(reading: ParameterReading) -> Tensor | None:
+    """``Noise.value``, where there is one."""
+    noise = noise_of(reading)
+    return None if noise is None else noise.value
+
+
 def followed(reading: ParameterReading) -> dict[str, Hyperparameter]:
     """Return the hyperparameters whose changes the evidence can follow without another fit.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.fisher import cell_columns
-from pyro_bdl.curvature.hyperparameters import noise_of, read
+from pyro_bdl.curvature.hyperparameters import learned_noise, read
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.likelihood_sums import FactorStatements
 from pyro_bdl.curvature.linear_outputs import LinearOutputs, observed_outputs
@@ -205,8 +205,8 @@ class GaussNewtonProducts:
 
     def _noise(self) -> Tensor | None:
         first = self.passes[0][0].first()
-        noise = noise_of(read(self.at.model, self.at.subset, self.at.vector, *first))
-        return None if noise is None or noise.value is None else noise.value.detach().clone()
+        noise = learned_noise(read(self.at.model, self.at.subset, self.at.vector, *first))
+        return None if noise is None else noise.detach().clone()
 
     def prepared(self) -> Callable[[Tensor], Tensor]:
         """A function of vectors (S, p) that returns their products (S, p), and keeps the graphs of
@@ -235,11 +235,7 @@ def first_order_factors(at: Linearization, statements: FactorStatements) -> tupl
     slope = torch.zeros_like(at.subset.take(at.vector))
     for site in statements.new:
         total = total + site.batch_log_prob().double()
-    if total.requires_grad:
-        leaves = [at.leaves[name] for name in at.subset.parts]
-        found = torch.autograd.grad(total, leaves, retain_graph=True, materialize_grads=True)
-        slope = at.subset.of_sites(found)
-    return total.detach(), slope
+    return total.detach(), at.gradient(total) if total.requires_grad else slope
 
 
 def log_likelihood_of(outputs: LinearOutputs, values: dict[str, Tensor]) -> Tensor:

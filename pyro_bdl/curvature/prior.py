@@ -284,7 +284,7 @@ def _curved(
 ) -> tuple[Tensor | None, Sequence[Tensor]]:
     """Minus the Hessian of a scalar, where it is small, and its diagonal for each input."""
     sizes = [leaf.numel() for leaf in inputs]
-    options = {"retain_graph": True, "materialize_grads": True}
+    options: Any = {"retain_graph": True, "materialize_grads": True}
     gradients: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in inputs]
     if total.requires_grad:
         gradients = torch.autograd.grad(total, inputs, create_graph=True, **options)

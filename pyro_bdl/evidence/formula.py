@@ -127,7 +127,7 @@ class Formula:
         log_prior = _log_prior(guide, reading, point)
         for site in apart.values():
             log_prior = log_prior + site.log_prob().sum().double()
-        scaled = 1.0 if factor is None else guide.curvature_factor(factor)
+        scaled = 1.0 if factor is None else guide.config.noise_factor(factor)
         log_determinant = guide.curvature.with_prior(prior, scaled).logdet()
         return self._total(likelihood, log_prior, log_determinant)
 
@@ -355,7 +355,7 @@ class NormalFormula(Formula):
             log_prior = log_prior - group.power * terms.double()
             precisions.append(group.power * precision)
         one = torch.as_tensor(1.0, device=guide.loc.device)
-        scaled = one if factor is None else guide.curvature_factor(factor)
+        scaled = one if factor is None else guide.config.noise_factor(factor)
         log_determinant = self._log_determinant(precisions, scaled)
         return self._total(_log_likelihood(guide, factor, point), log_prior, log_determinant)
 

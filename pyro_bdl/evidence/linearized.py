@@ -9,19 +9,16 @@ also a better point to evaluate the evidence than a u* from unfinished training 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.linearized_data import SHARE_OF_MEMORY, LinearizedData
+from pyro_bdl.curvature.prior import log_prior, run_at, slope_of_prior
 from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.gaussian import LaplaceGuide
-from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils.memory import available_memory
-from pyro_bdl.utils.module_state import evaluation_mode
 
 _STEPS = 20
 _PRODUCTS = 200
@@ -80,9 +77,7 @@ class LinearizedModel:
         row = guide.subset.size * guide.loc.element_size()
         free = available_memory(guide.loc.device) or 8 * 2**30
         fits = guide.num_data * row <= SHARE_OF_MEMORY * free
-        rows, modules = guide.config.rows, guide.program_modules
-        at = At(guide.program_model, guide.subset, guide.loc, rows, modules)
-        self._data = LinearizedData(at, guide.passes, rows=fits)
+        self._data = LinearizedData(guide.at(), guide.passes, rows=fits)
         self._matrix: Tensor | None = None
         self._solver: Callable[[Tensor], Tensor] | None = None  # at one prior and noise
         self._offset = torch.zeros_like(guide.subset.take(guide.loc), dtype=torch.float64)
@@ -219,13 +214,8 @@ def _log_prior(guide: LaplaceGuide, offset: Tensor) -> tuple[Tensor, Tensor]:
         bent = prior.times(offset)
         slope = guide.prior_slope.to(offset)
         return (slope - 0.5 * bent) @ offset, slope - bent
-    model, subset, layout = guide.program_model, guide.subset, guide.require_layout()
-    with torch.enable_grad():
-        moved = offset.to(guide.loc, copy=True).requires_grad_()
-        vector = subset.put(guide.loc, subset.take(guide.loc) + moved)
-        latents, log_det = layout.constrain(vector)
-        with evaluation_mode(guide.program_modules):
-            run = record(model, latents, *guide.few_rows, draw=leave_open)
-        value: Any = run.log_prior() + log_det
-        (gradient,) = torch.autograd.grad(value, moved)
-    return value.detach().double(), gradient.double()
+    subset = guide.subset
+    vector = subset.put(guide.loc, subset.take(guide.loc) + offset.to(guide.loc))
+    run, leaves = run_at(guide.program_model, subset, vector, *guide.few_rows)
+    value = log_prior(run, leaves, subset.layout).detach()
+    return value.double(), slope_of_prior(run, leaves, subset).double()

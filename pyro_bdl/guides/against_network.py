@@ -14,6 +14,7 @@ from pyro_bdl.distributions.parameters import is_known
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.held_out import log_densities
 from pyro_bdl.program.batches import Batches, has_rows, leading_size, taken
+from pyro_bdl.program.check import on_whole_data
 from pyro_bdl.program.trace import Run
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def is_worse_than_network(guide: "LaplaceGuide", first: Linearization, batches: 
     parts: Iterable[Linearization] = [first]
     if leading_size((first.args, dict(first.kwargs))) != rows:
         some = [taken(batches.first(), slice(rows))]
-        parts = guide.at_whole_data().linearizations(some, every_output=True)
+        parts = guide.at(on_whole_data(guide.program_model)).linearizations(some, every_output=True)
     for part in parts:
         sites = [o.gaussian(guide.precision) for o in observed_outputs(part).values()]
         alone.append(log_densities(sites, 0.0))

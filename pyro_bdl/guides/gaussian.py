@@ -1,7 +1,6 @@
 """The Gaussian posterior of a Laplace approximation: N(u*, (curvature + prior precision)^-1)."""
 
 import copy
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
@@ -16,33 +15,26 @@ from pyro_bdl.curvature.fit import SCALED_UP, fit_curvature
 from pyro_bdl.curvature.hyperparameters import (
     ParameterReading,
     followed,
+    learned_noise,
     noise_of,
     read,
 )
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.likelihood_sums import check_factors
-from pyro_bdl.curvature.prior import (
-    PriorPrecision,
-    hyperpriors,
-    log_prior,
-    prior_precision,
-    slope_of_prior,
-)
+from pyro_bdl.curvature.prior import PriorPrecision, prior_precision, slope_of_prior
 from pyro_bdl.curvature.structures.base import Curvature, Precision
 from pyro_bdl.distributions.parameters import base_distribution
-from pyro_bdl.errors import UnsupportedProgramError, warn
+from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.against_network import is_worse_than_network
+from pyro_bdl.guides.at_maximum import check_maximum
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.held_out import HeldOut, search
-from pyro_bdl.guides.mode import find_mode, log_joint
+from pyro_bdl.guides.mode import find_mode
 from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.guides.point import JointGuide, restored_source
 from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.check import on_whole_data
 from pyro_bdl.program.subset import Subset, select
-
-_SMALLEST = 1e-30  # of squares that are divided by
-_LENGTHS = (1.0, 0.1, 0.01)  # of a step, up to where the density is finite
 
 
 class LaplaceGuide(JointGuide, NormalGuide):
@@ -101,10 +93,6 @@ class LaplaceGuide(JointGuide, NormalGuide):
 
     # Data
 
-    def refit(self, progress: bool | None = None) -> None:
-        """Compute the curvature anew from the same data, at another ``loc``."""
-        self.fit([batches for batches, _ in self.passes], progress)
-
     def fit(self, data: list[Batches], progress: bool | None) -> Linearization:
         """Compute the curvature and the prior at ``loc`` by passes over data.
 
@@ -116,18 +104,16 @@ class LaplaceGuide(JointGuide, NormalGuide):
         for batches in data[1:]:
             self._add(batches, self.curvature, progress)
         self._in_likelihood = _likelihood_parameters(reading)
-        noise = noise_of(reading)
-        value = None if noise is None or noise.value is None else noise.value.detach().clone()
+        noise = learned_noise(reading)
         self.register_buffer("noise_factor", torch.ones_like(self.squares))
-        self.register_buffer("reference_noise", value)
+        self.register_buffer("reference_noise", None if noise is None else noise.detach().clone())
         self.refresh(reading)
         return first
 
     def _add(
         self, batches: Batches, before: Curvature | None, progress: bool | None
     ) -> Linearization:
-        at = At(self.program_model, self.subset, self.loc, self.config.rows, self.program_modules)
-        fitted = fit_curvature(at, batches, self.config, before=before, progress=progress)
+        fitted = fit_curvature(self.at(), batches, self.config, before=before, progress=progress)
         self.config, self.curvature = fitted.config, fitted.curvature
         self.num_data += fitted.num_data
         sums = {name: getattr(fitted, name) for name in ("log_likelihood", "squares", "cells")}
@@ -159,14 +145,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
         :raises ValueError: if the noise of a Normal observation has changed since the fit, or the
             program scales parts of the data up to a number that it states.
         """
-        if any(factor != 1.0 for _, factor in self._passes or ()):
-            raise ValueError(SCALED_UP)
-        factor = self.noise_factor_at(self.read())
-        if factor is not None and not torch.isclose(factor, torch.ones_like(factor)):
-            raise ValueError(
-                "the noise has changed since the curvature was computed, so that the curvature of "
-                "more data cannot be added: call laplace_approximation with all data"
-            )
+        _check_addable(self)
         self._add(self.batches(data), self.curvature, progress)
         self.refresh()
         if self.mode == "steps":
@@ -187,16 +166,17 @@ class LaplaceGuide(JointGuide, NormalGuide):
             that are impossible under the network itself. The guide is then as before.
         """
         width, self._precision, self.width = self.width, None, torch.ones_like(self.width)
+        program = on_whole_data(self.program_model)
         try:
-            self.held_out = search(self.at_whole_data(), self.precision, self.batches(held_out))
+            self.held_out = search(self.at(program), self.precision, self.batches(held_out))
             width = torch.full_like(width, self.held_out.factor)
         finally:
             self._precision, self.width = None, width
         return self
 
-    def at_whole_data(self) -> At:
-        """The program at ``loc``, for predictions."""
-        program = on_whole_data(self.program_model)
+    def at(self, program: Callable | None = None) -> At:
+        """The program at ``loc``, or the same program under a handler."""
+        program = program or self.program_model
         return At(program, self.subset, self.loc, self.config.rows, self.program_modules)
 
     # Hyperparameters
@@ -235,10 +215,10 @@ class LaplaceGuide(JointGuide, NormalGuide):
     def noise_factor_at(self, reading: ParameterReading) -> Tensor | None:
         """(noise of the fit / noise)^2, a scalar with the graph of the reading; None where the
         noise is not one parameter of a Normal observation."""
-        noise = noise_of(reading)
-        if noise is None or noise.value is None or self.reference_noise is None:
-            return None
-        return (self.reference_noise / noise.value).square().to(self.squares)
+        noise, before = learned_noise(reading), self.reference_noise
+        return (
+            None if noise is None or before is None else (before / noise).square().to(self.squares)
+        )
 
     @torch.no_grad()
     def adapt(self, prior: PriorPrecision, slope: Tensor, noise_factor: Tensor | None) -> None:
@@ -248,9 +228,8 @@ class LaplaceGuide(JointGuide, NormalGuide):
         :param noise_factor: of the curvature, where a Normal's noise is a parameter.
         """
         self.prior_quadratic = prior.quadratic
-        self.register_buffer("prior_diagonal", prior.diagonal.detach())
-        for name, value in (("prior_indices", prior.indices), ("prior_dense", prior.dense)):
-            self.register_buffer(name, None if value is None else value.detach())
+        for name in ("diagonal", "indices", "dense"):
+            self.register_buffer(f"prior_{name}", getattr(prior, name))
         if noise_factor is not None:
             self.noise_factor = noise_factor.detach().to(self.squares)
         self.register_buffer("prior_slope", slope, persistent=False)
@@ -269,9 +248,8 @@ class LaplaceGuide(JointGuide, NormalGuide):
         """The posterior precision in the subset: curvature plus prior, divided by ``width``."""
         if self._precision is None:
             with torch.no_grad():
-                factor = self.curvature_factor(self.noise_factor).to(self.prior_diagonal)
                 prior = self.prior.divided(self.width)
-                self._precision = self.curvature.with_prior(prior, factor / self.width)
+                self._precision = self.curvature.with_prior(prior, self.factor / self.width)
         return self._precision
 
     def gradient(self) -> Tensor:
@@ -282,13 +260,10 @@ class LaplaceGuide(JointGuide, NormalGuide):
         """(curvature + prior)^-1 gradient, (p,)."""
         return (self.precision.solve(gradient.to(self.prior_diagonal)) / self.width).to(self.loc)
 
-    def curvature_factor(self, noise_factor: Tensor) -> Tensor:
-        """The factor by which a change of the noise scales the curvature.
-
-        :param noise_factor: (noise of the fit / current noise)^2.
-        """
-        empirical = self.config.curvature == "empirical-fisher"
-        return noise_factor.square() if empirical else noise_factor
+    @property
+    def factor(self) -> Tensor:
+        """The factor of the curvature at the present noise."""
+        return self.config.noise_factor(self.noise_factor).to(self.prior_diagonal)
 
     def curvature_diagonals(self) -> dict[str, Tensor]:
         """The diagonal of the curvature sum_n J_n' F_n J_n, without the prior, by site.
@@ -296,7 +271,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
         :returns: flat tensors of the entries in the subset. That of "kron" and "low_rank" is an
             approximation.
         """
-        diagonal = self.curvature_factor(self.noise_factor) * self.curvature.diagonal()
+        diagonal = self.factor * self.curvature.diagonal()
         return {name: diagonal[part] for name, part in self.subset.parts.items()}
 
     # Files and copies
@@ -349,8 +324,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
         return super().log_density(vector, log_det)
 
     def precision_diagonal(self) -> Tensor:
-        factor = self.curvature_factor(self.noise_factor).to(self.prior_diagonal)
-        return (self.curvature.diagonal() * factor + self.prior_diagonal) / self.width
+        return (self.curvature.diagonal() * self.factor + self.prior_diagonal) / self.width
 
     def stored_precision(self) -> "_StoredPosterior":
         """As for other guides.
@@ -428,7 +402,7 @@ def approximate(
     first = guide.fit([batches], progress)
     check_factors(first.run, first.leaves, guide.config)
     if check and not is_worse_than_network(guide, first, batches):
-        _check_maximum(guide, first.reading)
+        check_maximum(guide, first.reading)
     return guide
 
 
@@ -442,6 +416,18 @@ def _shift(guide: LaplaceGuide, step: Tensor) -> None:
     guide.score = guide.score - bend.to(guide.score)
     guide.prior_slope = guide.prior_slope - guide.prior.times(step)
     guide.loc = guide.subset.put(guide.loc, guide.subset.take(guide.loc) + step)
+
+
+def _check_addable(guide: LaplaceGuide) -> None:
+    """Check that sums over more data can be added to those of a guide."""
+    if any(factor != 1.0 for _, factor in guide._passes or ()):
+        raise ValueError(SCALED_UP)
+    factor = guide.noise_factor_at(guide.read())
+    if factor is not None and not torch.isclose(factor, torch.ones_like(factor)):
+        raise ValueError(
+            "the noise has changed since the curvature was computed, so that the curvature of "
+            "more data cannot be added: call laplace_approximation with all data"
+        )
 
 
 def _likelihood_parameters(reading: ParameterReading) -> dict[str, Tensor]:
@@ -472,10 +458,9 @@ class _StoredPosterior(nn.Module):
     def __init__(self, guide: LaplaceGuide) -> None:
         super().__init__()
         self.curvature, self.quadratic = copy.deepcopy(guide.curvature), guide.prior_quadratic
-        prior, width = guide.prior.divided(guide.width), guide.width
-        factor = guide.curvature_factor(guide.noise_factor).to(guide.prior_diagonal) / width
+        prior = guide.prior.divided(guide.width)
         parts = {"diagonal": prior.diagonal, "indices": prior.indices, "dense": prior.dense}
-        for name, value in (parts | {"factor": factor}).items():
+        for name, value in (parts | {"factor": guide.factor / guide.width}).items():
             self.register_buffer(name, None if value is None else value.detach().clone())
 
     def forward(self) -> Precision:
@@ -483,75 +468,3 @@ class _StoredPosterior(nn.Module):
         return self.curvature.with_prior(
             PriorPrecision(*parts, quadratic=self.quadratic), self.factor
         )
-
-
-def _check_maximum(guide: LaplaceGuide, reading: ParameterReading) -> None:
-    """Warn, once for a program, if a Newton step would still gain a lot under this prior and under
-    any other scale s of it: weight decay is such a scale.
-
-    With the gradients l of the log likelihood and r of the log prior the gain is
-
-        1/2 (l + s r)' C (l + s r) = KL(N(u*, C) || N(u* + C (l + s r), C)),
-
-    exact where the log density is quadratic and C its inverse curvature. The limit is one nat, and
-    a tenth of one for every number: the mean of (u - mode)' C^-1 (u - mode) under the guide is then
-    larger by a fifth. Beyond it, a pass over the data measures what the step does gain, since C may
-    lack what a structure leaves out.
-    """
-    topic, size, slope = "not at a maximum", guide.subset.size, guide.prior_slope.to(guide.loc)
-    if topic in guide.told:
-        return
-    likelihood = guide.gradient() - slope
-    steps, products = _newton(guide, torch.stack([likelihood, slope]))
-    (a, b), (_, c) = products.tolist()
-    scale = max(0.0, -b / max(c, _SMALLEST)) if size > 1 else 1.0
-    rate, limit = a + 2.0 * scale * b + scale**2 * c, 1.0 + 0.1 * size
-    if not 0.5 * rate > limit:
-        return
-    gain = _gain_along(guide, reading, steps[0] + scale * steps[1], rate, scale)
-    if not gain > limit:
-        return
-    guide.told.add(topic)
-    scaled = ", whatever the scale of the prior" if size > 1 else ""
-    warn(
-        f"the guide is not at a maximum, a step would gain {gain:.3g} nats{scaled}: train "
-        "longer, with a learning rate that falls to zero (and with BatchNorm layers in evaluation "
-        "mode, as here), or let rows that a trained network has not seen choose the width, "
-        "laplace_approximation(data, held_out=(x, y))",
-        "not-at-a-maximum",
-        stacklevel=5,
-    )
-
-
-def _newton(guide: LaplaceGuide, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """C g of gradients (k, p), and the products g' C g (k, k) in float64."""
-    precision: Any = guide.precision
-    if guide.curvature.is_sampled:  # the covariance of its samples, which takes no pass
-        draws = precision.samples
-        along = draws.double() @ gradients.double().mT
-        steps = (along.mT @ draws.double()).to(gradients) / len(draws)
-        return steps, along.mT @ along / len(draws)
-    steps = torch.stack([guide.newton_step(gradient) for gradient in gradients])
-    return steps, gradients.double() @ steps.double().mT
-
-
-def _gain_along(
-    guide: LaplaceGuide, reading: ParameterReading, step: Tensor, rate: float, scale: float
-) -> float:
-    """About the largest rise of log p(y | u) + scale log p(u) along a step (p,), in nats: that of
-    the parabola through the start and the step's end, exact for a quadratic density.
-
-    :param rate: its derivative along the step at the start.
-    """
-    run, leaves = reading.run, reading.leaves
-    layout, apart = guide.require_layout(), hyperpriors(run, leaves)
-    prior = float(log_prior(run, leaves, layout).detach())
-    start = guide.subset.take(guide.loc)
-    for length in _LENGTHS:
-        moved = guide.subset.put(guide.loc, start + length * step)
-        ends = log_joint(guide, moved, apart)
-        rise = ends[0] - float(guide.log_likelihood) + scale * (ends[1] - prior)
-        if math.isfinite(rise):
-            bend = 2.0 * (rate * length - rise) / length**2
-            return 0.5 * rate**2 / bend if bend > 0.0 else rise
-    return 0.0

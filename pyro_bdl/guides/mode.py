@@ -49,7 +49,7 @@ def find_mode(guide: Any, *, steps: int = STEPS, progress: bool | None = None) -
         if gain > rounding:  # a smaller gain is lost in rounding
             step, value = _halved(guide, step, value)
         guide.loc = guide.subset.put(guide.loc, guide.subset.take(guide.loc) + step)
-        guide.refit(progress)
+        guide.fit([batches for batches, _ in guide.passes], progress)
         before = gain
     if steps > 1:
         warn(

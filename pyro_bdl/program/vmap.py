@@ -18,6 +18,7 @@ from pyro_bdl.program.batch_norm import (
     update_running_statistics,
 )
 from pyro_bdl.program.batches import as_dicts, leading_size
+from pyro_bdl.utils.autograd import is_mapped
 from pyro_bdl.utils.memory import Allocations, keep_freed_blocks
 from pyro_bdl.utils.module_state import Modules, vmappable
 from pyro_bdl.utils.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -253,7 +254,7 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.has_all_derivatives = True
+        pass
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:  # type: ignore[override]
@@ -279,7 +280,7 @@ def tap(value: Tensor, lane: Tensor | None) -> tuple[Tensor, Tensor]:
     :param lane: the row's, see ``RowMap``; None outside of maps. Where the rows are taken in a
         loop, both tensors are the same.
     """
-    if lane is None:
+    if lane is None or not is_mapped():
         result = value.clone()
         return result, result
     outside = _Outside()

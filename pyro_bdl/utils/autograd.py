@@ -30,11 +30,8 @@ def wants_gradients(*trees: Any) -> bool:
 
 def has_own_functions(values: Iterable[Tensor]) -> bool:
     """Return whether a ``torch.autograd.Function`` of somebody's own is behind tensors: autograd
-    may leave its part out of second derivatives, and say nothing. One whose context says
-    ``has_all_derivatives`` is none of these."""
-    nodes = (node for value in values for node in nodes_behind(value))
-    own = (node for node in nodes if isinstance(node, BackwardCFunction))
-    return not all(getattr(node, "has_all_derivatives", False) for node in own)
+    may leave its part out of second derivatives, and say nothing."""
+    return any(isinstance(n, BackwardCFunction) for value in values for n in nodes_behind(value))
 
 
 def leaves_behind(value: Tensor, stop: Iterable[Tensor] = ()) -> list[Tensor]:
@@ -112,4 +109,9 @@ def _edge(tensor: Tensor) -> _Edge:
 
 def is_transformed() -> bool:
     """Return whether the call is inside vmap or a trace."""
-    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
+    return is_mapped() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_mapped() -> bool:
+    """Return whether the call is inside vmap, or another transform of ``torch.func``."""
+    return torch._C._are_functorch_transforms_active()
