@@ -143,7 +143,7 @@ def register(
     :param title: a few words for tables and reports.
     :param description: one sentence for help texts.
     :param default: whether ``pyro-bdl compare`` fits it by default. The default posteriors are one
-        of each kind, and take about a minute together on the default data.
+        of each kind, and take less than a minute together on the default data.
     :param program: makes the program of the posterior from the problem, if it is another one than
         the problem's, for example with a learned prior. The function gets a problem with it.
     :raises ValueError: if the name is taken.

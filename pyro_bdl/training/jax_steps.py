@@ -298,7 +298,7 @@ class JaxDescent(Descent):
 
         :raises UnsupportedProgramError: if it differs between two steps with the same ones.
         """
-        losses, bound = [], self._bound
+        bound, losses = self._bound, list[Tensor]()
         model, guide = self.objective.model, self.objective.guide
         pure = isinstance(bound, PureLoss)
         step = None if pure else bound.step

@@ -1,5 +1,6 @@
 """Steps of chains in one compiled loop of JAX: a kernel's update, and the log density after it."""
 
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.errors import MissingOperatorError, UnsupportedProgramError
 from pyro_bdl.mcmc.starts import Restriction
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 from pyro_bdl.tracing.jax.density import jax_density
@@ -48,7 +49,7 @@ class CompiledSteps:
         :param limit: (chains,).
         :param count: the largest number of steps.
         :returns: the number of steps, the state, the log densities (chains,) and their gradient;
-            None where a step adds a tensor to the state.
+            None where a step adds a tensor to the state, or has no translation.
         """
         leaves, structure = tree_flatten(state)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -72,7 +73,9 @@ class CompiledSteps:
                 with own_randomness():
                     examples = [*tensors, gradient]
                     same = len(update(*examples)) == len(tensors)
-                    self._loops[key] = self._loop(update, rebuilt, examples) if same else None
+                    self._loops[key] = None
+                    with suppress(MissingOperatorError):
+                        self._loops[key] = self._loop(update, rebuilt, examples) if same else None
             if self._loops[key] is None:
                 return None
             seed = int(torch.randint(2**31, (), device="cpu"))

@@ -76,6 +76,21 @@ def test_draws_have_the_tempered_posterior(kernel, monkeypatch):
     assert ((squares.mean((0, 1)) - 0.7 * covariance).abs() < slack).all()
 
 
+class Branching(SGLD):
+    """An update that reads values, and has no translation."""
+
+    def update(self, state, gradient, step_size, temperature):
+        return super().update(state, gradient.clamp(max=float(gradient.max())), step_size, 0.0)
+
+
+def test_an_update_without_translation_is_run_in_torch():
+    target, kernel = program(), Branching(step_size=1e-3)
+    start = torch.zeros(2, target.size, dtype=torch.float64)
+    steps = CompiledSteps(kernel, Restriction(target, None), start)
+    options = {"size": 1e-3, "temperature": 1.0}
+    assert steps(kernel.init(start), torch.ones_like(start), torch.zeros(2), 5, **options) is None
+
+
 def test_a_run_that_dies_goes_on_bit_for_bit(monkeypatch, tmp_path):
     monkeypatch.setattr(walk, "_WORTH_COMPILING", 0)
     monkeypatch.setattr(walk, "_SECONDS_PER_WRITE", 0.0)
