@@ -48,6 +48,7 @@ _LEAST_TAIL, _HIGH_K = 100, 0.7  # a k-hat of fewer draws varies by a half
 _LEAST_POINTS = 5  # in a region
 EQUIVALENT, NEAR = 0.25, 0.5  # of the distance of a point: the bands of "alike" and "usable"
 BY_CHANCE = 2.5  # Monte Carlo errors by which the distances of equal posteriors may differ
+_ERRORS_AT_POINTS = 3.0  # at single points, of which some of many are off by two errors by chance
 
 Numbers = dict[str, float]
 Pair = tuple[Any, Any]
@@ -172,7 +173,7 @@ def resolution() -> None:
 @metric("far at", "", group=GROUP, detail=True, style="percent")
 def far_at() -> None:
     """Share of the test points at which W1 is more than half of the distance of a point at the
-    reference's mean there, with two Monte Carlo errors to spare."""
+    reference's mean there, with three Monte Carlo errors to spare."""
 
 
 @metric("", "", group=GROUP)
@@ -237,13 +238,13 @@ def _shares(a: Tensor, b: Tensor, groups: int) -> Numbers:
         return distances.reshape(len(distances), -1).mean(1)
 
     distances, errors = at_points(a, b), monte_carlo_error(at_points, a, b, groups=groups)
-    errors = errors * enlarged(ERRORS, (1.0, max(1, groups - 1)))
+    errors = errors * enlarged(_ERRORS_AT_POINTS, (1.0, max(1, groups - 1)))
     points = at_points(b.double().mean(0, keepdim=True), b)
     points = points + 4 * torch.finfo(b.dtype).eps * b.abs().max()  # rounding
     beyond = {
         "not_alike_at": distances > EQUIVALENT * points,
         "not_usable_at": distances > NEAR * points,
-        "far_at": distances - ERRORS * errors > NEAR * points,
+        "far_at": distances - _ERRORS_AT_POINTS * errors > NEAR * points,
     }
     if errors.isnan().any():
         return dict.fromkeys(beyond, math.nan)

@@ -158,6 +158,13 @@ OFF = {
 }
 
 
+@SLOW
+@pytest.mark.parametrize("count", [60, 400])
+def test_what_is_nearer_than_half_of_a_point_is_not_called_far(count):
+    """A shift by 0.3 sds is 0.38 of a point's distance, at all points."""
+    assert of_others(30, count, 200, shift=0.3).get(FAR, 0.0) <= MOST
+
+
 def of_others(points, count, repetitions, **off):
     """How often each agreement is stated of a posterior that is off, and its groups."""
     said = collections.Counter()
