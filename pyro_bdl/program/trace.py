@@ -125,8 +125,8 @@ class Run:
         :raises UnsupportedProgramError: for a second statement of the same name.
         """
         name, infer = msg["name"], msg["infer"]
-        kinds = self.latents, self.prior_factors, self.observed, self.factors
-        if any(name in sites for sites in kinds):
+        latents, factors = self.latents, self.prior_factors
+        if name in latents or name in factors or name in self.observed or name in self.factors:
             raise UnsupportedProgramError(f"two sample statements are named '{name}': {RENAME}")
         self.followed = self.followed or self.open
         if infer.get("_deterministic"):
