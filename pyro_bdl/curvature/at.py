@@ -329,8 +329,7 @@ class At:
         with self._mode():
             tensors = self._map(of_row, (batch[0], plates), batch[1])
         for name, values in shared.items():
-            rows = {key: value.expand(count, *value.shape) for key, value in values.items()}
-            tensors["observed"][name] |= rows
+            tensors["observed"][name] |= {k: v.expand(count, *v.shape) for k, v in values.items()}
         ((run, parameters),) = inside
         recorders = recorders[-1:] if recorders[-1].mapped else recorders[-count:]
         if any(len(r.edges) != len(recorders[0].edges) for r in recorders):
