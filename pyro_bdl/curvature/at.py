@@ -326,6 +326,7 @@ class At:
             )
             inside[:] = [(run, parameters if laws else None)]
             observed = {name: site_tensors(site) for name, site in run.observed.items()}
+            shared.clear()  # of a map that failed, before the rows are taken in a loop
             for name, own in observed.items() if recorder.mapped else ():
                 shared[name] = {k: v for k, v in own.items() if not depends_on_row(v, lane)}
                 observed[name] = {k: v for k, v in own.items() if k not in shared[name]}
@@ -338,8 +339,7 @@ class At:
         with self._mode():
             tensors = self._map(of_row, (batch[0], plates), batch[1])
         for name, values in shared.items():
-            of_rows = {key: value.expand(count, *value.shape) for key, value in values.items()}
-            tensors["observed"][name] |= of_rows
+            tensors["observed"][name] |= {k: v.expand(count, *v.shape) for k, v in values.items()}
         ((run, parameters),) = inside
         recorders = recorders[-1:] if recorders[-1].mapped else recorders[-count:]
         if any(len(r.edges) != len(recorders[0].edges) for r in recorders):
