@@ -222,7 +222,7 @@ def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
     # what is taken off is as uncertain as it is large: a mean that agrees must do so with it too
     error = math.hypot(numbers.get("mean_shift_se", math.nan), seen - shift)
     numbers |= {"mean_shift": shift, "mean_shift_se": error}
-    numbers |= _shares(*map(at_some_points, inputs["function"]), groups)
+    numbers |= _shares(*inputs["function"], groups)
     return numbers | {"resolution": resolved(evaluation, reference, numbers["wasserstein_se"])}
 
 
@@ -232,6 +232,8 @@ def _shares(a: Tensor, b: Tensor, groups: int) -> Numbers:
 
     Noise of the draws makes distances larger, so that a share of 0 is one with any draws.
     """
+
+    a, b = at_some_points(a), at_some_points(b)
 
     def at_points(a: Tensor, b: Tensor) -> Tensor:
         distances = wasserstein1_at_points(a, b)

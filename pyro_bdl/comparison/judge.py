@@ -378,7 +378,10 @@ def findings(row: Row, reference: Row | None, points: int) -> tuple[Finding, ...
     """
     found = [_PREDICTIONS.of(row)]
     if reference is not None:
-        found += [_spread(row), _MEAN.of(row), _LOCAL.of(row), _KHAT.of(row)]
+        average = [_spread(row), _MEAN.of(row)]
+        if not any(finding is not None and finding.fault for finding in average):
+            average += [_LOCAL.of(row), _KHAT.of(row)]  # what the averages hide
+        found += average
         if not any(side["high_k"] > 0 for side in (row, reference)):
             found.append(_LEFT_OUT.of(row))
     found += [_coverage(row, points), *gates(row)]

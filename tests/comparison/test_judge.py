@@ -497,7 +497,7 @@ def test_an_average_does_not_hide_where_a_posterior_fails(share, width, groups):
     sets = {"q": bdl.PredictiveDraws(f), "exact": bdl.PredictiveDraws(base)}
     found = bdl.compare(shift, sets, x, torch.zeros(100), reference="exact")
     assert found.judgments["q"].group in groups
-    said = {finding.key for finding in found.judgments["q"].findings}
-    assert ("far_at" in said) == (FAR in groups) and ("khat_high" in said) == (
-        share > 0.1 and width == 0.1
-    )
+    said = {finding.key: finding.says for finding in found.judgments["q"].findings}
+    is_hidden = share > 0.1 and width == 0.1  # the sd on average is 0.82 of the reference's
+    assert ("far_at" in said) == ("khat_high" in said) == is_hidden
+    assert (said["sd_ratio"] == ABOVE) == (width == 3.0)
