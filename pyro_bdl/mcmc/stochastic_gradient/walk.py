@@ -61,7 +61,7 @@ class Walk:
     ) -> None:
         self.kernel, self.restriction, self.start = kernel, restriction, start
         self.journal = journal
-        self.stream = Stream(batches.one_pass, stated=batches.stated)
+        self.batches, self.stream = batches, Stream(batches.one_pass, stated=batches.stated)
         self.scores = Scores(restriction.log_density)
         self.factor = 1.0
         self.failure: str | None = None
@@ -141,7 +141,7 @@ class Walk:
                 self.steps += 1
             else:
                 taken, self.state, *scores = moved
-                self.point, batch = Point(self.state.position, *scores), self.stream.batches.first
+                self.point, batch = Point(self.state.position, *scores), self.batches.first
                 self.steps += taken
             lost = _first_diverged(self.point, self.limit)
             if lost is not None:
@@ -170,7 +170,7 @@ class Walk:
 
     def _compiled(self) -> "CompiledSteps | None":
         """The loop in JAX, if there is one: steps of one size on all data, on a CPU."""
-        whole, device = self.stream.batches.is_whole, self.start.device.type
+        whole, device = self.batches.is_whole, self.start.device.type
         if not whole or device != "cpu" or callable(self.kernel.step_size):
             return None
         from pyro_bdl.mcmc.stochastic_gradient.jax_steps import CompiledSteps  # imports JAX
