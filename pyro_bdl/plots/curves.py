@@ -41,8 +41,8 @@ def intervals(
     :raises ValueError: for no posterior or quantity, or an unknown reference.
     """
     check_posteriors(draws, reference)
-    draws = {name: _by_number(values) for name, values in draws.items()}
-    quantities = list(dict.fromkeys(key for values in draws.values() for key in values))
+    numbers = {name: _by_number(values) for name, values in draws.items()}
+    quantities = list(dict.fromkeys(key for values in numbers.values() for key in values))
     if not quantities:
         raise ValueError("there is no quantity to draw")
     looks = styles(draws, reference)
@@ -52,7 +52,7 @@ def intervals(
         titles, 0.55 + 0.24 * len(draws), columns=min(2, len(titles)), xlabel=label, sharey=True
     )
     for axis, quantity in zip(axes, quantities, strict=True):
-        for row, (name, values) in enumerate(draws.items()):
+        for row, (name, values) in enumerate(numbers.items()):
             if quantity not in values:
                 continue
             low, lower, middle, upper, high = np.quantile(values[quantity], _QUANTILES)
@@ -75,8 +75,8 @@ def intervals(
 def _by_number(values: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     """Each number of each quantity, ``(S,)``, by its name and index."""
     numbers = {}
-    for name, value in values.items():
-        value = array(value)
+    for name, tensor in values.items():
+        value = array(tensor)
         for index in np.ndindex(value.shape[1:]):
             title = f"{name}[{','.join(map(str, index))}]" if index else name
             numbers[title] = value[(slice(None), *index)]
