@@ -42,7 +42,7 @@ class PosteriorCallback(transformers.TrainerCallback):
         self.model = bdl.models.Classification(net, num_data=len(self.dataset))
         if self.kind == "laplace":
             guide = bdl.guides.AutoLaplaceGGN(self.model, structure="kron")
-            self.posterior = guide.laplace_approximation(batches(self.dataset))
+            self.posterior = guide.laplace_approximation(lambda: batches(self.dataset))
             return
         whole = next(batches(self.dataset, len(self.dataset)))
         guide = bdl.guides.AutoMeanField(self.model, init_scale=0.02).prototype(*whole)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from pyro_bdl import (
     bayesian_linear,
     calibration,
-    contrib,
     diagnostics,
     distributed,
     elbo,
@@ -43,6 +42,8 @@ from pyro_bdl.training import Checkpoint
 from pyro_bdl.utils.memory import working_memory
 from pyro_bdl.version import __version__
 
+import_module("pyro_bdl.contrib")  # puts its names into guides, evidence, handlers
+
 if TYPE_CHECKING:
     from pyro_bdl import data, plots, references, sklearn
 
@@ -67,7 +68,6 @@ __all__ = [
     "calibration",
     "compare",
     "compare_evaluations",
-    "contrib",
     "data",
     "diagnostics",
     "distributed",

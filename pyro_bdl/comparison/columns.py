@@ -3,11 +3,10 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Row = Mapping[str, object]
 
@@ -96,6 +95,8 @@ def to_text(rows: Sequence[Row], columns: Sequence[Column], width: int | None = 
 
     Each block begins with the first column.
     """
+    from rich.console import Console  # imported when needed
+
     first, *rest = columns
     blocks: list[list[Column]] = [[first]]
     console = Console(width=10**4, color_system=None, markup=False, emoji=False, highlight=False)
@@ -112,7 +113,10 @@ def to_text(rows: Sequence[Row], columns: Sequence[Column], width: int | None = 
     return "\n\n".join(texts)
 
 
-def _table(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
+def _table(rows: Sequence[Row], columns: Sequence[Column]) -> "Table":
+    from rich import box
+    from rich.table import Table
+
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     before = ""
     for column in columns:

