@@ -12,17 +12,17 @@ from torch import Tensor
 from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.guides.draws import DRAWS_AT_ONCE, as_posterior, log_densities_of, to_samples
 from pyro_bdl.predictive.predictor import predictor, unknown_kinds
-from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.predictive.prior import prior_draws
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.check import named_arguments
 from pyro_bdl.program.observed_arguments import Targets
 from pyro_bdl.program.program import FirstRun, Program, trace_once
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.vmap import map_draws
-from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import device_of, evaluation_mode
 from pyro_bdl.utils.names import chooser
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.validation import whole_number
 from pyro_bdl.version import __version__
 
 if TYPE_CHECKING:
@@ -124,8 +124,9 @@ def to_arviz(
             drawn |= _of_posterior(program, predictive, samples, targets)
             drawn["sample_stats"] = _statistics(program, posterior, samples)
         if prior_samples or posterior is None:
+            count = whole_number(prior_samples, "prior_samples")
             try:
-                drawn |= _prior(program, prior_samples, targets)
+                drawn |= _prior(program, count, targets)
             except UnsupportedProgramError as error:
                 if posterior is None:
                     raise
@@ -386,29 +387,11 @@ def _prior(program: Program, count: int, targets: Targets) -> dict[str, dict[str
 
     :raises UnsupportedProgramError: if the prior cannot be sampled.
     """
-    weighed = _factor_of_latents(program)
-    if weighed is not None:
-        raise UnsupportedProgramError(
-            f"the prior cannot be sampled: the factor '{weighed}' weighs its latents, which draws "
-            "of the sample statements do not follow"
-        )
     args, kwargs = targets.removed()
-    try:
-        drawn = Predictive(program.model, num_samples=count)(*args, **kwargs)
-    except NotImplementedError as error:
-        raise UnsupportedProgramError(f"the prior cannot be sampled: {error}") from error
+    drawn = prior_draws(program, count, args, kwargs)
     drawn = _split(drawn, (1, count))
     prior = {n: drawn.pop(n) for n in (*program.latents, *program.deterministic) if n in drawn}
     return {"prior": prior, "prior_predictive": drawn if program.observed else {}}
-
-
-@torch.enable_grad()
-def _factor_of_latents(program: Program) -> str | None:
-    """The name of a factor of the prior that depends on latents; None where there is none."""
-    values = {name: value.clone().requires_grad_() for name, value in program.initial.items()}
-    factors = program.run(values).prior_factors.items()
-    found = (n for n, site in factors if reaches(site.log_prob().sum(), values.values()))
-    return next(found, None)
 
 
 def _split(values: Mapping[str, Tensor], leading: tuple[int, int]) -> dict[str, Tensor]:

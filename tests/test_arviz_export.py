@@ -328,7 +328,7 @@ def test_the_prior_alone():
     }  # fmt: skip
     with pytest.raises(bdl.errors.UnsupportedProgramError, match="cannot be sampled: the factor"):
         to_arviz(_all_priors, None, data[0], data[0])
-    with pytest.raises(ValueError, match="num_samples"):
+    with pytest.raises(ValueError, match="prior_samples"):
         to_arviz(plates, None, *data, prior_samples=0)
 
 
