@@ -131,9 +131,8 @@ def to_arviz(
                 if posterior is None:
                     raise
                 warn(f"{error}; it is left out", "prior-draws", stacklevel=2)
-    for group in ("posterior", "prior"):
-        if group in drawn:
-            drawn[group] = _matching(drawn[group], is_chosen, sites)
+    for name in {"posterior", "prior"} & drawn.keys():
+        drawn[name] = _matching(drawn[name], is_chosen, sites)
     named = named_arguments(model, args, kwargs).items()
     masked = {name: site.seen() for name, site in targets.observed.items() if site.is_masked}
     seen = {name: cells for name, cells in masked.items() if not cells.all()}

@@ -261,8 +261,9 @@ class _Draws:
 
     def _named(self) -> tuple[Tensor | None, tuple[str, ...]]:
         """Draws of the named latents, (S, K), and the names of the numbers."""
-        samples, chosen = self.predictive.samples, self.setting.latents
-        values = self.predictive.latents() if samples is None else samples.flat()
+        predictive: Any = self.predictive
+        samples, chosen = predictive.samples, self.setting.latents
+        values = predictive.latents() if samples is None else samples.flat()
         numbers, names = [], []
         for site in chosen:
             shape = values[site].shape[1:]
