@@ -40,6 +40,7 @@ SEARCHES = {
     "onnx": "tasks/export_a_model.html",
     "checkpoint": "tasks/save_and_load.html",
     "r-hat": "tasks/run_chains.html",
+    "prior predictive": "tasks/choose_a_prior.html",
     "k-hat": "practical/warnings_and_errors.html",
 }
 

@@ -35,6 +35,7 @@ from pyro_bdl.freezing import freeze
 from pyro_bdl.guides.saved import load_posterior
 from pyro_bdl.nn import BayesianModule, bayesianize
 from pyro_bdl.predictive.linearized import LinearizedPredictive
+from pyro_bdl.predictive.prior import prior_predictive
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
@@ -87,6 +88,7 @@ __all__ = [
     "nn",
     "optim",
     "plots",
+    "prior_predictive",
     "priors",
     "references",
     "selectors",

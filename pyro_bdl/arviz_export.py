@@ -9,19 +9,20 @@ import torch
 from pyro.infer.autoguide.initialization import InitMessenger, init_to_value
 from torch import Tensor
 
-from pyro_bdl.errors import warn
-from pyro_bdl.guides.draws import as_posterior, log_densities_of, to_samples
+from pyro_bdl.errors import UnsupportedProgramError, warn
+from pyro_bdl.guides.draws import DRAWS_AT_ONCE, as_posterior, log_densities_of, to_samples
 from pyro_bdl.predictive.predictor import predictor, unknown_kinds
-from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.predictive.prior import prior_draws
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.check import named_arguments
 from pyro_bdl.program.observed_arguments import Targets
 from pyro_bdl.program.program import FirstRun, Program, trace_once
 from pyro_bdl.program.samples import Samples
-from pyro_bdl.utils.autograd import reaches
+from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.utils.module_state import device_of, evaluation_mode
 from pyro_bdl.utils.names import chooser
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.validation import whole_number
 from pyro_bdl.version import __version__
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ _STATISTICS = {
     "potential_energy": "lp",  # its negative
 }
 _OF_DATA = ("log_likelihood", "posterior_predictive", "observed_data")
+_DENSITIES = ("log_likelihood", "log_prior")  # one number for the dimensions of an event
 _INDEPENDENT = "independent draws of a guide, for which R-hat and ESS say nothing about the fit"
 
 
@@ -51,17 +53,17 @@ def to_arviz(
 ) -> Any:
     """Export a posterior, its predictions and the data to ArviZ.
 
-    Groups: ``posterior``, ``sample_stats``, ``log_likelihood`` (one number per datum, unscaled),
-    ``posterior_predictive`` (observed and deterministic sites), ``prior``, ``prior_predictive``,
-    ``observed_data`` and ``constant_data`` (the other tensors among the arguments). A guide is
-    exported as one chain of independent draws; the attribute ``draws`` of its posterior says so. In
-    ``sample_stats``, ``lp`` is log p(w, y), and ``log_q`` is log q(w) for a guide with a density,
-    both in nats and as densities over the unconstrained latents. All groups are about the same
-    draws. Those of a Laplace approximation (or another posterior of the linearized program) predict
-    by f_s(x) = f(x; w*) + J(x) (w_s - w*), with w_s the draw in ``posterior`` on the unconstrained
-    scale, and not by the network at w_s. If the likelihood is in ``pyro.factor`` statements only,
-    there is nothing to predict, and the groups are ``posterior``, ``sample_stats``, ``prior`` and
-    ``constant_data``.
+    Groups: ``posterior`` (latents and deterministic sites), ``sample_stats``, ``log_prior`` (log
+    p(w) in nats, site by site), ``log_likelihood`` (one number per datum, unscaled),
+    ``posterior_predictive``, ``prior``, ``prior_predictive``, ``observed_data`` and
+    ``constant_data`` (the other tensors among the arguments). A guide is exported as one chain of
+    independent draws; the attribute ``draws`` of its posterior says so. In ``sample_stats``,
+    ``lp`` is log p(w, y), and ``log_q`` is log q(w) for a guide with a density, both in nats and as
+    densities over the unconstrained latents. All groups are about the same draws. Those of a
+    Laplace approximation (or another posterior of the linearized program) predict by f_s(x) =
+    f(x; w*) + J(x) (w_s - w*), with w_s the draw in ``posterior`` on the unconstrained scale, and
+    not by the network at w_s; so do deterministic sites. If the likelihood is in ``pyro.factor``
+    statements only, there is nothing to predict, and no group of the data's.
 
     Data that masks leave out of the likelihood were not seen. They are left out of
     ``log_likelihood``, ``observed_data`` and the draws of their site, whose first dimension is then
@@ -70,7 +72,8 @@ def to_arviz(
 
     Plates name the dimensions of the sites in them; other dimensions are named ``site_dim_0`` etc.,
     as in ArviZ. Half precision becomes single precision. Both result classes write NetCDF by
-    ``to_netcdf``, and Zarr by ``to_zarr``, for an ``InferenceData`` after ``to_datatree``.
+    ``to_netcdf`` (through ``h5netcdf``), and Zarr by ``to_zarr``, for an ``InferenceData`` after
+    ``to_datatree``.
 
     Example::
 
@@ -82,43 +85,54 @@ def to_arviz(
         (1, 50, 1, 1)
 
     :param model: a Pyro program.
-    :param posterior: a guide, ``Samples``, an MCMC of Pyro or NumPyro, or a dict of draws.
+    :param posterior: a guide, ``Samples``, an MCMC of Pyro or NumPyro, or a dict of draws; None for
+        the prior, its predictions and the data alone.
     :param args: the program's arguments, including the targets; or a loader or a list of batches,
         which are held in memory together.
     :param model_kwargs: the program's keyword arguments.
     :param num_samples: draws of a guide, 500 by default; of ``Samples`` all draws are used.
     :param prior_samples: draws of the prior; 0 for none.
-    :param sites: names or patterns with shell wildcards of the latents to export.
+    :param sites: names or patterns with shell wildcards of the latents and deterministic sites to
+        export.
     :param dims: site to the names of its dimensions, without chain and draw.
     :param coords: dimension to the labels along it.
     :param seed: seed of the draws.
     :returns: an ``arviz.InferenceData`` for ArviZ 0.23, else an ``xarray.DataTree``.
     :raises ValueError: for a posterior of another program, a program without data, ``sites`` that
-        match no latent, or dims that do not fit.
+        match none, or dims that do not fit.
+    :raises UnsupportedProgramError: without a posterior, for a prior that cannot be sampled.
     """
     args, kwargs = Batches.of(args, device_of(model)).joined()
     kwargs |= model_kwargs or {}
     with evaluation_mode(model, posterior), seeded(seed):
-        posterior = as_posterior(posterior, model, args, kwargs)
+        if posterior is not None:
+            posterior = as_posterior(posterior, model, args, kwargs)
         first = _first_run(model, posterior, args, kwargs)
         program = Program.from_run(model, first, args, kwargs)
         program.require_observed()
         targets = Targets(program)
-        predictive: Any = predictor(
-            model, posterior, num_samples, args=args, kwargs=kwargs, seed=seed,
-            unknown=unknown_kinds(targets.observed.values()), latents=program.latents,
-        )  # fmt: skip
-        samples = predictive.samples or Samples(
-            {site: value[None] for site, value in predictive.latents().items()}
-        )
-        drawn = {
-            "posterior": _matching(samples.latents, sites),
-            "sample_stats": _statistics(program, posterior, samples),
-        }
-        if program.observed:
-            drawn |= _predicted(program, predictive, samples, targets)
-        if prior_samples:
-            drawn |= _prior(program, prior_samples, list(drawn["posterior"]), targets)
+        is_chosen = chooser(sites, "sites")
+        drawn: dict[str, dict[str, Tensor]] = {}
+        if posterior is not None:
+            predictive: Any = predictor(
+                model, posterior, num_samples, args=args, kwargs=kwargs, seed=seed,
+                unknown=unknown_kinds(targets.observed.values()), latents=program.latents,
+            )  # fmt: skip
+            samples = predictive.samples or Samples(
+                {site: value[None] for site, value in predictive.latents().items()}
+            )
+            drawn |= _of_posterior(program, predictive, samples, targets)
+            drawn["sample_stats"] = _statistics(program, posterior, samples)
+        if prior_samples or posterior is None:
+            count = whole_number(prior_samples, "prior_samples")
+            try:
+                drawn |= _prior(program, count, targets)
+            except UnsupportedProgramError as error:
+                if posterior is None:
+                    raise
+                warn(f"{error}; it is left out", "prior-draws", stacklevel=2)
+    for name in {"posterior", "prior"} & drawn.keys():
+        drawn[name] = _matching(drawn[name], is_chosen, sites)
     named = named_arguments(model, args, kwargs).items()
     masked = {name: site.seen() for name, site in targets.observed.items() if site.is_masked}
     seen = {name: cells for name, cells in masked.items() if not cells.all()}
@@ -139,12 +153,15 @@ def to_arviz(
     }
     labels = Labels(first.trace, dims or {}, coords or {})
     groups = {
-        name: labels.dataset(values, leading, seen=of_data if name in _OF_DATA else {})
+        name: labels.dataset(
+            values, leading, seen=of_data if name in _OF_DATA else {}, densities=name in _DENSITIES
+        )
         for part, leading in ((drawn, ("chain", "draw")), (fixed, ()))
         for name, values in part.items()
         if values
     }
-    groups["posterior"].attrs |= _about(posterior)
+    if posterior is not None:
+        groups["posterior"].attrs |= _about(posterior)
     for name in _OF_DATA:
         if seen and name in groups:
             counts = {site: [int(cells.sum()), cells.numel()] for site, cells in seen.items()}
@@ -181,8 +198,9 @@ class Labels:
             if node["type"] == "sample" and hasattr(node["fn"], "event_dim")
         }
 
-    def names(self, site: str, shape: torch.Size) -> list[str]:
-        """A name for each dimension of a site's value.
+    def names(self, site: str, shape: torch.Size, *, density: bool = False) -> list[str]:
+        """A name for each dimension of a site's value, or of its log density, which has one number
+        for the last dimensions of an event.
 
         :raises ValueError: if the dims given for the site do not fit its shape.
         """
@@ -191,6 +209,7 @@ class Labels:
             if axis < len(shape) and shape[axis] == length:
                 names[axis] = plate
         names = list(self.dims.get(site, names))
+        names = names[: len(shape)] if density else names
         if len(names) != len(shape):
             raise ValueError(
                 f"dims[{site!r}] has {len(names)} names, but the site's shape is {tuple(shape)}"
@@ -210,18 +229,20 @@ class Labels:
         leading: tuple[str, ...] = (),
         *,
         seen: Mapping[str, Tensor],
+        densities: bool = False,
     ) -> "xarray.Dataset":
         """A dataset of values with ``leading`` dimensions in front of the site's dimensions.
 
         :param seen: site to a mask of its data that were seen, bool ``(*batch)``; the others are
             left out of its values.
+        :param densities: the values are log densities of the sites.
         """
         import xarray  # imported when needed, it takes long
 
         variables: dict[str, Any] = {}
         coords: dict[str, Any] = {}
         for site, value in values.items():
-            names = self.names(site, value.shape[len(leading) :])
+            names = self.names(site, value.shape[len(leading) :], density=densities)
             if site in seen:
                 value, names, labels = self._of_seen(value, names, seen[site], f"{site}_seen")
                 coords[f"{site}_seen"] = labels
@@ -290,19 +311,23 @@ def _first_run(model: Callable, posterior: Any, args: tuple, kwargs: dict) -> Fi
         return trace_once(InitMessenger(init_to_value(values=values))(model), args, kwargs)
 
 
-def _matching(latents: Mapping[str, Tensor], sites: str | Sequence[str]) -> dict[str, Tensor]:
-    is_chosen = chooser(sites, "sites")
-    chosen = {name: value for name, value in latents.items() if is_chosen(name)}
+def _matching(
+    values: Mapping[str, Tensor], is_chosen: Callable[[str], bool], sites: Any
+) -> dict[str, Tensor]:
+    chosen = {name: value for name, value in values.items() if is_chosen(name)}
     if not chosen:
-        raise ValueError(f"sites={sites!r} matches no latent site; there are: {', '.join(latents)}")
+        raise ValueError(
+            f"sites={sites!r} matches no latent or deterministic site; there are: "
+            f"{', '.join(values)}"
+        )
     return chosen
 
 
 def _about(posterior: Any) -> dict[str, Any]:
     if not isinstance(posterior, Samples):
         return {"guide": type(posterior).__name__, "draws": _INDEPENDENT}
-    return {
-        key: value if isinstance(value, str | int | float) else json.dumps(value)
+    return {  # NetCDF has no bool
+        key: value if type(value) in (str, int, float) else json.dumps(value)
         for key, value in posterior.info.items()
     }
 
@@ -321,57 +346,51 @@ def _statistics(program: Program, posterior: Any, samples: Samples) -> dict[str,
     return stats if log_q is None else stats | {"log_q": log_q[None]}
 
 
-def _predicted(
+def _of_posterior(
     program: Program, predictive: Any, samples: Samples, targets: Targets
 ) -> dict[str, dict[str, Tensor]]:
-    """The groups posterior_predictive and log_likelihood."""
+    """The groups posterior, log_prior, posterior_predictive and log_likelihood."""
     args, kwargs = targets.removed()
     leading = samples.num_chains, samples.num_draws
-    drawn = predictive(*args, **kwargs)
+    groups = {
+        "posterior": dict(samples.latents),
+        "log_prior": _split(_log_prior(program, samples), leading),
+    }
+    if not program.observed:
+        return groups
+    drawn = _split(predictive(*args, **kwargs), leading)
+    groups["posterior"] |= {n: drawn.pop(n) for n in program.deterministic if n in drawn}
+    groups["posterior_predictive"] = drawn
     density = predictive.log_likelihood(*program.args, **program.kwargs)
+    groups["log_likelihood"] = _split(density, leading)
     with torch.no_grad():
         coupled = program.run(program.initial).one_step_ahead()
     if coupled is not None:
         message = f"{coupled}; arviz.loo on log_likelihood is no estimate for new data"
         warn(message, "data-depend", stacklevel=3)
-    return {
-        "posterior_predictive": _split(drawn, leading),
-        "log_likelihood": _split(density, leading),
-    }
+    return groups
 
 
-def _prior(
-    program: Program, count: int, exported: list[str], targets: Targets
-) -> dict[str, dict[str, Tensor]]:
-    """The groups prior and prior_predictive."""
-    weighed = _factor_of_latents(program)
-    if weighed is not None:
-        warn(
-            f"the prior cannot be sampled and is left out: the factor '{weighed}' weighs its "
-            "latents, which draws of the sample statements do not follow",
-            "prior-draws",
-            stacklevel=3,
-        )
-        return {}
+@torch.no_grad()
+def _log_prior(program: Program, samples: Samples) -> dict[str, Tensor]:
+    """log p(w) of each site and declared factor at each draw, ``(S, *batch)``."""
+    return map_draws(
+        lambda draw: {name: site.log_prob() for name, site in program.run(draw).priors.items()},
+        samples.flat(),
+        chunk_size=max(1, DRAWS_AT_ONCE // max(1, program.size)),
+    )
+
+
+def _prior(program: Program, count: int, targets: Targets) -> dict[str, dict[str, Tensor]]:
+    """The groups prior and prior_predictive.
+
+    :raises UnsupportedProgramError: if the prior cannot be sampled.
+    """
     args, kwargs = targets.removed()
-    try:
-        drawn = Predictive(program.model, num_samples=count)(*args, **kwargs)
-    except NotImplementedError as error:
-        warn(f"the prior cannot be sampled and is left out: {error}", "prior-draws", stacklevel=3)
-        return {}
+    drawn = prior_draws(program, count, args, kwargs)
     drawn = _split(drawn, (1, count))
-    others = {name: value for name, value in drawn.items() if name not in program.latents}
-    prior = {name: drawn[name] for name in exported}
-    return {"prior": prior, "prior_predictive": others if program.observed else {}}
-
-
-@torch.enable_grad()
-def _factor_of_latents(program: Program) -> str | None:
-    """The name of a factor of the prior that depends on latents; None where there is none."""
-    values = {name: value.clone().requires_grad_() for name, value in program.initial.items()}
-    factors = program.run(values).prior_factors.items()
-    found = (n for n, site in factors if reaches(site.log_prob().sum(), values.values()))
-    return next(found, None)
+    prior = {n: drawn.pop(n) for n in (*program.latents, *program.deterministic) if n in drawn}
+    return {"prior": prior, "prior_predictive": drawn if program.observed else {}}
 
 
 def _split(values: Mapping[str, Tensor], leading: tuple[int, int]) -> dict[str, Tensor]:

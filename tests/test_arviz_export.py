@@ -25,6 +25,7 @@ N = 12
 GROUPS = {
     "posterior",
     "sample_stats",
+    "log_prior",
     "log_likelihood",
     "posterior_predictive",
     "prior",
@@ -95,9 +96,7 @@ def test_a_guides_groups_hold_its_draws_and_densities(fitted):
         log_q = dist.Normal(guide.loc, guide.scale).log_prob(vector).sum().item()
         assert data["sample_stats"]["log_q"].values[0, i] == pytest.approx(log_q, rel=1e-4)
         mean = program.run(draw).deterministic["f"]
-        np.testing.assert_allclose(
-            data["posterior_predictive"]["f"].values[0, i], mean, rtol=1e-4, atol=1e-5
-        )
+        np.testing.assert_allclose(data["posterior"]["f"].values[0, i], mean, rtol=1e-4, atol=1e-5)
 
 
 def test_samples_keep_chains_and_statistics(chains):
@@ -140,7 +139,7 @@ def test_a_laplace_approximation_predicts_by_the_linearised_network():
     inputs = torch.cat([x, torch.ones(N, 1)], 1)
     covariance = torch.linalg.inv(inputs.mT @ inputs / 0.25 + torch.eye(3))
     sd = (inputs @ covariance @ inputs.mT).diagonal().sqrt()
-    found = data["posterior_predictive"]["f"].values[0].std(0)
+    found = data["posterior"]["f"].values[0].std(0)
     np.testing.assert_allclose(found, sd, rtol=5 / np.sqrt(2 * 4000))
 
 
@@ -171,7 +170,7 @@ def test_all_groups_are_about_the_same_draws(kind):
     model, posterior = _linear_posterior(kind, x, y)
     data, again = (to_arviz(model, posterior, x, y, num_samples=41, prior_samples=0) for _ in "ab")
     latents = {n: torch.tensor(v.values[0]) for n, v in data["posterior"].data_vars.items()}
-    f = torch.tensor(data["posterior_predictive"]["f"].values[0])
+    f = torch.tensor(data["posterior"]["f"].values[0])
     weights = (latents["weight"] @ x.mT)[:, 0] + latents["bias"]
     torch.testing.assert_close(f, weights, rtol=1e-10, atol=1e-12)
     density = torch.tensor(data["log_likelihood"]["y"].values[0])
@@ -198,11 +197,11 @@ def test_draws_of_a_linearized_network_are_its_exported_functions():
         return program.run(program.constrain(vector)[0]).deterministic["f"]
 
     jacobian = torch.func.jacrev(function)(center)
-    draws = {n: torch.tensor(v.values[0]) for n, v in data["posterior"].data_vars.items()}
+    draws = {n: torch.tensor(data["posterior"][n].values[0]) for n in program.latents}
     offsets = torch.stack([program.unconstrain({n: v[i] for n, v in draws.items()}) - center
                            for i in range(9)])  # fmt: skip
     expected = function(center) + offsets @ jacobian.mT
-    found = torch.tensor(data["posterior_predictive"]["f"].values[0])
+    found = torch.tensor(data["posterior"]["f"].values[0])
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
     density = torch.tensor(data["log_likelihood"]["y"].values[0])
     torch.testing.assert_close(density, dist.Normal(found, 0.3).log_prob(y), rtol=1e-8, atol=1e-8)
@@ -237,7 +236,7 @@ def test_plates_name_the_dimensions_of_their_sites():
     assert found["log_likelihood"]["y"].dims == ("chain", "draw", "data")
     assert found["log_likelihood"]["z"].dims == ("chain", "draw", "data")
     assert found["posterior_predictive"]["z"].dims == ("chain", "draw", "data", "z_dim_1")
-    assert found["posterior_predictive"]["mean"].dims == ("chain", "draw", "data")
+    assert found["posterior"]["mean"].dims == ("chain", "draw", "data")
     assert found["observed_data"]["z"].dims == ("data", "z_dim_1")
     assert set(found["constant_data"].data_vars) == {"x", "groups"}
     assert found["prior"]["level"].dims == ("chain", "draw", "groups")
@@ -263,8 +262,74 @@ def test_some_sites_only(fitted):
     data = to_arviz(model, guide, x, y, num_samples=3, prior_samples=2, sites=["2.*", "noise"])
     assert set(data["posterior"].data_vars) == {"2.weight", "2.bias", "noise"}
     assert set(data["prior"].data_vars) == {"2.weight", "2.bias", "noise"}
-    with pytest.raises(ValueError, match=r"sites='3\.\*' matches no latent site"):
+    with pytest.raises(ValueError, match=r"sites='3\.\*' matches no latent or deterministic site"):
         to_arviz(model, guide, x, y, sites="3.*")
+
+
+def test_deterministic_sites_are_in_posterior_and_prior():
+    """By their names in ``sites``, with the plate's name for a dimension, and of the same draws."""
+    data = _plates_data()
+    guide = bdl.guides.AutoMeanField(plates).prototype(*data)
+    found = to_arviz(plates, guide, *data, num_samples=5, prior_samples=4, sites=["mean", "level"])
+    x, groups = data[0].numpy(), data[1].numpy()
+    for group in ("posterior", "prior"):
+        assert set(found[group].data_vars) == {"mean", "level"}
+        mean = found[group]["level"].values[..., groups] + x
+        np.testing.assert_allclose(found[group]["mean"], mean, rtol=1e-5, atol=1e-6)
+        assert found[group]["mean"].dims == ("chain", "draw", "data")
+    assert set(found["posterior_predictive"].data_vars) == {"y", "z"}
+    assert set(found["prior_predictive"].data_vars) == {"y", "z"}
+
+
+def _all_priors(x, y=None):
+    """Events, plates, a declared factor of the prior, and a half of the groups."""
+    scale = pyro.sample("scale", dist.LogNormal(torch.zeros(2), 1.0).to_event(1))
+    w = pyro.sample("w", dist.LKJCholesky(3, torch.tensor(2.0)))
+    with pyro.plate("groups", 4):
+        level = pyro.sample("level", dist.Normal(scale[0], scale[1]))
+        both = pyro.sample("both", dist.Normal(torch.zeros(4, 2), 1.0).to_event(1))
+    bdl.priors.factor("order", -level.square().sum())
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(level.sum() * x + both.sum() + w[1, 0], 1.0), obs=y)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_log_prior_by_site_adds_up(temperature):
+    x = torch.linspace(-1, 1, 5)
+    model = bdl.handlers.temper(_all_priors, temperature) if temperature != 1 else _all_priors
+    guide = bdl.guides.AutoMeanField(model).prototype(x, x)
+    data = to_arviz(
+        model, guide, x, x, num_samples=6, prior_samples=0, dims={"both": ["groups", "k"]}
+    )
+    shapes = {n: v.dims[2:] for n, v in data["log_prior"].data_vars.items()}
+    assert shapes == {
+        "scale": (), "w": (), "level": ("groups",), "both": ("groups",), "order": ()
+    }  # fmt: skip
+    draws = {n: torch.tensor(v.values[0]) for n, v in data["posterior"].data_vars.items()}
+    scale, level = draws["scale"], draws["level"]
+    expected = dist.Normal(scale[:, :1], scale[:, 1:]).log_prob(level)
+    np.testing.assert_allclose(data["log_prior"]["level"].values[0], expected, rtol=1e-5)
+    total = sum(v.values.reshape(1, 6, -1).sum(-1)[0] for v in data["log_prior"].values())
+    program = bdl.Program(model, x, x)
+    each = [program.log_prior({n: v[i] for n, v in draws.items()}).item() for i in range(6)]
+    np.testing.assert_allclose(total, each, rtol=1e-5)
+
+
+def test_the_prior_alone():
+    data = _plates_data()
+    found = to_arviz(plates, None, *data, prior_samples=30, seed=3)
+    assert _names(found) == {"prior", "prior_predictive", "observed_data", "constant_data"}
+    assert found["prior"]["mean"].dims == ("chain", "draw", "data")
+    assert found["prior_predictive"]["y"].shape == (1, 30, 6)
+    guide = bdl.guides.AutoMeanField(plates).prototype(*data)
+    other = to_arviz(plates, guide, *data, num_samples=2, prior_samples=30, seed=3)
+    assert _names(other) - _names(found) == {
+        "posterior", "posterior_predictive", "sample_stats", "log_prior", "log_likelihood"
+    }  # fmt: skip
+    with pytest.raises(bdl.errors.UnsupportedProgramError, match="cannot be sampled: the factor"):
+        to_arviz(_all_priors, None, data[0], data[0])
+    with pytest.raises(ValueError, match="prior_samples"):
+        to_arviz(plates, None, *data, prior_samples=0)
 
 
 def test_classes_and_keyword_arguments():
@@ -343,13 +408,106 @@ def test_arvizs_statistics_and_plots(both, name):
     loo = arviz.loo(data, pointwise=True, var_name="y")
     assert np.isfinite(loo.elpd_loo if OLD else loo.elpd)
     assert set(arviz.compare(both).index) == {"guide", "nuts"}
-    arviz.plot_khat(loo)
     arviz.plot_forest(data, var_names=["noise", "2.weight"])
-    if name == "nuts":
-        arviz.plot_energy(data)
     arviz.plot_loo_pit(data, **({"y": "y"} if OLD else {"var_names": ["y"]}))
     assert any(axes.has_data() for n in pyplot.get_fignums() for axes in pyplot.figure(n).axes)
     pyplot.close("all")
+
+
+def schools(sigma, y=None):
+    """Eight schools, not centered: the effects are a deterministic site, another is in no plate."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    tau = pyro.sample("tau", dist.HalfCauchy(5.0))
+    with pyro.plate("schools", 8):
+        raw = pyro.sample("raw", dist.Normal(0.0, 1.0))
+        theta = pyro.deterministic("theta", mu + tau * raw)
+        pyro.sample("y", dist.Normal(theta, sigma), obs=y)
+    pyro.deterministic("spread", theta.max() - theta.min())
+
+
+SIGMA = torch.tensor([15.0, 10, 16, 11, 9, 11, 10, 18])
+EFFECTS = torch.tensor([28.0, 8, -3, 7, -1, 1, 18, 12])
+
+
+@pytest.fixture(scope="module")
+def hierarchy():
+    """Chains with all statistics of NUTS, as ArviZ is given them."""
+    torch.manual_seed(0)
+    latents = {
+        "mu": 4 + 3 * torch.randn(2, 200),
+        "tau": (1 + 0.5 * torch.randn(2, 200)).exp(),
+        "raw": torch.randn(2, 200, 8),
+    }
+    stats = {
+        "potential_energy": torch.randn(2, 200),
+        "energy": torch.randn(2, 200),
+        "num_steps": torch.full((2, 200), 7),
+        "diverging": torch.arange(400).reshape(2, 200) % 50 == 0,
+    }
+    info = {"kernel": "nuts", "ended_early": False, "options": {"max_tree_depth": 8}}
+    samples = Samples(latents, stats, info)
+    return to_arviz(schools, samples, SIGMA, EFFECTS, prior_samples=50)
+
+
+NAMED = {"var_names": ["mu", "tau", "theta"]}
+USUAL_CALLS = {
+    "summary": lambda data: arviz.summary(data, **NAMED),
+    "forest": lambda data: arviz.plot_forest(data, var_names=["theta", "spread"], combined=True),
+    "trace": lambda data: arviz.plot_trace(data, **NAMED),
+    "rank": lambda data: arviz.plot_rank(data, **NAMED),
+    "loo": lambda data: arviz.loo(data, pointwise=True),
+    "khat": lambda data: arviz.plot_khat(arviz.loo(data, pointwise=True)),
+    "compare": lambda data: arviz.compare({"a": data, "b": data}),
+    "energy": lambda data: arviz.plot_energy(data),
+}
+USUAL_CALLS |= (
+    {
+        "ppc": lambda data: arviz.plot_ppc(data, num_pp_samples=20),
+        "prior ppc": lambda data: arviz.plot_ppc(data, group="prior", num_pp_samples=20),
+        "bpv": lambda data: arviz.plot_bpv(data),
+        "loo_pit": lambda data: arviz.plot_loo_pit(data, y="y"),
+        "pair": lambda data: arviz.plot_pair(data, var_names=["mu", "tau"], divergences=True),
+    }
+    if OLD
+    else {
+        "ppc": lambda data: arviz.plot_ppc_dist(data),
+        "prior ppc": lambda data: arviz.plot_ppc_dist(data, group="prior_predictive"),
+        "ppc_pit": lambda data: arviz.plot_ppc_pit(data),
+        "loo_pit": lambda data: arviz.plot_loo_pit(data),
+        "pair": lambda data: arviz.plot_pair(
+            data, var_names=["mu", "tau"], visuals={"divergence": True}
+        ),
+        "psense": lambda data: arviz.psense_summary(data, var_names=["mu", "tau"]),
+        "psense by site": lambda data: arviz.psense_summary(data, prior_var_names=["tau"]),
+        "plot_psense": lambda data: arviz.plot_psense_dist(data, var_names=["mu", "tau"]),
+    }
+)
+
+
+@pytest.mark.parametrize("name", USUAL_CALLS)
+@pytest.mark.filterwarnings("ignore")
+def test_the_usual_calls(hierarchy, name):
+    """With no names but those of the program's own sites."""
+    found = USUAL_CALLS[name](hierarchy)
+    if name == "summary":
+        theta = hierarchy["posterior"]["theta"]
+        assert list(found.index) == ["mu", "tau", *(f"theta[{i}]" for i in range(8))]
+        mean = float(theta[..., 3].mean())
+        assert float(found["mean"]["theta[3]"]) == pytest.approx(mean, abs=0.06)
+        assert theta.dims == ("chain", "draw", "schools")
+    pyplot.close("all")
+
+
+def test_the_files_of_an_export(hierarchy, tmp_path):
+    """All that a sampler says of itself can be written."""
+    path = str(tmp_path / "schools.nc")
+    hierarchy.to_netcdf(path)
+    again = arviz.from_netcdf(path) if OLD else xarray.open_datatree(path)
+    assert again["posterior"].attrs["kernel"] == "nuts"
+    assert json.loads(again["posterior"].attrs["options"]) == {"max_tree_depth": 8}
+    np.testing.assert_array_equal(
+        again["sample_stats"]["diverging"], hierarchy["sample_stats"]["diverging"]
+    )
 
 
 # What it refuses, and what it leaves alone
@@ -382,7 +540,7 @@ def test_a_likelihood_that_is_a_factor():
     x = torch.randn(4)
     guide = bdl.guides.AutoMeanField(model).prototype(x)
     data = to_arviz(model, guide, x, num_samples=5, prior_samples=3)
-    assert _names(data) == {"posterior", "sample_stats", "prior", "constant_data"}
+    assert _names(data) == {"posterior", "sample_stats", "log_prior", "prior", "constant_data"}
     w = torch.from_numpy(data["posterior"]["w"].values)[0]
     expected = dist.Normal(0.0, 1.0).log_prob(w) - (w[:, None] - x).square().sum(-1)
     np.testing.assert_allclose(data["sample_stats"]["lp"].values[0], expected, rtol=1e-5)

@@ -26,6 +26,7 @@ def compare(
     left_out: Mapping[str, KFold] | None = None,
     units: tuple[float, float] = (1.0, 0.0),
     observed: str | Collection[str] | None = None,
+    latents: str | Collection[str] | None = None,
     seed: int = 0,
     progress: bool | None = None,
 ) -> Comparison:
@@ -82,6 +83,9 @@ def compare(
     :param units: (scale, shift): the target in its own units is ``y * scale + shift``; a regression
         is reported in its own units.
     :param observed: names of the observed sites that are scored, as ("y", "z"); all by default.
+    :param latents: names of the latent sites that are compared too; by default those that are no
+        weights of a network, of which at most 1000 numbers. A posterior with one that is far from
+        the reference's is far, and ``Comparison.latents`` has all of them.
     :param seed: seed of the guides' draws and the noise of predictions.
     :param progress: show bars, in terminals and notebooks, for what takes longer than a second.
     :raises TypeError: for a value that is not a posterior, or data that are not tensors.
@@ -112,7 +116,8 @@ def compare(
             )
     read = partial(
         Setting.read, test=test, train=train, ood=ood, units=units, num_samples=num_samples,
-        batch_norm_data=batch_norm_data, sites=observed, seed=seed, progress=progress,
+        batch_norm_data=batch_norm_data, sites=observed, latents=latents, seed=seed,
+        progress=progress,
     )  # fmt: skip
     own = {name: q for name, q in posteriors.items() if isinstance(q, tuple)}
     others = [q for name, q in posteriors.items() if name not in own]

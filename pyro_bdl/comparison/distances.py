@@ -16,7 +16,7 @@ A metric names its inputs by ``of``. Each input is a pair, of the posterior and 
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ EQUIVALENT, NEAR = 0.25, 0.5  # of the distance of a point: the bands of "alike"
 BY_CHANCE = 2.5  # Monte Carlo errors by which the distances of equal posteriors may differ
 _ERRORS_AT_POINTS = 3.0  # at single points, of which some of many are off by two errors by chance
 
-Numbers = dict[str, float]
+Numbers = dict[str, Any]
 Pair = tuple[Any, Any]
 GROUP = "distance to {reference}"
 distance = partial(metric, group=GROUP, error=True)
@@ -164,6 +164,17 @@ def error_of_probabilities(a: Tensor, b: Tensor) -> Tensor:
     return metrics.mean_error(a, b)
 
 
+@metric("latent W1", "", group=GROUP, error=True)
+def latent_w1() -> None:
+    """Wasserstein-1 distance of the named latent that is worst, in sds of the reference's, with its
+    Monte Carlo error. A point at the reference's mean has 0.8 if it is Normal."""
+
+
+@metric("of", "", group=GROUP, style="text")
+def latent() -> None:
+    """The named latent that is the farthest from the reference's, against a point's distance."""
+
+
 @metric("resolved", "", group=GROUP, detail=True)
 def resolution() -> None:
     """W1 that the draws resolve: up to there an equal posterior may be by chance, with 2.5 Monte
@@ -223,6 +234,7 @@ def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
     error = math.hypot(numbers.get("mean_shift_se", math.nan), seen - shift)
     numbers |= {"mean_shift": shift, "mean_shift_se": error}
     numbers |= _shares(*inputs["function"], groups)
+    numbers |= worst_latent(evaluation, reference)
     return numbers | {"resolution": resolved(evaluation, reference, numbers["wasserstein_se"])}
 
 
@@ -251,6 +263,70 @@ def _shares(a: Tensor, b: Tensor, groups: int) -> Numbers:
     if errors.isnan().any():
         return dict.fromkeys(beyond, math.nan)
     return {key: float(there.double().mean()) for key, there in beyond.items()}
+
+
+class LatentDistances(NamedTuple):
+    """W1 of each named latent that two posteriors have, in sds b of the reference's; ``(K,)``.
+
+    :param names: K names.
+    :param distances: W1 / b.
+    :param errors: their Monte Carlo errors; NaN where they are unknown.
+    :param limits: half of the distance of a point at the reference's mean, over b.
+    """
+
+    names: tuple[str, ...]
+    distances: Tensor
+    errors: Tensor
+    limits: Tensor
+
+
+def latent_distances(evaluation: Evaluation, reference: Evaluation) -> LatentDistances | None:
+    """The distances of the named latents; None if the posteriors have none in common, or only
+    constants."""
+    if evaluation.latents is None or reference.latents is None:
+        return None
+    of_reference = {name: k for k, name in enumerate(reference.latent_names)}
+    pairs = [(k, of_reference[n]) for k, n in enumerate(evaluation.latent_names)
+             if n in of_reference]  # fmt: skip
+    sd = sd_of_draws(reference.latents)
+    pairs = [(ours, theirs) for ours, theirs in pairs if sd[theirs] > 0]
+    if not pairs:
+        return None
+    ours, theirs = map(list, zip(*pairs, strict=True))
+    b = reference.latents[:, theirs].double() / sd[theirs]
+    a = evaluation.latents[:, ours].to(b) / sd[theirs]
+    errors = monte_carlo_error(
+        wasserstein1_at_points, a, b, groups=groups_of(evaluation, reference)
+    )
+    errors = errors * enlarged(
+        _ERRORS_AT_POINTS, (1.0, max(1, groups_of(evaluation, reference) - 1))
+    )
+    return LatentDistances(
+        tuple(reference.latent_names[k] for k in theirs),
+        wasserstein1_at_points(a, b).cpu(),
+        errors.cpu(),
+        NEAR * wasserstein1_at_points(b.mean(0, keepdim=True), b).cpu(),
+    )
+
+
+def worst_latent(evaluation: Evaluation, reference: Evaluation) -> Numbers:
+    """The named latent that is the farthest, its distance, and whether it is beyond half of a
+    point's: ``latent_beyond`` as the draws show it, ``latent_far`` with three errors to spare."""
+    found = latent_distances(evaluation, reference)
+    if found is None:
+        return {}
+    far = found.distances - _ERRORS_AT_POINTS * found.errors > found.limits
+    excess = found.distances / found.limits
+    k = int((excess + far * excess.max()).argmax())  # one that is far first
+    numbers: dict[str, Any] = {
+        "latent": found.names[k],
+        "latent_w1": float(found.distances[k]),
+        "latent_w1_se": float(found.errors[k]),
+        "latent_limit": float(found.limits[k]),
+        "latent_beyond": float((excess > 1).any()),
+        "latent_far": float(far.any()),
+    }
+    return numbers
 
 
 def _without_noise(shift: float, evaluation: Evaluation, reference: Evaluation) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,6 +74,8 @@ class Evaluation:
     :param seen: how many numbers of the test targets were seen, and how many there are; those that
         masks leave out of the likelihood count in no score.
     :param factors: the program's factors, which are likelihood that no score counts.
+    :param latents: ``(S, K)``, draws of at most 1000 numbers of the named latents; None without.
+    :param latent_names: their names, as "tau" or "theta[3]".
     """
 
     task: str
@@ -93,6 +96,8 @@ class Evaluation:
     loo: LeftOut | None = None
     seen: tuple[int, int] | None = None
     factors: tuple[str, ...] = ()
+    latents: Tensor | None = None
+    latent_names: tuple[str, ...] = ()
 
     @property
     def effective(self) -> float:
@@ -103,7 +108,7 @@ class Evaluation:
         """Two halves: half of the chains and the other half, or both ends of a single chain."""
         parts: dict[str, Any] = {
             name: halves(value, chains=self.chains)
-            for name in ("function", "expected", "noise")
+            for name in ("function", "expected", "noise", "latents")
             if (value := getattr(self, name)) is not None
         }
         chains = (1, 1) if self.chains == 1 else (self.chains // 2, -(-self.chains // 2))
@@ -157,6 +162,7 @@ def evaluate(
     left_out: KFold | None = None,
     units: tuple[float, float] = (1.0, 0.0),
     observed: str | Collection[str] | None = None,
+    latents: str | Collection[str] | None = None,
     seed: int = 0,
     progress: bool | None = None,
 ) -> Evaluation:
@@ -174,7 +180,8 @@ def evaluate(
     """
     setting = Setting.read(
         model, posterior, test=test, train=train, ood=ood, units=units, num_samples=num_samples,
-        batch_norm_data=batch_norm_data, sites=observed, seed=seed, progress=progress,
+        batch_norm_data=batch_norm_data, sites=observed, latents=latents, seed=seed,
+        progress=progress,
     )  # fmt: skip
     return evaluate_in(setting, posterior, costs or Costs(), left_out)
 
@@ -236,6 +243,8 @@ class _Draws:
         """The evaluation without its numbers but the points', and the inputs of metrics."""
         data, chains = self.setting, self.chains
         evaluation, inputs, density = _scored(data, self._blocks(), chains)
+        draws, names = self._named()
+        evaluation = replace(evaluation, latents=draws, latent_names=names)
         inputs["drawing"] = self.seconds, self.count
         if data.ood is not None:
             block = observe(self.predictive, data.kind, data.ood, None).in_units(*data.units)
@@ -249,6 +258,22 @@ class _Draws:
             )
             inputs["mixing"] = (Mixing.of(function, chains),)
         return evaluation, inputs
+
+    def _named(self) -> tuple[Tensor | None, tuple[str, ...]]:
+        """Draws of the named latents, (S, K), and the names of the numbers."""
+        predictive: Any = self.predictive
+        samples, chosen = predictive.samples, self.setting.latents
+        values = predictive.latents() if samples is None else samples.flat()
+        numbers, names = [], []
+        for site in chosen:
+            shape = values[site].shape[1:]
+            numbers.append(values[site].reshape(len(values[site]), -1))
+            names += [f"{site}{list(index) if index else ''}" for index in np.ndindex(*shape)]
+        if not names:
+            return None, ()
+        places = spaced(len(names))
+        kept = torch.cat(numbers, 1)[:, places.to(numbers[0].device)]
+        return kept, tuple(names[place] for place in places.tolist())
 
     def _blocks(self) -> Iterator[Block]:
         data = self.setting

@@ -33,8 +33,9 @@ BY_DISTANCE = (
     "Ranked by the Wasserstein-1 distance (W1) of the function to {reference}, averaged over the "
     "test points, in distances of a point at {reference}'s mean. Alike: at most a quarter. Usable: "
     "at most half. Each with two Monte Carlo errors to spare, so that more draws never lower a "
-    "grade, and at 95 % of the test points. Far: more than half, on average or at more than 5 % of "
-    "the test points. Undecided: the draws are too few to say."
+    "grade, and at 95 % of the test points, with all named latents within half. Far: more than "
+    "half, on average, at more than 5 % of the test points or for a named latent. Undecided: the "
+    "draws are too few to say."
 )
 BY_SCORE = (
     "Ranked by NLPD on the test data, since there is no reference. Worse: beyond two standard "
@@ -177,6 +178,8 @@ _LOCAL = Check(
     "far_at", "farther than half of a point's distance at {} of the test points", high=LOCAL,
     above="far in places", style="percent",
 )  # fmt: skip
+_LATENT = Check("latent_w1", "W1 {} of the reference's sds for the latent ")
+_FAR_LATENT = "{latent} is far"
 _KHAT = Check(
     "khat_high", "k-hat above 0.7 at {} of the test points", high=LOCAL,
     above="does not cover the reference", style="percent",
@@ -315,8 +318,10 @@ def _group(row: Row, point: float) -> str:
     if math.isnan(row["resolution"]):
         return UNDECIDED
     is_far = distance > row["resolution"] and distance - ERRORS * error > NEAR * point
-    if is_far or row["far_at"] > LOCAL:
+    if is_far or row["far_at"] > LOCAL or row["latent_far"] > 0:
         return FAR
+    if row["latent_beyond"] > 0:
+        return UNDECIDED
     bands = (ALIKE, EQUIVALENT, "not_alike_at"), (USABLE, NEAR, "not_usable_at")
     for group, limit, share in bands:
         if distance + ERRORS * error <= limit * point and not row[share] > LOCAL:
@@ -381,7 +386,7 @@ def findings(row: Row, reference: Row | None, points: int) -> tuple[Finding, ...
         average = [_spread(row), _MEAN.of(row)]
         if not any(finding is not None and finding.fault for finding in average):
             average += [_LOCAL.of(row), _KHAT.of(row)]  # what the averages hide
-        found += average
+        found += [*average, _latent(row)]
         if not any(side["high_k"] > 0 for side in (row, reference)):
             found.append(_LEFT_OUT.of(row))
     found += [_coverage(row, points), *gates(row)]
@@ -404,6 +409,14 @@ def gates(row: Row) -> list[Finding]:
     cut = _CUT.of(row, remedy=_DEEPER if is_slow else "")
     others = (*(check.of(row) for check in _HAMILTONIAN), cut, _MODES.of(row))
     return [finding for finding in (*mixing, *others) if finding is not None]
+
+
+def _latent(row: Row) -> Finding | None:
+    """The named latent that is the farthest, if it is far."""
+    if not row["latent_far"] > 0:
+        return None
+    what, limit = f"{_LATENT.what}{row['latent']}", row["latent_limit"]
+    return _LATENT.of(row, what=what, high=limit, above=_FAR_LATENT.format_map(row))
 
 
 def _spread(row: Row) -> Finding | None:
@@ -493,7 +506,8 @@ def _details(
     if math.isnan(error):
         details = [_FEW if DISTANCE in row else "unknown"]
     if group == FAR:
-        details.append(fault)
+        far_latent = [_FAR_LATENT.format_map(row)] if row["latent_far"] > 0 else []
+        details += dict.fromkeys([fault, *far_latent])
     seconds, base = row["seconds"], 0.0 if reference is None else rows[reference]["seconds"]
     if group in (ALIKE, USABLE) and not math.isnan(seconds):
         details.append(_share(seconds / base, reference) if base > 0 else f"{seconds:.2g} s")

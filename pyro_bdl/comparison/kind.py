@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from pyro.nn import PyroModule
+from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from pyro_bdl.distributions.moments import observation_kind, observation_mean
@@ -27,6 +28,7 @@ from pyro_bdl.guides.draws import to_samples
 from pyro_bdl.predictive.predictor import unknown_kinds
 from pyro_bdl.program.batches import has_rows, leading_size, taken
 from pyro_bdl.program.layout import Latent
+from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.rows import along_rows, plate_of_rows
 from pyro_bdl.program.trace import Run, Site, leave_open, record
@@ -88,6 +90,7 @@ class Kind:
     :param most_rows: the program's ``num_data``, beyond which it takes no targets; None for any.
     :param is_masked: whether a mask tensor leaves data out of the likelihood.
     :param factors: its factors, which belong to no datum and are not scored.
+    :param named: its latent sites that are no weights of a network, nor scales of their priors.
     """
 
     sites: Mapping[str, str]
@@ -103,6 +106,7 @@ class Kind:
     most_rows: int | None = None
     is_masked: bool = False
     factors: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
 
     @property
     def is_single(self) -> bool:
@@ -343,6 +347,7 @@ def _kind_of(
         unknown=unknown,
         most_rows=_stated_num_data(model),
         is_masked=any(site.is_masked for site in sites.values()),
+        named=() if program is None else named_latents(program),
         factors=() if program is None else program.factors,
     )
 
@@ -405,6 +410,31 @@ def _first_run(
         if site.value is not None and site.mask is not False
     }
     return replace(run, observed=sites), program, at
+
+
+def named_latents(program: Program) -> tuple[str, ...]:
+    """The latent sites that are no weights of a network, nor below such a site's name.
+
+    Weights are the sites of ``bayesianize``, and what a Pyro module that is a layer of ``torch.nn``
+    samples. They are not identified, since hidden units can be permuted.
+    """
+    weights = []
+    for module in program.modules:
+        if isinstance(module, SampledNetwork):
+            weights += [module.site_prefix + name for name in module.sites]
+    if isinstance(program.model, nn.Module):
+        layers = (n for n, m in program.model.named_modules() if n and _is_layer(m))
+        weights += layers
+    below = tuple(f"{name}." for name in weights)
+    return tuple(n for n in program.latents if n not in weights and not n.startswith(below))
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Return whether a Pyro module is a layer of ``torch.nn``, as ``PyroModule[nn.Linear]``."""
+    kinds = (kind for kind in type(module).__mro__ if kind is not nn.Module)
+    return isinstance(module, PyroModule) and any(
+        kind.__module__.startswith("torch.nn.modules") for kind in kinds
+    )
 
 
 @torch.enable_grad()

@@ -38,6 +38,7 @@ class Setting:
     :param seen: which of them masks do not leave out; None where they leave out none.
     :param train: the training data, or None.
     :param ood: out-of-distribution inputs, or None.
+    :param latents: names of the latent sites that are compared too.
     :param units: scale and shift to the target's own units.
     :param num_samples: draws of a guide.
     :param batch_norm_data: see ``Predictive``.
@@ -52,6 +53,7 @@ class Setting:
     seen: Seen | None
     train: tuple | None
     ood: tuple | None
+    latents: tuple[str, ...]
     units: tuple[float, float]
     num_samples: int
     batch_norm_data: Any
@@ -62,12 +64,14 @@ class Setting:
     def read(
         cls, model: Callable, posterior: Any, *, test: Any, train: Any, ood: Any,
         units: tuple[float, float], num_samples: int, seed: int,
-        sites: str | Collection[str] | None = None, **options: Any,
+        sites: str | Collection[str] | None = None,
+        latents: str | Collection[str] | None = None, **options: Any,
     ) -> "Setting":  # fmt: skip
         """Check the data and read what the program observes.
 
         :param posterior: one that gives values to latents with an improper prior.
         :param sites: the observed sites that are scored; all by default.
+        :param latents: the latent sites that are compared; by default those that are no weights.
         :raises TypeError: for data that are not tensors.
         :raises ValueError: for data or units that do not fit, and NaN.
         """
@@ -109,8 +113,18 @@ class Setting:
             with seeded(seed):
                 needed = needs_targets(model, kind, args, posterior)
             ood = (*ood, args[-1][:1].expand(leading_size(ood), *y.shape[1:]) if needed else None)
+        names = (latents,) if isinstance(latents, str) else latents
+        known = kind.named if kind.latents is None else kind.latents
+        if unknown := [name for name in names or () if name not in known]:
+            raise ValueError(
+                f"latents={unknown[0]!r} is no latent site of the program, which has "
+                f"{', '.join(map(repr, known)) or 'none'}"
+            )
+        chosen = kind.named if names is None else tuple(names)
         units = units if kind.task == "regression" else (1.0, 0.0)
-        return cls(model, kind, args, y, seen, train, ood, units, num_samples, seed=seed, **options)
+        return cls(
+            model, kind, args, y, seen, train, ood, chosen, units, num_samples, seed=seed, **options
+        )
 
 
 def _in_memory(name: str, parts: Any, device: torch.device | None) -> Any:

@@ -18,6 +18,7 @@ from pyro_bdl.comparison.distances import (
     distance_of_point,
     distances,
     floor,
+    latent_distances,
     sd_ratios,
 )
 from pyro_bdl.comparison.evaluate import Evaluation
@@ -123,6 +124,31 @@ class Comparison:
         """Posterior to a sentence computed from its numbers."""
         verdicts = {name: judgment.verdict for name, judgment in self.judgments.items()}
         return {**verdicts, **self.baselines, **self.left_out}
+
+    @property
+    def latents(self) -> "pd.DataFrame":
+        """A row for each posterior and number of a named latent, in the posteriors' order: ``mean``
+        and ``sd`` of its draws, and beside the reference ``w1``, W1 in sds of the reference's, with
+        its Monte Carlo error ``w1_se``."""
+        import pandas as pd
+
+        rows: dict[tuple[str, str], dict[str, float]] = {}
+        reference = None if self.reference is None else self.evaluations[self.reference]
+        for name in self.judgments:
+            evaluation = self.evaluations[name]
+            if evaluation.latents is None:
+                continue
+            draws = evaluation.latents.double()
+            moments = zip(draws.mean(0).tolist(), draws.std(0).tolist(), strict=True)
+            for latent, (mean, sd) in zip(evaluation.latent_names, moments, strict=True):
+                rows[name, latent] = {"mean": mean, "sd": sd}
+            found = None if reference is None else latent_distances(evaluation, reference)
+            if found is not None and name != self.reference:
+                numbers = found.distances.tolist(), found.errors.tolist()
+                for latent, w1, error in zip(found.names, *numbers, strict=True):
+                    rows[name, latent] |= {"w1": w1, "w1_se": error}
+        table = pd.DataFrame.from_dict(rows, orient="index")
+        return table if table.empty else table.rename_axis(["posterior", "latent"])
 
     def to_text(self, width: int | None = _WIDTH, *, details: bool = False) -> str:
         """Summary, warnings, table, verdicts and notes.

@@ -15,6 +15,7 @@ from pyro_bdl.plots.predictions import (
     predictive_bands,
     probability_maps,
 )
+from pyro_bdl.plots.prior import prior_predictive
 from pyro_bdl.plots.style import styles, use_style
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "intervals",
     "pit_histogram",
     "predictive_bands",
+    "prior_predictive",
     "probability_maps",
     "rank_histograms",
     "ranks",

@@ -1,5 +1,6 @@
 """The sites of a network's weights, their marks, and arguments of plates of networks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,12 @@ class SampledNetwork:
 
     :param network: the network.
     :param site_prefix: the site of the parameter ``name`` is ``site_prefix + name``.
+    :param sites: the names of the parameters that are sampled.
     """
 
     network: nn.Module
     site_prefix: str
+    sites: Sequence[str]
 
     def check_layers(self) -> None:
         """Check that the network still has the layers whose weights are sampled."""

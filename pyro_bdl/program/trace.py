@@ -22,6 +22,7 @@ from pyro_bdl.distributions.copies import (
     without_masks,
     without_validation,
 )
+from pyro_bdl.distributions.families import sample_of
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.check import explain
 from pyro_bdl.program.discrete import Enumeration, SummedOut, sum_out, why_not_enumerable
@@ -461,7 +462,11 @@ def sample_open(msg: Any) -> None:
 def sample_any_open(msg: Any) -> None:
     """As ``sample_open``, also at a network's weights."""
     msg["infer"]["_open"] = True
-    msg["value"] = msg["fn"].sample()  # not rsample, which vmap refuses
+    try:
+        msg["value"] = sample_of(msg["fn"])
+    except RuntimeError as error:  # of vmap
+        error.add_note(f"at the draw of the site '{msg['name']}', {type(msg['fn']).__name__}")
+        raise
     msg["done"] = True
 
 

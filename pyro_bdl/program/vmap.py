@@ -114,7 +114,8 @@ class DrawMap:
                     )
                 return _vmapped(at, varying, number_of_draws(draws))
             except RuntimeError as error:
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                lines = str(error).splitlines() or [type(error).__name__]
+                reason = ", ".join([lines[0], *getattr(error, "__notes__", ())])
                 again = not isinstance(error, torch.OutOfMemoryError)
             if not (fixed and again):
                 break

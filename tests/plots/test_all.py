@@ -28,6 +28,7 @@ def _figures(make):
     inside = {"map": (y > 0).to(x)}
     return [
         plots.predictive_bands(x, draws, x_train=x, y_train=y, **known),
+        plots.prior_predictive(x, draws, y=y),
         plots.calibration(draws, y, task="regression", **known),
         plots.calibration(probabilities, (y[:5] > 0).long(), task="classification", **known),
         plots.pit_histogram({name: q[0].sigmoid() for name, q in draws.items()}, **known),

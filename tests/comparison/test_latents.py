@@ -1,0 +1,123 @@
+"""Named latents in a comparison: their distances, the groups that they decide, and their names."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.nn import PyroModule, PyroSample
+from torch import nn
+
+import pyro_bdl as bdl
+
+X = torch.linspace(-1, 1, 40)
+
+
+def hierarchy(x, y=None):
+    """A function that knows only mu: tau and raw are the prior's."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    pyro.sample("tau", dist.HalfNormal(1.0))
+    with pyro.plate("groups", 3):
+        pyro.sample("raw", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mu * x, 1.0), obs=y)
+
+
+def _draws(seed, scale=1.0, shift=0.0, count=1000):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(2, count, *shape, generator=generator)
+
+    tau = scale * normal().abs()
+    return bdl.Samples({"mu": 0.2 * normal(), "tau": tau, "raw": normal(3) + shift})
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    posteriors = {
+        "nuts": _draws(0), "same": _draws(1), "wide": _draws(2, scale=3.0),
+        "off": _draws(3, shift=torch.tensor([0.0, 0.0, 2.0])),
+    }  # fmt: skip
+    return bdl.compare(hierarchy, posteriors, X, X)
+
+
+def test_a_posterior_with_a_far_latent_is_far(comparison):
+    groups = {name: judgment.group for name, judgment in comparison.judgments.items()}
+    assert groups["same"] in ("alike", "usable")
+    assert groups["wide"] == groups["off"] == "far"
+    assert "wide (" in comparison.summary.split("Far: ")[1]
+    assert "tau is far" in comparison.summary and "raw[2] is far" in comparison.summary
+    assert "for the latent tau: tau is far" in comparison.verdicts["wide"]
+    assert "latent" not in comparison.verdicts["same"]
+    assert list(comparison.table.loc[["wide", "off"], "latent"]) == ["tau", "raw[2]"]
+
+
+def test_the_distances_are_those_of_the_laws(comparison):
+    """W1 of a scaled half Normal is the difference of the means, that of a shift the shift."""
+    table = comparison.latents
+    assert list(table.loc["nuts"].index) == ["mu", "tau", "raw[0]", "raw[1]", "raw[2]"]
+    assert table.loc["nuts", "w1"].isna().all()
+    mean, sd = (2 / torch.pi) ** 0.5, (1 - 2 / torch.pi) ** 0.5
+    for posterior, latent, expected in (
+        ("wide", "tau", 2 * mean / sd), ("off", "raw[2]", 2.0), ("same", "mu", 0.0)
+    ):  # fmt: skip
+        row = table.loc[(posterior, latent)]
+        assert row["w1"] == pytest.approx(expected, abs=4 * row["w1_se"])
+        assert row["w1_se"] < 0.1
+    row = table.loc[("wide", "tau")]
+    assert row["mean"] == pytest.approx(3 * mean, rel=0.1)
+    assert row["sd"] == pytest.approx(3 * sd, rel=0.1)
+
+
+def test_too_few_draws_leave_it_undecided():
+    """Beyond half of a point's distance as the draws show it, and not clearly."""
+    posteriors = {"nuts": _draws(0), "off": _draws(1, shift=0.45, count=12)}
+    found = bdl.compare(hierarchy, posteriors, X, X, latents=["raw"])
+    row = found.table.loc["off"]
+    assert row["latent_beyond"] == 1 and row["latent_far"] == 0
+    assert found.judgments["off"].group == "undecided"
+
+
+def test_they_are_chosen_by_name():
+    posteriors = {"nuts": _draws(0), "wide": _draws(2, scale=3.0)}
+    found = bdl.compare(hierarchy, posteriors, X, X, latents="mu")
+    assert found.judgments["wide"].group in ("alike", "usable")
+    assert set(found.latents.index.get_level_values("latent")) == {"mu"}
+    assert bdl.compare(hierarchy, posteriors, X, X, latents=[]).latents.empty
+    with pytest.raises(ValueError, match=r"latents='nu' is no latent .* 'mu', 'tau', 'raw'"):
+        bdl.compare(hierarchy, posteriors, X, X, latents=["nu"])
+
+
+class Plain(PyroModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = PyroModule[nn.Linear](1, 1)
+        self.layer.weight = PyroSample(dist.Normal(0.0, 1.0).expand([1, 1]).to_event(2))
+        self.sigma = PyroSample(dist.HalfNormal(1.0))
+
+    def forward(self, x, y=None):
+        f = self.layer(x)[:, 0]
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, self.sigma), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (lambda: bdl.models.Regression(bdl.bayesianize(nn.Linear(1, 1))), {"noise"}),
+        (lambda: bdl.models.Regression(
+            bdl.bayesianize(nn.Linear(1, 1), prior=bdl.priors.Horseshoe())
+        ), {"noise"}),
+        (Plain, {"sigma"}),
+    ],
+    ids=["bayesianize", "horseshoe", "PyroModule"],
+)  # fmt: skip
+def test_weights_of_networks_are_left_out(model, named, tmp_path):
+    model, x = model(), X[:, None]
+    guide = bdl.guides.AutoMeanField(model).prototype(x, X)
+    evaluation = bdl.evaluate(model, guide, x, X, num_samples=50)
+    assert {name.split("[")[0] for name in evaluation.latent_names} == named
+    assert evaluation.latents.shape == (50, len(evaluation.latent_names))
+    again = bdl.Evaluation.load(evaluation.save(tmp_path / "evaluation"))
+    assert again.latent_names == evaluation.latent_names
+    assert torch.equal(again.latents, evaluation.latents)
