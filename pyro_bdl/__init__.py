@@ -29,6 +29,7 @@ from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.costs import Costs
 from pyro_bdl.comparison.evaluate import Evaluation, evaluate
 from pyro_bdl.comparison.leave_one_out import KFold, k_fold
+from pyro_bdl.comparison.loo import loo
 from pyro_bdl.comparison.observe import PredictiveDraws
 from pyro_bdl.comparison.table import Comparison, compare_evaluations
 from pyro_bdl.freezing import freeze
@@ -82,6 +83,7 @@ __all__ = [
     "init",
     "k_fold",
     "load_posterior",
+    "loo",
     "mcmc",
     "metrics",
     "models",

@@ -23,6 +23,7 @@ from pyro_bdl.diagnostics.loo import (
     standard_error,
     subsampled_loo,
 )
+from pyro_bdl.diagnostics.psis import smooth
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import DRAWS_AT_ONCE, log_densities_of
@@ -426,8 +427,8 @@ def k_fold(
     jobs = (
         (fit, args, (fold == k).to(device), num_samples, seed + k) for k in range(folds)
     )  # independent draws, whose errors do not add up
-    results = results_of(_without_fold, jobs, "folds", n_jobs=n_jobs, progress=progress)
-    for k, (density, over_draws, seen_rows) in enumerate(results):
+    results = results_of(without_fold, jobs, "folds", n_jobs=n_jobs, progress=progress)
+    for k, (density, over_draws, seen_rows, _) in enumerate(results):
         inside = (fold == k).to(device)
         pointwise[inside], seen[fold == k] = density.to(pointwise), seen_rows
         variance += over_draws**2
@@ -436,9 +437,9 @@ def k_fold(
     return KFold(elpd, se, pointwise, fold, args[-1], math.sqrt(variance))
 
 
-def _without_fold(
+def without_fold(
     fit: Callable[..., Any], args: tuple, held: Tensor, num_samples: int, seed: int
-) -> tuple[Tensor, float, Tensor]:
+) -> tuple[Tensor, float, Tensor, Tensor]:
     """``_log_density`` of the rows that are held back, fitted to the others."""
     train, test = (taken(args, mask.nonzero().flatten()) for mask in (~held, held))
     with seeded(seed):
@@ -449,24 +450,26 @@ def _without_fold(
 @torch.no_grad()
 def _log_density(
     model: Callable, posterior: Any, args: tuple, num_samples: int
-) -> tuple[Tensor, float, Tensor]:
-    """log E p(y_n | w) of each row, ``(N,)``, the error over the draws of its sum, and whether
-    anything of the row was seen."""
+) -> tuple[Tensor, float, Tensor, Tensor]:
+    """log E p(y_n | w) of each row, ``(N,)``, the error over the draws of its sum, whether anything
+    of the row was seen, and k-hat of p(y_n | w) over the draws."""
     kind, _, seen = observed(model, args, posterior, draws=num_samples)
     if not kind.by_rows or kind.is_joint:
         raise ValueError(
             f"k_fold leaves out rows, and the observed sites {', '.join(map(repr, kind.sites))} "
             "have no common plate with a cell for each row"
         )
-    predictive, parts = predictor(model, posterior, num_samples, unknown=kind.unknown), []
+    predictive = predictor(model, posterior, num_samples, unknown=kind.unknown)
+    parts, tails = [], []
     without: Any = torch.full((GROUPS,), math.nan, device="cpu")
     for part, _ in kind.batches(args, num_samples):
         density = log_densities(predictive, kind, part).double()
         rows = density.reshape(len(density), leading_size(part), -1).sum(-1)
         parts.append(log_mean_exp(rows.T))
+        tails.append(smooth(rows.T, 1.0)[1])
         if groups := number_of_groups(len(rows)):
             sums = [log_mean_exp(some.T).sum() for some in without_each(rows, groups)]
             without = torch.stack(sums) + (without.to(sums[0]) if len(parts) > 1 else 0.0)
     every = torch.ones(leading_size(args), dtype=torch.bool, device="cpu")
     seen_rows = every if seen is None else seen.of_rows().cpu()
-    return torch.cat(parts), float(jackknife_error(without)), seen_rows
+    return torch.cat(parts), float(jackknife_error(without)), seen_rows, torch.cat(tails)

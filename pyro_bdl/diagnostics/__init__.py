@@ -10,9 +10,11 @@ from pyro_bdl.diagnostics.loo import loo, loo_approximate_posterior
 from pyro_bdl.diagnostics.mcse import mcse
 from pyro_bdl.diagnostics.psis import psis
 from pyro_bdl.diagnostics.rhat import rhat, within_rhat
+from pyro_bdl.diagnostics.stacking import Stacking, stacking_weights
 from pyro_bdl.diagnostics.summary import explain_chains, function_draws, summary
 
 __all__ = [
+    "Stacking",
     "bfmi",
     "convergence",
     "ess",
@@ -23,6 +25,7 @@ __all__ = [
     "mcse",
     "psis",
     "rhat",
+    "stacking_weights",
     "summary",
     "within_ess",
     "within_rhat",

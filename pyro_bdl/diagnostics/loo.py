@@ -74,23 +74,29 @@ def loo(log_likelihood: Tensor, *, r_eff: float | None = 1.0) -> LOO:
     cross-validation and WAIC; Vehtari et al. (2024), Pareto smoothed importance sampling. Equal to
     ``arviz.loo`` of 1.x.
     """
+    return total(left_out_columns(log_likelihood, r_eff), log_likelihood)
+
+
+def left_out_columns(log_likelihood: Tensor, r_eff: float | None = 1.0) -> Tensor:
+    """The columns of ``leave_out`` of all observations, ``(3 + G, ...)``, from the arguments of
+    ``loo``."""
     if r_eff is not None:
         check_efficiency(r_eff)
 
     def statistic(x: Tensor) -> Tensor:
         ll = x.flatten(1)
         if r_eff is not None:
-            return _leave_out(ll, -ll, r_eff)
+            return leave_out(ll, -ll, r_eff)
         found = ll.new_empty(3 + number_of_groups(ll.shape[1]), len(ll))
         likelihood = (x - x.amax((1, 2), keepdim=True)).exp()
         ratios = ess_of_chains(split_chains(likelihood)).nan_to_num(ll.shape[1]) / ll.shape[1]
         sizes = [tail_size(ll.shape[1], ratio) for ratio in ratios.tolist()]
         for size in set(sizes):  # observations with tails of one length together
             rows = [place for place, other in enumerate(sizes) if other == size]
-            found[:, rows] = _leave_out(ll[rows], -ll[rows], float(ratios[rows[0]]))
+            found[:, rows] = leave_out(ll[rows], -ll[rows], float(ratios[rows[0]]))
         return found
 
-    return _total(map_blocks(statistic, log_likelihood), log_likelihood)
+    return map_blocks(statistic, log_likelihood)
 
 
 def loo_approximate_posterior(log_likelihood: Tensor, log_p: Tensor, log_q: Tensor) -> LOO:
@@ -128,9 +134,9 @@ def loo_approximate_posterior(log_likelihood: Tensor, log_p: Tensor, log_q: Tens
 
     def statistic(x: Tensor) -> Tensor:
         ll = x.flatten(1)
-        return _leave_out(ll, correction - ll, 1.0)
+        return leave_out(ll, correction - ll, 1.0)
 
-    return _total(map_blocks(statistic, log_likelihood), log_likelihood)
+    return total(map_blocks(statistic, log_likelihood), log_likelihood)
 
 
 def log_mean_exp(x: Tensor) -> Tensor:
@@ -144,7 +150,7 @@ def standard_error(pointwise: Tensor) -> float:
     return math.sqrt(n * pointwise.var().item()) if n > 1 else math.nan
 
 
-def _leave_out(ll: Tensor, log_ratios: Tensor, r_eff: float) -> Tensor:
+def leave_out(ll: Tensor, log_ratios: Tensor, r_eff: float) -> Tensor:
     """Each observation's log density without it, its log density with all data, k-hat, and the
     first without each group of draws: ``(3 + G, block)``."""
     log_weights, k = smooth(log_ratios, r_eff)
@@ -161,7 +167,11 @@ def _leave_out(ll: Tensor, log_ratios: Tensor, r_eff: float) -> Tensor:
     return torch.stack(rows)
 
 
-def _total(found: Tensor, log_likelihood: Tensor) -> LOO:
+def total(found: Tensor, log_likelihood: Tensor, other_error: float = 0.0) -> LOO:
+    """The result of the columns of ``leave_out``, ``(3 + G, *data)``.
+
+    :param other_error: a standard error over draws that the columns do not hold, in nats.
+    """
     left_out, with_all, k = found[:3]
     without = (
         found[3:].reshape(len(found) - 3, -1).sum(1)
@@ -175,7 +185,7 @@ def _total(found: Tensor, log_likelihood: Tensor) -> LOO:
         pareto_k=k,
         good_k=good_k(num_draws),
         num_draws=num_draws,
-        draws_se=float(jackknife_error(without)) if len(without) else math.nan,
+        draws_se=math.hypot(jackknife_error(without), other_error) if len(without) else math.nan,
     )
     if result.num_bad:
         warn(

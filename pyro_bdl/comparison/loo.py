@@ -1,0 +1,130 @@
+"""Leave-one-out of a program's posterior, with what mends the data where PSIS fails."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.comparison.kind import Kind, observed
+from pyro_bdl.comparison.leave_one_out import without_fold
+from pyro_bdl.comparison.observe import log_densities
+from pyro_bdl.diagnostics.loo import LOO, left_out_columns, total
+from pyro_bdl.diagnostics.moment_matching import Density, moment_matched
+from pyro_bdl.diagnostics.psis import good_k
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.guides.draws import as_posterior, log_densities_of
+from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.program.batches import as_dicts, leading_size
+from pyro_bdl.program.program import Program
+from pyro_bdl.program.samples import Samples
+from pyro_bdl.utils.jobs import results_of
+from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.progress import shown
+
+
+@torch.no_grad()
+def loo(
+    model: Callable,
+    posterior: Any,
+    *data: Any,
+    method: Literal["psis", "moment_matching"] = "psis",
+    refit: Callable[..., Any] | None = None,
+    seed: int = 0,
+    n_jobs: int | None = None,
+    progress: bool | None = None,
+) -> LOO:
+    """Leave-one-out of a program from draws of chains, also where single data have a high k-hat.
+
+    :param posterior: ``Samples``, an MCMC after its run, or a dict of draws, given all the data.
+    :param data: the inputs and, last, the targets.
+    :param method: ``"psis"`` as ``diagnostics.loo``; ``"moment_matching"`` moves the draws, where
+        k-hat is above ``good_k``, to the posterior without the datum (Paananen et al. 2021), by
+        some ten to a hundred evaluations of the program at all draws for each such datum.
+    :param refit: ``fit(*inputs, y)`` as of ``k_fold``, called without the row of each datum whose
+        k-hat is still too high; it then is that of the mean of p(y_n | w) over the new draws, which
+        an outlier can leave too high, and the new value is taken if it is lower.
+    :param seed: the refit without row n starts from ``seed + n``; ``n_jobs`` as in ``k_fold``.
+    :raises TypeError: for a guide, whose draws are not of the posterior.
+    :raises UnsupportedProgramError: if no datum has a density of its own, or with ``refit`` rows
+        hold several data.
+    :warns BdlWarning: if a k-hat lies above ``good_k``.
+    """
+    if method not in ("psis", "moment_matching"):
+        raise ValueError(f"method must be 'psis' or 'moment_matching', got {method!r}")
+    args = tuple(map(as_dicts, data))
+    samples = as_posterior(posterior, model, args)
+    if not isinstance(samples, Samples):
+        raise TypeError(
+            f"loo needs draws of the posterior from chains, got {type(samples).__name__}: compare "
+            "corrects a guide's draws by p / q, and k_fold fits it again"
+        )
+    count = samples.num_chains * samples.num_draws
+    kind, _, seen = observed(model, args, samples, draws=count)
+    if kind.no_single:
+        raise UnsupportedProgramError(f"{kind.no_single}: no datum can be left out")
+    parts = [
+        (part, None if seen is None else seen.at(rows)) for part, rows in kind.batches(args, count)
+    ]
+    predictive = Predictive(model, samples)
+    densities = [log_densities(predictive, kind, *part) for part in parts]
+    log_likelihood = torch.cat(densities, 1)
+    draws = log_likelihood.unflatten(0, (samples.num_chains, samples.num_draws))
+    columns = left_out_columns(draws)
+    limit = good_k(count)
+    if method == "moment_matching":
+        with evaluation_mode(model, samples):
+            program = Program(model, *args)
+            vectors = program.unconstrain(samples.flat())
+            log_joint, _ = log_densities_of(program, None, samples)
+            bad = (columns[2] > limit).nonzero().flatten().tolist()
+            for n in shown(bad, "moment matching", progress):
+                density = _density(model, program, kind, parts, densities, n)
+                own = log_likelihood[:, n]
+                column = moment_matched(vectors, log_joint, own, density)
+                if column is not None:
+                    columns[0, n], columns[2:, n] = column[0], column[2:]
+    variance = 0.0
+    bad = (columns[2] > limit).nonzero().flatten().tolist()
+    if refit is not None and bad:
+        rows = leading_size(args)
+        if not kind.by_rows or log_likelihood.shape[1] != rows:
+            raise UnsupportedProgramError(
+                f"refit leaves out rows, but the {rows} rows hold {log_likelihood.shape[1]} data "
+                "that were seen: use k_fold"
+            )
+        every = torch.arange(rows, device=log_likelihood.device)
+        jobs = ((refit, args, every == n, count, seed + n) for n in bad)
+        results = results_of(without_fold, jobs, "refits", n_jobs=n_jobs, progress=progress)
+        for n, (value, over_draws, _, k) in zip(bad, results, strict=True):
+            if not k[0] >= columns[2, n]:
+                columns[0, n], columns[2, n] = value[0], k[0]
+                columns[3:, n] = value[0]  # its error is that of other draws
+                variance += over_draws**2
+    return total(columns, draws, variance**0.5)
+
+
+def _density(
+    model: Callable,
+    program: Program,
+    kind: Kind,
+    parts: list[tuple],
+    densities: list[Tensor],
+    n: int,
+) -> Density:
+    """The log joint, and the log likelihood of datum n by a run on its part of the data."""
+    place = 0
+    while n >= densities[place].shape[1]:
+        n, place = n - densities[place].shape[1], place + 1
+
+    def density(vectors: Tensor) -> tuple[Tensor, Tensor]:
+        latents, _ = program.constrain(vectors)
+        samples = Samples({site: value[None] for site, value in latents.items()})
+        log_joint, _ = log_densities_of(program, None, samples)
+        likelihood = kind.densities(Predictive(model, samples).log_likelihood(*parts[place][0]))
+        seen = parts[place][1]
+        if seen is not None:
+            likelihood = likelihood[:, (seen.counts > 0).to(likelihood.device)]
+        return log_joint, likelihood[:, n]
+
+    return density

@@ -1,0 +1,169 @@
+"""Leave-one-out where PSIS fails: by moment matching and by refits, against exact densities."""
+
+import math
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import pyro_bdl as bdl
+
+PRIOR, NOISE = 2.0, 0.5
+N = 12
+
+
+def line(x, y=None, seen=None):
+    """w ~ Normal(0, 2), y_n ~ Normal(w'x_n, 0.5), with the rows that a mask leaves."""
+    w = pyro.sample("w", dist.Normal(x.new_zeros(2), PRIOR).to_event(1))
+    with pyro.plate("data", len(x)), pyro.poutine.mask(mask=True if seen is None else seen):
+        pyro.sample("y", dist.Normal(x @ w, NOISE), obs=y)
+
+
+def posterior(x, y):
+    covariance = torch.linalg.inv(torch.eye(2, dtype=x.dtype) / PRIOR**2 + x.T @ x / NOISE**2)
+    return torch.distributions.MultivariateNormal(covariance @ x.T @ y / NOISE**2, covariance)
+
+
+def chains(x, y, draws=1000):
+    return bdl.Samples({"w": posterior(x, y).sample((4, draws))})
+
+
+@pytest.fixture
+def data():
+    """A line, and a last row far out that is far from it."""
+    x = torch.stack([torch.ones(N), torch.linspace(-1, 1, N)], 1).double()
+    y = x @ torch.tensor([0.3, 1.0], dtype=x.dtype) + NOISE * torch.randn(N, dtype=x.dtype)
+    x[-1, 1], y[-1] = 3.0, -0.5
+    return x, y
+
+
+def exact(x, y):
+    """log p(y_n | the others), (N,)."""
+    values = []
+    for n in range(len(y)):
+        others = torch.arange(len(y)) != n
+        q = posterior(x[others], y[others])
+        spread = NOISE**2 + x[n] @ q.covariance_matrix @ x[n]
+        values.append(dist.Normal(x[n] @ q.mean, spread.sqrt()).log_prob(y[n]))
+    return torch.stack(values)
+
+
+def found(model, samples, *data, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", bdl.errors.BdlWarning)
+        return bdl.loo(model, samples, *data, progress=False, **options)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_moment_matching_gives_the_exact_density_of_an_outlier(data, seed):
+    torch.manual_seed(seed)
+    samples, truth = chains(*data), exact(*data)
+    plain = found(line, samples, *data)
+    assert plain.pareto_k[-1] > 0.8 and plain.num_bad == 1
+    assert plain.elpd - truth.sum() > 3 * plain.draws_se  # its own error hides what is wrong
+    matched = found(line, samples, *data, method="moment_matching")
+    assert matched.num_bad == 0 and matched.pareto_k[-1] < 0.7
+    assert abs(matched.elpd - truth.sum()) < 3 * matched.draws_se < 0.3
+    assert torch.equal(matched.pointwise[:-1], plain.pointwise[:-1])  # nothing else is touched
+    full = posterior(*data)
+    spread = (NOISE**2 + ((data[0] @ full.covariance_matrix) * data[0]).sum(1)).sqrt()
+    with_all = dist.Normal(data[0] @ full.mean, spread).log_prob(data[1])
+    assert matched.p_loo == pytest.approx((with_all - truth).sum().item(), abs=0.2)
+
+
+def test_its_error_is_the_spread_over_sets_of_draws(data):
+    loos = [found(line, chains(*data, 250), *data, method="moment_matching") for _ in range(30)]
+    spread = torch.tensor([one.elpd for one in loos]).std().item()
+    mean_square = torch.tensor([one.draws_se for one in loos]).square().mean().sqrt().item()
+    assert 0.6 < mean_square / spread < 1.6
+    bias = sum(one.elpd for one in loos) / 30 - exact(*data).sum().item()
+    assert abs(bias) < 4 * spread / math.sqrt(30)
+
+
+def scaled(x, y=None):
+    """Normal data with an unknown scale, which is positive."""
+    mean = pyro.sample("mean", dist.Normal(x.new_zeros(()), 2.0))
+    scale = pyro.sample("scale", dist.LogNormal(x.new_zeros(()), 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mean, scale).expand([len(x)]), obs=y)
+
+
+def test_moment_matching_moves_unconstrained_numbers():
+    """Against quadrature over mean and log scale: the scale without an outlier is much smaller."""
+    y = torch.cat([0.3 * torch.randn(15, dtype=torch.float64), torch.tensor([2.5])])
+    mean, log_scale = torch.linspace(-4, 5, 901).double(), torch.linspace(-4, 3, 701).double()
+    a, b = (grid.flatten() for grid in torch.meshgrid(mean, log_scale, indexing="ij"))
+    likelihood = dist.Normal(a[:, None], b.exp()[:, None]).log_prob(y)
+    joint = dist.Normal(0.0, 2.0).log_prob(a) + dist.Normal(0.0, 1.0).log_prob(b)
+    joint = joint + likelihood.sum(1)
+    without = joint[:, None] - likelihood
+    truth = joint.logsumexp(0) - without.logsumexp(0)
+    places = joint.softmax(0).multinomial(4000, replacement=True)
+    jitter = torch.rand(2, 4000).double() - 0.5
+    samples = bdl.Samples({
+        "mean": (a[places] + 0.01 * jitter[0]).reshape(4, 1000),
+        "scale": (b[places] + 0.01 * jitter[1]).exp().reshape(4, 1000),
+    })  # fmt: skip
+    plain = found(scaled, samples, torch.zeros(16, 1).double(), y)
+    assert plain.pareto_k[-1] > 0.7
+    matched = found(scaled, samples, torch.zeros(16, 1).double(), y, method="moment_matching")
+    assert matched.num_bad == 0
+    assert abs(matched.elpd - truth.sum()) < 3 * matched.draws_se < 0.5
+
+
+def test_the_right_datum_is_moved_behind_masked_rows_and_in_parts(data):
+    x, y = data
+    order = torch.tensor([0, 1, 11, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+    x, y = x[order], y[order]
+    seen = torch.arange(N) != 1
+    samples = chains(x[seen], y[seen])
+    truth = exact(x[seen], y[seen])
+
+    def masked(x, seen, y=None):
+        line(x, y, seen)
+
+    whole = found(masked, samples, x, seen, y, method="moment_matching")
+    with bdl.working_memory(8 * 4000 * 2):
+        parts = found(masked, samples, x, seen, y, method="moment_matching")
+    for one in (whole, parts):
+        assert one.pointwise.shape == (N - 1,) and one.num_bad == 0
+        torch.testing.assert_close(one.pointwise, truth, rtol=0, atol=0.1)
+
+
+def test_only_the_bad_rows_are_fitted_again(data):
+    """A row far out, near the line, alone fixes the slope. After moment matching none is left."""
+    x, y = data[0].clone(), data[1].clone()
+    x[-1, 1], y[-1] = 12.0, 12.0
+    rows = []
+
+    def fit(x, y):
+        rows.append(len(y))
+        return line, chains(x, y)
+
+    samples, truth = chains(x, y), exact(x, y)
+    assert found(line, samples, x, y).num_bad == 1
+    again = found(line, samples, x, y, refit=fit)
+    assert rows == [N - 1] and again.num_bad == 0
+    assert abs(again.elpd - truth.sum()) < 3 * again.draws_se < 0.3
+    assert again.pointwise[-1] == pytest.approx(truth[-1].item(), abs=0.1)
+    rows.clear()
+    matched = found(line, samples, x, y, method="moment_matching", refit=fit)
+    assert not rows and abs(matched.elpd - truth.sum()) < 3 * matched.draws_se
+
+
+def test_a_refit_says_if_an_outlier_is_too_far_for_its_draws(data):
+    """No draw without the row comes near it: the mean of p(y_n | w) has a heavy tail itself."""
+    x, y = data[0], torch.cat([data[1][:-1], torch.tensor([-6.0])])
+    again = found(line, chains(x, y), x, y, refit=lambda x, y: (line, chains(x, y)))
+    assert again.num_bad >= 1
+
+
+def test_refusals(data):
+    samples = chains(*data, 25)
+    guide = bdl.guides.AutoMeanField(line).prototype(*data)
+    with pytest.raises(TypeError, match="draws of the posterior from chains, got AutoMeanField"):
+        bdl.loo(line, guide, *data)
+    with pytest.raises(ValueError, match="method must be"):
+        bdl.loo(line, samples, *data, method="waic")
