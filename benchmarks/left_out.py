@@ -18,7 +18,7 @@ from torch import nn
 import pyro_bdl as bdl
 from pyro_bdl import posteriors
 from pyro_bdl.comparison.leave_one_out import difference
-from pyro_bdl.data import EXAMPLES
+from pyro_bdl.data.examples import EXAMPLES
 from pyro_bdl.predictive.linearized import is_linear
 
 

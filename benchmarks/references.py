@@ -25,7 +25,8 @@ from safetensors.torch import save_file
 from sklearn import datasets
 
 import pyro_bdl as bdl
-from pyro_bdl.data import EXAMPLES, Dataset, prepare, two_clusters
+from pyro_bdl.data.dataset import Dataset, prepare
+from pyro_bdl.data.examples import EXAMPLES, two_clusters
 from pyro_bdl.data.programs import program
 from pyro_bdl.references import Reference
 

@@ -25,7 +25,7 @@ from pyro_bdl.curvature.hyperparameters import ReadParameters
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.init import init_to_network, start_at
-from pyro_bdl.program.discrete import SummedOut
+from pyro_bdl.program.discrete.summed_out import SummedOut
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import reaches

@@ -25,7 +25,8 @@ from pyro_bdl.distributions.copies import (
 from pyro_bdl.distributions.families import sample_of
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.check import explain
-from pyro_bdl.program.discrete import Enumeration, SummedOut, sum_out, why_not_enumerable
+from pyro_bdl.program.discrete.enumeration import Enumeration, why_not_enumerable
+from pyro_bdl.program.discrete.summed_out import SummedOut, sum_out
 from pyro_bdl.program.layout import NEW_ROWS
 from pyro_bdl.program.network_sites import OWNER_KEY
 from pyro_bdl.utils.autocast import to_full_precision

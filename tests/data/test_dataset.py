@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyro_bdl.data import prepare
+from pyro_bdl.data.dataset import prepare
 from pyro_bdl.errors import BdlWarning
 
 

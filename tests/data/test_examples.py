@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyro_bdl.data import EXAMPLES, two_clusters
+from pyro_bdl.data.examples import EXAMPLES, two_clusters
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -189,7 +189,10 @@ FEW = {"num_warmup": 4, "num_samples": 4}
 
 
 @pytest.mark.filterwarnings("ignore")  # chains are too short
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "kernel",  # "nuts" by the code of "mclmc"
+    [pytest.param(name, marks=pytest.mark.slow if name == "nuts" else ()) for name in KERNELS],
+)
 def test_chains_of_every_kernel(kernel, tmp_path):
     model = trained(regression(net(), no_bias_prior))
     samples = KERNELS[kernel](model, **FEW)

@@ -371,7 +371,7 @@ def test_a_rate_that_is_too_high_is_told(minimize, kind):
         collect_swag(model, guide, x, y, snapshots=8, learning_rate=1e-3)
 
 
-@pytest.mark.parametrize("family", [AutoSWAG, AutoMultiSWAG])
+@pytest.mark.parametrize("family", [AutoSWAG, pytest.param(AutoMultiSWAG, marks=pytest.mark.slow)])
 def test_the_rate_is_the_highest_at_which_the_loss_rises_by_p_over_2(family):
     """A linear regression with P = 3: -log p(u, y) lies P / 2 above its minimum on average."""
     torch.manual_seed(0)

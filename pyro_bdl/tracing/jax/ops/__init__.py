@@ -1,5 +1,4 @@
 """ATen operators in JAX: a file for each kind, which enters its functions in the table."""
 
+# ruff: noqa: F401
 from pyro_bdl.tracing.jax.ops import arithmetic, complex, nn, pooling, random, shapes
-
-__all__ = ["arithmetic", "complex", "nn", "pooling", "random", "shapes"]
