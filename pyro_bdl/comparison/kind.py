@@ -118,6 +118,10 @@ class Kind:
     def is_normal(self) -> bool:
         return set(self.sites.values()) == {"Normal"}
 
+    @property
+    def has_ordered_classes(self) -> bool:
+        return set(self.sites.values()) == {"OrderedLogistic"}
+
     def numbers(self, values: Mapping[str, Tensor]) -> Tensor:
         """Numbers of each site and draw ``(S, ...)`` as ``(S, N, ...)`` or ``(S, M)``."""
         if self.has_rows_of_one:

@@ -1,0 +1,145 @@
+"""The likelihoods beyond the Normal and the classes: densities, information, scores, and every
+method on a small network."""
+
+import warnings
+
+import numpy as np
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import pyro_bdl as bdl
+from pyro_bdl import metrics, models
+from pyro_bdl.curvature.fisher import cell_roots
+from pyro_bdl.distributions.ordered_logistic import OrderedLogistic
+from pyro_bdl.distributions.parameters import parameters_of, rebuilt
+from pyro_bdl.errors import BdlWarning
+
+D = torch.float64
+ROWS = 24
+
+
+def T(value):
+    return torch.tensor(value, dtype=D)
+
+
+def network(outputs=1):
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, outputs)).to(D)
+    return bdl.bayesianize(net, bdl.priors.FanIn(1.0))
+
+
+# name: the program
+PROGRAMS = {
+    "ordinal": lambda: models.OrdinalRegression(network(), 4, num_data=ROWS),
+    "ordinal, fixed": lambda: models.OrdinalRegression(
+        network(), cutpoints=[-1.0, 0.5], num_data=ROWS
+    ),
+}
+
+
+def data(make, rows=ROWS):
+    """Inputs, and targets drawn from the program's prior."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, 2, dtype=D)
+    return x, bdl.Predictive(make(), num_samples=1)(x)["y"][0]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_method_takes_it(name):
+    make = PROGRAMS[name]
+    x, y = data(make)
+    model = make()
+    posteriors = {
+        "mean field": bdl.guides.AutoMeanField(model),
+        "Laplace": bdl.guides.AutoLaplaceGGN(model),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)  # of so few steps and draws
+        warnings.filterwarnings("error", ".*one by one")
+        for guide in posteriors.values():
+            bdl.training.train(model, guide, x, y, steps=30, batch_size=8)
+        posteriors["Laplace"] = posteriors["Laplace"].laplace_approximation((x, y))
+        posteriors["NUTS"] = bdl.mcmc.sample(model, x, y, num_warmup=10, num_samples=10)
+        table = bdl.compare(model, posteriors, x, y, reference="NUTS", num_samples=40)
+    score = "ranked_probability_score" if "ordinal" in name else "crps"
+    found = table.table.loc[[*posteriors], ["nlpd", score]]
+    assert np.isfinite(found.to_numpy(dtype=float)).all(), found
+
+
+def information(base, names):
+    """S S' of some parameters together."""
+    used = {name: value for name, value in parameters_of(base).items() if name in names}
+    columns = [
+        torch.cat([root[name].reshape(-1) for name in used if name in root])
+        for root in [
+            {name: root.get(name, torch.zeros_like(used[name])) for name in used}
+            for root in cell_roots(base, used)
+        ]
+    ]
+    return sum(column.outer(column) for column in columns), list(used)
+
+
+def summed_information(base, names, values, weights):
+    """F = sum of p(y) s s' over values of the observation, with the score s by autograd."""
+    every = {name: v.expand(len(values), *v.shape) for name, v in parameters_of(base).items()}
+    leaves = {name: every[name].clone().requires_grad_() for name in names}
+    log_p = rebuilt(base, every | leaves).log_prob(values)
+    log_p.sum().backward()
+    scores = torch.cat([leaf.grad.reshape(len(values), -1) for leaf in leaves.values()], 1)
+    return torch.einsum("d,di,dj->ij", weights * log_p.detach().exp(), scores, scores)
+
+
+# Ordered classes
+
+
+CUTS = T([-1.0, 0.3, 2.0])
+
+
+def test_ordered_classes_by_hand():
+    """P(y <= k) = sigmoid(c_k - f) (McCullagh 1980), as Pyro's own where that does not cancel."""
+    f = T([-2.0, 0.1, 1.5])
+    ours, theirs = OrderedLogistic(f, CUTS), dist.OrderedLogistic(f, CUTS)
+    torch.testing.assert_close(ours.probs, theirs.probs)
+    assert ours.expand((2, 3)).batch_shape == (2, 3)
+    far = OrderedLogistic(T(60.0), CUTS).log_prob(torch.arange(4))
+    by_hand = (CUTS[1:2] - 60).exp() - (CUTS[:1] - 60).exp()
+    torch.testing.assert_close(far[1:2], by_hand.log())
+    assert far.isfinite().all()
+    values = torch.arange(4)
+    base = OrderedLogistic(T(0.4), CUTS)
+    found, names = information(base, ["predictor", "cutpoints"])
+    expected = summed_information(base, names, values, torch.ones(4, dtype=D))
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_prior_of_the_cut_points_has_equal_classes_at_its_median():
+    model = models.OrdinalRegression(network(), 5)
+    cuts = bdl.Predictive(model, num_samples=2000)(torch.zeros(1, 2, dtype=D))["cutpoints"]
+    assert (cuts.diff(dim=-1) > 0).all() and cuts.dtype == D
+    gaps = cuts.diff(dim=-1).median(0).values
+    expected = T([0.2, 0.4, 0.6, 0.8]).logit().diff()
+    assert ((gaps / expected).log().abs() < 0.15).all()
+
+
+def test_the_ranked_probability_score_is_the_crps_of_the_class_numbers():
+    """CRPS = E|X - y| - E|X - X'| / 2 (Gneiting & Raftery 2007, equation 21)."""
+    p, y = torch.rand(6, 4, dtype=D).softmax(-1), torch.randint(0, 4, (6,))
+    k = torch.arange(4, dtype=D)
+    to_y = (p * (k - y[:, None]).abs()).sum(-1)
+    between = torch.einsum("ni,nj,ij->n", p, p, (k[:, None] - k).abs())
+    expected = to_y - 0.5 * between
+    found = metrics.ranked_probability_score(p, y, pointwise=True)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(metrics.ranked_probability_score(p, y), expected.mean())
+
+
+def test_cut_points_that_do_not_fit_are_refused():
+    for arguments, words in (
+        ({}, "needs num_classes"),
+        ({"num_classes": 1}, "at least 2"),
+        ({"cutpoints": [0.5, 0.5]}, "increasing"),
+        ({"cutpoints": [0.5], "num_classes": 3}, "num_classes - 1 numbers"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            models.OrdinalRegression(network(), **arguments)
