@@ -54,6 +54,7 @@ __all__ = [
     "Classification",
     "HeteroscedasticRegression",
     "MultiOutput",
+    "NegativeBinomialRegression",
     "ObservationModel",
     "OrdinalRegression",
     "PoissonRegression",
@@ -321,23 +322,13 @@ class HeteroscedasticRegression(ObservationModel):
         self.floor = floor
 
     def likelihood(self, output: Tensor) -> Distribution:
-        mean, raw = self._halves(output)
+        mean, raw = _halves(self, output)
         floor = torch.finfo(raw.dtype).eps if self.floor is None else self.floor
         noise = pyro.deterministic(self._site("noise"), softplus(raw) + floor)
         return dist.Normal(self.record(mean), noise).to_event(mean.dim() - 1)
 
     def observation_shape(self, output: Tensor) -> torch.Size:
-        return self._halves(output)[0].shape
-
-    @staticmethod
-    def _halves(output: Tensor) -> tuple[Tensor, Tensor]:
-        if output.dim() < 2 or output.shape[-1] % 2:
-            raise ValueError(
-                "HeteroscedasticRegression needs a network with two outputs per target, got "
-                f"output shape {tuple(output.shape)}"
-            )
-        mean, raw = output.chunk(2, -1)
-        return _without_single_column(mean), _without_single_column(raw)
+        return _halves(self, output)[0].shape
 
 
 class StudentTRegression(ObservationModel):
@@ -494,13 +485,80 @@ class BinaryClassification(ObservationModel):
 
 
 class PoissonRegression(ObservationModel):
-    """y ~ Poisson(exp(f(x))) for counts y."""
+    """y ~ Poisson(exp(f(x))) for counts y.
+
+    :param zero_inflated: whether y is zero besides with probability sigmoid(g(x)). The last
+        dimension of the network's output is then split into two halves, f and g, and the
+        deterministic site ``gate`` is this probability.
+
+    Source: Lambert (1992), Zero-inflated Poisson regression.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module | None = None,
+        *,
+        zero_inflated: bool = False,
+        num_data: int | None = None,
+        output: Output = None,
+        missing_targets: bool = False,
+    ) -> None:
+        super().__init__(network, num_data=num_data, output=output, missing_targets=missing_targets)
+        self.zero_inflated = zero_inflated
 
     def likelihood(self, output: Tensor) -> Distribution:
-        return dist.Poisson(self.record(output).exp()).to_event(output.dim() - 1)
+        f, gate = _halves(self, output) if self.zero_inflated else (output, None)
+        counts: Any = self._counts(self.record(f))
+        if gate is not None:
+            pyro.deterministic(self._site("gate"), gate.sigmoid())
+            counts = dist.ZeroInflatedDistribution(counts, gate_logits=gate)
+        return counts.to_event(f.dim() - 1)
+
+    def _counts(self, f: Tensor) -> Distribution:
+        return dist.Poisson(f.exp())
+
+    def observation_shape(self, output: Tensor) -> torch.Size:
+        return _halves(self, output)[0].shape if self.zero_inflated else output.shape
 
     def _checked_targets(self, output: Tensor, y: Tensor) -> Tensor:
         return super()._checked_targets(output, y).to(output.dtype)
+
+
+class NegativeBinomialRegression(PoissonRegression):
+    """Counts y with mean m = exp(f(x)) and variance m + (dispersion m)^2: Poisson counts whose rate
+    varies around m by a Gamma distribution. Without dispersion they are those of a Poisson.
+
+    :param dispersion: the sd of the rate, as a share of m: a number, a ``PyroParam`` or a
+        distribution (then a latent site of that name; by default a LogNormal with median 0.5), for
+        all targets or, as in ``Regression``, for each.
+    :param zero_inflated: as of ``PoissonRegression``.
+
+    Source: Cameron & Trivedi (1998), Regression analysis of count data, the model NB2.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module | None = None,
+        *,
+        dispersion: Scales | None = None,
+        zero_inflated: bool = False,
+        num_data: int | None = None,
+        output: Output = None,
+        missing_targets: bool = False,
+    ) -> None:
+        super().__init__(
+            network,
+            zero_inflated=zero_inflated,
+            num_data=num_data,
+            output=output,
+            missing_targets=missing_targets,
+        )
+        self._declare("dispersion", dist.LogNormal(-0.7, 1.0) if dispersion is None else dispersion)
+
+    def _counts(self, f: Tensor) -> Distribution:
+        dispersion = self._hyperparameter("dispersion", f)
+        count = dispersion.square().reciprocal()
+        return dist.NegativeBinomial(count, logits=f + 2 * dispersion.log())
 
 
 class MultiOutput(ObservationModel):
@@ -637,6 +695,16 @@ def _floating(network: nn.Module | None) -> Tensor:
 def _are_numbers(value: Any) -> bool:
     is_sequence = isinstance(value, Sequence) and len(value) > 0
     return is_sequence and all(isinstance(number, int | float) for number in value)
+
+
+def _halves(program: ObservationModel, output: Tensor) -> tuple[Tensor, Tensor]:
+    if output.dim() < 2 or output.shape[-1] % 2:
+        raise ValueError(
+            f"{type(program).__name__} needs a network with two outputs per target, got output "
+            f"shape {tuple(output.shape)}"
+        )
+    first, second = output.chunk(2, -1)
+    return _without_single_column(first), _without_single_column(second)
 
 
 def _checked_classes(name: str, y: Tensor) -> Tensor:

@@ -35,6 +35,13 @@ PROGRAMS = {
     "ordinal, fixed": lambda: models.OrdinalRegression(
         network(), cutpoints=[-1.0, 0.5], num_data=ROWS
     ),
+    "negative binomial": lambda: models.NegativeBinomialRegression(network(), num_data=ROWS),
+    "zero-inflated Poisson": lambda: models.PoissonRegression(
+        network(2), zero_inflated=True, num_data=ROWS
+    ),
+    "zero-inflated negative binomial": lambda: models.NegativeBinomialRegression(
+        network(2), zero_inflated=True, num_data=ROWS
+    ),
 }
 
 
@@ -143,3 +150,72 @@ def test_cut_points_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=words):
             models.OrdinalRegression(network(), **arguments)
+
+
+# Counts
+
+
+COUNTS = torch.arange(2000, dtype=D)
+
+
+@pytest.mark.parametrize("zero_inflated", [False, True])
+@pytest.mark.parametrize("dispersion", [None, 0.8])
+def test_counts_by_hand(zero_inflated, dispersion):
+    """A negative binomial has the mean m and the variance m + (dispersion m)^2 (Cameron & Trivedi
+    1998), its probabilities are those of Poisson counts with a Gamma rate, and a share of zeros
+    more shrinks the rest."""
+    f = T([[0.7, -0.4], [2.0, 0.9]])
+    share = f[:, 1].sigmoid() if zero_inflated else torch.zeros(2, dtype=D)
+    options = {"zero_inflated": zero_inflated}
+    if dispersion is None:
+        model = models.PoissonRegression(network(), **options)
+    else:
+        model = models.NegativeBinomialRegression(network(), dispersion=dispersion, **options)
+    base = model.likelihood(f if zero_inflated else f[:, 0])
+    m, squared = f[:, 0].exp(), (dispersion or 0.0) ** 2
+    p = base.log_prob(COUNTS[:, None]).exp()
+    if dispersion is None:
+        inner = dist.Poisson(m).log_prob(COUNTS[:, None]).exp()
+    else:
+        rates = torch.linspace(0.0, 120.0, 200_001, dtype=D)[1:]
+        weights = dist.Gamma(1 / squared, 1 / squared / m).log_prob(rates[:, None]).exp()
+        some = torch.stack([dist.Poisson(rates).log_prob(k).exp() for k in COUNTS[1:12]])
+        inner = torch.cat([p[:1], some @ weights * rates[0]])
+        inner = inner if not zero_inflated else torch.cat([inner[:1] * 0, inner[1:]])
+    n = 12 if dispersion is not None else len(p)
+    by_hand = (1 - share) * inner[1:n]
+    torch.testing.assert_close(p[1:n], by_hand, rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(p.sum(0), torch.ones(2, dtype=D))
+    mean = (COUNTS[:, None] * p).sum(0)
+    torch.testing.assert_close(mean, (1 - share) * m)
+    torch.testing.assert_close(base.mean, mean)
+    variance = ((COUNTS[:, None] - mean) ** 2 * p).sum(0)
+    second = m + (1 + squared) * m.square()
+    torch.testing.assert_close(variance, (1 - share) * second - mean.square())
+    torch.testing.assert_close(base.variance, variance)
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        dist.NegativeBinomial(T(2.5), logits=T(0.4)),
+        dist.ZeroInflatedPoisson(T(1.7), gate_logits=T(-0.5)),
+        dist.ZeroInflatedDistribution(
+            dist.NegativeBinomial(T(2.5), logits=T(0.4)), gate_logits=T(-0.5)
+        ),
+    ],
+    ids=["negative binomial", "zero-inflated Poisson", "zero-inflated negative binomial"],
+)
+def test_the_information_of_counts_is_a_sum(base):
+    found, names = information(base, parameters_of(base))
+    expected = summed_information(base, names, COUNTS, torch.ones(len(COUNTS), dtype=D))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
+
+
+def test_counts_beyond_the_sum_are_drawn():
+    torch.manual_seed(0)
+    base = dist.ZeroInflatedPoisson(T([1.7, 3000.0]), gate_logits=T([-0.5, -0.5]))
+    (rate,) = cell_roots(base, {"base_dist.rate": parameters_of(base)["base_dist.rate"]})
+    found = rate["base_dist.rate"].square()
+    share = 1 - T(-0.5).sigmoid()
+    assert abs(float(found[1] * 3000 / share) - 1) < 0.5
