@@ -1,6 +1,7 @@
 """The likelihoods beyond the Normal and the classes: densities, information, scores, and every
 method on a small network."""
 
+import math
 import warnings
 
 import numpy as np
@@ -11,10 +12,12 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl import metrics, models
-from pyro_bdl.curvature.fisher import cell_roots
+from pyro_bdl.curvature.fisher import cell_roots, exact_columns, sampled_columns
+from pyro_bdl.distributions.censored import Censored
 from pyro_bdl.distributions.ordered_logistic import OrderedLogistic
 from pyro_bdl.distributions.parameters import parameters_of, rebuilt
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.program import Site
 
 D = torch.float64
 ROWS = 24
@@ -44,15 +47,29 @@ PROGRAMS = {
     ),
 }
 
+CENSORED = ("normal", "lognormal", "weibull")
+for law in CENSORED:
+    PROGRAMS[f"censored, {law}"] = lambda law=law: models.CensoredRegression(
+        network(), law, num_data=ROWS
+    )
+
 
 def data(make, rows=ROWS):
     """Inputs, and targets drawn from the program's prior."""
     torch.manual_seed(0)
     x = torch.randn(rows, 2, dtype=D)
-    return x, bdl.Predictive(make(), num_samples=1)(x)["y"][0]
+    y = bdl.Predictive(make(), num_samples=1)(x)["y"][0]
+    if isinstance(make(), models.CensoredRegression):
+        y = torch.stack([y, torch.arange(rows) % 4, y + 1.0], -1)  # all kinds of status
+    return x, y
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+SLOW = ("ordinal, fixed", "zero-inflated Poisson", "censored, normal")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in PROGRAMS]
+)
 def test_every_method_takes_it(name):
     make = PROGRAMS[name]
     x, y = data(make)
@@ -64,12 +81,14 @@ def test_every_method_takes_it(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)  # of so few steps and draws
         warnings.filterwarnings("error", ".*one by one")
+        warnings.filterwarnings("error", ".*batching rule")
         for guide in posteriors.values():
             bdl.training.train(model, guide, x, y, steps=30, batch_size=8)
         posteriors["Laplace"] = posteriors["Laplace"].laplace_approximation((x, y))
         posteriors["NUTS"] = bdl.mcmc.sample(model, x, y, num_warmup=10, num_samples=10)
         table = bdl.compare(model, posteriors, x, y, reference="NUTS", num_samples=40)
     score = "ranked_probability_score" if "ordinal" in name else "crps"
+    score = "expected_nll" if "censored" in name else score
     found = table.table.loc[[*posteriors], ["nlpd", score]]
     assert np.isfinite(found.to_numpy(dtype=float)).all(), found
 
@@ -219,3 +238,99 @@ def test_counts_beyond_the_sum_are_drawn():
     found = rate["base_dist.rate"].square()
     share = 1 - T(-0.5).sigmoid()
     assert abs(float(found[1] * 3000 / share) - 1) < 0.5
+
+
+# Censored targets
+
+
+def log_law(law, t, loc, scale):
+    """log p(t) of the documented laws, by hand."""
+    if law == "normal":
+        return dist.Normal(loc, scale).log_prob(t)
+    z = (t.log() - loc) / scale
+    if law == "lognormal":
+        return -0.5 * z**2 - (scale * t).log() - 0.5 * math.log(2 * math.pi)
+    return z - z.exp() - (scale * t).log()
+
+
+@pytest.mark.parametrize("law", CENSORED)
+def test_censored_targets_by_quadrature(law):
+    """P(y > c), P(y < c) and P(c < y < d) are integrals of the density."""
+    loc, scale, low, high = T(0.3), T(0.7), T(1.2), T(2.5)
+    value = low.expand(4)
+    base = Censored(law, loc, scale, torch.arange(4), high)
+    start = -12.0 if law == "normal" else -9.0
+    grid = torch.linspace(start, 12.0 if law == "normal" else 7.0, 400_001, dtype=D)
+    t = grid if law == "normal" else grid.exp()
+    p = log_law(law, t, loc, scale).exp() * (1.0 if law == "normal" else t)
+    step = grid[1] - grid[0]
+    masses = [
+        torch.where(part, p, 0.0).sum() * step
+        for part in (t > low, t < low, (t > low) & (t < high))
+    ]
+    expected = torch.stack([masses[0], log_law(law, low, loc, scale).exp(), *masses[1:]])
+    torch.testing.assert_close(base.log_prob(value).exp(), expected, rtol=2e-4, atol=1e-8)
+    mean = (p * t).sum() * step
+    torch.testing.assert_close(base.mean[0], mean, rtol=1e-4, atol=1e-8)
+    variance = (p * (t - mean) ** 2).sum() * step
+    torch.testing.assert_close(base.variance[0], variance, rtol=1e-3, atol=1e-8)
+
+
+@pytest.mark.parametrize("law", CENSORED)
+def test_censored_densities_and_their_gradients_are_finite_far_out(law):
+    loc = torch.linspace(-4.0, 4.0, 9, dtype=D)[:, None].requires_grad_()
+    scale = T(0.2).requires_grad_()
+    status = torch.arange(4).expand(9, 4)
+    found = Censored(law, loc, scale, status, T(1.5)).log_prob(T(1.0))
+    found.sum().backward()
+    assert found.isfinite().all() and loc.grad.isfinite().all() and scale.grad.isfinite()
+
+
+@pytest.mark.parametrize("law", CENSORED)
+@pytest.mark.parametrize("num_draws", [None, 4000])
+def test_the_curvature_of_censored_targets_is_the_hessian(law, num_draws):
+    """-d^2 log p in loc at a known scale is exact and not negative; in both parameters the second
+    derivatives are those in loc / scale and 1 / scale (Burridge 1981)."""
+    torch.manual_seed(0)
+    loc, scale = torch.full((4,), 0.3, dtype=D), torch.full((4,), 0.7, dtype=D)
+    value = torch.full((4,), 1.2, dtype=D)
+
+    def log_p(loc, scale, k):
+        return Censored(law, loc, scale, torch.tensor(k), T(2.5)).log_prob(T(1.2))
+
+    def of_status(k):
+        at = torch.stack([loc[k] / scale[k], 1 / scale[k]])
+        to = torch.autograd.functional.jacobian(
+            lambda v: torch.stack([v[0] / v[1], 1 / v[1]]), torch.stack([loc[k], scale[k]])
+        )
+        hessian = torch.autograd.functional.hessian(lambda v: log_p(v[0] / v[1], 1 / v[1], k), at)
+        assert torch.linalg.eigvalsh(-hessian).min() > -1e-9
+        return -to.T @ hessian @ to
+
+    expected = torch.stack([of_status(k) for k in range(4)])
+    base = Censored(
+        law, loc.requires_grad_(), scale.requires_grad_(), torch.arange(4), torch.full((4,), 2.5)
+    )
+    site = Site(base, value, 1.0, None)
+    columns = exact_columns(site) if num_draws is None else sampled_columns(site, num_draws)
+    columns = [torch.stack([c["loc"], c["scale"]], -1) for c in columns]
+    found = sum(c[:, :, None] * c[:, None, :] for c in columns)
+    scaled = 1e-9 if num_draws is None else 0.1 * float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=scaled)
+    if num_draws is None:
+        direct = torch.stack(
+            [
+                torch.autograd.functional.hessian(lambda v: log_p(v, T(0.7), k), T(0.3))  # noqa: B023
+                for k in range(4)
+            ]
+        )
+        torch.testing.assert_close(found[:, 0, 0], -direct)
+
+
+def test_censored_targets_that_do_not_fit_are_refused():
+    x, y = torch.randn(5, 2, dtype=D), torch.ones(5, 2, dtype=D)
+    with pytest.raises(ValueError, match="'normal', 'lognormal', 'weibull'"):
+        models.CensoredRegression(network(), "gamma")
+    for wrong in (y[:, 0], y[:3], torch.ones(5, 4, dtype=D)):
+        with pytest.raises(ValueError, match="values and status"):
+            models.CensoredRegression(network())(x, wrong)

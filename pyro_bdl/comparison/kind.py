@@ -119,6 +119,11 @@ class Kind:
         return set(self.sites.values()) == {"Normal"}
 
     @property
+    def may_be_censored(self) -> bool:
+        """Whether some of the targets may be limits, which no score but the log score can take."""
+        return "Censored" in self.sites.values()
+
+    @property
     def has_ordered_classes(self) -> bool:
         return set(self.sites.values()) == {"OrderedLogistic"}
 

@@ -342,7 +342,11 @@ class Score:
             parts["seen"] = seen
             parts["weights"] = seen.reshape(len(seen), -1).sum(1, dtype=torch.float64)
         if y is not None:
-            inputs["mean"], parts["y"] = (mean, y), y
+            parts["y"] = y
+        if self.kind.may_be_censored:
+            y = None
+        if y is not None:
+            inputs["mean"] = mean, y
             if self.kind.has_ordered_classes:
                 inputs["ordered"] = mean, y
         if block.log_density is not None:
@@ -414,7 +418,7 @@ class Score:
 
     def _inputs_of(self, whole: Mapping[str, Tensor]) -> dict[str, tuple]:
         classes = self.kind.task == CLASSES
-        if "y" not in whole:
+        if "y" not in whole or self.kind.may_be_censored:
             return {}
         inputs: dict[str, tuple] = {"mean": (whole["mean"], whole["y"])}
         if classes or "variance" in whole:

@@ -117,15 +117,30 @@ def cell_columns(site: Site, num_draws: int = ESTIMATION_DRAWS) -> Iterator[Cota
     """
     base = base_distribution(site.distribution)
     used = {name: value.detach() for name, value in site_parameters(site).items()}
-    weight = cell_weights(site)
-    for root in cell_roots(base, used, num_draws):
+    weight, curvature = cell_weights(site), family_of(base).curvature
+    if curvature is None:
+        roots = cell_roots(base, used, num_draws)
+    else:
+        roots = curvature(base, site.value, used)
+    for root in roots:
         yield {name: _scaled(value, weight) for name, value in root.items()}
 
 
 def sampled_columns(site: Site, num_draws: int) -> Iterator[Cotangent]:
-    """Scores of drawn observations, one column for each draw: E[S S'] = F."""
+    """Scores of drawn observations, one column for each draw: E[S S'] = F; of a family with a
+    curvature of its own its columns with random signs."""
     weight = cell_weights(site) / math.sqrt(num_draws)
     base = base_distribution(site.distribution)
+    if family_of(base).curvature is not None:  # no draw is known as the datum is
+        roots = list(cell_columns(site))
+        for _ in range(num_draws):
+            signs = [torch.randint_like(weight, 2) * 2 - 1 for _ in roots]
+            pairs = list(zip(roots, signs, strict=True))
+            yield {
+                k: sum(_scaled(root[k], sign) for root, sign in pairs) / math.sqrt(num_draws)  # type: ignore[misc]
+                for k in roots[0]
+            }
+        return
     for _ in range(num_draws):
         yield {k: _scaled(v, weight) for k, v in _score(site, base.sample()).items()}
 

@@ -14,6 +14,8 @@ from pyro.distributions import ZeroInflatedDistribution
 from torch import Tensor
 from torch.distributions import Distribution, MixtureSameFamily
 
+from pyro_bdl.distributions.censored import Censored
+
 Cotangent = dict[str, Tensor]
 Roots = Iterable[Cotangent]
 
@@ -28,12 +30,15 @@ class Family(NamedTuple):
         they are equal; its Hessian is F.
     :param constants: arguments that are no tensors, each with the attribute that holds it.
     :param parts: arguments that are distributions.
+    :param curvature: columns of S with S S' = -d^2 log p at an observed value, in the place of F:
+        for a distribution of which each datum is known in a way of its own, that no draw has.
     """
 
     information: Callable[[Any, Cotangent], Roots | None] | None = None
     divergence: bool = False
     constants: Mapping[str, str] = MappingProxyType({})
     parts: tuple[str, ...] = ()
+    curvature: Callable[[Any, Tensor, Cotangent], Roots] | None = None
 
 
 def name_of(base: Distribution) -> str:
@@ -164,4 +169,5 @@ FAMILIES: dict[str, Family] = {
     "MixtureSameFamily": Family(parts=("mixture_distribution", "component_distribution")),
     "ZeroInflatedDistribution": Family(parts=("base_dist",)),
     "TransformedDistribution": Family(parts=("base_dist",)),
+    "Censored": Family(constants={"law": "law"}, curvature=Censored.curvature_roots),
 }
