@@ -51,6 +51,7 @@ from pyro_bdl.utils.autocast import to_full_precision
 from pyro_bdl.utils.validation import whole_number
 
 __all__ = [
+    "BetaRegression",
     "BinaryClassification",
     "CensoredRegression",
     "Classification",
@@ -565,6 +566,34 @@ class NegativeBinomialRegression(PoissonRegression):
         dispersion = self._hyperparameter("dispersion", f)
         count = dispersion.square().reciprocal()
         return dist.NegativeBinomial(count, logits=f + 2 * dispersion.log())
+
+
+class BetaRegression(ObservationModel):
+    """Shares y between 0 and 1, y ~ Beta(m precision, (1 - m) precision).
+
+    Their mean is m = sigmoid(f(x)), their variance m (1 - m) / (1 + precision). Targets that are 0
+    or 1 have no finite density: move them inside, or write a statement of their own for them.
+
+    :param precision: as ``noise`` of ``Regression``; by default a LogNormal with median 7.4.
+
+    Source: Ferrari & Cribari-Neto (2004), Beta regression for modelling rates and proportions.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module | None = None,
+        *,
+        precision: Scales | None = None,
+        num_data: int | None = None,
+        output: Output = None,
+        missing_targets: bool = False,
+    ) -> None:
+        super().__init__(network, num_data=num_data, output=output, missing_targets=missing_targets)
+        self._declare("precision", dist.LogNormal(2.0, 1.0) if precision is None else precision)
+
+    def likelihood(self, output: Tensor) -> Distribution:
+        precision, f = self._hyperparameter("precision", output), self.record(output)
+        return dist.Beta(f.sigmoid() * precision, (-f).sigmoid() * precision).to_event(f.dim() - 1)
 
 
 class CensoredRegression(ObservationModel):

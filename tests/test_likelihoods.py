@@ -90,6 +90,7 @@ def test_every_method_takes_it(name):
     score = "ranked_probability_score" if "ordinal" in name else "crps"
     score = "expected_nll" if "censored" in name else score
     found = table.table.loc[[*posteriors], ["nlpd", score]]
+    assert ("may be censored" in str(table.notes)) == ("censored" in name)
     assert np.isfinite(found.to_numpy(dtype=float)).all(), found
 
 
@@ -334,3 +335,27 @@ def test_censored_targets_that_do_not_fit_are_refused():
     for wrong in (y[:, 0], y[:3], torch.ones(5, 4, dtype=D)):
         with pytest.raises(ValueError, match="values and status"):
             models.CensoredRegression(network())(x, wrong)
+
+
+# Shares
+
+
+def test_shares_by_quadrature():
+    """Mean m and variance m (1 - m) / (1 + precision) (Ferrari & Cribari-Neto 2004); the
+    information is that of the scores."""
+    f = T([0.8])
+    base = models.BetaRegression(network(), precision=6.0).likelihood(f)
+    y = (torch.arange(200_000, dtype=D) + 0.5) / 200_000
+    p = base.log_prob(y[:, None]).exp() / len(y)
+    m = f.sigmoid()
+    torch.testing.assert_close(p.sum(0), torch.ones(1, dtype=D))
+    mean = (p * y[:, None]).sum(0)
+    torch.testing.assert_close(mean, m)
+    variance = (p * (y[:, None] - mean) ** 2).sum(0)
+    torch.testing.assert_close(variance, m * (1 - m) / 7, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(base.variance, variance, rtol=1e-5, atol=1e-9)
+    one = dist.Beta(base.concentration1[0], base.concentration0[0])
+    found, names = information(one, ["concentration1", "concentration0"])
+    weights = torch.full((len(y),), 1 / len(y), dtype=D)
+    expected = summed_information(one, names, y, weights)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -73,6 +73,8 @@ class Evaluation:
     :param seen: how many numbers of the test targets were seen, and how many there are; those that
         masks leave out of the likelihood count in no score.
     :param factors: the program's factors, which are likelihood that no score counts.
+    :param may_be_censored: whether some targets may be limits, which the log score alone
+        can take.
     """
 
     task: str
@@ -93,6 +95,7 @@ class Evaluation:
     loo: LeftOut | None = None
     seen: tuple[int, int] | None = None
     factors: tuple[str, ...] = ()
+    may_be_censored: bool = False
 
     @property
     def effective(self) -> float:
@@ -332,6 +335,7 @@ def _scored(
         points=points,
         seen=None if data.seen is None else data.seen.numbers_seen(),
         factors=kind.factors,
+        may_be_censored=kind.may_be_censored,
     )
     inputs = score.inputs()
     if evaluation.pit is not None:

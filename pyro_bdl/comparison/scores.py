@@ -488,6 +488,11 @@ def data_notes(evaluation: Any) -> list[str]:
             f"Masks leave out {count - seen} of the {count} test targets, which count in no score: "
             f"the scores are of the {seen} that were seen."
         )
+    if evaluation.may_be_censored:
+        notes.append(
+            "The targets may be censored: NLPD counts each as what is known of it, and RMSE, CRPS "
+            "and coverage, which would take the limits for the targets, are left out."
+        )
     if evaluation.factors:
         names = listed([repr(name) for name in evaluation.factors])
         notes.append(
