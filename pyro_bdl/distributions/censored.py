@@ -75,7 +75,8 @@ class Censored(TorchDistribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "Censored":
         tensors = (self.loc, self.scale, self.status, self.upper)
-        return type(self)(self.law, *(v.expand(batch_shape) for v in tensors), self._validate_args)
+        loc, scale, status, upper = (v.expand(batch_shape) for v in tensors)
+        return type(self)(self.law, loc, scale, status, upper, self._validate_args)
 
     def log_prob(self, value: Tensor) -> Tensor:
         return self._log_prob(value, self.loc / self.scale, self.scale.reciprocal())
