@@ -175,7 +175,7 @@ class ObservationModel(TaskPrior, OwnParameters):
                 size = self._plate_size(batch)
             likelihoods[site] = head.likelihood(outputs[site])
             if site in targets:
-                likelihoods[site], targets[site] = head._observed(likelihoods[site], targets[site])
+                likelihoods[site], targets[site] = head._as_observed(likelihoods[site], targets[site])
         device = outputs[site].device
         with pyro.plate("data", size, subsample=torch.arange(batch, device=device)):
             return {
@@ -205,7 +205,7 @@ class ObservationModel(TaskPrior, OwnParameters):
             )
         return y
 
-    def _observed(self, likelihood: Any, y: Tensor) -> tuple[Any, Tensor]:
+    def _as_observed(self, likelihood: Any, y: Tensor) -> tuple[Any, Tensor]:
         """The distribution of checked targets, and the values that it observes."""
         return _where_seen(likelihood, y) if self.missing_targets else (likelihood, y)
 
@@ -652,7 +652,7 @@ class CensoredRegression(ObservationModel):
             )
         return y.to(output)
 
-    def _observed(self, likelihood: Any, y: Tensor) -> tuple[Any, Tensor]:
+    def _as_observed(self, likelihood: Any, y: Tensor) -> tuple[Any, Tensor]:
         loc, scale, upper = likelihood.loc, likelihood.scale, likelihood.upper
         upper = y[:, 2] if y.shape[1] == 3 else upper
         return Censored(self.law, loc, scale, y[:, 1], upper), y[:, 0]
