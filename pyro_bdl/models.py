@@ -37,6 +37,8 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.nn.functional import softplus
 
+from pyro_bdl.distributions.censored import LAWS, Censored
+from pyro_bdl.distributions.ordered_logistic import OrderedLogistic
 from pyro_bdl.errors import warn
 from pyro_bdl.program.batches import as_dicts, leading_size
 from pyro_bdl.program.gaussian_prior import TaskPrior
@@ -49,11 +51,15 @@ from pyro_bdl.utils.autocast import to_full_precision
 from pyro_bdl.utils.validation import whole_number
 
 __all__ = [
+    "BetaRegression",
     "BinaryClassification",
+    "CensoredRegression",
     "Classification",
     "HeteroscedasticRegression",
     "MultiOutput",
+    "NegativeBinomialRegression",
     "ObservationModel",
+    "OrdinalRegression",
     "PoissonRegression",
     "Regression",
     "StudentTRegression",
@@ -168,8 +174,8 @@ class ObservationModel(TaskPrior, OwnParameters):
                 targets[site] = head._checked_targets(outputs[site], y)
                 size = self._plate_size(batch)
             likelihoods[site] = head.likelihood(outputs[site])
-            if head.missing_targets and site in targets:
-                likelihoods[site], targets[site] = _where_seen(likelihoods[site], targets[site])
+            if site in targets:
+                likelihoods[site], targets[site] = head._as_observed(likelihoods[site], targets[site])
         device = outputs[site].device
         with pyro.plate("data", size, subsample=torch.arange(batch, device=device)):
             return {
@@ -198,6 +204,10 @@ class ObservationModel(TaskPrior, OwnParameters):
                 f"{tuple(output.shape)} asks for targets of shape {tuple(expected)}"
             )
         return y
+
+    def _as_observed(self, likelihood: Any, y: Tensor) -> tuple[Any, Tensor]:
+        """The distribution of checked targets, and the values that it observes."""
+        return _where_seen(likelihood, y) if self.missing_targets else (likelihood, y)
 
     def takes_missing(self, argument: str) -> bool:
         """Return whether NaN in an argument of this name is a number that was not observed."""
@@ -319,23 +329,13 @@ class HeteroscedasticRegression(ObservationModel):
         self.floor = floor
 
     def likelihood(self, output: Tensor) -> Distribution:
-        mean, raw = self._halves(output)
+        mean, raw = _halves(self, output)
         floor = torch.finfo(raw.dtype).eps if self.floor is None else self.floor
         noise = pyro.deterministic(self._site("noise"), softplus(raw) + floor)
         return dist.Normal(self.record(mean), noise).to_event(mean.dim() - 1)
 
     def observation_shape(self, output: Tensor) -> torch.Size:
-        return self._halves(output)[0].shape
-
-    @staticmethod
-    def _halves(output: Tensor) -> tuple[Tensor, Tensor]:
-        if output.dim() < 2 or output.shape[-1] % 2:
-            raise ValueError(
-                "HeteroscedasticRegression needs a network with two outputs per target, got "
-                f"output shape {tuple(output.shape)}"
-            )
-        mean, raw = output.chunk(2, -1)
-        return _without_single_column(mean), _without_single_column(raw)
+        return _halves(self, output)[0].shape
 
 
 class StudentTRegression(ObservationModel):
@@ -398,11 +398,76 @@ class Classification(ObservationModel):
                 "missing_targets marks numbers by NaN, and class numbers are integers: leave it "
                 "out, and rows without a class too"
             )
-        if y.is_floating_point():
-            raise ValueError(
-                f"{self._targets_name} must hold class numbers as integers, got dtype {y.dtype}"
+        return _checked_classes(self._targets_name, y)
+
+
+class OrdinalRegression(ObservationModel):
+    """Ordered classes by cumulative logits, P(y <= k) = sigmoid(c_k - f(x)) for y in 0 ... K - 1.
+
+    The cut points c_0 < ... < c_(K-2) are the latent site ``cutpoints``. By default their prior has
+    its medians where all classes are equally likely at f = 0: c_0 and the logarithms of the gaps
+    are Normal with sd 1.
+
+    Example::
+
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> model = bdl.models.OrdinalRegression(bdl.bayesianize(net), num_classes=4)
+        >>> bdl.Predictive(model, num_samples=10)(torch.randn(5, 2))["y"].max() <= 3  # of the prior
+        tensor(True)
+
+    :param num_classes: K; as many as the cut points say where they are given.
+    :param cutpoints: K - 1 increasing numbers, or a distribution of an ordered vector.
+    :raises ValueError: without both, if they contradict, or for numbers that do not increase.
+
+    Source: McCullagh (1980), Regression models for ordinal data.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module | None = None,
+        num_classes: int | None = None,
+        *,
+        cutpoints: Distribution | Tensor | Sequence[float] | None = None,
+        num_data: int | None = None,
+        output: Output = None,
+    ) -> None:
+        super().__init__(network, num_data=num_data, output=output)
+        if cutpoints is None:
+            if num_classes is None:
+                raise ValueError("OrdinalRegression needs num_classes, or the cutpoints")
+            count = whole_number(num_classes, "num_classes")
+            if count < 2:
+                raise ValueError(f"num_classes must be at least 2, got {num_classes}")
+            medians = torch.arange(1, count, dtype=torch.float64, device="cpu").div(count).logit()
+            gaps = torch.cat([medians[:1], medians.diff().log()])
+            self._cutpoints: Any = dist.TransformedDistribution(
+                dist.Normal(gaps, 1.0).to_event(1), dist.transforms.OrderedTransform()
             )
-        return y
+        elif isinstance(cutpoints, Distribution):
+            self._cutpoints = cutpoints
+        else:
+            numbers = torch.as_tensor(cutpoints, dtype=torch.float64, device="cpu")
+            if numbers.dim() != 1 or not bool((numbers.diff() > 0).all()):
+                raise ValueError(f"cutpoints must be increasing numbers, got {cutpoints}")
+            self.register_buffer("_cutpoints", numbers.to(_floating(self.network)))
+        given = self._cutpoints
+        shape = given.event_shape if isinstance(given, Distribution) else given.shape
+        if len(shape) != 1 or num_classes not in (None, shape[0] + 1):
+            raise ValueError(
+                f"cutpoints of shape {tuple(shape)} do not fit num_classes={num_classes}: they are "
+                "num_classes - 1 numbers"
+            )
+        self.num_classes = shape[0] + 1
+
+    def likelihood(self, output: Tensor) -> Distribution:
+        cutpoints = self._cutpoints
+        if isinstance(cutpoints, Distribution):
+            cutpoints = hyperparameter(cutpoints, self._site("cutpoints"), output)
+        likelihood: Any = OrderedLogistic(self.record(output), cutpoints.to(output))
+        return likelihood.to_event(output.dim() - 1)
+
+    def _checked_targets(self, output: Tensor, y: Tensor) -> Tensor:
+        return _checked_classes(self._targets_name, super()._checked_targets(output, y))
 
 
 class BinaryClassification(ObservationModel):
@@ -427,13 +492,170 @@ class BinaryClassification(ObservationModel):
 
 
 class PoissonRegression(ObservationModel):
-    """y ~ Poisson(exp(f(x))) for counts y."""
+    """y ~ Poisson(exp(f(x))) for counts y.
+
+    :param zero_inflated: whether y is zero besides with probability sigmoid(g(x)). The last
+        dimension of the network's output is then split into two halves, f and g, and the
+        deterministic site ``gate`` is this probability.
+
+    Source: Lambert (1992), Zero-inflated Poisson regression.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module | None = None,
+        *,
+        zero_inflated: bool = False,
+        num_data: int | None = None,
+        output: Output = None,
+        missing_targets: bool = False,
+    ) -> None:
+        super().__init__(network, num_data=num_data, output=output, missing_targets=missing_targets)
+        self.zero_inflated = zero_inflated
 
     def likelihood(self, output: Tensor) -> Distribution:
-        return dist.Poisson(self.record(output).exp()).to_event(output.dim() - 1)
+        f, gate = _halves(self, output) if self.zero_inflated else (output, None)
+        counts: Any = self._counts(self.record(f))
+        if gate is not None:
+            pyro.deterministic(self._site("gate"), gate.sigmoid())
+            counts = dist.ZeroInflatedDistribution(counts, gate_logits=gate)
+        return counts.to_event(f.dim() - 1)
+
+    def _counts(self, f: Tensor) -> Distribution:
+        return dist.Poisson(f.exp())
+
+    def observation_shape(self, output: Tensor) -> torch.Size:
+        return _halves(self, output)[0].shape if self.zero_inflated else output.shape
 
     def _checked_targets(self, output: Tensor, y: Tensor) -> Tensor:
         return super()._checked_targets(output, y).to(output.dtype)
+
+
+class NegativeBinomialRegression(PoissonRegression):
+    """Counts y with mean m = exp(f(x)) and variance m + (dispersion m)^2: Poisson counts whose rate
+    varies around m by a Gamma distribution. Without dispersion they are those of a Poisson.
+
+    :param dispersion: the sd of the rate, as a share of m: a number, a ``PyroParam`` or a
+        distribution (then a latent site of that name; by default a LogNormal with median 0.5), for
+        all targets or, as in ``Regression``, for each.
+    :param zero_inflated: as of ``PoissonRegression``.
+
+    Source: Cameron & Trivedi (1998), Regression analysis of count data, the model NB2.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module | None = None,
+        *,
+        dispersion: Scales | None = None,
+        zero_inflated: bool = False,
+        num_data: int | None = None,
+        output: Output = None,
+        missing_targets: bool = False,
+    ) -> None:
+        super().__init__(
+            network,
+            zero_inflated=zero_inflated,
+            num_data=num_data,
+            output=output,
+            missing_targets=missing_targets,
+        )
+        self._declare("dispersion", dist.LogNormal(-0.7, 1.0) if dispersion is None else dispersion)
+
+    def _counts(self, f: Tensor) -> Distribution:
+        dispersion = self._hyperparameter("dispersion", f)
+        count = dispersion.square().reciprocal()
+        return dist.NegativeBinomial(count, logits=f + 2 * dispersion.log())
+
+
+class BetaRegression(ObservationModel):
+    """Shares y between 0 and 1, y ~ Beta(m precision, (1 - m) precision).
+
+    Their mean is m = sigmoid(f(x)), their variance m (1 - m) / (1 + precision). Targets that are 0
+    or 1 have no finite density: move them inside, or write a statement of their own for them.
+
+    :param precision: as ``noise`` of ``Regression``; by default a LogNormal with median 7.4.
+
+    Source: Ferrari & Cribari-Neto (2004), Beta regression for modelling rates and proportions.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module | None = None,
+        *,
+        precision: Scales | None = None,
+        num_data: int | None = None,
+        output: Output = None,
+        missing_targets: bool = False,
+    ) -> None:
+        super().__init__(network, num_data=num_data, output=output, missing_targets=missing_targets)
+        self._declare("precision", dist.LogNormal(2.0, 1.0) if precision is None else precision)
+
+    def likelihood(self, output: Tensor) -> Distribution:
+        precision, f = self._hyperparameter("precision", output), self.record(output)
+        return dist.Beta(f.sigmoid() * precision, (-f).sigmoid() * precision).to_event(f.dim() - 1)
+
+
+class CensoredRegression(ObservationModel):
+    """Times and other numbers of which some are only known to be beyond a limit, or between two.
+
+    y = f(x) + scale e or, of the other laws, log y = f(x) + scale e, with e of a standard Normal
+    or, for the Weibull, a law of smallest extreme values; its shape is then 1 / scale.
+
+    The targets are ``(N, 2)``, a value and its status, as in R's ``Surv``: 1, it is y; 0
+    (right-censored), y is larger; 2 (left-censored), y is smaller. Intervals have the status 3 and
+    their upper end in a third column, ``(N, 3)``, which other rows may have anything finite in.
+    Predictions are of y itself. ``compare`` has the log score, in which a censored target counts as
+    what is known of it; RMSE and CRPS would take the limit for y.
+
+    :param law: "normal", "lognormal" or "weibull".
+    :param scale: as ``noise`` of ``Regression``.
+    :raises ValueError: for another law; of the call, for targets of another shape or status.
+
+    Source: Klein & Moeschberger (2003), Survival analysis, sections 3.5 and 12.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module | None = None,
+        law: str = "lognormal",
+        *,
+        scale: Scale | None = None,
+        num_data: int | None = None,
+        output: Output = None,
+    ) -> None:
+        super().__init__(network, num_data=num_data, output=output)
+        if law not in LAWS:
+            raise ValueError(f"law must be one of {', '.join(map(repr, LAWS))}, got {law!r}")
+        self.law = law
+        self._declare("scale", dist.HalfNormal(1.0) if scale is None else scale)
+
+    def likelihood(self, output: Tensor) -> Distribution:
+        status, upper = torch.ones_like(output), torch.zeros_like(output)
+        scale = self._hyperparameter("scale", output)
+        return Censored(self.law, self.record(output), scale, status, upper)
+
+    def observation_shape(self, output: Tensor) -> torch.Size:
+        if output.dim() != 1:
+            raise ValueError(
+                f"CensoredRegression needs a network with one output, got output shape "
+                f"{tuple(output.shape)}"
+            )
+        return output.shape
+
+    def _checked_targets(self, output: Tensor, y: Tensor) -> Tensor:
+        rows = self.observation_shape(output)[0]
+        if y.shape not in ((rows, 2), (rows, 3)):
+            raise ValueError(
+                f"{self._targets_name} has shape {tuple(y.shape)}, but must be ({rows}, 2), values "
+                f"and status, or ({rows}, 3), with the upper ends of intervals"
+            )
+        return y.to(output)
+
+    def _as_observed(self, likelihood: Any, y: Tensor) -> tuple[Any, Tensor]:
+        loc, scale, upper = likelihood.loc, likelihood.scale, likelihood.upper
+        upper = y[:, 2] if y.shape[1] == 3 else upper
+        return Censored(self.law, loc, scale, y[:, 1], upper), y[:, 0]
 
 
 class MultiOutput(ObservationModel):
@@ -570,6 +792,22 @@ def _floating(network: nn.Module | None) -> Tensor:
 def _are_numbers(value: Any) -> bool:
     is_sequence = isinstance(value, Sequence) and len(value) > 0
     return is_sequence and all(isinstance(number, int | float) for number in value)
+
+
+def _halves(program: ObservationModel, output: Tensor) -> tuple[Tensor, Tensor]:
+    if output.dim() < 2 or output.shape[-1] % 2:
+        raise ValueError(
+            f"{type(program).__name__} needs a network with two outputs per target, got output "
+            f"shape {tuple(output.shape)}"
+        )
+    first, second = output.chunk(2, -1)
+    return _without_single_column(first), _without_single_column(second)
+
+
+def _checked_classes(name: str, y: Tensor) -> Tensor:
+    if y.is_floating_point():
+        raise ValueError(f"{name} must hold class numbers as integers, got dtype {y.dtype}")
+    return y
 
 
 def _without_single_column(value: Any) -> Tensor:

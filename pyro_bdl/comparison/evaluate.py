@@ -76,6 +76,8 @@ class Evaluation:
     :param factors: the program's factors, which are likelihood that no score counts.
     :param latents: ``(S, K)``, draws of at most 1000 numbers of the named latents; None without.
     :param latent_names: their names, as "tau" or "theta[3]".
+    :param may_be_censored: whether some targets may be limits, which the log score alone
+        can take.
     """
 
     task: str
@@ -98,6 +100,7 @@ class Evaluation:
     factors: tuple[str, ...] = ()
     latents: Tensor | None = None
     latent_names: tuple[str, ...] = ()
+    may_be_censored: bool = False
 
     @property
     def effective(self) -> float:
@@ -357,6 +360,7 @@ def _scored(
         points=points,
         seen=None if data.seen is None else data.seen.numbers_seen(),
         factors=kind.factors,
+        may_be_censored=kind.may_be_censored,
     )
     inputs = score.inputs()
     if evaluation.pit is not None:

@@ -122,6 +122,15 @@ class Kind:
     def is_normal(self) -> bool:
         return set(self.sites.values()) == {"Normal"}
 
+    @property
+    def may_be_censored(self) -> bool:
+        """Whether some of the targets may be limits, which no score but the log score can take."""
+        return "Censored" in self.sites.values()
+
+    @property
+    def has_ordered_classes(self) -> bool:
+        return set(self.sites.values()) == {"OrderedLogistic"}
+
     def numbers(self, values: Mapping[str, Tensor]) -> Tensor:
         """Numbers of each site and draw ``(S, ...)`` as ``(S, N, ...)`` or ``(S, M)``."""
         if self.has_rows_of_one:

@@ -8,6 +8,7 @@ A metric names its inputs by ``of``:
 ======================  =========================================================================
 ``"mean"``              the mean prediction ``(N, ...)`` and the targets; of classes the mean
                         probabilities ``(N, C)`` and the class numbers ``(N,)``
+``"ordered"``           the mean probabilities of ordered classes ``(N, C)`` and their numbers
 ``"draws"``             draws of the target ``(S, N, ...)``, noise included, and the targets
 ``"density"``           log p(y_n | draw) ``(S, N)`` and the number of rows
 ``"log predictive"``    log p(y_n), its mean over the draws or in closed form ``(N,)``, and the
@@ -62,7 +63,7 @@ from pyro_bdl.utils.jackknife import number_of_groups, without_each
 # Below this many effective draws the density of a mixture says more about their number.
 FEW_DRAWS = 10
 _LEAST_FOR_HALVES = 20  # test points
-_BY_NUMBER = ("mean", "draws", "moments")  # have a value for each number of a target
+_BY_NUMBER = ("mean", "ordered", "draws", "moments")  # have a value for each number of a target
 _OF_HALVES = {"log mean", "mean", "variance", "y"}
 _MOST_POINTS = 100  # of a batch, for errors over draws that would take long at all of them
 
@@ -137,6 +138,13 @@ coverage = _coverage("coverage", 90, TEST_DATA)
 def brier(mean: Tensor, y: Tensor) -> Tensor:
     """Squared error of the class probabilities, from 0 (best) to 2."""
     return metrics.brier(mean, y, pointwise=True)
+
+
+@score("RPS", "ordered", task=CLASSES)
+def ranked_probability_score(mean: Tensor, y: Tensor) -> Tensor:
+    """Ranked probability score of ordered classes: squared error of the cumulative probabilities,
+    from 0 (best) to the number of classes minus 1; classes further off cost more."""
+    return metrics.ranked_probability_score(mean, y, pointwise=True)
 
 
 @whole("ECE", "mean", task=CLASSES, style="percent")
@@ -334,7 +342,13 @@ class Score:
             parts["seen"] = seen
             parts["weights"] = seen.reshape(len(seen), -1).sum(1, dtype=torch.float64)
         if y is not None:
-            inputs["mean"], parts["y"] = (mean, y), y
+            parts["y"] = y
+        if self.kind.may_be_censored:
+            y = None
+        if y is not None:
+            inputs["mean"] = mean, y
+            if self.kind.has_ordered_classes:
+                inputs["ordered"] = mean, y
         if block.log_density is not None:
             inputs["density"] = block.log_density, block.rows
             log_predictive = None if closed is None else closed.log_density
@@ -404,7 +418,7 @@ class Score:
 
     def _inputs_of(self, whole: Mapping[str, Tensor]) -> dict[str, tuple]:
         classes = self.kind.task == CLASSES
-        if "y" not in whole:
+        if "y" not in whole or self.kind.may_be_censored:
             return {}
         inputs: dict[str, tuple] = {"mean": (whole["mean"], whole["y"])}
         if classes or "variance" in whole:
@@ -473,6 +487,11 @@ def data_notes(evaluation: Any) -> list[str]:
         notes.append(
             f"Masks leave out {count - seen} of the {count} test targets, which count in no score: "
             f"the scores are of the {seen} that were seen."
+        )
+    if evaluation.may_be_censored:
+        notes.append(
+            "The targets may be censored: NLPD counts each as what is known of it, and RMSE, CRPS "
+            "and coverage, which would take the limits for the targets, are left out."
         )
     if evaluation.factors:
         names = listed([repr(name) for name in evaluation.factors])

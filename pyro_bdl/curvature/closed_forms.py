@@ -165,7 +165,7 @@ def log_density(site: Site, gaussian: GaussianOutputs) -> Tensor | None:
     if isinstance(inner, MaskedDistribution):
         return None
     shape = distribution.batch_shape
-    event = inner.batch_shape[len(shape) :].numel()
+    event = torch.Size(inner.batch_shape[len(shape) :]).numel()  # Pyro may have a plain tuple
     if kind == "Normal":
         density = _normal_log_density(gaussian, site.value, event)
     elif kind in DISCRETE and event == 1:

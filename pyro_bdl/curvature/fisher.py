@@ -117,15 +117,30 @@ def cell_columns(site: Site, num_draws: int = ESTIMATION_DRAWS) -> Iterator[Cota
     """
     base = base_distribution(site.distribution)
     used = {name: value.detach() for name, value in site_parameters(site).items()}
-    weight = cell_weights(site)
-    for root in cell_roots(base, used, num_draws):
+    weight, curvature = cell_weights(site), family_of(base).curvature
+    if curvature is None:
+        roots = cell_roots(base, used, num_draws)
+    else:
+        roots = curvature(base, site.value, used)
+    for root in roots:
         yield {name: _scaled(value, weight) for name, value in root.items()}
 
 
 def sampled_columns(site: Site, num_draws: int) -> Iterator[Cotangent]:
-    """Scores of drawn observations, one column for each draw: E[S S'] = F."""
+    """Scores of drawn observations, one column for each draw: E[S S'] = F; of a family with a
+    curvature of its own its columns with random signs."""
     weight = cell_weights(site) / math.sqrt(num_draws)
     base = base_distribution(site.distribution)
+    if family_of(base).curvature is not None:  # no draw is known as the datum is
+        roots = list(cell_columns(site))
+        for _ in range(num_draws):
+            signs = [torch.randint_like(weight, 2) * 2 - 1 for _ in roots]
+            pairs = list(zip(roots, signs, strict=True))
+            yield {
+                k: sum(_scaled(root[k], sign) for root, sign in pairs) / math.sqrt(num_draws)  # type: ignore[misc]
+                for k in roots[0]
+            }
+        return
     for _ in range(num_draws):
         yield {k: _scaled(v, weight) for k, v in _score(site, base.sample()).items()}
 
@@ -178,8 +193,9 @@ def cell_roots(
     """Columns of S with S S' = F for each cell of a distribution.
 
     F has the closed form of ``distributions/families.py``; or it is the Hessian of a divergence
-    that is named there, up to 256 parameters; or a sum for at most 512 possible observations; or
-    else it is estimated from drawn ones. A bijection of the observation does not change it.
+    that is named there, up to 256 parameters; or a sum for at most 512 possible observations, or
+    counts that hardly exceed 511; or else it is estimated from drawn ones. A bijection of the
+    observation does not change it.
 
     :param base: the distribution, without ``to_event`` and masks.
     :param parameters: its tensors that depend on the latents; the others count as known.
@@ -252,8 +268,9 @@ def _cotangent(base: Any, column: Tensor, parameters: dict[str, Tensor]) -> Cota
 def _estimated_roots(base: Any, parameters: dict[str, Tensor], num_draws: int) -> Roots:
     """S for distributions without a closed form.
 
-    F is the sum over y of p(y) s s' if y takes few values, else the mean of s s' over draws, which
-    is positive semi-definite by construction. The network is not evaluated.
+    F is the sum over y of p(y) s s' if y takes few values, or counts that hardly exceed 511, else
+    the mean of s s' over draws, which is positive semi-definite by construction. The network is not
+    evaluated.
     """
     size = sum(shape.numel() for shape in _event_shapes(base, parameters).values())
     total: Any = 0.0
@@ -276,6 +293,8 @@ def _weighted_values(
     numbers = sum(v.numel() for v in parameters.values())
     size = max(1, min(num_draws, _NUMBERS_AT_ONCE // max(1, numbers)))
     support = _few_values(base)
+    if support is None and _are_counts(base):
+        support = _counts_with_all_mass(base, size)
     for values in () if support is None else support.split(size):
         yield values, base.log_prob(values).detach().exp()
     for start in range(0, num_draws if support is None else 0, size):
@@ -284,6 +303,21 @@ def _weighted_values(
         except NotImplementedError as error:
             raise ValueError(_no_estimate(base, "be sampled")) from error
         yield values, 1.0 / num_draws
+
+
+def _are_counts(base: Any) -> bool:
+    return _support(base) is constraints.nonnegative_integer and not base.event_shape
+
+
+def _counts_with_all_mass(base: Any, size: int) -> Tensor | None:
+    """The counts up to 511, ``(512, *batch)``, where all cells have all but 1e-6 of their
+    probability there."""
+    like = next(iter(parameters_of(base).values()))
+    counts = torch.arange(ESTIMATION_DRAWS, dtype=like.dtype, device=like.device)
+    counts = counts.reshape(-1, *(1,) * len(base.batch_shape)).expand(-1, *base.batch_shape)
+    with torch.no_grad():
+        mass = sum(base.log_prob(part).exp().sum(0) for part in counts.split(size))
+    return counts if bool((torch.as_tensor(mass) > 1 - 1e-6).all()) else None
 
 
 def _few_values(base: Any) -> Tensor | None:

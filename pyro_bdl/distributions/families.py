@@ -21,6 +21,8 @@ from torch.distributions import (
     TransformedDistribution,
 )
 
+from pyro_bdl.distributions.censored import Censored
+
 Cotangent = dict[str, Tensor]
 Roots = Iterable[Cotangent]
 
@@ -37,6 +39,8 @@ class Family(NamedTuple):
     :param parts: arguments that are distributions.
     :param draw: a draw of the batch shape by operators that ``vmap`` has, where torch's own is made
         of others: it fills tensors in place, or has an ``autograd.Function``.
+    :param curvature: columns of S with S S' = -d^2 log p at an observed value, in the place of F:
+        for a distribution of which each datum is known in a way of its own, that no draw has.
     """
 
     information: Callable[[Any, Cotangent], Roots | None] | None = None
@@ -44,6 +48,7 @@ class Family(NamedTuple):
     constants: Mapping[str, str] = MappingProxyType({})
     parts: tuple[str, ...] = ()
     draw: Callable[[Any], Tensor] | None = None
+    curvature: Callable[[Any, Tensor, Cotangent], Roots] | None = None
 
 
 def name_of(base: Distribution) -> str:
@@ -256,4 +261,5 @@ FAMILIES: dict[str, Family] = {
     "MixtureSameFamily": Family(parts=("mixture_distribution", "component_distribution")),
     "ZeroInflatedDistribution": Family(parts=("base_dist",)),
     "TransformedDistribution": Family(parts=("base_dist",)),
+    "Censored": Family(constants={"law": "law"}, curvature=Censored.curvature_roots),
 }

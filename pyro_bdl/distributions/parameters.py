@@ -6,7 +6,7 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
-from pyro.distributions.torch_distribution import MaskedDistribution
+from pyro.distributions.torch_distribution import MaskedDistribution, TorchDistributionMixin
 from torch import Tensor
 from torch.distributions import (
     AffineTransform,
@@ -102,8 +102,10 @@ def rebuilt(template: Any, tensors: dict[str, Tensor], *, masks: bool = False) -
 
 
 def _class_of(base: Distribution) -> Any:
-    """Pyro's class of a family."""
-    return getattr(dist, name_of(base), type(base))
+    """The class that makes a distribution of a family: its own, or Pyro's where it is torch's."""
+    name, kind = name_of(base), type(base)
+    is_own = kind.__name__ == name and issubclass(kind, TorchDistributionMixin)
+    return kind if is_own else getattr(dist, name, kind)
 
 
 def _walk(base: Any) -> Iterator[tuple[str, Tensor, constraints.Constraint]]:

@@ -22,6 +22,7 @@ from pyro_bdl.metrics.scores import (
     expected_negative_log_likelihood,
     gaussian_nlpd,
     negative_log_predictive_density,
+    ranked_probability_score,
     rmse,
 )
 from pyro_bdl.metrics.uncertainty import (
@@ -55,6 +56,7 @@ __all__ = [
     "mmd",
     "negative_log_predictive_density",
     "pit",
+    "ranked_probability_score",
     "reliability",
     "rmse",
     "sd_error",

@@ -169,6 +169,26 @@ def brier(probabilities: Tensor, y: Tensor, *, pointwise: bool = False) -> Tenso
     return _mean((probabilities.double() - observed).square().sum(-1), pointwise)
 
 
+def ranked_probability_score(
+    probabilities: Tensor, y: Tensor, *, pointwise: bool = False
+) -> Tensor:
+    """Ranked probability score of ordered classes, 1/N sum_n sum_k (P_n(y <= k) - [y_n <= k])^2,
+    from 0 (best) to C - 1. It is the CRPS of the class numbers: a class that is further from the
+    observed one costs more.
+
+    :param probabilities: ``(N, C)``, of the classes in their order.
+    :param y: ``(N,)``, class indices.
+    :param pointwise: return the score of each point, ``(N,)``, in place of the mean.
+    :raises ValueError: if the shapes do not fit, or a label is not in 0 ... C - 1.
+
+    Source: Epstein (1969), A scoring system for probability forecasts of ranked categories.
+    """
+    labels = checked_labels(probabilities, y)
+    observed = torch.nn.functional.one_hot(labels, probabilities.shape[-1])
+    gaps = (probabilities.double() - observed).cumsum(-1)[..., :-1]
+    return _mean(gaps.square().sum(-1), pointwise)
+
+
 def _check_density(log_likelihood: Tensor) -> None:
     if log_likelihood.dim() != 2:
         raise ValueError(

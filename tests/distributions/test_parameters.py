@@ -11,6 +11,8 @@ from torch import nn
 
 from pyro_bdl import bayesianize, models
 from pyro_bdl.curvature.linear_outputs import recorded_output
+from pyro_bdl.distributions.censored import Censored
+from pyro_bdl.distributions.ordered_logistic import OrderedLogistic
 from pyro_bdl.distributions.parameters import (
     is_known,
     parameters_of,
@@ -76,6 +78,14 @@ KNOWN = {
     "OrderedLogistic": (
         dist.OrderedLogistic(ones, torch.tensor([-1.0, 1.0])),
         {"predictor": ones, "cutpoints": torch.tensor([-1.0, math.log(2.0)]).expand(4, 2)},
+    ),
+    "OrderedLogistic of ours": (
+        OrderedLogistic(ones, torch.tensor([-1.0, 1.0])),
+        {"predictor": ones, "cutpoints": torch.tensor([-1.0, math.log(2.0)]).expand(4, 2)},
+    ),
+    "Censored": (
+        Censored("weibull", ones, two, torch.arange(4), 1e6 * ones),
+        {"loc": ones, "scale": two.log(), "status": torch.arange(4), "upper": 1e6 * ones},
     ),
     "ZeroInflatedPoisson": (
         dist.ZeroInflatedPoisson(two, gate=two / 8),

@@ -91,6 +91,14 @@ def _log_ndtr(x):
     return jnp.where(upper, jnp.log1p(-tail), special.log_ndtr(jnp.where(upper, 1, x)))
 
 
+@register(aten.special_erfcx)
+def _erfcx(x):
+    above = jnp.where(x > 0, x, 0)
+    below = jnp.where(x > 0, 0, x)
+    scaled = 2 * jnp.exp(special.log_ndtr(-np.sqrt(2.0) * above) + above**2)
+    return jnp.where(x > 0, scaled, jnp.exp(below**2) * special.erfc(below))
+
+
 @register(aten.softplus)
 def _softplus(x, beta=1, threshold=20):
     linear = x * beta > threshold

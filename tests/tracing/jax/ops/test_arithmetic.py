@@ -335,6 +335,7 @@ def from_all_over(z):
     x = (0.01 + z.cumsum(0).abs()) ** 2
     functions = [
         torch.lgamma, torch.erfc, torch.special.entr, torch.special.ndtr, torch.special.log_ndtr,
+        torch.special.erfcx,
         torch.special.i0e, torch.special.i1e, lambda x: torch.special.log_ndtr(-x),
         lambda x: torch.igamma(torch.full_like(x, 2), x), lambda x: torch.special.xlog1py(x, x),
         lambda x: torch.logit(x / 100), lambda x: torch.mvlgamma(x + 1, 3), torch.digamma,
