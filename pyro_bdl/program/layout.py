@@ -179,6 +179,8 @@ class Layout:
             else:
                 owners.append(None if name in names else name)
                 sizes.append(size)
+        if owners == [None]:
+            return vector, {}
         pieces = list(zip(owners, torch.split(vector, sizes, -1), strict=True))
         taken = [piece for owner, piece in pieces if owner is None]
         others = {owner: piece for owner, piece in pieces if owner is not None}
