@@ -116,29 +116,31 @@ class ObservationModel(TaskPrior, OwnParameters):
         :param y: the targets (N, ...).
         :param inputs: more keywords of the network.
         """
-        if self.network is None:
+        network = self.network
+        if network is None:
             raise TypeError(
                 f"{type(self).__name__} has no network: pass it, or make this a head of MultiOutput"
             )
-        seen = None if self._was_called else Probabilities()
-        self._was_called = True
+        seen = None
+        if not self._was_called:
+            self._was_called, seen = True, Probabilities()
         with self._under_task_prior():
             with nullcontext() if seen is None else seen:
-                found = _called(self.network, x, inputs)
-            return self._observe(found, y, leading_size((x, inputs)), seen)
+                found = _called(network, x, inputs)
+            return self._observe(found, y, (x, inputs), seen)
 
-    def _observe(self, found: Any, y: Any, rows: int, seen: "Probabilities | None") -> Any:
-        return self._sampled({"y": (self, _selected(found, self.output), y)}, rows, seen)["y"]
+    def _observe(self, found: Any, y: Any, inputs: Any, seen: "Probabilities | None") -> Any:
+        return self._sampled({"y": (self, _selected(found, self.output), y)}, inputs, seen)["y"]
 
     def _sampled(
         self,
         heads: "Mapping[str, tuple[ObservationModel, Any, Any]]",
-        rows: int,
+        inputs: Any,
         seen: "Probabilities | None",
     ) -> dict[str, Any]:
         """Observe or sample the targets of each site, given its program, f(x) and targets.
 
-        :param rows: those of the inputs; ``seen`` what the network computed, in the first call.
+        :param inputs: of the network; ``seen`` what it computed, in the first call.
         """
         outputs: dict[str, Tensor] = {}
         for site, (head, output, _) in heads.items():
@@ -152,6 +154,7 @@ class ObservationModel(TaskPrior, OwnParameters):
                     stacklevel=3,
                 )
             if isinstance(output, Tensor) and not output.dim():
+                rows = leading_size(inputs)
                 if rows != 1:
                     raise ValueError(
                         f"the network's output is a single number for {rows} rows: return one for "
@@ -707,7 +710,7 @@ class MultiOutput(ObservationModel):
         return any(head.takes_missing(argument) for head in self.heads.values())
 
     def _observe(
-        self, found: Any, y: Any, rows: int, seen: "Probabilities | None"
+        self, found: Any, y: Any, inputs: Any, seen: "Probabilities | None"
     ) -> dict[str, Any]:
         y = dict.fromkeys(self._heads) if y is None else y
         if not isinstance(y, Mapping) or set(y) != set(self._heads):
@@ -722,7 +725,7 @@ class MultiOutput(ObservationModel):
             own = place if is_tuple else name
             output = _selected(found, own if head.output is None else head.output)
             heads[name] = head, output, y[name]
-        return self._sampled(heads, rows, seen)
+        return self._sampled(heads, inputs, seen)
 
 
 def _where_seen(likelihood: Any, y: Tensor) -> tuple[Distribution, Tensor]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pyro.distributions import Delta
-from pyro.poutine.messenger import block_messengers
 from torch import Tensor
 from torch.distributions import Distribution
 
@@ -19,7 +18,7 @@ from pyro_bdl.estimators.product import DataProduct, Operand, data_product
 from pyro_bdl.program.linear_ops.recognize import recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker, returns_values
 from pyro_bdl.program.trace import is_deterministic
-from pyro_bdl.utils.one_thread import OneThread
+from pyro_bdl.utils.one_thread import OneThread, handlers
 from pyro_bdl.utils.trees import tree_leaves
 
 if TYPE_CHECKING:
@@ -163,8 +162,8 @@ class PerDatum(OneThread):
 
 def active() -> PerDatum | None:
     """The innermost open context of this class, or None."""
-    with block_messengers(lambda handler: isinstance(handler, PerDatum)) as contexts:
-        return contexts[-1] if contexts else None  # type: ignore[return-value]
+    contexts = [handler for handler in handlers() if isinstance(handler, PerDatum)]
+    return contexts[-1] if contexts else None
 
 
 def require_normal(product: DataProduct, name: str) -> None:

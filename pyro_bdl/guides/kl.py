@@ -19,7 +19,6 @@ from torch.distributions import (
     register_kl,
 )
 from torch.distributions.transforms import ExpTransform
-from torch.nn.functional import mse_loss
 
 from pyro_bdl.distributions.copies import is_constant
 from pyro_bdl.distributions.parameters import base_distribution
@@ -57,7 +56,6 @@ def diagonal_normal_kl(
     layout: Layout,
     loc: Tensor,
     scale: Tensor,
-    values: Mapping[str, Tensor],
     p: Mapping[str, Site],
     finished: "FinishedPriors | None" = None,
 ) -> Tensor:
@@ -65,7 +63,7 @@ def diagonal_normal_kl(
 
     Sites over the reals with a Normal prior share one closed form, sum_i log(t_i / s_i) + (s_i^2 +
     (m_i - n_i)^2) / (2 t_i^2) - 1/2 for a prior Normal(n, t^2). Other sites are evaluated one by
-    one at ``values``, the constrained draw, and so are statements of ``p`` that are no sites.
+    one at the draw that ``p`` holds, and so are its statements that are no sites.
 
     :param finished: keeps the Normals' numbers from call to call where they are constant.
     """
@@ -83,11 +81,13 @@ def diagonal_normal_kl(
                 continue
         q = marginal(latent, locs[name].view(shape), scales[name].view(shape))
         q = q.to_event(latent.event_dim - q.event_dim)
-        terms.append(_site_kl(Site(q, values[name], 1.0, None), p[name]))
+        terms.append(_site_kl(Site(q, p[name].value, 1.0, None), p[name]))
     if normals:
         n, precision = (finished or FinishedPriors())(normals)
         distance = (m if n is None else m - n) * precision
-        terms.append(_scale_terms(s * precision) + 0.5 * torch.dot(distance, distance))
+        ratio = (s * precision).square()
+        # subtracted in this order: no large numbers that cancel where q is the prior
+        terms.append(0.5 * ((ratio - 1.0 - ratio.log()).sum() + torch.dot(distance, distance)))
     terms += [-p[name].log_prob().sum() for name in p if name not in layout.latents]
     return _sum(terms)
 
@@ -112,16 +112,6 @@ class FinishedPriors:
             return loc, scale.reciprocal()
         self._priors, self._vectors = priors, (loc if loc.any() else None, scale.reciprocal())
         return self._vectors
-
-
-def _scale_terms(ratio: Tensor) -> Tensor:
-    """sum_i (r_i^2 - 1) / 2 - log r_i of the ratios r of the scales, a scalar.
-
-    As e + e^2 / 2 - log r with e = r - 1: no large sums that cancel where q is the prior.
-    """
-    one = ratio.new_ones(())
-    squares = mse_loss(ratio, one.expand_as(ratio), reduction="sum")
-    return 0.5 * squares + (ratio - one - ratio.log()).sum()
 
 
 def expected_log_prior(

@@ -143,9 +143,8 @@ class AutoMeanField(Guide):
         return dist.Normal(*self.loc_and_scale()).log_prob(vector).sum(-1) - log_det
 
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
-        values = {name: site.value for name, site in run.latents.items()}
         return diagonal_normal_kl(
-            self.require_layout(), *self.loc_and_scale(), values, run.priors, self._finished_priors
+            self.require_layout(), *self.loc_and_scale(), run.priors, self._finished_priors
         )
 
     def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:

@@ -153,13 +153,12 @@ class Layout:
                 f"expected a vector of {self.size} numbers in the last dimension, "
                 f"got shape {tuple(vector.shape)}"
             )
-        batch = vector.shape[:-1]
-        return {
-            name: part.reshape(batch + latent.unconstrained_shape)
-            for (name, latent), part in zip(
-                self.latents.items(), torch.split(vector, self._sizes, -1), strict=True
-            )
-        }
+        batch, values = vector.shape[:-1], {}
+        parts = torch.split(vector, self._sizes, -1)
+        for latent, part in zip(self.latents.values(), parts, strict=True):
+            flat = len(latent.unconstrained_shape) == 1
+            values[latent.name] = part if flat else part.reshape(batch + latent.unconstrained_shape)
+        return values
 
     def to_supports(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Latents in their supports from unconstrained values; real latents are not copied."""
@@ -179,6 +178,8 @@ class Layout:
             else:
                 owners.append(None if name in names else name)
                 sizes.append(size)
+        if owners == [None]:
+            return vector, {}
         pieces = list(zip(owners, torch.split(vector, sizes, -1), strict=True))
         taken = [piece for owner, piece in pieces if owner is None]
         others = {owner: piece for owner, piece in pieces if owner is not None}

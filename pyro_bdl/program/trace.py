@@ -323,7 +323,8 @@ class _Recorder(OneThread):
             if msg["value"] is None and name in self.values:
                 msg["value"] = self.values[name]
             return
-        msg["fn"] = without_validation(msg["fn"])
+        if not msg["infer"].get("_deterministic"):  # whose density nobody asks for
+            msg["fn"] = without_validation(msg["fn"])
         if not msg["is_observed"]:
             imputed = name.endswith(UNOBSERVED) and is_imputed(msg, self._names())
             if name in self.values:

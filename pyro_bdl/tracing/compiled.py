@@ -18,7 +18,7 @@ from pyro_bdl.errors import warn
 from pyro_bdl.tracing.step import Outcome, Step, agree, trace_step
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autocast import castings
-from pyro_bdl.utils.autograd import is_transformed, with_gradients
+from pyro_bdl.utils.autograd import is_transformed, with_gradients, without_hooks
 from pyro_bdl.utils.memory import keep_freed_blocks
 from pyro_bdl.utils.module_state import Modules, as_written, changed, without_side_effects
 from pyro_bdl.utils.one_thread import Hidden
@@ -389,7 +389,8 @@ class CompiledLoss:
         if not loss.isfinite():
             graph.evaluations -= 1  # no comparison is possible; the next evaluation compares
             return loss
-        gradients = torch.autograd.grad(loss, outcome.leaves, allow_unused=True)
+        with without_hooks(outcome.leaves):
+            gradients = torch.autograd.grad(loss, outcome.leaves, allow_unused=True)
         pairs = [(outcome.results[0], loss.detach(), evaluation.size(loss))]
         pairs += [
             (ours, theirs, theirs.norm())

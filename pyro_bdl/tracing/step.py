@@ -19,7 +19,7 @@ from pyro_bdl.tracing.trace import (
     variable_nodes,
 )
 from pyro_bdl.utils.autocast import rounding, without_autocast, without_cached_casts
-from pyro_bdl.utils.autograd import leaves_behind, with_gradients
+from pyro_bdl.utils.autograd import leaves_behind, with_gradients, without_hooks
 
 Loss = Callable[..., tuple[Tensor, ...]]
 Run = Callable[..., tuple[Tensor, ...]]
@@ -92,7 +92,7 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
         behind = leaves_behind(value)
         if not behind:
             raise NotTraceable("its loss depends on no parameter")
-        with without_autocast():
+        with without_autocast(), without_hooks(behind):
             gradients = torch.autograd.grad(value, behind, allow_unused=True)
         pairs = [(a, g) for a, g in zip(behind, gradients, strict=True) if g is not None]
         leaves[:] = [leaf for leaf, _ in pairs]

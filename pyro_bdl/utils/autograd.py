@@ -1,6 +1,7 @@
 """Autograd's graph: which tensors a result depends on, and results with known gradients."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,6 +60,21 @@ def with_gradients(
     :param gradients: one for each leaf, with the leaf's shape; None where there is none.
     """
     return _WithGradients.apply(value, list(gradients), *leaves)
+
+
+@contextmanager
+def without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Leave out the hooks of leaf tensors, which ``torch.autograd.grad`` calls too: they are called
+    where the gradients are added to those of the leaves."""
+    hooks = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
+    before = [dict(own) for own in hooks]
+    try:
+        for own in hooks:
+            own.clear()
+        yield
+    finally:
+        for own, functions in zip(hooks, before, strict=True):
+            own.update(functions)
 
 
 @torch.no_grad()

@@ -41,8 +41,8 @@ class OneThread(Messenger):
             return super().__enter__()
         thread = threading.current_thread()
         with _changing:
-            for handler in [h for h in _PYRO_STACK if isinstance(h, OneThread)]:
-                if handler.thread in (None, thread):
+            for handler in handlers():
+                if not isinstance(handler, OneThread) or handler.thread in (None, thread):
                     continue
                 if handler.thread.is_alive():
                     raise RuntimeError(f"{_TWO_THREADS}: {_THREADS}")
@@ -62,11 +62,13 @@ class OneThread(Messenger):
             return
         self.thread = None
         with _changing:
+            if _PYRO_STACK[-1:] == [self]:
+                _PYRO_STACK.pop()
+                return
             place = next((n for n, h in enumerate(_PYRO_STACK) if h is self), None)
-            alone = place == len(_PYRO_STACK) - 1
             if place is not None:  # after an error with all above, which Pyro may have left there
                 del _PYRO_STACK[place : place + 1 if kind is None else None]
-        if place is None or (kind is None and not alone):
+        if place is None or kind is None:
             raise RuntimeError(f"{_TWO_THREADS}: {_THREADS}") from error
 
     def _process_message(self, msg: Any) -> None:

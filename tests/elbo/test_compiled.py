@@ -99,6 +99,29 @@ def test_torchs_loop(loss_of):
     assert elbo.num_replays == num_replays(5)
 
 
+@pytest.mark.parametrize("take", ["loss_and_grads", "differentiable_loss"])
+def test_a_hook_of_a_parameter_is_called_once_in_each_step(take):
+    """In steps of the program, of the graph, and in those that compare both."""
+    model = regression()
+    guide = AutoMeanField(model).prototype(X, Y)
+    loc, calls = guide.get_parameter("loc"), []
+    elbos = TemperedTraceMeanField_ELBO(), CompiledELBO()
+
+    def gradient(elbo, seed):
+        torch.manual_seed(seed)
+        loc.grad = None
+        loss = getattr(elbo, take)(model, guide, X, Y)
+        if take == "differentiable_loss":
+            loss.backward()
+        return loc.grad
+
+    plain = [gradient(elbos[0], seed) for seed in range(5)]
+    loc.register_hook(lambda gradient: calls.append(0) or 3.0 * gradient)
+    for seed in range(5):
+        torch.testing.assert_close(gradient(elbos[1], seed), 3.0 * plain[seed])
+    assert len(calls) == 5 and elbos[1].num_replays == num_replays(5)
+
+
 def test_arguments_with_gradients():
     """Such as features that a network outside of the program computes."""
     encoder = nn.Linear(2, 2)

@@ -279,7 +279,7 @@ class AutoInducing(Guide):
         if self.rest.latents:
             loc, scale = self.parameter("loc"), self.parameter("scale")
             priors = {name: run.latents[name] for name in self.rest.latents}
-            total = total + diagonal_normal_kl(self.rest, loc, scale, values, priors)
+            total = total + diagonal_normal_kl(self.rest, loc, scale, priors)
         if self.layers:
             for layer in self._pass(values).drawn:
                 total = total + layer.conditional.kl().to(vector)
