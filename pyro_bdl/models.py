@@ -178,7 +178,8 @@ class ObservationModel(TaskPrior, OwnParameters):
                 size = self._plate_size(batch)
             likelihoods[site] = head.likelihood(outputs[site])
             if site in targets:
-                likelihoods[site], targets[site] = head._as_observed(likelihoods[site], targets[site])
+                both = likelihoods[site], targets[site]
+                likelihoods[site], targets[site] = head._as_observed(*both)
         device = outputs[site].device
         with pyro.plate("data", size, subsample=torch.arange(batch, device=device)):
             return {
