@@ -23,7 +23,6 @@ from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import shown
 
 
-@torch.no_grad()
 def loo(
     model: Callable,
     posterior: Any,
@@ -59,6 +58,22 @@ def loo(
             f"loo needs draws of the posterior from chains, got {type(samples).__name__}: compare "
             "corrects a guide's draws by p / q, and k_fold fits it again"
         )
+    return total(*_columns(model, samples, args, method, refit, seed, n_jobs, progress))
+
+
+@torch.no_grad()
+def _columns(
+    model: Callable,
+    samples: Samples,
+    args: tuple,
+    method: str,
+    refit: Callable[..., Any] | None,
+    seed: int,
+    n_jobs: int | None,
+    progress: bool | None,
+) -> tuple[Tensor, Tensor, float]:
+    """The columns of ``leave_out``, log p(y_n | draw) ``(chains, draws, N)``, and the standard
+    error over the draws of the refits."""
     count = samples.num_chains * samples.num_draws
     kind, _, seen = observed(model, args, samples, draws=count)
     if kind.no_single:
@@ -101,7 +116,7 @@ def loo(
                 columns[0, n], columns[2, n] = value[0], k[0]
                 columns[3:, n] = value[0]  # its error is that of other draws
                 variance += over_draws**2
-    return total(columns, draws, variance**0.5)
+    return columns, draws, variance**0.5
 
 
 def _density(
