@@ -316,8 +316,8 @@ def _counts_with_all_mass(base: Any, size: int) -> Tensor | None:
     counts = torch.arange(ESTIMATION_DRAWS, dtype=like.dtype, device=like.device)
     counts = counts.reshape(-1, *(1,) * len(base.batch_shape)).expand(-1, *base.batch_shape)
     with torch.no_grad():
-        mass = sum(base.log_prob(part).exp().sum(0) for part in counts.split(size))
-    return counts if bool((torch.as_tensor(mass) > 1 - 1e-6).all()) else None
+        parts = [base.log_prob(part).exp().sum(0) for part in counts.split(size)]
+    return counts if bool((torch.stack(parts).sum(0) > 1 - 1e-6).all()) else None
 
 
 def _few_values(base: Any) -> Tensor | None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from scipy.optimize import minimize
 from torch import Tensor
 
 from pyro_bdl.diagnostics.loo import standard_error
@@ -98,6 +97,8 @@ def _maximum(log_p: Tensor) -> Tensor:
     def negative(w: Any) -> tuple[float, Any]:
         mixed = p @ torch.from_numpy(w)
         return -float(mixed.log().mean()), -(p / mixed[:, None]).mean(0).numpy()
+
+    from scipy.optimize import minimize  # takes long to load
 
     found = minimize(
         negative, weights.numpy(), jac=True, method="SLSQP", bounds=[(1e-12, 1)] * len(weights),
