@@ -68,8 +68,8 @@ def prior_predictive(
         axis.plot(grid, values[:functions].T, color=color, linewidth=0.7, alpha=0.8)
         axis.set(xlabel=xlabel, ylim=_limits(values))
     last = axes[-1]
-    for name, values in draws.items():
-        spread = np.sort(array(values).std(1, ddof=1))
+    for name, tensor in draws.items():
+        spread = np.sort(array(tensor).std(1, ddof=1))
         share = np.arange(1, len(spread) + 1) / len(spread)
         last.step(
             spread, share, where="post", linewidth=1.5, color=looks[name]["color"], label=name
