@@ -79,7 +79,7 @@ class Row(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Finding:
-    """What one number of a posterior says.
+    """A statement about one number of a posterior.
 
     :param key: of the number in the table.
     :param value: the number.
@@ -375,7 +375,7 @@ def doubts(name: str, row: Row) -> list[str]:
 
 
 def findings(row: Row, reference: Row | None, points: int) -> tuple[Finding, ...]:
-    """What the numbers of a posterior say, the gravest first.
+    """Findings about a posterior, the gravest first.
 
     :param row: its numbers.
     :param reference: those of the reference; None without one, and of the reference itself.
@@ -397,7 +397,7 @@ def findings(row: Row, reference: Row | None, points: int) -> tuple[Finding, ...
 
 
 def gates(row: Row) -> list[Finding]:
-    """What the chains of a posterior say: those with a remedy keep it from being a reference."""
+    """Findings about chains: those with a remedy keep them from being a reference."""
     mixing: list[Finding | None] = []
     if not math.isnan(row["rhat_limit"]):
         chains = row["num_chains"]

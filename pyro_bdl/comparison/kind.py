@@ -228,7 +228,7 @@ def without_targets(args: tuple) -> tuple:
 
 
 class Observed(NamedTuple):
-    """What a program observes of some data.
+    """The observed numbers of some data.
 
     :param y: the numbers, in its units.
     :param seen: which of them masks do not leave out; None where they leave out none.
@@ -283,7 +283,7 @@ def _read(
     kind: Kind | None,
     names: Collection[str] | None,
 ) -> Observed | None:
-    """What is observed in all batches; None if they are no rows of one kind."""
+    """The observed numbers of all batches; None if they are no rows of one kind."""
     targets, marks = [], []
     for args in batches:
         run, program, at = _first_run(model, args, posterior)

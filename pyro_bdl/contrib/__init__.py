@@ -1,4 +1,4 @@
-"""What few programs need. Nothing in the core imports it.
+"""Methods that few programs need. Nothing in the core imports them.
 
 Its public names belong to modules of the core (``guides.AutoInducing``, ``evidence.em``), and are
 put there below, when the package is imported. ``contrib.botorch`` is imported by its users.

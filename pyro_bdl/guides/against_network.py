@@ -1,4 +1,4 @@
-"""Whether a posterior predicts its own training rows worse than the network at its center."""
+"""Comparison of a posterior with the network at its center, on its own training rows."""
 
 import math
 from collections.abc import Iterable

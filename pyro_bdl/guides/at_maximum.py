@@ -1,4 +1,4 @@
-"""Whether a Laplace approximation is at a maximum: what a Newton step would still gain."""
+"""Check of a Laplace approximation's maximum: the gain that a Newton step would still have."""
 
 import math
 from typing import TYPE_CHECKING, Any
