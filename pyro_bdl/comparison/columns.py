@@ -99,7 +99,10 @@ def to_text(rows: Sequence[Row], columns: Sequence[Column], width: int | None = 
 
     first, *rest = columns
     blocks: list[list[Column]] = [[first]]
-    console = Console(width=10**4, color_system=None, markup=False, emoji=False, highlight=False)
+    console = Console(
+        width=10**4, color_system=None, markup=False, emoji=False, highlight=False,
+        force_jupyter=False,
+    )  # fmt: skip
     for column in rest:
         longer = _table(rows, [*blocks[-1], column])
         if width and console.measure(longer).maximum > width and len(blocks[-1]) > 1:
