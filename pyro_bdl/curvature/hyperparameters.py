@@ -1,6 +1,6 @@
 """The hyperparameters of a program: positive ``PyroParam``s that scale its priors or its noise."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -129,31 +129,23 @@ def read(
 
 
 @torch.enable_grad()
-def slopes(tensor: Tensor, parameters: Iterable[Hyperparameter]) -> dict[str, Tensor]:
-    """Return d tensor / d parameter, summed over the tensor, for the parameters that move it."""
-    parameters = list(parameters)
-    if not tensor.requires_grad or not parameters:
-        return {}
-    values = [parameter.value for parameter in parameters]
-    found = torch.autograd.grad(tensor.sum(), values, allow_unused=True, retain_graph=True)
-    return {p.name: g for p, g in zip(parameters, found, strict=True) if g is not None}
-
-
-def is_proportional(tensor: Tensor, parameter: Hyperparameter, slope: Tensor) -> bool:
-    """Return True if a tensor is proportional to a parameter.
-
-    :param slope: of ``slopes``.
-    """
-    if not (parameter.value > 0).all():
-        return False
-    whole, part = tensor.detach().sum(), (slope * parameter.value.detach()).sum()
-    return torch.allclose(whole, part.to(whole), rtol=1e-4)
-
-
 def scales(tensor: Tensor, parameter: Hyperparameter) -> bool:
-    """Return True if a parameter moves a tensor, and both are proportional."""
-    slope = slopes(tensor, [parameter]).get(parameter.name)
-    return slope is not None and is_proportional(tensor, parameter, slope)
+    """Return whether a tensor is proportional to a positive parameter.
+
+    It is, by its operators, where its derivative depends on nothing that is learned, and where the
+    product of the derivative with the parameter is the tensor itself, entry by entry.
+    """
+    value = parameter.value
+    if not (value > 0).all() or not reaches(tensor, [value]):
+        return False
+    probe = torch.ones_like(tensor, requires_grad=True)
+    options: Any = {"retain_graph": True, "create_graph": True, "materialize_grads": True}
+    (fixed,) = torch.autograd.grad(tensor, value, probe.detach(), **options)
+    (pulled,) = torch.autograd.grad(tensor, value, probe, **options)
+    if fixed.requires_grad:
+        return False
+    (linear,) = torch.autograd.grad(pulled, probe, value.detach())
+    return torch.allclose(linear, tensor.detach(), rtol=1e-4)  # else there is a constant
 
 
 def prior_normals(reading: ParameterReading, subset: Subset) -> dict[str, tuple[Tensor, Tensor]]:
@@ -175,40 +167,16 @@ def prior_normals(reading: ParameterReading, subset: Subset) -> dict[str, tuple[
     return result
 
 
-class Scaled(NamedTuple):
-    """A hyperparameter that scales independent Normal priors.
-
-    :param sites: names, standard deviations and means of the entries in the subset.
-    """
-
-    parameter: Hyperparameter
-    sites: list[tuple[str, Tensor, Tensor]]
-
-
-def scaled_priors(reading: ParameterReading, subset: Subset) -> list[Scaled]:
-    """The hyperparameters of a reading to which the scales of Normal priors are proportional."""
-    result: dict[str, Scaled] = {}
-    for site, (loc, scale) in prior_normals(reading, subset).items():
-        for name, parameter in reading.parameters.items():
-            if scales(scale, parameter):
-                scaled = result.setdefault(name, Scaled(parameter, []))
-                scaled.sites.append((site, scale, loc.detach()))
-    return list(result.values())
-
-
 @torch.enable_grad()
-def group_sum(scale: Tensor, values: Tensor, parameter: Hyperparameter) -> Tensor:
-    """Return sums of ``values`` over the entries that each element of a parameter scales.
-
-    For s_i = c_i theta_g(i): theta * d(sum s_i x_i / s_i) / d theta = sum of x_i over the group.
-
-    :param scale: s (m,), with its graph.
-    :param values: x (m,).
-    """
-    (slope,) = torch.autograd.grad(
-        scale, parameter.value, values.detach() / scale.detach(), retain_graph=True
-    )
-    return slope * parameter.value.detach()
+def owners_of_priors(reading: ParameterReading, subset: Subset) -> dict[str, str]:
+    """The sites with independent Normal priors whose scales are proportional to a parameter of a
+    reading, with its name."""
+    return {
+        site: name
+        for site, (_, scale) in prior_normals(reading, subset).items()
+        for name, parameter in reading.parameters.items()
+        if scales(scale, parameter)
+    }
 
 
 class Noise(NamedTuple):
@@ -240,7 +208,7 @@ def noise_of(reading: ParameterReading) -> Noise | None:
         return None
     if not normal.scale.requires_grad:
         return Noise(site, None, None)
-    moved = [p for p in reading.parameters.values() if slopes(normal.scale, [p])]
+    moved = [p for p in reading.parameters.values() if reaches(normal.scale, [p.value])]
     if len(moved) == 1 and moved[0].value.numel() == 1 and scales(normal.scale, *moved):
         return Noise(site, moved[0], moved[0].value.reshape(()))
     if is_one_number(normal.scale):

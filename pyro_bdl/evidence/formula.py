@@ -7,25 +7,20 @@ the program; ``NormalFormula`` needs no run, where hyperparameters scale Normal 
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.hyperparameters import (
-    Hyperparameter,
     ParameterReading,
-    Scaled,
     followed,
-    group_sum,
-    is_proportional,
     noise_of,
+    owners_of_priors,
     prior_normals,
     read,
-    scaled_priors,
-    slopes,
 )
 from pyro_bdl.curvature.prior import PriorPrecision, flat_entries, hyperpriors, prior_precision
 from pyro_bdl.distributions.parameters import base_distribution
@@ -101,6 +96,21 @@ def formula_of(guide: LaplaceGuide, reading: ParameterReading) -> "Formula":
     return NormalFormula.of(guide, reading) or Formula(guide, reading)
 
 
+class _Parts(NamedTuple):
+    """The log evidence at one value of the hyperparameters, and its parts for the fixed point.
+
+    :param values: of the hyperparameters, by name, with their graph.
+    :param value: the log evidence, a scalar.
+    :param above: the quadratic terms of the Normals that hyperparameters scale.
+    :param below: the sum of their log scales, and half the log determinant of the precision.
+    """
+
+    values: dict[str, Tensor]
+    value: Tensor
+    above: Tensor
+    below: Tensor
+
+
 class Formula:
     """The log evidence of a guide at the present values of its hyperparameters.
 
@@ -110,107 +120,131 @@ class Formula:
     def __init__(self, guide: LaplaceGuide, reading: ParameterReading) -> None:
         self.guide, self.tuned = guide, followed(reading)
         self._first: ParameterReading | None = reading
+        noise = noise_of(reading)
+        self._noise = None if noise is None or noise.owner is None else noise.owner.name
+        self._owners = owners_of_priors(reading, guide.subset)
 
     def _reading(self) -> ParameterReading:
         reading, self._first = self._first or read_guide(self.guide), None
         return reading
+
+    def _parts(self, point: LinearizedPoint | None) -> _Parts:
+        guide, reading = self.guide, self._reading()
+        prior = prior_precision(reading.run, reading.leaves, guide.subset, create_graph=True)
+        log_prior = _log_prior(guide, reading, point)
+        for site in hyperpriors(reading.run, reading.leaves).values():
+            log_prior = log_prior + site.log_prob().sum().double()
+        vector, parts, terms = _vector(guide, point), guide.subset.parts, []
+        for name, (loc, scale) in prior_normals(reading, guide.subset).items():
+            if name in self._owners:
+                squares = (vector[parts[name]] - loc.detach()).square()
+                terms.append(normal_terms(scale, squares, 1, reading.run.latents[name].scale))
+        values = {name: reading.parameters[name].value for name in self.tuned}
+        factor = guide.noise_factor_at(reading)
+        scaled = 1.0 if factor is None else guide.config.noise_factor(factor)
+        log_determinant = guide.curvature.with_prior(prior, scaled).logdet()
+        return self._sum(values, log_prior, log_determinant, terms, factor, point)
+
+    def _sum(
+        self,
+        values: dict[str, Tensor],
+        log_prior: Tensor,
+        log_determinant: Tensor,
+        terms: list[tuple[Tensor, Tensor]],
+        factor: Tensor | None,
+        point: LinearizedPoint | None,
+    ) -> _Parts:
+        """The parts, with log p(y | u), for a Normal -1/2 c sum r^2 + 1/2 n log c + constant with r
+        in units of the noise of the fit.
+
+        :param terms: of ``normal_terms``, those of the priors that hyperparameters scale.
+        """
+        guide, half = self.guide, 0.5 * log_determinant
+        at: Any = guide if point is None else point
+        total = at.log_likelihood + log_prior + 0.5 * guide.subset.size * _LOG_2PI - half
+        if factor is not None:
+            terms = [*terms, (-0.5 * factor * at.squares, -0.5 * guide.cells * factor.log())]
+            total = total + 0.5 * at.squares + terms[-1][0] - terms[-1][1]
+        above: Any = sum(quadratic for quadratic, _ in terms)
+        return _Parts(values, total, above, sum((logs for _, logs in terms), half))
 
     def value(self, point: LinearizedPoint | None = None) -> Tensor:
         """The log evidence in nats, a scalar, differentiable in the program's parameters.
 
         :param point: of the linearized model, to evaluate there.
         """
-        guide, reading = self.guide, self._reading()
-        prior = prior_precision(reading.run, reading.leaves, guide.subset, create_graph=True)
-        factor, apart = guide.noise_factor_at(reading), hyperpriors(reading.run, reading.leaves)
-        likelihood = _log_likelihood(guide, factor, point)
-        log_prior = _log_prior(guide, reading, point)
-        for site in apart.values():
-            log_prior = log_prior + site.log_prob().sum().double()
-        scaled = 1.0 if factor is None else guide.config.noise_factor(factor)
-        log_determinant = guide.curvature.with_prior(prior, scaled).logdet()
-        return self._total(likelihood, log_prior, log_determinant)
-
-    def _total(self, likelihood: Tensor, log_prior: Tensor, log_determinant: Tensor) -> Tensor:
-        return likelihood + log_prior + 0.5 * (self.guide.subset.size * _LOG_2PI - log_determinant)
+        return self._parts(point).value
 
     def follow(self) -> None:
         """Adapt the guide to the present values."""
         self.guide.refresh(self._reading())
 
-    def _scales(self) -> tuple[list[Scaled], Hyperparameter | None]:
-        """The hyperparameters that scale Normal priors, and the one that scales the noise."""
-        reading, subset = self._reading(), self.guide.subset
-        noise = noise_of(reading)
-        return scaled_priors(reading, subset), None if noise is None else noise.owner
-
     @torch.enable_grad()
     def fixed_point(self, point: LinearizedPoint | None = None) -> dict[str, Tensor]:
         """The next values of the hyperparameters that the fixed point of ``maximize`` covers.
 
-        The guide must follow the present values.
+        For Normals with scales theta the derivative of the log evidence in log theta is a - b, with
+        a that of the quadratic terms and b that of the logarithms of the scales and of half the log
+        determinant; the next value is theta sqrt(a / b).
 
         :raises NoFixedPointError: for the noise, if gamma is not below the number of observations.
         """
-        guide, parts = self.guide, self.guide.subset.parts
-        at: Any = guide if point is None else point
-        vector = guide.subset.take(guide.loc)
-        if point is not None:
-            vector = vector + point.offset.to(vector)
-        variances = guide.precision.variances().to(vector)
+        parts = self._parts(point)
+        covered = {*self._owners.values(), self._noise}
+        values = {name: value for name, value in parts.values.items() if name in covered}
+        above, below = log_slopes(parts.above, values), log_slopes(parts.below, values)
+        if self._noise in values and not below[self._noise] > 0:
+            cells = float(self.guide.cells)
+            raise NoFixedPointError(
+                f"the effective number of parameters ({cells - float(below[self._noise]):.1f}) is "
+                f"not below the number of observations ({cells:.0f}): the noise has no fixed point "
+                "there"
+            )
+        return rescaled(values, above, below)
 
-        def sums(site: str, loc: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
-            offset, spread = vector[parts[site]] - loc, variances[parts[site]]
-            return offset.square() * precision, 1.0 - spread * precision
 
-        scaled, noise = self._scales()
-        found = rescaled(scaled, sums)
-        if noise is not None:
-            gamma = guide.effective_parameters()
-            if gamma >= guide.cells:
-                raise NoFixedPointError(
-                    f"the effective number of parameters ({float(gamma):.1f}) is not below the "
-                    f"number of observations ({float(guide.cells):.0f}): the noise has no fixed "
-                    "point there"
-                )
-            ratio = at.squares * guide.noise_factor / (guide.cells - gamma)
-            value = noise.value * ratio.clamp(min=_SMALLEST).sqrt().to(noise.value)
-            found[noise.name] = value.detach()
-        return found
+def normal_terms(
+    scale: Tensor, squares: Tensor, entries: int, power: Any = 1.0
+) -> tuple[Tensor, Tensor]:
+    """-1/2 sum of squares / s^2, and the sum of log s, of Normal densities.
+
+    :param scale: s, (m,) or one number.
+    :param squares: sums of squared deviations from the mean, like ``scale``.
+    :param entries: the number of terms in each of them.
+    :param power: by which the log density counts.
+    """
+    quadratic = -0.5 * (power * squares / scale.square()).double().sum()
+    return quadratic, (power * entries * scale.log()).double().sum()
+
+
+def log_slopes(total: Any, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """d total / d log theta, by name."""
+    if not values or not isinstance(total, Tensor) or not total.requires_grad:
+        return {name: torch.zeros_like(value) for name, value in values.items()}
+    leaves = list(values.values())
+    found = torch.autograd.grad(total, leaves, retain_graph=True, materialize_grads=True)
+    return {n: value.detach() * g for (n, value), g in zip(values.items(), found, strict=True)}
 
 
 def rescaled(
-    scaled: list[Scaled], of_site: Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
+    values: Mapping[str, Tensor], above: Mapping[str, Tensor], below: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """theta sqrt(sum_i a_i / sum_i b_i) over the entries i that each number theta scales, by name.
-
-    :param of_site: a and b of a site, given its name, means and precisions.
-    """
-    found = {}
-    for parameter, sites in scaled:
-        above, below = torch.zeros_like(parameter.value), torch.zeros_like(parameter.value)
-        for site, scale, loc in sites:
-            a, b = of_site(site, loc, scale.detach().square().reciprocal())
-            above += group_sum(scale, a, parameter)
-            below += group_sum(scale, b, parameter)
-        ratio = above.clamp(min=_SMALLEST) / below.clamp(min=_SMALLEST)
-        found[parameter.name] = (parameter.value * ratio.sqrt()).detach()
-    return found
+    """theta sqrt(above / below), by name."""
+    return {
+        name: value.detach()
+        * (above[name].clamp(min=_SMALLEST) / below[name].clamp(min=_SMALLEST)).sqrt()
+        for name, value in values.items()
+    }
 
 
 class NoFixedPointError(ValueError):
     """The fixed point of ``maximize`` does not exist at the present hyperparameters."""
 
 
-def _log_likelihood(
-    guide: LaplaceGuide, factor: Tensor | None, point: LinearizedPoint | None
-) -> Tensor:
-    """log p(y | u), for a Normal -1/2 c sum r^2 + 1/2 n log c + constant with r in units of the
-    noise of the fit."""
-    at: Any = guide if point is None else point
-    if factor is None:
-        return at.log_likelihood
-    return at.log_likelihood - 0.5 * (factor - 1.0) * at.squares + 0.5 * guide.cells * factor.log()
+def _vector(guide: LaplaceGuide, point: LinearizedPoint | None) -> Tensor:
+    """The subset's vector at a point of the linearized model, or at the guide's center."""
+    vector = guide.subset.take(guide.loc)
+    return vector if point is None else vector + point.offset.to(vector)
 
 
 def _log_prior(
@@ -219,7 +253,7 @@ def _log_prior(
     """log p(T(u)) + log |det dT/du| of the subset's latents, with the prior's factors of them."""
     subset, layout = guide.subset, guide.require_layout()
     if point is not None:
-        vector = subset.put(guide.loc, subset.take(guide.loc) + point.offset.to(guide.loc))
+        vector = subset.put(guide.loc, _vector(guide, point))
         reading = read(guide.program_model, subset, vector, *guide.few_rows)
     total = guide.loc.new_zeros((), dtype=torch.float64)
     for name, chosen in subset.chosen.items():
@@ -264,29 +298,28 @@ class _Group:
     power: float
     locs: dict[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.locs.values()))
+
     def scale(self, values: Mapping[str, Tensor]) -> Tensor:
-        return self.ratio if self.owner is None else self.ratio * values[self.owner]
+        return self.ratio if self.owner is None else self.ratio * values[self.owner].reshape(())
 
 
 class NormalFormula(Formula):
     """The formula of independent Normals over all of the subset, with one scale for each site,
     fixed or proportional to a hyperparameter, and of a likelihood that changes by its noise alone.
 
-    Then log p(u) = -1/2 sum_i ((u_i - m_i) / (c_i theta))^2 - sum_i log(c_i theta) + constant.
+    It runs no program, and takes eigenvalues of the curvature where a structure has them.
 
     :param groups: of sites with the same scale.
-    :param noise: the hyperparameter that scales the noise, and the noise of the fit in units of it.
     """
 
     def __init__(
-        self,
-        guide: LaplaceGuide,
-        reading: ParameterReading,
-        groups: list[_Group],
-        noise: tuple[Hyperparameter, Tensor] | None,
+        self, guide: LaplaceGuide, reading: ParameterReading, groups: list[_Group]
     ) -> None:
         super().__init__(guide, reading)
-        self.groups, self.noise = groups, noise
+        self.groups = groups
         self._at: Any = None
         self._squares: list[Tensor] = []
         self._curvature: Any = None  # of which the eigenvalues are known
@@ -295,69 +328,66 @@ class NormalFormula(Formula):
     @classmethod
     def of(cls, guide: LaplaceGuide, reading: ParameterReading) -> "NormalFormula | None":
         """The formula of the program that a reading is of; None where it has none."""
-        tuned, subset = followed(reading), guide.subset
-        normals = prior_normals(reading, subset)
+        tuned, subset, run = followed(reading), guide.subset, reading.run
+        normals, owners = prior_normals(reading, subset), owners_of_priors(reading, subset)
+        noise = noise_of(reading)
         if (
-            reading.run.factors
-            or reading.run.prior_factors
+            run.factors
+            or run.prior_factors
             or set(normals) != set(subset.parts)
             or len(tuned) + len(reading.in_likelihood) != len(reading.parameters)
+            or (noise is None and reading.in_likelihood)
         ):
             return None
         groups: dict[Any, _Group] = {}
         for name, (loc, scale) in normals.items():
-            site, moved = reading.run.latents[name], slopes(scale, tuned.values())
-            owner = tuned[next(iter(moved))] if len(moved) == 1 else None
-            ratio = scale.detach()[0]
+            owner, ratio = owners.get(name), scale.detach()[0]
+            is_one = not bool((scale.detach() != ratio).any())
+            followed_by_one = owner in tuned and tuned[owner].value.numel() == 1
             if (
                 loc.requires_grad
-                or isinstance(site.scale, Tensor)
-                or bool((scale.detach() != ratio).any())
+                or isinstance(run.latents[name].scale, Tensor)
+                or not is_one
+                or (scale.requires_grad and not followed_by_one)
             ):
                 return None
             if owner is not None:
-                one = owner.value.numel() == 1
-                if not one or not is_proportional(scale, owner, moved[owner.name]):
-                    return None
-                ratio = ratio / owner.value.detach().reshape(())
-            elif scale.requires_grad:
-                return None
-            group = _Group(ratio, None if owner is None else owner.name, float(site.scale))
+                ratio = ratio / tuned[owner].value.detach().reshape(())
+            group = _Group(ratio, owner, float(run.latents[name].scale))
             group = groups.setdefault((group.owner, float(ratio), group.power), group)
             group.locs[name] = loc
-        found, noise = noise_of(reading), None
-        if found is None and reading.in_likelihood:
+        is_learned = noise is not None and noise.value is not None
+        if is_learned and (noise.owner is None or noise.owner.name in owners.values()):
             return None
-        if found is not None and found.value is not None and guide.reference_noise is not None:
-            owner = found.owner
-            if owner is None or any(group.owner == owner.name for group in groups.values()):
-                return None
-            noise = owner, guide.reference_noise
-        return cls(guide, reading, list(groups.values()), noise)
+        return cls(guide, reading, list(groups.values()))
 
-    def _now(self) -> dict[str, Tensor]:
+    def _values(self) -> dict[str, Tensor]:
         return {name: p.now() for name, p in self.tuned.items()}
 
     def _factor(self, values: Mapping[str, Tensor]) -> Tensor | None:
-        if self.noise is None:
+        before = self.guide.reference_noise
+        if self._noise is None or before is None:
             return None
-        parameter, noise_of_fit = self.noise
-        return (noise_of_fit / values[parameter.name]).square().to(self.guide.squares)
+        return (before / values[self._noise].reshape(())).square().to(self.guide.squares)
 
-    def value(self, point: LinearizedPoint | None = None) -> Tensor:
-        guide, values = self.guide, self._now()
-        factor, log_prior = self._factor(values), guide.loc.new_zeros((), dtype=torch.float64)
-        precisions = []
-        for group, squares in zip(self.groups, self._squares_at(point), strict=True):
-            count, scale = sum(map(len, group.locs.values())), group.scale(values).reshape(())
-            precision = scale.square().reciprocal()
-            terms = 0.5 * squares * precision + count * (scale.log() + 0.5 * _LOG_2PI)
-            log_prior = log_prior - group.power * terms.double()
-            precisions.append(group.power * precision)
-        one = torch.as_tensor(1.0, device=guide.loc.device)
-        scaled = one if factor is None else guide.config.noise_factor(factor)
-        log_determinant = self._log_determinant(precisions, scaled)
-        return self._total(_log_likelihood(guide, factor, point), log_prior, log_determinant)
+    def _parts(self, point: LinearizedPoint | None) -> _Parts:
+        guide, values = self.guide, self._values()
+        scales = [group.scale(values) for group in self.groups]
+        terms = [
+            normal_terms(scale, squares, group.size, group.power)
+            for group, scale, squares in zip(
+                self.groups, scales, self._squares_at(point), strict=True
+            )
+        ]
+        constant = 0.5 * _LOG_2PI * sum(group.power * group.size for group in self.groups)
+        log_prior: Any = sum(quadratic - logs for quadratic, logs in terms) - constant
+        factor = self._factor(values)
+        scaled = 1.0 if factor is None else guide.config.noise_factor(factor)
+        log_determinant = self._log_determinant(self._precisions(values), torch.as_tensor(scaled))
+        return self._sum(values, log_prior, log_determinant, terms, factor, point)
+
+    def _precisions(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+        return [g.power * g.scale(values).square().reciprocal() for g in self.groups]
 
     def _log_determinant(self, precisions: list[Tensor], factor: Tensor) -> Tensor:
         """log det of the posterior precision, for the prior precision of each group of sites."""
@@ -384,9 +414,7 @@ class NormalFormula(Formula):
         guide = self.guide
         at = guide.loc, None if point is None else point.offset
         if self._at is None or self._at[0] is not at[0] or self._at[1] is not at[1]:
-            vector = guide.subset.take(guide.loc)
-            vector = vector if point is None else vector + point.offset
-            parts, self._at = guide.subset.parts, at
+            vector, parts, self._at = _vector(guide, point), guide.subset.parts, at
             self._squares = []
             for group in self.groups:
                 offsets = [vector[parts[site]] - loc for site, loc in group.locs.items()]
@@ -396,25 +424,11 @@ class NormalFormula(Formula):
 
     @torch.no_grad()
     def follow(self) -> None:
-        guide, subset, values = self.guide, self.guide.subset, self._now()
-        scales = [group.scale(values).reshape(()) for group in self.groups]
-        pairs = zip(self.groups, scales, strict=True)
-        prior = self._prior([g.power * scale.square().reciprocal() for g, scale in pairs])
+        guide, subset, values = self.guide, self.guide.subset, self._values()
+        prior = self._prior(self._precisions(values))
         locs = {site: loc for group in self.groups for site, loc in group.locs.items()}
         offset = torch.cat([locs[site] for site in subset.parts]) - subset.take(guide.loc)
         guide.adapt(prior, prior.diagonal.to(offset) * offset, self._factor(values))
-
-    def _scales(self) -> tuple[list[Scaled], Hyperparameter | None]:
-        values = self._now()
-        found: dict[str, list[Any]] = {}
-        for group in self.groups:
-            if group.owner is not None:
-                scale = group.scale(values)
-                sites = [(site, scale.expand(len(loc)), loc) for site, loc in group.locs.items()]
-                found.setdefault(group.owner, []).extend(sites)
-        now = {name: replace(p, value=values[name]) for name, p in self.tuned.items()}
-        noise = None if self.noise is None else now[self.noise[0].name]
-        return [Scaled(now[name], sites) for name, sites in found.items()], noise
 
 
 def sum_of_logs(values: Tensor) -> Tensor:

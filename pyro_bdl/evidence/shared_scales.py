@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.hyperparameters import ParameterReading, scaled_priors
+from pyro_bdl.curvature.hyperparameters import ParameterReading, owners_of_priors
 from pyro_bdl.distributions.parameters import base_distribution, parameters_of
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
@@ -43,11 +43,9 @@ def warn_of_shared_scales(
     if "shared scales" in guide.told or looked_at in guide.told:
         return
     guide.told.add(looked_at)
-    shared = {
-        scaled.parameter.name: {site for site, _, _ in scaled.sites}
-        for scaled in scaled_priors(reading, subset)
-        if len(scaled.sites) > 1
-    }
+    owners = owners_of_priors(reading, subset)
+    sets = {name: {s for s, owner in owners.items() if owner == name} for name in owners.values()}
+    shared = {name: sites for name, sites in sets.items() if len(sites) > 1}
     sites = [site for site in subset.parts if any(site in known for known in shared.values())]
     groups = _normalized(guide, sites, batch) if sites else {}
     found = {

@@ -12,12 +12,13 @@ from pyro_bdl.curvature.hyperparameters import (
     Hyperparameter,
     ReadParameters,
     noise_of,
+    owners_of_priors,
+    prior_normals,
     read_at_center,
-    scaled_priors,
 )
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
-from pyro_bdl.evidence.formula import rescaled
+from pyro_bdl.evidence.formula import log_slopes, normal_terms, rescaled
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset
@@ -132,18 +133,21 @@ def _groups(
 def _closed_forms(model: Callable, guide: Guide, batches: Batches) -> dict[str, Tensor]:
     """The maxima of the ELBO in the scales of Normal priors and of a Normal noise, by name."""
     reading, subset = read_at_center(model, guide), Subset(guide.require_layout())
-    mean, variance = guide.location(), guide.variances()
-
-    def sums(site: str, loc: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
-        part = subset.parts[site]
-        second = (mean[part] - loc).square() + variance[part]
-        return second * precision, torch.ones_like(second)
-
-    found, noise = rescaled(scaled_priors(reading, subset), sums), noise_of(reading)
-    if noise is not None and noise.owner is not None:
-        ratio = _mean_square(model, guide, batches)
-        found[noise.owner.name] = (noise.owner.value * ratio.sqrt()).detach()
-    return found
+    mean, variance = guide.location().detach(), guide.variances().detach()
+    normals, noise = prior_normals(reading, subset), noise_of(reading)
+    owners = owners_of_priors(reading, subset)
+    names, terms = set(owners.values()), []
+    for site in owners:
+        (loc, scale), part = normals[site], subset.parts[site]
+        second = (mean[part] - loc.detach()).square() + variance[part]
+        terms.append(normal_terms(scale, second, 1))
+    if noise is not None and noise.owner is not None and noise.value is not None:
+        names.add(noise.owner.name)
+        square = noise.value.detach().square() * _mean_square(model, guide, batches)
+        terms.append(normal_terms(noise.value, square, 1))
+    values = {name: p.value for name, p in reading.parameters.items() if name in names}
+    above, below = (log_slopes(sum(term[i] for term in terms), values) for i in range(2))
+    return rescaled(values, above, below)
 
 
 @torch.no_grad()

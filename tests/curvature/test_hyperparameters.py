@@ -12,13 +12,12 @@ from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.curvature.hyperparameters import (
     Hyperparameter,
     followed,
-    group_sum,
     noise_of,
+    owners_of_priors,
     prior_normals,
     read,
     read_at_center,
     restored_on_error,
-    scaled_priors,
     scales,
 )
 from pyro_bdl.guides import AutoLaplaceGGN
@@ -135,20 +134,12 @@ def test_what_is_proportional():
     unit = torch.ones(2)
     for tensor in (p.value.square(), p.value + 1, p.value.sqrt(), unit, p.value.detach()):
         assert not scales(tensor, p)
+    assert not scales(p.value + torch.tensor([1.0, -1.0]), p)  # whose sum is proportional
+    assert not scales(p.value + 1e-3 * (p.value - p.value.detach()).square(), p)
+    assert not scales(p.value * unit.requires_grad_(), p)  # two parameters have no one owner
     assert not scales(torch.ones(2, requires_grad=True), p)
     negative = parameter([-0.5, 2.0])
     assert not scales(negative.value, negative)
-
-
-def test_sums_over_groups():
-    p = parameter([0.5, 2.0])
-    values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
-    scale = torch.cat([3 * p.value[:1].expand(2), p.value[1:].expand(3)])
-    torch.testing.assert_close(group_sum(scale, values, p), torch.tensor([3.0, 12.0]))
-    single = parameter(0.3)
-    torch.testing.assert_close(
-        group_sum(single.value.expand(5), values, single), torch.tensor(15.0)
-    )
 
 
 def test_owners_of_every_prior():
@@ -162,10 +153,10 @@ def test_owners_of_every_prior():
     )
     model = regression(prior, net=nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
     reading, subset = reading_of(model)
-    found = {scaled.parameter.name: scaled.sites for scaled in scaled_priors(reading, subset)}
-    assert {k.rpartition(".")[2]: [s for s, _, _ in v] for k, v in found.items()} == {
-        "hyper_prior_0_weight__gain": ["0.weight"],
-        "hyper_prior_0_bias__scale": ["0.bias"],
+    found = owners_of_priors(reading, subset)
+    assert {site: name.rpartition(".")[2] for site, name in found.items()} == {
+        "0.weight": "hyper_prior_0_weight__gain",
+        "0.bias": "hyper_prior_0_bias__scale",
     }
     normals = prior_normals(reading, subset)
     torch.testing.assert_close(normals["0.weight"][1].detach(), torch.full((6,), 0.5 / 2**0.5))
@@ -179,7 +170,7 @@ def test_owners_of_every_prior():
 def test_a_hyperprior_owns_nothing():
     """The scale is a latent: priors that depend on latents have no closed form."""
     reading, subset = reading_of(regression(priors.Normal(dist.HalfNormal(1.0))))
-    assert scaled_priors(reading, subset) == [] and reading.parameters == {}
+    assert owners_of_priors(reading, subset) == {} and reading.parameters == {}
     assert prior_normals(reading, subset) == {}
 
 
