@@ -36,8 +36,7 @@ from pyro_bdl.freezing import freeze
 from pyro_bdl.guides.saved import load_posterior
 from pyro_bdl.nn import BayesianModule, bayesianize
 from pyro_bdl.predictive.linearized import LinearizedPredictive
-from pyro_bdl.predictive.prior import prior_predictive
-from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.predictive.sampled import Predictive, prior_predictive
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.training import Checkpoint

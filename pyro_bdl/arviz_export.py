@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.guides.draws import DRAWS_AT_ONCE, as_posterior, log_densities_of, to_samples
 from pyro_bdl.predictive.predictor import predictor, unknown_kinds
-from pyro_bdl.predictive.prior import prior_draws
+from pyro_bdl.predictive.sampled import prior_draws
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.check import named_arguments
 from pyro_bdl.program.observed_arguments import Targets

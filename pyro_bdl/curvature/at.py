@@ -12,8 +12,7 @@ from torch import Tensor
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.hyperparameters import ParameterReading, ReadParameters
 from pyro_bdl.curvature.jacobian.affine_uses import UnseenUseError, UseRecorder
-from pyro_bdl.curvature.jacobian.linearization import Linearization, unseen_uses
-from pyro_bdl.curvature.jacobian.recorded_rows import RecordedRows
+from pyro_bdl.curvature.jacobian.linearization import Linearization, RecordedRows, unseen_uses
 from pyro_bdl.curvature.structures import STRUCTURES
 from pyro_bdl.distributions.copies import masks_of
 from pyro_bdl.distributions.parameters import is_known, parameters_of, rebuilt

@@ -1,7 +1,8 @@
-"""The choice of a curvature and its structure, and a check of its memory."""
+"""The choice of a curvature and its structure, by the user or from the program, its size and the
+data, and a check of its memory."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -9,14 +10,21 @@ from pyro_bdl.curvature.fisher import (
     ESTIMATION_DRAWS,
     empirical_columns,
     exact_columns,
+    num_data,
     sampled_columns,
+    site_parameters,
 )
-from pyro_bdl.curvature.structures import STRUCTURES, Kron, structure_of
+from pyro_bdl.curvature.prior import prior_precision
+from pyro_bdl.curvature.structures import STRUCTURES, Auto, Full, Kernel, Kron, structure_of
 from pyro_bdl.curvature.structures.base import Curvature, Structure
 from pyro_bdl.distributions.families import Cotangent
+from pyro_bdl.errors import warn
+from pyro_bdl.program.batches import Batch, Batches, leading_size
 from pyro_bdl.program.rows import ROWS
-from pyro_bdl.program.trace import Site
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.memory import available_memory
+from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.validation import whole_number
 
 CURVATURES = ("ggn", "ggn-mc", "empirical-fisher", "hessian")
@@ -90,7 +98,7 @@ def fits(structure: Structure, size: int, like: Tensor, num_rows: int = 0) -> bo
 
     :param like: a tensor with the dtype and device.
     :param num_rows: the number of rows of the data's Jacobians, for a structure that stores them
-        (``automatic_structure.rows_of``).
+        (``rows_of``).
     """
     available = available_memory(like.device)
     return available is None or _bytes(structure, size, like, num_rows) <= available
@@ -131,3 +139,71 @@ def check_memory(
 def _bytes(structure: Structure, size: int, like: Tensor, num_rows: int) -> float:
     item = 8 if structure.curvature.stores_rows else like.element_size()  # rows are in float64
     return _SLACK * structure.memory(size, num_rows) * item
+
+
+def chosen_config(
+    config: CurvatureConfig,
+    run: Run,
+    leaves: Mapping[str, Tensor],
+    subset: Subset,
+    few: Batch,
+    batches: Batches,
+    *,
+    full_up_to: int = 2000,
+    kernel_up_to: int = 4096,
+) -> CurvatureConfig:
+    """Return the configuration with a structure in place of "auto", and with the dense Hessian
+    where no Fisher information is known.
+
+    That is so if discrete sites are summed out of a likelihood so that it is no mixture for each
+    datum. "auto" is "full" for up to 2000 latents. It is "kernel" if the data have fewer outputs
+    N K than there are latents, and at most 4096, and the prior precision has an inverse. Both are
+    exact, and are taken only if they fit in memory. It is "kron" otherwise, and "full" over parts
+    of sites, which have no Kronecker factors, and for curvature="hessian".
+
+    :param run: the program on ``few`` of the data, with its leaves.
+    :param full_up_to: latents, whose matrix is factorized in a fraction of a second.
+    :param kernel_up_to: rows, whose kernel is factorized in about a second.
+    """
+    if config.curvature == "hessian":
+        return replace(config, structure=Full()) if _is_open(config) else config
+    name = run.coupled_data()
+    if name is not None:
+        warn(
+            f"the data of site '{name}' depend on each other through discrete sites that are "
+            "summed out, so that their likelihood is no product of known ones: the curvature is "
+            'its dense Hessian; structure="full" with curvature="hessian" asks for that',
+            "data-depend",
+            stacklevel=11,
+        )
+        return replace(config, structure=Full(), curvature="hessian")
+    if not _is_open(config):
+        return config
+    like = next(iter(leaves.values()))
+    if subset.size <= full_up_to and fits(Full(), subset.size, like):
+        return replace(config, structure=Full())
+    rows = rows_of(run, few, batches, config)
+    few_rows = rows < subset.size and rows <= kernel_up_to
+    if batches.ranks is None and few_rows and fits(Kernel(), subset.size, like, rows):
+        try:
+            prior_precision(run, leaves, subset).root(subset.parts, '"kernel"')
+            return replace(config, structure=Kernel())
+        except ValueError:  # a prior without a covariance
+            pass
+    whole = all(entries is None for entries in subset.chosen.values())
+    return replace(config, structure=Kron() if whole else Full())
+
+
+def _is_open(config: CurvatureConfig) -> bool:
+    return isinstance(config.structure, Auto)
+
+
+def rows_of(run: Run, batch: Batch, batches: Batches, config: CurvatureConfig) -> int:
+    """Return the number of rows of all batches, given the run on one batch."""
+    own = 0
+    with seeded(0):  # which Monte Carlo columns would draw
+        for site in run.observed.values():
+            if site.value is not None and site_parameters(site):
+                own += num_data(site) * sum(1 for _ in config.columns(site))
+    sizes, size = [leading_size(other) for other in batches.part()], leading_size(batch)
+    return round(own * (sum(sizes) / size if size else len(sizes)))

@@ -1,30 +1,292 @@
-"""Curvature of a program's log likelihood over data, computed in passes over batches."""
+"""The curvature of a program's log likelihood over data, in passes over batches: Jacobians of the
+observed sites, whose rows' outer products it is the sum of, and the sums that go with it."""
 
 import functools
 import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pyro_bdl.curvature.at import At
-from pyro_bdl.curvature.automatic_structure import chosen_config, rows_of
-from pyro_bdl.curvature.config import CurvatureConfig, check_memory
-from pyro_bdl.curvature.fisher import check_information
-from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.curvature.likelihood_sums import LikelihoodSums
+from pyro_bdl.curvature.config import CurvatureConfig, check_memory, chosen_config, rows_of
+from pyro_bdl.curvature.fisher import (
+    cell_weights,
+    check_information,
+    check_scales,
+    num_data,
+    site_parameters,
+)
+from pyro_bdl.curvature.jacobian.jacobian import Jacobian
+from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
 from pyro_bdl.curvature.linearized_data import GaussNewtonProducts
-from pyro_bdl.curvature.site_jacobians import fisher_jacobians
-from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.curvature.prior import FactorStatements, hyperpriors
+from pyro_bdl.curvature.structures.base import Curvature
+from pyro_bdl.distributions.families import Cotangent
+from pyro_bdl.distributions.parameters import base_distribution
+from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.program.batches import Batches
-from pyro_bdl.utils.autograd import has_own_functions
+from pyro_bdl.program.check import check_finite_batches
+from pyro_bdl.program.supports import check_support
+from pyro_bdl.program.trace import Run, Site
+from pyro_bdl.utils.autograd import has_own_functions, reaches
+from pyro_bdl.utils.collectives import Ranks
+from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import set_torch_states, torch_states
 
+_COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which copies them
 SCALED_UP = (
     "the program states more data than it was given, so that each part is scaled up to all of them "
     "and parts do not add up: pass all data to laplace_approximation as an iterable of batches, or "
     "leave num_data out of the program"
 )
+
+
+def fisher_jacobians(linearization: Linearization, config: CurvatureConfig) -> Iterator[Jacobian]:
+    """Yield Jacobians whose rows' outer products add up to the batch's curvature."""
+    for name, site in linearization.run.observed.items():
+        known = None if linearization.rows is None else linearization.rows.num_data
+        if config.kind.takes_single_rows and num_data(site) not in (1, known):
+            raise UnsupportedProgramError(
+                f'structure="{config.structure}" takes the rows of the data one at a time, and '
+                f"those of site '{name}' depend on each other, or are no rows of the program's "
+                "arguments: pass tensors whose first dimension numbers the data, or use "
+                'structure="full" or "diag"'
+            )
+        yield from site_jacobians(linearization, name, config)
+
+
+def site_jacobians(
+    linearization: Linearization, name: str, config: CurvatureConfig
+) -> Iterator[Jacobian]:
+    """Yield the Jacobians of one observed site, each datum counted once."""
+    site = linearization.run.observed[name]
+    if not site_parameters(site):
+        _check_readable(linearization, name, site)
+        return
+    known = _softmax_jacobian(linearization, name, site, config)
+    if known is not None:
+        yield known
+        return
+
+    def jacobian(keys: tuple[str, ...], columns: list[Cotangent]) -> Jacobian:
+        pullback = _pullback(linearization, name, keys)
+        return pullback.jacobian([[column[key] for key in keys] for column in columns])
+
+    groups: dict[tuple[str, ...], list[Cotangent]] = {}
+    most = _columns_at_once(linearization, num_data(site), config)
+    for column in config.columns(site):
+        touched = tuple(key for key, value in column.items() if value.any())
+        if not touched:
+            continue
+        groups.setdefault(touched, []).append(column)
+        if len(groups[touched]) >= most:
+            yield jacobian(touched, groups.pop(touched))
+    for touched, columns in groups.items():
+        yield jacobian(touched, columns)
+
+
+def _check_readable(linearization: Linearization, name: str, site: Site) -> None:
+    """Check that a site's density depends on the latents only through its parameters.
+
+    :raises ValueError: if the latents enter the distribution in an unknown way.
+    """
+    leaves = [linearization.leaves[part] for part in linearization.subset.parts]
+    if reaches(site.log_prob().sum(), leaves):
+        kind = type(base_distribution(site.distribution)).__name__
+        raise ValueError(
+            f"the Fisher information of site '{name}' is not known: its {kind} is not made of "
+            'tensors that can be read off it; use structure="full" with curvature="hessian", or '
+            "observe a distribution with parameters"
+        )
+
+
+def _softmax_jacobian(
+    linearization: Linearization, name: str, site: Site, config: CurvatureConfig
+) -> Jacobian | None:
+    """Return all columns at once if the subset is the last layer of a classifier; else None."""
+    base = base_distribution(site.distribution)
+    if (
+        config.curvature != "ggn"
+        or not config.kind.takes_softmax
+        or type(base).__name__ not in ("Categorical", "OneHotCategorical")
+        or tuple(site_parameters(site)) != ("logits",)
+        or len(base.batch_shape) != 1
+    ):
+        return None
+    return _pullback(linearization, name, ("logits",)).softmax(cell_weights(site).square())
+
+
+def _pullback(linearization: Linearization, name: str, keys: tuple[str, ...]) -> Pullback:
+    """Return a site's parameters in a form that can be differentiated datum by datum."""
+    parameters = linearization.parameters(name)
+    return linearization.pullback(
+        [parameters[key] for key in keys], num_data(linearization.run.observed[name])
+    )
+
+
+def _columns_at_once(linearization: Linearization, count: int, config: CurvatureConfig) -> int:
+    item = linearization.vector.element_size()
+    uses = [] if linearization.rows is None else linearization.rows.uses
+    per_column = item * count * sum(use.output_shape.numel() for use in uses)
+    shared = [use.shape.numel() for use in uses if use.unfold is not None]
+    subset, kind = linearization.subset, config.kind
+    numbers = {"rows": subset.size, "entries": max(shared, default=0), "factors": 0}
+    partial = any(entries is not None for entries in subset.chosen.values())
+    per_column += item * count * numbers["rows" if partial else kind.per_column or kind.makes]
+    return max(1, int(bytes_at_once(_COLUMNS_BUDGET) / max(1, per_column)))
+
+
+class LikelihoodSums:
+    """Sums over the data of a pass: their number, log likelihood and its gradient.
+
+    ``log_likelihood`` is tempered and includes factors, a scalar in nats; ``gradient`` is its
+    gradient in the subset, (p,); ``squares`` is the sum over Normal sites of ((y - loc) / scale)^2
+    and ``cells`` the number of its terms, both weighted by the tempering; ``num_data`` counts along
+    the leading axes of the observed sites. ``finish`` multiplies all by ``factor``. ``curvature``
+    is that of the same data, and ``config`` says which; ``first`` is the pass's first run.
+
+    :param earlier: whether these are added to the sums over earlier data.
+    """
+
+    curvature: Curvature
+    first: Linearization
+    factor: float = 1.0
+
+    def __init__(
+        self, at: At, batches: Batches, config: CurvatureConfig, *, earlier: bool = False
+    ) -> None:
+        self.batches, self.config = batches, config
+        self.factors = FactorStatements(batches.ranks, earlier=earlier)
+        self.log_likelihood: Any = 0.0
+        self.num_data = 0
+        self.gradient = torch.zeros_like(at.subset.take(at.vector))
+        self.squares = self.cells = torch.zeros((), dtype=torch.float64, device=at.vector.device)
+        self.stated: float = 0.0
+        self.scaled = False
+
+    @property
+    def second_derivatives(self) -> bool:
+        """True if a likelihood in a factor statement will do."""
+        return self.config.curvature == "hessian"
+
+    def add(self, linearization: Linearization) -> None:
+        run = linearization.run
+        if not run.observed and run.factors and not self.second_derivatives:
+            raise UnsupportedProgramError(
+                f"the likelihood is in the factor '{next(iter(run.factors))}', which has no Fisher "
+                'information: take structure="full" with curvature="hessian", write it as a sample '
+                "statement with obs=..., or use a variational guide or NUTS"
+            )
+        if not run.observed and not run.factors:
+            raise ValueError(
+                "the program has no observed site: pass the targets, so that a sample statement "
+                "gets obs=..."
+            )
+        name = run.coupled_data()
+        if name is not None and self.num_data:
+            raise UnsupportedProgramError(
+                f"the data of site '{name}' depend on each other through discrete sites, so that "
+                "batches of them do not add up: pass all data as one batch"
+            )
+        check_scales(run.observed)
+        check_support(run, first_row=self.num_data)
+        part, largest = linearization.vector.new_zeros(()), 0
+        for name, site in run.observed.items():
+            if site.value is None:
+                raise ValueError(
+                    f"site '{name}' has no observation: pass the targets as well, as in "
+                    "laplace_approximation((x, y))"
+                )
+            count = num_data(site)
+            self._add_squares(site)
+            largest = max(largest, count)
+            self.stated = max(self.stated, round(count * site.subsampling, 3))  # N / B * B
+            self.scaled = self.scaled or site.subsampling != 1
+            part = part + site.batch_log_prob()
+        self.factors.read(run, hyperpriors(run, linearization.leaves))
+        for factor in self.factors.new:
+            part = part + factor.batch_log_prob()
+        if not torch.isfinite(part):
+            check_finite_batches(linearization.model, self.batches.part())
+            raise ValueError(
+                f"the log likelihood at the MAP is {float(part.detach())}: the data or the "
+                "network's outputs are not finite"
+            )
+        if part.requires_grad:
+            self.gradient += linearization.gradient(part)
+        self.log_likelihood = self.log_likelihood + part.detach().double()
+        self.num_data += largest
+
+    def _add_squares(self, site: Site) -> None:
+        base: Any = base_distribution(site.distribution)
+        if type(base).__name__ == "Normal":
+            weights = cell_weights(site).square()
+            offsets = ((site.value - base.loc) / base.scale).detach()
+            self.squares = self.squares + (weights * offsets.square()).sum().double()
+            self.cells = self.cells + weights.sum().double()
+
+    def finish(self) -> None:
+        """Add the sums of the other processes, and scale up to the number of data that the program
+        states."""
+        if self.batches.ranks is not None:
+            self._add_up(self.batches.ranks)
+        self.factor = factor = self._factor()
+        self.gradient = self.gradient * factor
+        self.squares, self.cells = self.squares * factor, self.cells * factor
+        total = self.log_likelihood * factor
+        self.log_likelihood = torch.as_tensor(total, device=self.gradient.device)
+
+    def _add_up(self, ranks: Ranks) -> None:
+        counts = self.squares.new_tensor([self.num_data, float(self.log_likelihood)])
+        self.squares, self.cells = self.squares.clone(), self.cells.clone()
+        ranks.add_up([counts, self.gradient, self.squares, self.cells])
+        self.num_data, self.log_likelihood = round(counts[0].item()), counts[1]
+        stated, scaled = zip(*ranks.gather((self.stated, self.scaled)), strict=True)
+        self.stated, self.scaled = max(stated), any(scaled)
+        if self.scaled and self.num_data > self.stated:
+            warn(
+                f"the processes hold {self.num_data} data, but the program states "
+                f"{self.stated:.0f}: those that several hold, such as the rows that a "
+                "DistributedSampler repeats, count several times",
+                "number-of-data",
+                stacklevel=5,
+            )
+
+    def _factor(self) -> float:
+        if self.stated <= self.num_data or not self.num_data:
+            return 1.0
+        if self.factors.values and self.second_derivatives:
+            raise ValueError(
+                f"the program states {self.stated:.0f} data, but {self.num_data} were passed, and "
+                f"it is unknown how to scale up the factor '{next(iter(self.factors.values))}': "
+                "pass all data, in batches if necessary"
+            )
+        warn(
+            f"the program states {self.stated:.0f} data, but {self.num_data} were passed: their "
+            "curvature is scaled up; for the exact sum pass all data as an iterable of batches, or "
+            "let a plate that chooses its own rows (subsample_size) use all of them",
+            "number-of-data",
+            stacklevel=5,
+        )
+        return self.stated / self.num_data
+
+
+def check_factors(run: Run, leaves: Mapping[str, Tensor], config: CurvatureConfig) -> None:
+    """Warn if the program has factor statements, which have no Fisher information."""
+    with torch.enable_grad():
+        values = {name: site.log_prob() for name, site in run.factors.items()}
+    moved = [name for name, value in values.items() if reaches(value, leaves.values())]
+    if moved and config.curvature != "hessian":
+        warn(
+            f"the factor '{moved[0]}' has no Fisher information and is left out of "
+            "the curvature; it counts in the MAP, and to first order in the evidence; "
+            'structure="full" with curvature="hessian" includes it',
+            "no-fisher-information",
+            stacklevel=4,
+        )
 
 
 @torch.enable_grad()

@@ -11,9 +11,8 @@ from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.fisher import cell_columns
 from pyro_bdl.curvature.hyperparameters import learned_noise, read
 from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.curvature.likelihood_sums import FactorStatements
 from pyro_bdl.curvature.linear_outputs import LinearOutputs, observed_outputs
-from pyro_bdl.curvature.prior import hyperpriors
+from pyro_bdl.curvature.prior import FactorStatements, hyperpriors
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.utils.memory import Allocations, available_memory, bytes_at_once

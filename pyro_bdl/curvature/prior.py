@@ -1,6 +1,6 @@
 """The precision that the prior contributes at a point: minus the Hessian of its log density."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from pyro_bdl.program.layout import Layout
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.utils.autograd import reaches
+from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import fixed_normal
 
@@ -181,6 +182,47 @@ def hyperpriors(run: Run, leaves: Mapping[str, Tensor]) -> dict[str, Site]:
         if value.requires_grad and not reaches(value, leaves.values()):
             found[name] = site
     return found
+
+
+class FactorStatements:
+    """The factor statements of a pass over the data.
+
+    A factor in a plate of its own data counts in every batch. One in no plate, or in a plate of the
+    latents, is about the latents: it counts once. ``values`` are the latter's, ``new`` the factors
+    that count for this batch.
+
+    :param ranks: processes with the other data, of which the first counts factors of the latents.
+    :param earlier: whether a pass over earlier data has counted them.
+    """
+
+    def __init__(self, ranks: Ranks | None = None, *, earlier: bool = False) -> None:
+        self.values: dict[str, Tensor] = {}
+        self.new: list[Site] = []
+        self._counts = not earlier and (ranks is None or ranks.number == 0)
+
+    def read(self, run: Run, apart: Iterable[str]) -> None:
+        """Record the factors of a run.
+
+        :param apart: the names of the hyperpriors, which are not part of the likelihood.
+        :raises ValueError: if a factor that counts once differs from batch to batch.
+        """
+        apart, of_latents, self.new = set(apart), set(), []
+        for latent in run.latents.values():
+            of_latents |= {plate for plate, _ in latent.plates}
+        for name, site in run.factors.items():
+            if name in apart:
+                continue
+            if any(plate not in of_latents for plate, _ in site.plates):
+                self.new.append(site)
+                continue
+            value = site.log_prob().detach()
+            if name not in self.values and self._counts:
+                self.new.append(site)
+            if not torch.allclose(self.values.setdefault(name, value), value, equal_nan=True):
+                raise ValueError(
+                    f"the factor '{name}' is in no plate of the data, so that it counts once, but "
+                    "its value differs from batch to batch: put it in the plate of the data"
+                )
 
 
 def prior_precision(

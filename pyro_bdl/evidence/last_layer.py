@@ -16,8 +16,7 @@ from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.elbo.checks import check_data
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import SET_BY_STEPS
-from pyro_bdl.guides.last_layer import AutoLastLayer
-from pyro_bdl.guides.last_layer_features import Features, read_features
+from pyro_bdl.guides.last_layer import AutoLastLayer, Features, read_features
 from pyro_bdl.guides.output_quadrature import tags_of
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.linear_ops.last_layer import OutputTag, Path

@@ -11,8 +11,7 @@ from pyro_bdl.curvature.config import check_memory
 from pyro_bdl.curvature.hyperparameters import followed, read_at_center
 from pyro_bdl.elbo import CompiledELBO
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.evidence.maximize import maximize
-from pyro_bdl.evidence.shared_scales import warn_of_shared_scales
+from pyro_bdl.evidence.maximize import maximize, warn_of_shared_scales
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.program.subset import Subset

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.curvature.fit import SCALED_UP, fit_curvature
+from pyro_bdl.curvature.fit import SCALED_UP, check_factors, fit_curvature
 from pyro_bdl.curvature.hyperparameters import (
     ParameterReading,
     followed,
@@ -20,16 +20,13 @@ from pyro_bdl.curvature.hyperparameters import (
     read,
 )
 from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.curvature.likelihood_sums import check_factors
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision, slope_of_prior
 from pyro_bdl.curvature.structures.base import Curvature, Precision
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.guides.against_network import is_worse_than_network
-from pyro_bdl.guides.at_maximum import check_maximum
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.held_out import HeldOut, search
-from pyro_bdl.guides.mode import find_mode
+from pyro_bdl.guides.held_out import HeldOut, is_worse_than_network, search
+from pyro_bdl.guides.mode import check_maximum, find_mode
 from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.guides.point import JointGuide, restored_source
 from pyro_bdl.program.batches import Batch, Batches

@@ -14,7 +14,7 @@ from pyro_bdl.curvature.structures.base import Precision, Whitened, whole_rows
 from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.guides.kl import expected_log_prior
 from pyro_bdl.guides.laplace import subset_of
-from pyro_bdl.guides.last_layer_features import check_one_product
+from pyro_bdl.guides.last_layer import check_one_product
 from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.guides.output_quadrature import Head, Ways, add_jensen, read_head, ways_of
 from pyro_bdl.program.gaussian_prior import StoredPrecision

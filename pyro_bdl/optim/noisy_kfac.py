@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pyro_bdl.curvature.fit import site_jacobians
 from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.curvature.site_jacobians import site_jacobians
 from pyro_bdl.curvature.structures.kron.curvature import KroneckerCurvature
 from pyro_bdl.curvature.structures.kron.factors import WeightFactors, decompose
 from pyro_bdl.guides.base import Guide

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig
+from pyro_bdl.curvature.fit import site_jacobians
 from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.curvature.site_jacobians import site_jacobians
 from pyro_bdl.curvature.structures import structure_of
 from pyro_bdl.curvature.structures.diagonal import DiagonalCurvature
 from pyro_bdl.elbo.draw import FlatDraw

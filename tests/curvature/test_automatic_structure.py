@@ -7,7 +7,7 @@ from torch import nn
 
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.curvature import Full, config
-from pyro_bdl.curvature.automatic_structure import chosen_config
+from pyro_bdl.curvature.config import chosen_config
 from pyro_bdl.curvature.prior import run_at
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program.batches import Batches

@@ -7,7 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_bdl.curvature.likelihood_sums import FactorStatements
+from pyro_bdl.curvature.prior import FactorStatements
 from pyro_bdl.program import record
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.guides.last_layer_features import read_features
+from pyro_bdl.guides.last_layer import read_features
 
 D = torch.float64
 X = torch.randn(6, 3, dtype=D, generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.contrib.inducing.conditional import Conditional
-from pyro_bdl.curvature.jacobian.patches import unfolding
+from pyro_bdl.curvature.jacobian.affine_uses import unfolding
 from pyro_bdl.distributions.copies import on_device_of
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.estimators.product import DataProduct, Operand, data_product

@@ -8,8 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock, Jacobian, ProductBlock
-from pyro_bdl.curvature.jacobian.output_layers import SoftmaxBlock
+from pyro_bdl.curvature.jacobian.jacobian import (
+    Block,
+    DenseBlock,
+    Jacobian,
+    ProductBlock,
+    SoftmaxBlock,
+)
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import (
     Curvature,

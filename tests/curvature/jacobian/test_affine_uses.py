@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_bdl.curvature.jacobian.affine_uses import UseRecorder
-from pyro_bdl.curvature.jacobian.patches import patches
+from pyro_bdl.curvature.jacobian.affine_uses import UseRecorder, patches
 
 
 def seen(function, **latents):

@@ -7,7 +7,7 @@ import torch
 
 from pyro_bdl.curvature.at import At
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.curvature.site_jacobians import fisher_jacobians
+from pyro_bdl.curvature.fit import fisher_jacobians
 from pyro_bdl.curvature.structures.full import FullCurvature
 from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset

@@ -6,8 +6,8 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl.curvature import LowRank
+from pyro_bdl.curvature.jacobian.jacobian import IdentityBlock, SoftmaxBlock
 from pyro_bdl.curvature.jacobian.linearization import Pullback
-from pyro_bdl.curvature.jacobian.output_layers import IdentityBlock, SoftmaxBlock
 
 
 def case(bias: bool = True):

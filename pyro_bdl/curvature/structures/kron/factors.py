@@ -8,8 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.jacobian.jacobian import BlockPosition, LookupBlock, ProductBlock
-from pyro_bdl.curvature.jacobian.output_layers import SoftmaxBlock
+from pyro_bdl.curvature.jacobian.jacobian import (
+    BlockPosition,
+    LookupBlock,
+    ProductBlock,
+    SoftmaxBlock,
+)
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import make_room
 from pyro_bdl.curvature.structures.diagonal import check_positive
