@@ -11,6 +11,7 @@ from pyro.distributions import Unit
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
+from pyro_bdl.distributions.families import name_of
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.trace import is_deterministic, record
@@ -321,7 +322,7 @@ def _read(name: str, fn: Any) -> Gaussian:
     """
     base = base_distribution(fn)
     rows, event = max(fn.batch_shape, default=1), fn.event_shape.numel()
-    if type(base).__name__ == "Normal" and fn.batch_shape.numel() == rows:
+    if name_of(base) == "Normal" and fn.batch_shape.numel() == rows:
         loc, scale = base.loc.reshape(rows, event), base.scale.reshape(rows, event)
         return Gaussian(loc, torch.diag_embed(scale.square()))
     if isinstance(base, dist.MultivariateNormal) and fn.event_dim == 1:

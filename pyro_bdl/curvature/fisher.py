@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints, kl_divergence
 
 from pyro_bdl.distributions.copies import masks_of
-from pyro_bdl.distributions.families import Cotangent, Roots, family_of
+from pyro_bdl.distributions.families import Cotangent, Roots, family_of, name_of
 from pyro_bdl.distributions.parameters import base_distribution, parameters_of, rebuilt
 from pyro_bdl.program.layout import support_bounds
 from pyro_bdl.program.trace import Site
@@ -203,7 +203,7 @@ def cell_roots(
     :raises ValueError: if the density has no gradient in any of the parameters.
     """
     family, start = family_of(base), "base_dist."
-    if type(base).__name__ == "TransformedDistribution":
+    if name_of(base) == "TransformedDistribution":
         inner = base_distribution(base.base_dist)  # type: ignore[attr-defined]
         if inner.batch_shape == base.batch_shape and all(n.startswith(start) for n in parameters):
             own = {name.removeprefix(start): value for name, value in parameters.items()}

@@ -23,8 +23,8 @@ from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
 from pyro_bdl.curvature.linearized_data import GaussNewtonProducts
 from pyro_bdl.curvature.prior import FactorStatements, hyperpriors
 from pyro_bdl.curvature.structures.base import Curvature
-from pyro_bdl.distributions.families import Cotangent
-from pyro_bdl.distributions.parameters import base_distribution
+from pyro_bdl.distributions.families import Cotangent, name_of
+from pyro_bdl.distributions.parameters import SEVERAL_CLASSES, base_distribution
 from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.check import check_finite_batches
@@ -111,7 +111,7 @@ def _softmax_jacobian(
     if (
         config.curvature != "ggn"
         or not config.kind.takes_softmax
-        or type(base).__name__ not in ("Categorical", "OneHotCategorical")
+        or name_of(base) not in SEVERAL_CLASSES
         or tuple(site_parameters(site)) != ("logits",)
         or len(base.batch_shape) != 1
     ):
@@ -222,7 +222,7 @@ class LikelihoodSums:
 
     def _add_squares(self, site: Site) -> None:
         base: Any = base_distribution(site.distribution)
-        if type(base).__name__ == "Normal":
+        if name_of(base) == "Normal":
             weights = cell_weights(site).square()
             offsets = ((site.value - base.loc) / base.scale).detach()
             self.squares = self.squares + (weights * offsets.square()).sum().double()

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import transform_to
 
 from pyro_bdl.curvature.prior import hyperpriors, independent_normal, is_one_number, run_at
+from pyro_bdl.distributions.families import name_of
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site
@@ -204,7 +205,7 @@ def noise_of(reading: ParameterReading) -> Noise | None:
         return None
     (site,) = reading.run.observed.values()
     normal: Any = base_distribution(site.distribution)
-    if type(normal).__name__ != "Normal" or reaches(normal.scale, reading.leaves.values()):
+    if name_of(normal) != "Normal" or reaches(normal.scale, reading.leaves.values()):
         return None
     if not normal.scale.requires_grad:
         return Noise(site, None, None)

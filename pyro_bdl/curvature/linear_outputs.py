@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
 from pyro_bdl.curvature.structures.base import LinearDraws, Precision
-from pyro_bdl.distributions.families import Cotangent
+from pyro_bdl.distributions.families import Cotangent, name_of
 from pyro_bdl.distributions.parameters import (
     base_distribution,
     is_known,
@@ -40,7 +40,7 @@ class LinearOutputs:
     :param has_data: whether their leading axis is the data axis; else they belong to one datum.
     """
 
-    # for the parameters of an observed site: the names of site and distribution, and the site
+    # for the parameters of an observed site: the names of site and family, and the site
     name = ""
     kind = ""
     site: Site | None = None
@@ -74,15 +74,15 @@ class LinearOutputs:
         :raises NotImplementedError: if they do not make the distribution.
         """
         base = base_distribution(site.distribution)
-        kind = type(base).__name__
         if not is_known(base):
+            kind = type(base).__name__
             raise NotImplementedError(
                 f"the linearized model does not know {kind} observations: use Predictive"
             )
         tensors = unconstrained_parameters(base, recorded_output(at.run, name))
         has_data = len(base.batch_shape) > 0
         result = cls(at, tensors, has_data=has_data)
-        result.name, result.kind, result.site = name, kind, site
+        result.name, result.kind, result.site = name, name_of(base), site
         return result
 
     @classmethod

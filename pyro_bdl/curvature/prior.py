@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.distributions.copies import masks_of
+from pyro_bdl.distributions.families import name_of
 from pyro_bdl.distributions.matrix_normal import MatrixNormal
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import warn
@@ -19,7 +20,6 @@ from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.random_state import fixed_normal
 
 
 class PriorPrecision(NamedTuple):
@@ -264,8 +264,19 @@ def prior_precision(
     matrices = [(names, matrix.to(like)) for names, _, matrix in groups if matrix is not None]
     inputs = [name for name in layout.latents if name in rest | moved and name in subset.parts]
     is_quadratic = not inputs and len(matrices) == len(groups)
+
+    def separate(number: int) -> bool:
+        """By the statements: a density of single numbers, which no other one depends on."""
+        name = inputs[number]
+        transform = layout.latents[name].transform
+        single = not base_distribution(run.latents[name].distribution).event_shape
+        if not single or (transform is not None and transform.domain.event_dim > 0):
+            return False
+        return not reaches(_log_density(run, leaves, layout, rest - {name}), [leaves[name]])
+
     if inputs:
-        dense, diagonals = _curved(total, [leaves[n] for n in inputs], create_graph, dense_up_to)
+        leaves_of_inputs = [leaves[name] for name in inputs]
+        dense, diagonals = _curved(total, leaves_of_inputs, create_graph, dense_up_to, separate)
         for name, diagonal in zip(inputs, diagonals, strict=True):
             added = pieces[name].to(diagonal) + diagonal if name in pieces else diagonal
             shape = layout.latents[name].unconstrained_shape
@@ -322,17 +333,24 @@ def _known_gaussians(
 
 
 def _curved(
-    total: Tensor, inputs: list[Tensor], create_graph: bool, dense_up_to: int
+    total: Tensor,
+    inputs: list[Tensor],
+    create_graph: bool,
+    dense_up_to: int,
+    separate: Callable[[int], bool],
 ) -> tuple[Tensor | None, Sequence[Tensor]]:
-    """Minus the Hessian of a scalar, where it is small, and its diagonal for each input."""
+    """Minus the Hessian of a scalar, where it is small, and its diagonal for each input.
+
+    :param separate: whether the scalar is a sum over the entries of an input, by its number.
+    """
     sizes = [leaf.numel() for leaf in inputs]
     options: Any = {"retain_graph": True, "materialize_grads": True}
     gradients: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in inputs]
     if total.requires_grad:
         gradients = torch.autograd.grad(total, inputs, create_graph=True, **options)
     if sum(sizes) > dense_up_to:
-        pairs = zip(gradients, inputs, strict=True)
-        return None, [-_own_diagonal(gradient, leaf, create_graph) for gradient, leaf in pairs]
+        pairs = enumerate(zip(gradients, inputs, strict=True))
+        return None, [-_own_diagonal(*pair, create_graph, separate(n)) for n, pair in pairs]
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     units = torch.eye(len(flat), dtype=flat.dtype, device=flat.device)
     dense = torch.zeros_like(units)
@@ -344,37 +362,33 @@ def _curved(
     return dense, dense.diagonal().split(sizes)
 
 
-def _own_diagonal(gradient: Tensor, leaf: Tensor, create_graph: bool) -> Tensor:
-    """The diagonal of the matrix d gradient / d leaf, (m,).
-
-    It is the matrix times ones, unless its product with a random vector says that there are other
-    entries than those of the diagonal.
-    """
+def _own_diagonal(gradient: Tensor, leaf: Tensor, create_graph: bool, separate: bool) -> Tensor:
+    """The diagonal of the matrix d gradient / d leaf, (m,); the matrix times ones, where it is
+    diagonal since the entries are ``separate``."""
 
     def product(vector: Tensor) -> Tensor:
         (result,) = torch.autograd.grad(
             gradient, leaf, vector, retain_graph=True, create_graph=create_graph,
             materialize_grads=True,
         )  # fmt: skip
-        return result
+        return result.reshape(-1)
 
     if not gradient.requires_grad:
         return torch.zeros_like(leaf).reshape(-1)
-    diagonal, noise = product(torch.ones_like(leaf)), fixed_normal(leaf)
-    if torch.allclose(product(noise), noise * diagonal, rtol=1e-4, atol=1e-6):
-        return diagonal.reshape(-1)
+    if separate:
+        return product(torch.ones_like(leaf))
     entries = []
     for i in range(leaf.numel()):
         unit = torch.zeros_like(leaf)
         unit.view(-1)[i] = 1.0
-        entries.append(product(unit).reshape(-1)[i])
+        entries.append(product(unit)[i])
     return torch.stack(entries)
 
 
 def independent_normal(site: Site, transform: Any, leaves: Mapping[str, Tensor]) -> Any:
     """The Normal of a site with independent Normals that depend on no other latent; else None."""
     base: Any = base_distribution(site.distribution)
-    if transform is not None or type(base).__name__ != "Normal":
+    if transform is not None or name_of(base) != "Normal":
         return None
     if site.mask is not None or masks_of(site.distribution):
         return None

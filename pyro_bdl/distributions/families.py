@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import pyro.distributions as dist
 import torch
 from pyro.distributions import ZeroInflatedDistribution
 from pyro.distributions.torch_distribution import MaskedDistribution
@@ -52,9 +53,14 @@ class Family(NamedTuple):
 
 
 def name_of(base: Distribution) -> str:
-    """The name of a family: of the class whose constructor takes a distribution's parts."""
-    with_parts = (MixtureSameFamily, ZeroInflatedDistribution)
-    return next((kind for kind in with_parts if isinstance(base, kind)), type(base)).__name__
+    """The name of a family: of torch's or Pyro's class that a distribution is of, or of the class
+    whose constructor takes its parts; empty for other classes, whose density may be another."""
+    for kind in (MixtureSameFamily, ZeroInflatedDistribution):
+        if isinstance(base, kind):
+            return kind.__name__
+    kind, name = type(base), type(base).__name__
+    known = (getattr(torch.distributions, name, None), getattr(dist, name, None), Censored)
+    return name if kind in known else ""
 
 
 def family_of(base: Distribution) -> Family:

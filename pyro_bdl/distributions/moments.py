@@ -11,6 +11,7 @@ from torch.distributions import (
     Categorical,
     Distribution,
     MixtureSameFamily,
+    Multinomial,
     OneHotCategorical,
 )
 from torch.nn.functional import logsigmoid
@@ -102,10 +103,10 @@ def observation_covariance(distribution: Distribution) -> tuple[Tensor, Tensor]:
     moments of 256 draws.
     """
     base: Any = base_distribution(distribution)
-    name, classes = type(base).__name__, _class_probabilities(base)
-    if classes is not None or name in ("OneHotCategorical", "Multinomial"):
+    classes = _class_probabilities(base)
+    if classes is not None or isinstance(base, OneHotCategorical | Multinomial):
         mean = base.mean if classes is None else classes
-        count = base.total_count if name == "Multinomial" else 1
+        count = base.total_count if isinstance(base, Multinomial) else 1
         return mean, mean.diag_embed() - _outer(mean) / count
     if not base.event_shape:
         mean, variance = observation_moments(base)
@@ -125,7 +126,7 @@ def _outer(vectors: Tensor) -> Tensor:
 
 def _class_probabilities(base: Any) -> Tensor | None:
     """The probability of each class in the last dimension, also of a mixture over classes."""
-    if type(base).__name__ in ("Categorical", "OrderedLogistic"):
+    if isinstance(base, Categorical):
         return base.probs
     if not isinstance(base, MixtureSameFamily):
         return None

@@ -213,7 +213,7 @@ def unconstrained_parameters(distribution: Distribution, output: Any = None) -> 
         if name in _LOGITS:
             key = start + _LOGITS[name]
             value = probs_to_logits(value, is_binary=constraint.event_dim == 0)
-        if type(base).__name__ in SEVERAL_CLASSES and _is_normalized(output, value):
+        if name_of(base) in SEVERAL_CLASSES and _is_normalized(output, value):
             value = output
         result[key] = maps[key].inv(value)
     return result

@@ -96,7 +96,7 @@ def formula_of(guide: LaplaceGuide, reading: ParameterReading) -> "Formula":
     return NormalFormula.of(guide, reading) or Formula(guide, reading)
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
     """The log evidence at one value of the hyperparameters, and its parts for the fixed point.
 
     :param values: of the hyperparameters, by name, with their graph.
@@ -128,7 +128,7 @@ class Formula:
         reading, self._first = self._first or read_guide(self.guide), None
         return reading
 
-    def _parts(self, point: LinearizedPoint | None) -> _Parts:
+    def parts(self, point: LinearizedPoint | None = None) -> Parts:
         guide, reading = self.guide, self._reading()
         prior = prior_precision(reading.run, reading.leaves, guide.subset, create_graph=True)
         log_prior = _log_prior(guide, reading, point)
@@ -153,7 +153,7 @@ class Formula:
         terms: list[tuple[Tensor, Tensor]],
         factor: Tensor | None,
         point: LinearizedPoint | None,
-    ) -> _Parts:
+    ) -> Parts:
         """The parts, with log p(y | u), for a Normal -1/2 c sum r^2 + 1/2 n log c + constant with r
         in units of the noise of the fit.
 
@@ -166,21 +166,21 @@ class Formula:
             terms = [*terms, (-0.5 * factor * at.squares, -0.5 * guide.cells * factor.log())]
             total = total + 0.5 * at.squares + terms[-1][0] - terms[-1][1]
         above: Any = sum(quadratic for quadratic, _ in terms)
-        return _Parts(values, total, above, sum((logs for _, logs in terms), half))
+        return Parts(values, total, above, sum((logs for _, logs in terms), half))
 
     def value(self, point: LinearizedPoint | None = None) -> Tensor:
         """The log evidence in nats, a scalar, differentiable in the program's parameters.
 
         :param point: of the linearized model, to evaluate there.
         """
-        return self._parts(point).value
+        return self.parts(point).value
 
     def follow(self) -> None:
         """Adapt the guide to the present values."""
         self.guide.refresh(self._reading())
 
     @torch.enable_grad()
-    def fixed_point(self, point: LinearizedPoint | None = None) -> dict[str, Tensor]:
+    def fixed_point(self, parts: Parts) -> dict[str, Tensor]:
         """The next values of the hyperparameters that the fixed point of ``maximize`` covers.
 
         For Normals with scales theta the derivative of the log evidence in log theta is a - b, with
@@ -189,7 +189,6 @@ class Formula:
 
         :raises NoFixedPointError: for the noise, if gamma is not below the number of observations.
         """
-        parts = self._parts(point)
         covered = {*self._owners.values(), self._noise}
         values = {name: value for name, value in parts.values.items() if name in covered}
         above, below = log_slopes(parts.above, values), log_slopes(parts.below, values)
@@ -370,7 +369,7 @@ class NormalFormula(Formula):
             return None
         return (before / values[self._noise].reshape(())).square().to(self.guide.squares)
 
-    def _parts(self, point: LinearizedPoint | None) -> _Parts:
+    def parts(self, point: LinearizedPoint | None = None) -> Parts:
         guide, values = self.guide, self._values()
         scales = [group.scale(values) for group in self.groups]
         terms = [

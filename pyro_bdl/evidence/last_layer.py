@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_bdl.bayesian_linear import SufficientStatistics, log_evidence
 from pyro_bdl.curvature.fisher import cell_weights
+from pyro_bdl.distributions.families import name_of
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.elbo.checks import check_data
 from pyro_bdl.errors import UnsupportedProgramError
@@ -211,7 +212,7 @@ def _normal_site(run: Run, features: Features, *, checked: bool) -> tuple[Site, 
     base: Any = base_distribution(site.distribution)
     kind = type(base).__name__
     refused = f"the evidence in closed form needs a Normal observation, site '{name}' is {kind}"
-    if kind != "Normal":
+    if name_of(base) != "Normal":
         raise UnsupportedProgramError(f"{refused}: train as MAP, and use evidence.maximize")
     if site.value is None:
         raise ValueError(f"site '{name}' has no observation: pass the targets as well")
@@ -252,7 +253,7 @@ def _prior(run: Run, features: Features) -> tuple[Tensor, Tensor]:
         site = run.latents[name]
         base: Any = base_distribution(site.distribution)
         plain = site.mask is None and torch.as_tensor(site.scale == 1.0, device="cpu").all()
-        if type(base).__name__ != "Normal" or not plain:
+        if name_of(base) != "Normal" or not plain:
             raise UnsupportedProgramError(
                 f"the prior of site '{name}' is no Normal ({type(base).__name__}), so that the "
                 "last layer cannot be integrated out in closed form: train as MAP"

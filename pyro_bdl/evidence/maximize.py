@@ -311,10 +311,10 @@ class _Search:
         """The history, and how many steps are left to gradient ascent where it fails."""
         start, history = self.hyperparameters(), []
         for step in self._counted(steps):
-            point, now = self._point(), self.hyperparameters()
-            history.append(self._value(point))
+            now, parts = self.hyperparameters(), self.formula.parts(self._point())
+            history.append(parts.value.item())
             try:
-                values = self.formula.fixed_point(point)
+                values = self.formula.fixed_point(parts)
             except NoFixedPointError as error:
                 warn(str(error), "evidence", stacklevel=4)
                 return history, steps - step

@@ -12,6 +12,7 @@ from pyro_bdl.curvature.config import check_memory
 from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.guides.gaussian import LaplaceGuide, approximate
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
+from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.guides.point import JointGuide, restored_source
 from pyro_bdl.guides.selectors import (
     LargestPredictiveVariance,
@@ -22,7 +23,7 @@ from pyro_bdl.guides.selectors import (
     number_of,
 )
 from pyro_bdl.program.batches import Batch, Batches
-from pyro_bdl.program.gaussian_prior import GaussianPrior, StoredPrecision, joint_prior
+from pyro_bdl.program.gaussian_prior import StoredPrecision
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.subset import Subset, select
 
@@ -158,13 +159,11 @@ def _selector(select: Any) -> Selector:
     return select
 
 
-class SubsetNormal(JointGuide):
+class SubsetNormal(JointGuide, NormalGuide):
     """A Normal u = loc + L eps over a subset of the unconstrained latents; the others are fixed.
 
     The parameters are ``loc`` (k,) and ``scale_tril`` (k, k), lower triangular.
     """
-
-    normal_marginals = True
 
     def __init__(self, source: AutoLaplaceGGN, subset: Subset, init_scale: float) -> None:
         if not init_scale > 0:
@@ -188,43 +187,38 @@ class SubsetNormal(JointGuide):
         return guide
 
     @property
-    def has_density(self) -> bool:
-        return self.subset.complete
-
-    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        """log q(w) of the latents in the subset; the others are fixed."""
-        normal = torch.distributions.MultivariateNormal(
-            self.parameter("loc"), scale_tril=self.parameter("scale_tril"), validate_args=False
-        )
-        return normal.log_prob(self.subset.take(vector)) - log_det
+    def precision(self) -> "_PrecisionOfCovariance":
+        return _PrecisionOfCovariance(self.parameter("scale_tril"))
 
     def location(self) -> Tensor:
         return self.subset.put(self.fixed, self.parameter("loc"))
 
-    @property
-    def numbers_drawn(self) -> int:
-        return self.subset.size
-
-    def sample_vectors(self, num_samples: int) -> Tensor:
-        return self.subset.put(self.fixed, self._subset_draws(num_samples))
-
-    def sample_latents(self, num_samples: int) -> dict[str, Tensor]:
-        return self.subset.latents(self.location(), self._subset_draws(num_samples))
-
-    def _subset_draws(self, num_samples: int) -> Tensor:
-        loc, factor = self.parameter("loc"), self.parameter("scale_tril")
-        noise = torch.randn(num_samples, len(loc), dtype=loc.dtype, device=loc.device)
-        return loc + noise @ factor.mT
-
-    def as_prior(self) -> GaussianPrior:
-        """A Gaussian prior over the subset, with the other latents fixed; see ``Guide.as_prior``.
-
-        :raises ValueError: if the subset holds only some of a site's entries.
-        """
+    def stored_precision(self) -> StoredPrecision:
         inverse = torch.cholesky_inverse(self.parameter("scale_tril").detach().double())
-        return joint_prior(self.subset, self.location(), StoredPrecision(FullPrecision, inverse))
+        return StoredPrecision(FullPrecision, inverse)
+
+
+class _PrecisionOfCovariance:
+    """The precision (L L')^-1 of a Normal, with the methods of a ``Precision`` that a density
+    needs."""
+
+    dense, independent = True, False
+
+    def __init__(self, tril: Tensor) -> None:
+        self.tril, self.size = tril, len(tril)
+
+    def logdet(self) -> Tensor:
+        return -2.0 * self.tril.diagonal().log().sum()
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        columns = x.reshape(-1, self.size).mT
+        white = torch.linalg.solve_triangular(self.tril, columns, upper=False)
+        return white.square().sum(0).reshape(x.shape[:-1])
+
+    def sample(self, num_samples: int) -> Tensor:
+        like = self.tril
+        noise = torch.randn(num_samples, self.size, dtype=like.dtype, device=like.device)
+        return noise @ like.mT
 
     def variances(self) -> Tensor:
-        """The marginal variances of the unconstrained vector (P,), zero outside the subset."""
-        variances = self.parameter("scale_tril").square().sum(-1)
-        return self.subset.put(torch.zeros_like(self.fixed), variances)
+        return self.tril.square().sum(-1)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyro_bdl.curvature import closed_forms
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs
+from pyro_bdl.distributions.families import name_of
 from pyro_bdl.distributions.moments import (
     observation_covariance,
     observation_mean,
@@ -379,5 +380,5 @@ class LinearizedPredictive(Predictions):
 
 def _class_means(distribution: Any) -> Any:
     """The probabilities of a discrete distribution; nothing of another."""
-    known = type(base_distribution(distribution)).__name__ in closed_forms.DISCRETE
+    known = name_of(base_distribution(distribution)) in closed_forms.DISCRETE
     return observation_mean(distribution) if known else ()

@@ -139,6 +139,22 @@ def test_laplace_has_no_curvature_of_its_own(oracle):
     torch.testing.assert_close(precision.diagonal, torch.full((21,), 1 / (2 * 0.49)))
 
 
+def test_a_density_of_ones_own_is_no_normal_by_its_name(oracle):
+    """Twice the log density of a Normal: twice its precision."""
+
+    class Normal(dist.Normal):
+        def log_prob(self, value):
+            return 2.0 * super().log_prob(value)
+
+    def model(y):
+        w = pyro.sample("w", Normal(torch.zeros(3), 0.5).to_event(1))
+        pyro.sample("y", Normal(w.sum(), 1.0), obs=y)
+
+    precision, _ = check(oracle, model, torch.tensor(0.0))
+    torch.testing.assert_close(precision.diagonal, torch.full((3,), 2.0 / 0.25))
+    assert not precision.uniform and not precision.quadratic
+
+
 def test_student_t_is_concave_near_its_center_only(oracle):
     model, x, y = network(priors.StudentT(4.0, 0.5))
     program, vector = oracle.program(model, x, y)
