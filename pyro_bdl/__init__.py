@@ -1,7 +1,7 @@
 """Bayesian deep learning as a plugin on Pyro."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pyro_bdl import (
     bayesian_linear,
@@ -41,9 +41,10 @@ from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.training import Checkpoint
 from pyro_bdl.utils.memory import working_memory
+from pyro_bdl.utils.names import attributes_elsewhere
 from pyro_bdl.version import __version__
 
-import_module("pyro_bdl.contrib")  # puts its names into guides, evidence, handlers
+import_module("pyro_bdl.contrib")  # so that files of its guides and its backend are known
 
 if TYPE_CHECKING:
     from pyro_bdl import data, plots, references, sklearn
@@ -105,7 +106,4 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = attributes_elsewhere(__name__, **{name: f"{__name__}.{name}" for name in _LATER})

@@ -11,6 +11,7 @@ from torch import nn
 
 from pyro_bdl.estimators import flipout, local_reparameterization, per_example_dropout
 from pyro_bdl.program.trace import is_deterministic, is_prior_factor
+from pyro_bdl.utils.names import attributes_elsewhere
 from pyro_bdl.utils.one_thread import OneThread
 from pyro_bdl.utils.validation import check_temperature
 
@@ -25,6 +26,8 @@ __all__ = [
     "per_example_dropout",
     "temper",
 ]
+
+__getattr__ = attributes_elsewhere(__name__, integrate="pyro_bdl.contrib")
 
 
 class _ScaleSites(OneThread):

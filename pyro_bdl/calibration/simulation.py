@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_bdl.distributions.moments import observation_mean
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import check_guide, latent_draws
+from pyro_bdl.guides.draws import as_posterior, check_guide, latent_draws
 from pyro_bdl.program.observed_arguments import Targets
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
@@ -330,7 +330,7 @@ def _inferred(
 ) -> Draws:
     """Draws of the posterior that a function infers from one simulation's data."""
     with seeded(seed), evaluation_mode(model):
-        return _draws_of(inference(model, *args), num_draws, args)
+        return _draws_of(as_posterior(inference(model, *args), model, args), num_draws, args)
 
 
 def _draws_of(posterior: Any, num_draws: int, args: Sequence[Any]) -> Draws:

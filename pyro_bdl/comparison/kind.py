@@ -24,7 +24,7 @@ from torch.nn.functional import one_hot
 
 from pyro_bdl.distributions.moments import observation_kind, observation_mean
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.guides.draws import to_samples
+from pyro_bdl.guides.draws import as_posterior, to_samples
 from pyro_bdl.predictive.predictor import unknown_kinds
 from pyro_bdl.program.batches import has_rows, leading_size, taken
 from pyro_bdl.program.layout import Latent
@@ -410,7 +410,7 @@ def _first_run(
         program, run = Program.with_run(model, args, {})
         at: Mapping[str, Tensor] = program.initial
     except (NotImplementedError, UnsupportedProgramError):
-        draws = to_samples(posterior, 1, *without_targets(args)).latents
+        draws = to_samples(as_posterior(posterior), 1, *without_targets(args)).latents
         at = {site: value[0, 0] for site, value in draws.items()}
         run = record(model, at, args, draw=leave_open)
     sites = {

@@ -1,18 +1,14 @@
 """Methods that few programs need. Nothing in the core imports them.
 
-Its public names belong to modules of the core (``guides.AutoInducing``, ``evidence.em``), and are
-put there below, when the package is imported. ``contrib.botorch`` is imported by its users.
+``guides``, ``evidence`` and ``handlers`` have their names, which they take from here at their first
+use. ``contrib.botorch`` is imported by its users.
 """
 
-from pyro_bdl import evidence, guides, handlers
-from pyro_bdl.contrib.expectation_maximization import em
-from pyro_bdl.contrib.gaussian_locals import integrate
-from pyro_bdl.contrib.inducing.guide import AutoInducing
-from pyro_bdl.contrib.pathfinder import AutoPathfinder
+from pyro_bdl.contrib.expectation_maximization import em as em
+from pyro_bdl.contrib.gaussian_locals import integrate as integrate
+from pyro_bdl.contrib.inducing.guide import AutoInducing as AutoInducing
+from pyro_bdl.contrib.pathfinder import AutoPathfinder as AutoPathfinder
 from pyro_bdl.contrib.pyro_mcmc import run
 from pyro_bdl.mcmc.sampling import BACKENDS
 
 BACKENDS["pyro"] = run
-vars(guides).update(AutoInducing=AutoInducing, AutoPathfinder=AutoPathfinder)
-vars(evidence).update(em=em)
-vars(handlers).update(integrate=integrate)

@@ -18,6 +18,7 @@ from pyro_bdl.guides.point import AutoMAP
 from pyro_bdl.guides.subnetwork import AutoSubnetwork
 from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
 from pyro_bdl.guides.variational_last_layer import AutoVariationalLastLayer
+from pyro_bdl.utils.names import attributes_elsewhere
 
 if TYPE_CHECKING:
     from pyro_bdl.contrib.inducing.guide import AutoInducing
@@ -45,3 +46,7 @@ __all__ = [
     "LaplaceGuide",
     "MixtureGuide",
 ]
+
+__getattr__ = attributes_elsewhere(
+    __name__, AutoInducing="pyro_bdl.contrib", AutoPathfinder="pyro_bdl.contrib"
+)

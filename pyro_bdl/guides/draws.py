@@ -127,14 +127,13 @@ def latent_draws(
 ) -> dict[str, Tensor]:
     """Draws of the latents, site -> (num_samples, *shape).
 
-    :param posterior: ``Samples``, a guide of this package, any Pyro guide, or an MCMC.
+    :param posterior: ``Samples``, a guide of this package, or any Pyro guide (``as_posterior``).
     :param num_samples: the number of draws; by default all draws of ``Samples``, or 100 of a guide.
     :param args: the program's arguments, which Pyro's own guides are run with.
     :warns BdlWarning: if ``Samples`` hold fewer draws, which are then all returned.
     """
     if num_samples is not None:
         num_samples = whole_number(num_samples, "num_samples")
-    posterior = as_posterior(posterior)
     if isinstance(posterior, Samples):
         total = posterior.num_chains * posterior.num_draws
         if num_samples is not None and num_samples > total:
@@ -164,11 +163,10 @@ def to_samples(posterior: Any, num_samples: int, *args: Any, **kwargs: Any) -> S
     densities of all statements, unscaled, and ``info`` has the sizes of the sites that the others
     do not determine: ``log_densities_of`` reads both.
 
-    :param posterior: ``Samples``, which are returned as they are, a guide, or an MCMC.
+    :param posterior: ``Samples``, which are returned as they are, or a guide.
     :param num_samples: draws of a guide.
     :param args: the program's arguments, which Pyro's own guides are run with.
     """
-    posterior = as_posterior(posterior)
     if isinstance(posterior, Samples):
         return posterior
     count = whole_number(num_samples, "num_samples")

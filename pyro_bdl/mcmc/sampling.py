@@ -18,7 +18,7 @@ from pyro_bdl.mcmc.chains import (
     warn_of_stuck_chains,
 )
 from pyro_bdl.mcmc.kernels import MCLMC, Kernel, as_kernel
-from pyro_bdl.mcmc.starts import Restriction, checked_program, starting_vectors
+from pyro_bdl.mcmc.starts import Restriction, as_start, checked_program, starting_vectors
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.subset import Subset
@@ -113,7 +113,7 @@ def sample(
         None if checkpoint is None else Path(checkpoint),
         progress,
     )
-    started = time.perf_counter()
+    started, init = time.perf_counter(), as_start(init)
     with evaluation_mode(model, init), seeded(seed):
         program, usable = checked_program(model, args, {}, init)
         require_all_data(program)

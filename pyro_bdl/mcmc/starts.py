@@ -9,7 +9,7 @@ from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.guides.draws import latent_draws
+from pyro_bdl.guides.draws import as_posterior, latent_draws
 from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.program import Program, check_program, trace_once
@@ -116,6 +116,14 @@ class Restriction:
                 value = part.reshape(value.shape)
             result[name] = value if latent.transform is None else latent.transform(value)
         return result
+
+
+def as_start(init: Any) -> Any:
+    """What a user gives as ``init``, with a guide or ``Samples`` where it is a posterior.
+
+    :raises TypeError: for what is none of the kinds that ``starting_vectors`` takes.
+    """
+    return init if init is None or isinstance(init, str | Mapping | Tensor) else as_posterior(init)
 
 
 def starting_vectors(

@@ -1,7 +1,9 @@
-"""Names chosen by patterns."""
+"""Names: chosen by patterns, and of a module's attributes that are elsewhere."""
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from importlib import import_module
+from typing import Any
 
 Names = str | Sequence[str] | Callable[[str], bool]
 
@@ -22,3 +24,19 @@ def chooser(names: Names, argument: str) -> Callable[[str], bool]:
             f"function of a name, got {type(names).__name__}"
         )
     return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def attributes_elsewhere(module: str, **homes: str) -> Callable[[str], Any]:
+    """A module's ``__getattr__`` for names that other modules hold, imported at their first use.
+
+    :param module: the module's name, for the message.
+    :param homes: name -> the module that holds it, or the module itself.
+    """
+
+    def attribute(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home = import_module(homes[name])
+        return home if homes[name] == f"{module}.{name}" else getattr(home, name)
+
+    return attribute

@@ -8,7 +8,7 @@ from pyro.infer.autoguide import AutoMultivariateNormal
 
 from pyro_bdl import Program, Samples
 from pyro_bdl.guides import AutoMAP, AutoMeanField
-from pyro_bdl.guides.draws import log_densities, samples_of_program, to_samples
+from pyro_bdl.guides.draws import as_posterior, log_densities, samples_of_program, to_samples
 
 Y = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64)
 
@@ -24,7 +24,7 @@ def test_draws_of_a_guide_are_one_chain_and_samples_stay():
     assert made.latents["s"].shape == (1, 5)
     assert to_samples(made, 2, Y) is made
     with pytest.raises(TypeError, match="a posterior is a guide or Samples, got float"):
-        to_samples(3.0, 5, Y)
+        as_posterior(3.0)
 
 
 def test_auxiliary_sites_of_pyros_guides_are_left_out():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_bdl.errors import warn
 from pyro_bdl.mcmc.checkpoint import Journal
-from pyro_bdl.mcmc.starts import Restriction, checked_program, starting_vectors
+from pyro_bdl.mcmc.starts import Restriction, as_start, checked_program, starting_vectors
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
 from pyro_bdl.mcmc.stochastic_gradient.walk import Walk
@@ -88,7 +88,7 @@ def sgmcmc(
     num_samples = whole_number(num_samples, "num_samples")
     num_chains = whole_number(num_chains, "num_chains")
     num_warmup = whole_number(num_warmup, "num_warmup", least=2 if kernel.settles else 0)
-    started = time.perf_counter()
+    started, init = time.perf_counter(), as_start(init)
     with evaluation_mode(model, init), seeded(seed):
         batches = MinibatchSource(data, batch_size, device=device_of(model))
         restriction = checked_restriction(model, batches, subset, init)
