@@ -33,9 +33,9 @@ BY_DISTANCE = (
     "Ranked by the Wasserstein-1 distance (W1) of the function to {reference}, averaged over the "
     "test points, in distances of a point at {reference}'s mean. Alike: at most a quarter. Usable: "
     "at most half. Each with two Monte Carlo errors to spare, so that more draws never lower a "
-    "grade, and at 95 % of the test points, with all named latents within half. Far: more than "
-    "half, on average, at more than 5 % of the test points or for a named latent. Undecided: the "
-    "draws are too few to say."
+    "grade, and at 95 % of the test points, with all named latents that it draws within half. "
+    "Far: more than half, on average, at more than 5 % of the test points or for such a latent. "
+    "Undecided: the draws are too few to say."
 )
 BY_SCORE = (
     "Ranked by NLPD on the test data, since there is no reference. Worse: beyond two standard "
@@ -180,6 +180,8 @@ _LOCAL = Check(
 )  # fmt: skip
 _LATENT = Check("latent_w1", "W1 {} of the reference's sds for the latent ")
 _FAR_LATENT = "{latent} is far"
+_POINT = Check("latent_off", "latents held at a point, at most {} sds off the reference's mean")
+_AT_POINT = "{latent_point} held at a point"
 _KHAT = Check(
     "khat_high", "k-hat above 0.7 at {} of the test points", high=LOCAL,
     above="does not cover the reference", style="percent",
@@ -386,7 +388,7 @@ def findings(row: Row, reference: Row | None, points: int) -> tuple[Finding, ...
         average = [_spread(row), _MEAN.of(row)]
         if not any(finding is not None and finding.fault for finding in average):
             average += [_LOCAL.of(row), _KHAT.of(row)]  # what the averages hide
-        found += [*average, _latent(row)]
+        found += [*average, _latent(row), _point(row)]
         if not any(side["high_k"] > 0 for side in (row, reference)):
             found.append(_LEFT_OUT.of(row))
     found += [_coverage(row, points), *gates(row)]
@@ -417,6 +419,12 @@ def _latent(row: Row) -> Finding | None:
         return None
     what, limit = f"{_LATENT.what}{row['latent']}", row["latent_limit"]
     return _LATENT.of(row, what=what, high=limit, above=_FAR_LATENT.format_map(row))
+
+
+def _point(row: Row) -> Finding | None:
+    """The named latents that the posterior does not draw: no distribution, and so no fault."""
+    names = row.get("latent_point", "")
+    return _POINT.of(row, within=names, undecided=names)
 
 
 def _spread(row: Row) -> Finding | None:
@@ -508,6 +516,8 @@ def _details(
     if group == FAR:
         far_latent = [_FAR_LATENT.format_map(row)] if row["latent_far"] > 0 else []
         details += dict.fromkeys([fault, *far_latent])
+    if "latent_point" in row:
+        details.append(_AT_POINT.format_map(row))
     seconds, base = row["seconds"], 0.0 if reference is None else rows[reference]["seconds"]
     if group in (ALIKE, USABLE) and not math.isnan(seconds):
         details.append(_share(seconds / base, reference) if base > 0 else f"{seconds:.2g} s")

@@ -129,7 +129,8 @@ class Comparison:
     def latents(self) -> "pd.DataFrame":
         """A row for each posterior and number of a named latent, in the posteriors' order: ``mean``
         and ``sd`` of its draws, and beside the reference ``w1``, W1 in sds of the reference's, with
-        its Monte Carlo error ``w1_se``."""
+        its Monte Carlo error ``w1_se``; of a latent that is held at a point instead its distance
+        from the reference's mean, ``off`` and ``off_se``."""
         import pandas as pd
 
         rows: dict[tuple[str, str], dict[str, float]] = {}
@@ -145,8 +146,9 @@ class Comparison:
             found = None if reference is None else latent_distances(evaluation, reference)
             if found is not None and name != self.reference:
                 numbers = found.distances.tolist(), found.errors.tolist()
-                for latent, w1, error in zip(found.names, *numbers, strict=True):
-                    rows[name, latent] |= {"w1": w1, "w1_se": error}
+                for latent, apart, error in zip(found.names, *numbers, strict=True):
+                    key = "off" if latent in evaluation.at_points else "w1"
+                    rows[name, latent] |= {key: apart, f"{key}_se": error}
         table = pd.DataFrame.from_dict(rows, orient="index")
         return table if table.empty else table.rename_axis(["posterior", "latent"])
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import pyro_bdl as bdl
+from pyro_bdl.comparison.distances import worst_latent
 from pyro_bdl.comparison.judge import ALIKE, FAR, USABLE, WITHIN, WORSE
 from pyro_bdl.comparison.kind import Kind
 from pyro_bdl.comparison.leave_one_out import difference
@@ -193,3 +194,54 @@ def test_more_draws_never_lower_a_grade():
         rates = of_others(10, count, 4, width=0.9)
         means.append(sum(grades.get(group, 0) * rate for group, rate in rates.items()))
     assert means == sorted(means) and means[-1] == 2.0
+
+
+# --------------------------------------------------------------------------------- named latents
+
+LAWS = {
+    "normal": lambda *shape: torch.randn(*shape).double(),
+    "half normal": lambda *shape: torch.randn(*shape).double().abs(),
+    "log normal": lambda *shape: torch.randn(*shape).double().exp(),
+    "t, 3": lambda *shape: dist.StudentT(3.0).sample(shape).double(),
+}
+
+
+DRAWS = [(40, 40), *(pytest.param(*s, marks=SLOW) for s in ((200, 1000), (1000, 1000)))]
+
+
+def of_latents(draws):
+    """A posterior of which only draws of named latents matter, ``(S, K)``."""
+    none = torch.zeros(1)
+    names = tuple(map(str, range(draws.shape[1])))
+    return bdl.Evaluation(
+        "regression", 1, none, (), none, {}, 1, draws[:, :1], none, latents=draws,
+        latent_names=names,
+    )  # fmt: skip
+
+
+def latents_far(law, count, other, latents, repetitions, shift=0.0):
+    """How often one of some latents is called far, with ``count`` and ``other`` draws."""
+    far = 0
+    for seed in range(repetitions):
+        torch.manual_seed(seed)
+        a, b = (of_latents(LAWS[law](draws, latents)) for draws in (count, other))
+        a = of_latents(a.latents + shift)
+        far += worst_latent(a, b)["latent_far"] > 0
+    return far / repetitions
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("count, other", DRAWS)
+def test_a_latent_of_one_posterior_is_not_called_far(law, count, other):
+    """Of one hundred latents too, of which the worst decides."""
+    for latents in (1, 100):
+        assert latents_far(law, count, other, latents, 200 if latents == 1 else 60) <= MOST
+
+
+@pytest.mark.parametrize("count, other", DRAWS)
+def test_a_latent_that_is_as_far_as_half_of_a_point_is_not_called_far(count, other):
+    """A Normal that is 0.4 sds off: one is called far with three errors to spare, and it is far at
+    twice that distance once there are draws enough."""
+    half = (2 / torch.pi) ** 0.5 / 2
+    assert latents_far("normal", count, other, 1, 200, half) <= MOST
+    assert latents_far("normal", 1000, 1000, 1, 20, 2 * half) == 1.0
