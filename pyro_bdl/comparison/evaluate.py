@@ -1,7 +1,7 @@
 """``evaluate``: the scores, function draws and diagnostics of one posterior on test data."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from pathlib import Path
@@ -21,7 +21,7 @@ from pyro_bdl.comparison.leave_one_out import (
     of_state,
     state_of,
 )
-from pyro_bdl.comparison.metric import PointScores, measure
+from pyro_bdl.comparison.metric import PointScores, mean_of_runs, measure
 from pyro_bdl.comparison.observe import Block, PredictiveDraws, check_draws, known_block, observe
 from pyro_bdl.comparison.regions import regions
 from pyro_bdl.comparison.scores import SCORES, Score
@@ -217,9 +217,25 @@ def evaluate_in(
         scores = measure(NUMBERS_OF_ONE, evaluation.task, inputs)
     draws = replace(evaluation, scores=scores).effective
     points = {key: score.with_effective(draws) for key, score in evaluation.points.items()}
-    scores |= {key: score.number for key, score in points.items()}
-    scores |= {f"{key}_se": score.error for key, score in points.items()}
-    return replace(evaluation, scores=scores, points=points, loo=inputs.get("loo", (None,))[0])
+    loo = inputs.get("loo", (None,))[0]
+    return replace(evaluation, scores=scores | _numbers(points), points=points, loo=loo)
+
+
+def _numbers(points: Mapping[str, PointScores]) -> dict[str, float]:
+    numbers = {key: score.number for key, score in points.items()}
+    return numbers | {f"{key}_se": score.error for key, score in points.items()}
+
+
+def of_runs(runs: Sequence[Evaluation]) -> Evaluation:
+    """Runs of one method as one evaluation: the first, with scores that are means over the runs,
+    whose differences are in the errors."""
+    first = runs[0]
+    if len(runs) == 1:
+        return first
+    keys = [key for key in first.points if all(key in run.points for run in runs)]
+    points = {key: PointScores.of_runs([run.points[key] for run in runs]) for key in keys}
+    scores = mean_of_runs([run.scores for run in runs]) | _numbers(points)
+    return replace(first, scores={**scores, "runs": len(runs)}, points=points)
 
 
 class _Draws:

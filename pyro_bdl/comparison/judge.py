@@ -27,6 +27,7 @@ WITHIN, BELOW, ABOVE = "within", "below", "above"
 LOCAL = 0.05  # largest share of the test points at which a group's band may be left
 SD_APART = 1.33  # factor by which a region's sd must be worse than near the data to be named
 GAMMA_ALL, GAMMA_NONE = 0.9, 0.05  # shares of what the data may determine: nearly all, or none
+_MOST_RUNS = 0.5  # share of a method's runs, in more than which a latent must be far
 MOST_NAMES = 6  # in a group of the answer
 
 BY_DISTANCE = (
@@ -55,6 +56,7 @@ _DOUBT = (
     "{name} cannot be trusted as the reference: {findings}. Before relying on the distances, give "
     "it {remedies}."
 )
+_RUNS = "mean of {runs} runs, whose differences are in the errors: "
 _FEW = "too few effective draws"
 _IN_DOUBT = "{whose} is in doubt, so that what follows may change."
 _BY_W1 = "Distance (Wasserstein-1) of the function to {whose}; a point at its mean has {point:.2g}."
@@ -253,15 +255,19 @@ class Judgment:
     :param group: ``"alike"``, ``"usable"``, ``"undecided"`` or ``"far"``, for the reference
         ``"reference"``; without a reference ``"alike"``, ``"worse"`` or ``"undecided"``.
     :param findings: what its numbers say, the gravest first.
+    :param runs: how many runs of a method they are the means of.
     """
 
     group: str
     findings: tuple[Finding, ...]
+    runs: int = 1
 
     @property
     def verdict(self) -> str:
         """The findings as one sentence."""
         begin = "the reference: " if self.group == REFERENCE else ""
+        if self.runs > 1:
+            begin = _RUNS.format(runs=self.runs)
         words = [finding.words for finding in self.findings]
         return begin + ("; ".join(words) or "nothing to hold it against")
 
@@ -306,7 +312,7 @@ def judge(
             group = _group_by_score(row)
         else:
             group = _group(row, point) if base is not None else REFERENCE
-        judgments[name] = Judgment(group, findings(row, base, points))
+        judgments[name] = Judgment(group, findings(row, base, points), int(row.get("runs", 1)))
     return judgments
 
 
@@ -320,7 +326,7 @@ def _group(row: Row, point: float) -> str:
     if math.isnan(row["resolution"]):
         return UNDECIDED
     is_far = distance > row["resolution"] and distance - ERRORS * error > NEAR * point
-    if is_far or row["far_at"] > LOCAL or row["latent_far"] > 0:
+    if is_far or row["far_at"] > LOCAL or row["latent_far"] > _MOST_RUNS:
         return FAR
     if row["latent_beyond"] > 0:
         return UNDECIDED
@@ -415,7 +421,7 @@ def gates(row: Row) -> list[Finding]:
 
 def _latent(row: Row) -> Finding | None:
     """The named latent that is the farthest, if it is far."""
-    if not row["latent_far"] > 0:
+    if not row["latent_far"] > _MOST_RUNS:
         return None
     what, limit = f"{_LATENT.what}{row['latent']}", row["latent_limit"]
     return _LATENT.of(row, what=what, high=limit, above=_FAR_LATENT.format_map(row))
@@ -514,7 +520,7 @@ def _details(
     if math.isnan(error):
         details = [_FEW if DISTANCE in row else "unknown"]
     if group == FAR:
-        far_latent = [_FAR_LATENT.format_map(row)] if row["latent_far"] > 0 else []
+        far_latent = [_FAR_LATENT.format_map(row)] if row["latent_far"] > _MOST_RUNS else []
         details += dict.fromkeys([fault, *far_latent])
     if "latent_point" in row:
         details.append(_AT_POINT.format_map(row))

@@ -245,3 +245,36 @@ def test_a_latent_that_is_as_far_as_half_of_a_point_is_not_called_far(count, oth
     half = (2 / torch.pi) ** 0.5 / 2
     assert latents_far("normal", count, other, 1, 200, half) <= MOST
     assert latents_far("normal", 1000, 1000, 1, 20, 2 * half) == 1.0
+
+
+# ---------------------------------------------------------------------- several runs of a method
+
+
+def of_seeds(repetitions, runs):
+    """How often two methods that are equal on average over training seeds, whose shifts have sd
+    0.4, are told apart by NLPD, and how often the mean sd ratio is more than two errors off."""
+    worse_by_seed, off = 0, 0
+    for seed in range(repetitions):
+        truth = Truth(seed, 40)
+        exact = truth.predictions(200)
+        sets = {}
+        for name in "ab":
+            widths = (1 + 0.3 * torch.randn(runs)).clamp_min(0.1).tolist()
+            shifts = (0.4 * torch.randn(runs)).tolist()
+            sets[name] = [
+                truth.predictions(200, width=w, shift=s)
+                for w, s in zip(widths, shifts, strict=True)
+            ]
+        worse_by_seed += worse(truth.compared(None, **sets))
+        row = truth.compared("b", a=sets["a"], b=exact).table.loc["a"]
+        off += abs(row["sd_ratio"] - 1.0) > 2 * row["sd_ratio_se"]
+    return worse_by_seed / repetitions, off / repetitions
+
+
+@SLOW
+@pytest.mark.parametrize("runs", [3, 5])
+def test_the_errors_of_several_runs_hold_their_differences(runs):
+    """By one run each, methods are told apart that only their seeds set apart."""
+    told, off = of_seeds(60, runs)
+    assert told <= MOST and off <= MOST
+    assert of_seeds(30, 1)[1] > 0.3
