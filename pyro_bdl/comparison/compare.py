@@ -61,7 +61,9 @@ def compare(
     :param posteriors: name to guide (Pyro's own guides too), ``Samples``, an ``MCMC`` of Pyro or
         NumPyro, a dict of draws, or ``PredictiveDraws`` if only predictions are known. A posterior
         of another program, such as one with another noise or prior, is given with it,
-        ``(program, posterior)``, and scored under it.
+        ``(program, posterior)``, and scored under it. A list holds several runs of one method, such
+        as guides of other training seeds: its numbers are means over them, and the errors hold
+        their differences, which are not in the number of a single run.
     :param test: the test inputs and, last, the targets, each ``(N, ...)``, or dicts of tensors. A
         program of targets alone gets these. In their place a loader or a list of batches, which
         are held in memory together, as ``train`` and ``ood`` may be too. Targets that the program's
@@ -119,22 +121,21 @@ def compare(
         batch_norm_data=batch_norm_data, sites=observed, latents=latents, seed=seed,
         progress=progress,
     )  # fmt: skip
-    own = {name: q for name, q in posteriors.items() if isinstance(q, tuple)}
-    others = [q for name, q in posteriors.items() if name not in own]
+    runs = {name: q if isinstance(q, list) else [q] for name, q in posteriors.items()}
+    plain = [q for several in runs.values() for q in several if not isinstance(q, tuple)]
     setting: Setting | None = None
-    if others:
-        one = next((q for q in others if not isinstance(q, PredictiveDraws)), None)
-        setting = read(model, one)
-    evaluations: dict[str, Evaluation] = {}
-    for name, posterior in posteriors.items():
+    if plain:
+        setting = read(model, next((q for q in plain if not isinstance(q, PredictiveDraws)), None))
+    evaluations: dict[str, list[Evaluation]] = {name: [] for name in runs}
+    for name, posterior in ((name, run) for name, several in runs.items() for run in several):
         try:
             its = setting
-            if name in own:
+            if isinstance(posterior, tuple):
                 program, posterior = _program_and_posterior(posterior)
                 its = read(program, posterior)
             assert its is not None
             spent = costs.get(name, Costs())
-            evaluations[name] = evaluate_in(its, posterior, spent, left_out.get(name))
+            evaluations[name].append(evaluate_in(its, posterior, spent, left_out.get(name)))
         except UnusableDrawsError as error:
             raise UnusableDrawsError(f"posterior {name!r}: {error}", name) from error
         except (TypeError, ValueError) as error:

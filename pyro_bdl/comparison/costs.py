@@ -121,6 +121,11 @@ def memory(costs: Costs, posterior: Any) -> float | None:
     return None if costs.peak_memory is None else costs.peak_memory / 2**20
 
 
+@cost("runs", "")
+def runs() -> None:
+    """How many runs of a method its numbers are the means of; the errors hold their spread."""
+
+
 # ---------------------------------------------------------- parameters that the data determine
 
 

@@ -14,6 +14,7 @@ A metric names its inputs by ``of``. Each input is a pair, of the posterior and 
 =================  ==============================================================================
 """
 
+import itertools
 import math
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl import importance, metrics
+from pyro_bdl.comparison.columns import listed
 from pyro_bdl.comparison.evaluate import Evaluation
 from pyro_bdl.comparison.metric import (
     CLASSES,
@@ -175,6 +177,18 @@ def latent() -> None:
     """The named latent that is the farthest from the reference's, against a point's distance."""
 
 
+@metric("off", "", group=GROUP, error=True)
+def latent_off() -> None:
+    """Distance of a named latent that is held at a point from the reference's mean, in sds of the
+    reference's, with its Monte Carlo error; of the farthest one. A point is no distribution, and
+    decides no group."""
+
+
+@metric("at a point", "", group=GROUP, style="text")
+def latent_point() -> None:
+    """The named latents that are held at a point, the farthest first."""
+
+
 @metric("resolved", "", group=GROUP, detail=True)
 def resolution() -> None:
     """W1 that the draws resolve: up to there an equal posterior may be by chance, with 2.5 Monte
@@ -266,23 +280,26 @@ def _shares(a: Tensor, b: Tensor, groups: int) -> Numbers:
 
 
 class LatentDistances(NamedTuple):
-    """W1 of each named latent that two posteriors have, in sds b of the reference's; ``(K,)``.
+    """The distance of each named latent that two posteriors have, in sds b of the reference's.
 
     :param names: K names.
-    :param distances: W1 / b.
+    :param distances: ``(K,)``, W1 / b; of a point c its distance from the mean, ``|c - m| / b``.
     :param errors: their Monte Carlo errors; NaN where they are unknown.
     :param limits: half of the distance of a point at the reference's mean, over b.
+    :param points: bool ``(K,)``, which are held at a point.
     """
 
     names: tuple[str, ...]
     distances: Tensor
     errors: Tensor
     limits: Tensor
+    points: Tensor
 
 
 def latent_distances(evaluation: Evaluation, reference: Evaluation) -> LatentDistances | None:
     """The distances of the named latents; None if the posteriors have none in common, or only
     constants."""
+    sides = evaluation, reference
     if evaluation.latents is None or reference.latents is None:
         return None
     of_reference = {name: k for k, name in enumerate(reference.latent_names)}
@@ -295,30 +312,45 @@ def latent_distances(evaluation: Evaluation, reference: Evaluation) -> LatentDis
     ours, theirs = map(list, zip(*pairs, strict=True))
     b = reference.latents[:, theirs].double() / sd[theirs]
     a = evaluation.latents[:, ours].to(b) / sd[theirs]
-    errors = monte_carlo_error(
-        wasserstein1_at_points, a, b, groups=groups_of(evaluation, reference)
-    )
-    errors = errors * enlarged(
-        _ERRORS_AT_POINTS, (1.0, max(1, groups_of(evaluation, reference) - 1))
-    )
-    return LatentDistances(
-        tuple(reference.latent_names[k] for k in theirs),
-        wasserstein1_at_points(a, b).cpu(),
-        errors.cpu(),
-        NEAR * wasserstein1_at_points(b.mean(0, keepdim=True), b).cpu(),
-    )
+    names, groups = tuple(reference.latent_names[k] for k in theirs), groups_of(*sides)
+    points = torch.tensor([name in evaluation.at_points for name in names], device=b.device)
+
+    def apart(a: Tensor, b: Tensor) -> Tensor:
+        shifts = (a.mean(0) - b.mean(0)).abs() / sd_of_draws(b)
+        return torch.where(points, shifts, wasserstein1_at_points(a, b))
+
+    errors = monte_carlo_error(apart, a, b, groups=groups)
+    errors = errors * enlarged(_ERRORS_AT_POINTS, (1.0, max(1, groups - 1)))
+    limits = NEAR * wasserstein1_at_points(b.mean(0, keepdim=True), b)
+    parts = (value.cpu() for value in (apart(a, b), errors, limits, points))
+    return LatentDistances(names, *parts)
 
 
 def worst_latent(evaluation: Evaluation, reference: Evaluation) -> Numbers:
     """The named latent that is the farthest, its distance, and whether it is beyond half of a
-    point's: ``latent_beyond`` as the draws show it, ``latent_far`` with three errors to spare."""
-    found = latent_distances(evaluation, reference)
-    if found is None:
+    point's: ``latent_beyond`` as the draws show it, ``latent_far`` with three errors to spare; and
+    those that are held at a point."""
+    every = latent_distances(evaluation, reference)
+    if every is None:
         return {}
+    numbers: dict[str, Any] = {}
+    if every.points.any():
+        held = every.distances.masked_fill(~every.points, -1.0).argsort(descending=True)
+        order = held[: int(every.points.sum())].tolist()
+        numbers = {
+            "latent_point": listed([every.names[k] for k in order], 2),
+            "latent_off": float(every.distances[order[0]]),
+            "latent_off_se": float(every.errors[order[0]]),
+        }
+    if every.points.all():
+        return numbers
+    drawn = ~every.points
+    names = tuple(itertools.compress(every.names, drawn.tolist()))
+    found = LatentDistances(names, *(value[drawn] for value in every[1:]))
     far = found.distances - _ERRORS_AT_POINTS * found.errors > found.limits
     excess = found.distances / found.limits
     k = int((excess + far * excess.max()).argmax())  # one that is far first
-    numbers: dict[str, Any] = {
+    return numbers | {
         "latent": found.names[k],
         "latent_w1": float(found.distances[k]),
         "latent_w1_se": float(found.errors[k]),
@@ -326,7 +358,6 @@ def worst_latent(evaluation: Evaluation, reference: Evaluation) -> Numbers:
         "latent_beyond": float((excess > 1).any()),
         "latent_far": float(far.any()),
     }
-    return numbers
 
 
 def _without_noise(shift: float, evaluation: Evaluation, reference: Evaluation) -> float:

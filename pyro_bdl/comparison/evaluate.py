@@ -1,8 +1,9 @@
 """``evaluate``: the scores, function draws and diagnostics of one posterior on test data."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from pyro_bdl.comparison.leave_one_out import (
     of_state,
     state_of,
 )
-from pyro_bdl.comparison.metric import PointScores, measure
+from pyro_bdl.comparison.metric import PointScores, mean_of_runs, measure
 from pyro_bdl.comparison.observe import Block, PredictiveDraws, check_draws, known_block, observe
 from pyro_bdl.comparison.regions import regions
 from pyro_bdl.comparison.scores import SCORES, Score
@@ -76,6 +77,7 @@ class Evaluation:
     :param factors: the program's factors, which are likelihood that no score counts.
     :param latents: ``(S, K)``, draws of at most 1000 numbers of the named latents; None without.
     :param latent_names: their names, as "tau" or "theta[3]".
+    :param at_points: those of them that a guide holds at one value in all draws.
     :param may_be_censored: whether some targets may be limits, which the log score alone
         can take.
     """
@@ -100,6 +102,7 @@ class Evaluation:
     factors: tuple[str, ...] = ()
     latents: Tensor | None = None
     latent_names: tuple[str, ...] = ()
+    at_points: tuple[str, ...] = ()
     may_be_censored: bool = False
 
     @property
@@ -214,9 +217,25 @@ def evaluate_in(
         scores = measure(NUMBERS_OF_ONE, evaluation.task, inputs)
     draws = replace(evaluation, scores=scores).effective
     points = {key: score.with_effective(draws) for key, score in evaluation.points.items()}
-    scores |= {key: score.number for key, score in points.items()}
-    scores |= {f"{key}_se": score.error for key, score in points.items()}
-    return replace(evaluation, scores=scores, points=points, loo=inputs.get("loo", (None,))[0])
+    loo = inputs.get("loo", (None,))[0]
+    return replace(evaluation, scores=scores | _numbers(points), points=points, loo=loo)
+
+
+def _numbers(points: Mapping[str, PointScores]) -> dict[str, float]:
+    numbers = {key: score.number for key, score in points.items()}
+    return numbers | {f"{key}_se": score.error for key, score in points.items()}
+
+
+def of_runs(runs: Sequence[Evaluation]) -> Evaluation:
+    """Runs of one method as one evaluation: the first, with scores that are means over the runs,
+    whose differences are in the errors."""
+    first = runs[0]
+    if len(runs) == 1:
+        return first
+    keys = [key for key in first.points if all(key in run.points for run in runs)]
+    points = {key: PointScores.of_runs([run.points[key] for run in runs]) for key in keys}
+    scores = mean_of_runs([run.scores for run in runs]) | _numbers(points)
+    return replace(first, scores={**scores, "runs": len(runs)}, points=points)
 
 
 class _Draws:
@@ -246,8 +265,7 @@ class _Draws:
         """The evaluation without its numbers but the points', and the inputs of metrics."""
         data, chains = self.setting, self.chains
         evaluation, inputs, density = _scored(data, self._blocks(), chains)
-        draws, names = self._named()
-        evaluation = replace(evaluation, latents=draws, latent_names=names)
+        evaluation = replace(evaluation, **self._named())
         inputs["drawing"] = self.seconds, self.count
         if data.ood is not None:
             block = observe(self.predictive, data.kind, data.ood, None).in_units(*data.units)
@@ -262,8 +280,11 @@ class _Draws:
             inputs["mixing"] = (Mixing.of(function, chains),)
         return evaluation, inputs
 
-    def _named(self) -> tuple[Tensor | None, tuple[str, ...]]:
-        """Draws of the named latents, (S, K), and the names of the numbers."""
+    def _named(self) -> dict[str, Any]:
+        """The fields of an evaluation on named latents.
+
+        Chains draw all of them: what does not move there has not mixed.
+        """
         predictive: Any = self.predictive
         samples, chosen = predictive.samples, self.setting.latents
         values = predictive.latents() if samples is None else samples.flat()
@@ -273,10 +294,13 @@ class _Draws:
             numbers.append(values[site].reshape(len(values[site]), -1))
             names += [f"{site}{list(index) if index else ''}" for index in np.ndindex(*shape)]
         if not names:
-            return None, ()
+            return {}
         places = spaced(len(names))
         kept = torch.cat(numbers, 1)[:, places.to(numbers[0].device)]
-        return kept, tuple(names[place] for place in places.tolist())
+        named = tuple(names[place] for place in places.tolist())
+        fixed = (kept == kept[0]).all(0).tolist()
+        held = () if isinstance(self.posterior, Samples) else compress(named, fixed)
+        return {"latents": kept, "latent_names": named, "at_points": tuple(held)}
 
     def _blocks(self) -> Iterator[Block]:
         data = self.setting

@@ -27,15 +27,16 @@ WITHIN, BELOW, ABOVE = "within", "below", "above"
 LOCAL = 0.05  # largest share of the test points at which a group's band may be left
 SD_APART = 1.33  # factor by which a region's sd must be worse than near the data to be named
 GAMMA_ALL, GAMMA_NONE = 0.9, 0.05  # shares of what the data may determine: nearly all, or none
+_MOST_RUNS = 0.5  # share of a method's runs, in more than which a latent must be far
 MOST_NAMES = 6  # in a group of the answer
 
 BY_DISTANCE = (
     "Ranked by the Wasserstein-1 distance (W1) of the function to {reference}, averaged over the "
     "test points, in distances of a point at {reference}'s mean. Alike: at most a quarter. Usable: "
     "at most half. Each with two Monte Carlo errors to spare, so that more draws never lower a "
-    "grade, and at 95 % of the test points, with all named latents within half. Far: more than "
-    "half, on average, at more than 5 % of the test points or for a named latent. Undecided: the "
-    "draws are too few to say."
+    "grade, and at 95 % of the test points, with all named latents that it draws within half. "
+    "Far: more than half, on average, at more than 5 % of the test points or for such a latent. "
+    "Undecided: the draws are too few to say."
 )
 BY_SCORE = (
     "Ranked by NLPD on the test data, since there is no reference. Worse: beyond two standard "
@@ -55,6 +56,7 @@ _DOUBT = (
     "{name} cannot be trusted as the reference: {findings}. Before relying on the distances, give "
     "it {remedies}."
 )
+_RUNS = "mean of {runs} runs, whose differences are in the errors: "
 _FEW = "too few effective draws"
 _IN_DOUBT = "{whose} is in doubt, so that what follows may change."
 _BY_W1 = "Distance (Wasserstein-1) of the function to {whose}; a point at its mean has {point:.2g}."
@@ -180,6 +182,8 @@ _LOCAL = Check(
 )  # fmt: skip
 _LATENT = Check("latent_w1", "W1 {} of the reference's sds for the latent ")
 _FAR_LATENT = "{latent} is far"
+_POINT = Check("latent_off", "latents held at a point, at most {} sds off the reference's mean")
+_AT_POINT = "{latent_point} held at a point"
 _KHAT = Check(
     "khat_high", "k-hat above 0.7 at {} of the test points", high=LOCAL,
     above="does not cover the reference", style="percent",
@@ -251,15 +255,19 @@ class Judgment:
     :param group: ``"alike"``, ``"usable"``, ``"undecided"`` or ``"far"``, for the reference
         ``"reference"``; without a reference ``"alike"``, ``"worse"`` or ``"undecided"``.
     :param findings: what its numbers say, the gravest first.
+    :param runs: how many runs of a method they are the means of.
     """
 
     group: str
     findings: tuple[Finding, ...]
+    runs: int = 1
 
     @property
     def verdict(self) -> str:
         """The findings as one sentence."""
         begin = "the reference: " if self.group == REFERENCE else ""
+        if self.runs > 1:
+            begin = _RUNS.format(runs=self.runs)
         words = [finding.words for finding in self.findings]
         return begin + ("; ".join(words) or "nothing to hold it against")
 
@@ -304,7 +312,7 @@ def judge(
             group = _group_by_score(row)
         else:
             group = _group(row, point) if base is not None else REFERENCE
-        judgments[name] = Judgment(group, findings(row, base, points))
+        judgments[name] = Judgment(group, findings(row, base, points), int(row.get("runs", 1)))
     return judgments
 
 
@@ -318,7 +326,7 @@ def _group(row: Row, point: float) -> str:
     if math.isnan(row["resolution"]):
         return UNDECIDED
     is_far = distance > row["resolution"] and distance - ERRORS * error > NEAR * point
-    if is_far or row["far_at"] > LOCAL or row["latent_far"] > 0:
+    if is_far or row["far_at"] > LOCAL or row["latent_far"] > _MOST_RUNS:
         return FAR
     if row["latent_beyond"] > 0:
         return UNDECIDED
@@ -386,7 +394,7 @@ def findings(row: Row, reference: Row | None, points: int) -> tuple[Finding, ...
         average = [_spread(row), _MEAN.of(row)]
         if not any(finding is not None and finding.fault for finding in average):
             average += [_LOCAL.of(row), _KHAT.of(row)]  # what the averages hide
-        found += [*average, _latent(row)]
+        found += [*average, _latent(row), _point(row)]
         if not any(side["high_k"] > 0 for side in (row, reference)):
             found.append(_LEFT_OUT.of(row))
     found += [_coverage(row, points), *gates(row)]
@@ -413,10 +421,16 @@ def gates(row: Row) -> list[Finding]:
 
 def _latent(row: Row) -> Finding | None:
     """The named latent that is the farthest, if it is far."""
-    if not row["latent_far"] > 0:
+    if not row["latent_far"] > _MOST_RUNS:
         return None
     what, limit = f"{_LATENT.what}{row['latent']}", row["latent_limit"]
     return _LATENT.of(row, what=what, high=limit, above=_FAR_LATENT.format_map(row))
+
+
+def _point(row: Row) -> Finding | None:
+    """The named latents that the posterior does not draw: no distribution, and so no fault."""
+    names = row.get("latent_point", "")
+    return _POINT.of(row, within=names, undecided=names)
 
 
 def _spread(row: Row) -> Finding | None:
@@ -506,8 +520,10 @@ def _details(
     if math.isnan(error):
         details = [_FEW if DISTANCE in row else "unknown"]
     if group == FAR:
-        far_latent = [_FAR_LATENT.format_map(row)] if row["latent_far"] > 0 else []
+        far_latent = [_FAR_LATENT.format_map(row)] if row["latent_far"] > _MOST_RUNS else []
         details += dict.fromkeys([fault, *far_latent])
+    if "latent_point" in row:
+        details.append(_AT_POINT.format_map(row))
     seconds, base = row["seconds"], 0.0 if reference is None else rows[reference]["seconds"]
     if group in (ALIKE, USABLE) and not math.isnan(seconds):
         details.append(_share(seconds / base, reference) if base > 0 else f"{seconds:.2g} s")

@@ -1,8 +1,9 @@
 """A metric: one number for each posterior, with its column of the table."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,11 +149,12 @@ def _mean_of_seen(values: Tensor, seen: Tensor) -> Tensor:
 class PointScores:
     """The number, its error, and each point's influence on it, of a mean over the test points.
 
-    It has two errors, which add up as squares. The one over the points: the influence psi_n of a
+    It has three errors, which add up as squares. The one over the points: the influence psi_n of a
     point is that of the delta method, v_n for the mean of values v, and v_n / (2 sqrt(mean v)) for
     its root; the error is the sd of psi over sqrt(N), and that of a difference of two scores the sd
     of the difference of their influences over sqrt(N). The one over the draws, which is common to
-    all points, is that of the grouped jackknife (:mod:`pyro_bdl.utils.jackknife`).
+    all points, is that of the grouped jackknife (:mod:`pyro_bdl.utils.jackknife`). The one over the
+    runs of a method, of which the number is the mean, is their sd over sqrt(R).
 
     Of values with weights w_n, the numbers of a target that were seen, m = sum w v / sum w, and the
     value of a point is m + N w_n (v_n - m) / sum w.
@@ -165,12 +167,14 @@ class PointScores:
     :param influence: ``(N,)``.
     :param groups: the score without each group of draws minus the score, ``(G,)``: zeros where it
         does not come from draws, and empty where they are too few to say.
+    :param runs: ``(R,)``, the numbers of several runs; empty of one.
     """
 
     number: float
     over_points: float
     influence: Tensor
     groups: Tensor
+    runs: Tensor = field(default_factory=partial(torch.empty, 0, device="cpu"))
 
     @classmethod
     def of(
@@ -207,10 +211,28 @@ class PointScores:
         """The standard error over the draws; NaN if it is unknown."""
         return float(jackknife_error(self.groups)) if len(self.groups) else math.nan
 
+    @classmethod
+    def of_runs(cls, runs: "Sequence[PointScores]") -> "PointScores":
+        """The mean of a score over runs of one method, with the error over them.
+
+        That over the draws, which the runs' differences hold too, is of each its own.
+        """
+        numbers = torch.tensor([run.number for run in runs], dtype=torch.float64, device="cpu")
+        points = sum(run.over_points for run in runs) / len(runs)
+        influence = torch.stack([run.influence for run in runs]).mean(0)
+        return cls(
+            float(numbers.mean()), points, influence, torch.zeros(GROUPS, device="cpu"), numbers
+        )
+
+    @property
+    def of_the_runs(self) -> tuple[float, int]:
+        """The error over the runs, and its degrees of freedom."""
+        return standard_error_of_mean(self.runs) if len(self.runs) else 0.0, len(self.runs) - 1
+
     @property
     def error(self) -> float:
-        """Both errors together."""
-        return math.hypot(self.over_points, self.over_draws)
+        """All errors together."""
+        return math.hypot(self.over_points, self.over_draws, over_runs(self.runs))
 
     def with_effective(self, draws: float) -> "PointScores":
         """The same score of correlated draws: their error is unknown if there are fewer than 4
@@ -226,7 +248,8 @@ class PointScores:
         points or groups so that a difference is beyond two of them in 5 % of the cases."""
         gap = self.influence - other.influence.to(self.influence.device)
         return self.number - other.number, total_error(
-            (standard_error_of_mean(gap), len(gap) - 1), self.of_draws, other.of_draws
+            (standard_error_of_mean(gap), len(gap) - 1),
+            *(part for side in (self, other) for part in (side.of_draws, side.of_the_runs)),
         )
 
     @property
@@ -243,6 +266,31 @@ def _weighted(values: Tensor, weights: Tensor | None) -> Tensor:
     weights = weights / weights.mean()
     mean = (weights * values).mean(-1, keepdim=True)
     return mean + weights * (values - mean)
+
+
+def over_runs(numbers: Tensor) -> float:
+    """The standard error of a mean over R runs, enlarged for few; 0 of no runs."""
+    if not len(numbers):
+        return 0.0
+    return standard_error_of_mean(numbers) * enlarged(ERRORS, (1.0, len(numbers) - 1))
+
+
+def mean_of_runs(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The numbers that all runs of a method have, averaged; what is text is that of the first.
+
+    The error of each, ``key_se``, is that of a single run with the error over the runs.
+    """
+    if len(rows) == 1:
+        return dict(rows[0])
+    mean: dict[str, Any] = {}
+    values = {key: [row[key] for row in rows] for key in rows[0] if all(key in r for r in rows)}
+    for key, several in values.items():
+        is_text = isinstance(several[0], str)
+        mean[key] = several[0] if is_text else float(sum(several)) / len(several)
+    for key in [key for key in mean if f"{key}_se" in mean]:
+        error = over_runs(torch.tensor(values[key], dtype=torch.float64, device="cpu"))
+        mean[f"{key}_se"] = math.hypot(mean[f"{key}_se"], error)
+    return mean
 
 
 def total_error(*parts: tuple[float, float]) -> float:

@@ -1,7 +1,7 @@
 """The table of a comparison: its numbers, columns and words, as a DataFrame and as text."""
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,10 @@ from pyro_bdl.comparison.distances import (
     latent_distances,
     sd_ratios,
 )
-from pyro_bdl.comparison.evaluate import Evaluation
+from pyro_bdl.comparison.evaluate import Evaluation, of_runs
 from pyro_bdl.comparison.judge import Judgment, Row
 from pyro_bdl.comparison.leave_one_out import LEFT_OUT, elpd_difference, withheld_notes
-from pyro_bdl.comparison.metric import of_task
+from pyro_bdl.comparison.metric import mean_of_runs, of_task
 from pyro_bdl.comparison.scores import (
     SCORES,
     TEST_DATA,
@@ -70,7 +70,7 @@ class Comparison:
         mean, a scale for the others. Where masks leave out test targets, ``"seen"`` holds how many
         were seen, and of how many.
     :param reference: name of the reference, or None.
-    :param evaluations: posterior to its evaluation.
+    :param evaluations: posterior to its evaluation; of several runs the draws of the first.
     :param judgments: posterior to its group and findings, in the order of the table.
     :param summary: each posterior in its group, with the number that put it there.
     :param warnings: reasons not to trust the reference; empty if there are none.
@@ -129,7 +129,8 @@ class Comparison:
     def latents(self) -> "pd.DataFrame":
         """A row for each posterior and number of a named latent, in the posteriors' order: ``mean``
         and ``sd`` of its draws, and beside the reference ``w1``, W1 in sds of the reference's, with
-        its Monte Carlo error ``w1_se``."""
+        its Monte Carlo error ``w1_se``; of a latent that is held at a point instead its distance
+        from the reference's mean, ``off`` and ``off_se``."""
         import pandas as pd
 
         rows: dict[tuple[str, str], dict[str, float]] = {}
@@ -145,8 +146,9 @@ class Comparison:
             found = None if reference is None else latent_distances(evaluation, reference)
             if found is not None and name != self.reference:
                 numbers = found.distances.tolist(), found.errors.tolist()
-                for latent, w1, error in zip(found.names, *numbers, strict=True):
-                    rows[name, latent] |= {"w1": w1, "w1_se": error}
+                for latent, apart, error in zip(found.names, *numbers, strict=True):
+                    key = "off" if latent in evaluation.at_points else "w1"
+                    rows[name, latent] |= {key: apart, f"{key}_se": error}
         table = pd.DataFrame.from_dict(rows, orient="index")
         return table if table.empty else table.rename_axis(["posterior", "latent"])
 
@@ -213,7 +215,7 @@ class Comparison:
 
 @torch.no_grad()
 def compare_evaluations(
-    evaluations: Mapping[str, Evaluation],
+    evaluations: Mapping[str, Evaluation | Sequence[Evaluation]],
     reference: str | None = None,
     *,
     left_out: Mapping[str, str] | None = None,
@@ -227,14 +229,15 @@ def compare_evaluations(
         guide_scores = bdl.evaluate(model, guide, x, y)  # and .save(path), Evaluation.load(path)
         bdl.compare_evaluations({"vi": guide_scores, "nuts": nuts_scores}, "nuts")
 
-    :param evaluations: name to evaluation.
+    :param evaluations: name to evaluation, or to a list of those of several runs of one method:
+        its numbers are then means over the runs, and their errors hold the runs' differences.
     :param reference: name of the posterior with which the others are compared.
     :param left_out: name to the reason, for posteriors that could not be evaluated.
     :param baselines: name to the evaluation and a word on what it is, for predictions that are no
         posterior of the program: rows with scores, without distances and judgment.
     :param progress: show a bar.
-    :raises ValueError: for no evaluation, an unknown reference, evaluations at other test inputs or
-        targets or in other units, or functions of other shapes.
+    :raises ValueError: for no evaluation, a reference that is unknown or of several runs,
+        evaluations at other test inputs or targets or in other units, or functions of other shapes.
     """
     if not evaluations:
         raise ValueError("evaluations is empty: give at least one by name")
@@ -243,19 +246,27 @@ def compare_evaluations(
             f"reference {reference!r} is not among the evaluations "
             f"({', '.join(map(repr, evaluations))}): name one of them, or say reference=None"
         )
-    first = evaluations[reference] if reference is not None else next(iter(evaluations.values()))
-    rows = {name: Row(evaluation.scores) for name, evaluation in evaluations.items()}
-    for name, evaluation in shown(evaluations.items(), "distances", progress):
-        _check_same(name, evaluation, first)
+    runs = {n: [e] if isinstance(e, Evaluation) else list(e) for n, e in evaluations.items()}
+    for name, several in runs.items():
+        if not several or (name == reference and len(several) > 1):
+            raise ValueError(
+                f"{name!r} has {len(several)} evaluations: give at least one, and of the reference "
+                "one, which the others are compared with"
+            )
+    one = {name: of_runs(several) for name, several in runs.items()}
+    first = one[reference] if reference is not None else next(iter(one.values()))
+    rows = {name: Row(evaluation.scores) for name, evaluation in one.items()}
+    for name, several in shown(runs.items(), "distances", progress):
+        for evaluation in several:
+            _check_same(name, evaluation, first)
         if reference is not None and name != reference:
-            rows[name] |= distances(evaluation, first) | sd_ratios(evaluation, first)
-            rows[name] |= differences(evaluation, first)
-            rows[name] |= elpd_difference(evaluation, first)
+            rows[name] |= mean_of_runs([_beside(evaluation, first) for evaluation in several])
+            rows[name] |= differences(one[name], first)
     point, warned = float("nan"), []
     if reference is not None:
         point = distance_of_point(first)
         warned = judge.doubts(reference, rows[reference])
-    judgments = judge.judge(rows, evaluations, reference, point=point)
+    judgments = judge.judge(rows, one, reference, point=point)
     answer = judge.answer(rows, judgments, reference, point=point, doubtful=bool(warned))
     shown_rows: dict[str, dict[str, Any]] = {
         name: rows[name] | {"group": judgment.group, "verdict": judgment.verdict}
@@ -275,7 +286,7 @@ def compare_evaluations(
     return Comparison(
         table=table,
         reference=reference,
-        evaluations=evaluations,
+        evaluations=one,
         judgments=judgments,
         summary=answer,
         warnings=tuple(warned),
@@ -286,6 +297,12 @@ def compare_evaluations(
         left_out=left_out or {},
         baselines={name: words for name, (_, words) in (baselines or {}).items()},
     )
+
+
+def _beside(evaluation: Evaluation, reference: Evaluation) -> dict[str, Any]:
+    """The numbers of a posterior beside the reference, but for its scores."""
+    numbers = distances(evaluation, reference) | sd_ratios(evaluation, reference)
+    return numbers | elpd_difference(evaluation, reference)
 
 
 def _check_same(name: str, evaluation: Evaluation, first: Evaluation) -> None:

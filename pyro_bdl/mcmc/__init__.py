@@ -1,17 +1,19 @@
 """Markov chain Monte Carlo on a Pyro program."""
 
+from typing import TYPE_CHECKING
+
 from pyro_bdl.guides.subnetwork import AutoSubnetwork
 from pyro_bdl.mcmc.ensemble import ensemble_sample
 from pyro_bdl.mcmc.kernels import HMC, MAMS, MCLMC, NUTS
 from pyro_bdl.mcmc.sampling import sample
-from pyro_bdl.mcmc.stochastic_gradient.samplers.hamiltonian import SGHMC
-from pyro_bdl.mcmc.stochastic_gradient.samplers.langevin import SGLD
-from pyro_bdl.mcmc.stochastic_gradient.samplers.microcanonical import SMILE
-from pyro_bdl.mcmc.stochastic_gradient.samplers.preconditioned import PSGLD
-from pyro_bdl.mcmc.stochastic_gradient.samplers.thermostat import SGNHT
+from pyro_bdl.mcmc.stochastic_gradient.kernels import Cyclical, Polynomial
+from pyro_bdl.mcmc.stochastic_gradient.langevin import SGHMC, SGLD
 from pyro_bdl.mcmc.stochastic_gradient.sampling import sgmcmc, suggest_step_size
-from pyro_bdl.mcmc.stochastic_gradient.schedules import Cyclical, Polynomial
 from pyro_bdl.program.samples import Samples
+from pyro_bdl.utils.names import attributes_elsewhere
+
+if TYPE_CHECKING:
+    from pyro_bdl.contrib.stochastic_gradient import PSGLD, SGNHT, SMILE
 
 AutoSubnetwork.chains = staticmethod(sample)
 
@@ -20,11 +22,8 @@ __all__ = [
     "MAMS",
     "MCLMC",
     "NUTS",
-    "PSGLD",
     "SGHMC",
     "SGLD",
-    "SGNHT",
-    "SMILE",
     "Cyclical",
     "Polynomial",
     "Samples",
@@ -33,3 +32,7 @@ __all__ = [
     "sgmcmc",
     "suggest_step_size",
 ]
+
+__getattr__ = attributes_elsewhere(
+    __name__, PSGLD="pyro_bdl.contrib", SGNHT="pyro_bdl.contrib", SMILE="pyro_bdl.contrib"
+)

@@ -1,5 +1,7 @@
 """Named latents in a comparison: their distances, the groups that they decide, and their names."""
 
+import math
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -67,6 +69,45 @@ def test_the_distances_are_those_of_the_laws(comparison):
     row = table.loc[("wide", "tau")]
     assert row["mean"] == pytest.approx(3 * mean, rel=0.1)
     assert row["sd"] == pytest.approx(3 * sd, rel=0.1)
+
+
+class Held(bdl.guides.AutoMeanField):
+    """The exact law of mu, with tau held at one value and the rest as in the prior."""
+
+    tau = 0.6
+
+    def sample_latents(self, num_samples):
+        torch.manual_seed(5)
+        draws = {
+            name: value.flatten(0, 1)[:num_samples] for name, value in _draws(5).latents.items()
+        }
+        return draws | {"tau": torch.full((num_samples,), self.tau)}
+
+
+@pytest.mark.parametrize("tau", [0.6, 6.0])
+def test_a_latent_that_is_not_drawn_is_no_distribution_and_decides_nothing(tau):
+    """Its distance is that from the mean, sqrt(2 / pi), in sds of the half Normal."""
+    guide = Held(hierarchy).prototype(X, X)
+    guide.tau = tau
+    posteriors = {"nuts": _draws(0), "held": guide}
+    found = bdl.compare(hierarchy, posteriors, X, X, latents=["mu", "tau"])
+    assert found.judgments["held"].group in ("alike", "usable")
+    assert "tau held at a point" in found.summary and "far" not in found.summary.lower()
+    row, number = found.latents.loc[("held", "tau")], found.table.loc["held", "latent_off"]
+    exact = abs(tau - (2 / torch.pi) ** 0.5) / (1 - 2 / torch.pi) ** 0.5
+    assert row["off"] == number == pytest.approx(exact, abs=4 * row["off_se"])
+    assert row["off_se"] < 0.3 and row[["w1", "w1_se"]].isna().all()
+    assert found.table.loc["held", "latent"] == "mu"
+    (finding,) = (f for f in found.judgments["held"].findings if f.key == "latent_off")
+    assert finding.words.endswith("sds off the reference's mean: tau") and not finding.fault
+    assert math.isinf(finding.limits[1])
+
+
+def test_a_chain_that_stands_still_is_compared_as_a_distribution():
+    stuck = _draws(1).latents | {"tau": torch.full((2, 1000), 0.6)}
+    posteriors = {"nuts": _draws(0), "stuck": bdl.Samples(stuck)}
+    found = bdl.compare(hierarchy, posteriors, X, X, latents=["tau"])
+    assert found.judgments["stuck"].group == "far" and "tau is far" in found.summary
 
 
 def test_too_few_draws_leave_it_undecided():

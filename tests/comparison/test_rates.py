@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import pyro_bdl as bdl
+from pyro_bdl.comparison.distances import worst_latent
 from pyro_bdl.comparison.judge import ALIKE, FAR, USABLE, WITHIN, WORSE
 from pyro_bdl.comparison.kind import Kind
 from pyro_bdl.comparison.leave_one_out import difference
@@ -193,3 +194,87 @@ def test_more_draws_never_lower_a_grade():
         rates = of_others(10, count, 4, width=0.9)
         means.append(sum(grades.get(group, 0) * rate for group, rate in rates.items()))
     assert means == sorted(means) and means[-1] == 2.0
+
+
+# --------------------------------------------------------------------------------- named latents
+
+LAWS = {
+    "normal": lambda *shape: torch.randn(*shape).double(),
+    "half normal": lambda *shape: torch.randn(*shape).double().abs(),
+    "log normal": lambda *shape: torch.randn(*shape).double().exp(),
+    "t, 3": lambda *shape: dist.StudentT(3.0).sample(shape).double(),
+}
+
+
+DRAWS = [(40, 40), *(pytest.param(*s, marks=SLOW) for s in ((200, 1000), (1000, 1000)))]
+
+
+def of_latents(draws):
+    """A posterior of which only draws of named latents matter, ``(S, K)``."""
+    none = torch.zeros(1)
+    names = tuple(map(str, range(draws.shape[1])))
+    return bdl.Evaluation(
+        "regression", 1, none, (), none, {}, 1, draws[:, :1], none, latents=draws,
+        latent_names=names,
+    )  # fmt: skip
+
+
+def latents_far(law, count, other, latents, repetitions, shift=0.0):
+    """How often one of some latents is called far, with ``count`` and ``other`` draws."""
+    far = 0
+    for seed in range(repetitions):
+        torch.manual_seed(seed)
+        a, b = (of_latents(LAWS[law](draws, latents)) for draws in (count, other))
+        a = of_latents(a.latents + shift)
+        far += worst_latent(a, b)["latent_far"] > 0
+    return far / repetitions
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("count, other", DRAWS)
+def test_a_latent_of_one_posterior_is_not_called_far(law, count, other):
+    """Of one hundred latents too, of which the worst decides."""
+    for latents in (1, 100):
+        assert latents_far(law, count, other, latents, 200 if latents == 1 else 60) <= MOST
+
+
+@pytest.mark.parametrize("count, other", DRAWS)
+def test_a_latent_that_is_as_far_as_half_of_a_point_is_not_called_far(count, other):
+    """A Normal that is 0.4 sds off: one is called far with three errors to spare, and it is far at
+    twice that distance once there are draws enough."""
+    half = (2 / torch.pi) ** 0.5 / 2
+    assert latents_far("normal", count, other, 1, 200, half) <= MOST
+    assert latents_far("normal", 1000, 1000, 1, 20, 2 * half) == 1.0
+
+
+# ---------------------------------------------------------------------- several runs of a method
+
+
+def of_seeds(repetitions, runs):
+    """How often two methods that are equal on average over training seeds, whose shifts have sd
+    0.4, are told apart by NLPD, and how often the mean sd ratio is more than two errors off."""
+    worse_by_seed, off = 0, 0
+    for seed in range(repetitions):
+        truth = Truth(seed, 40)
+        exact = truth.predictions(200)
+        sets = {}
+        for name in "ab":
+            widths = (1 + 0.3 * torch.randn(runs)).clamp_min(0.1).tolist()
+            shifts = (0.4 * torch.randn(runs)).tolist()
+            sets[name] = [
+                truth.predictions(200, width=w, shift=s)
+                for w, s in zip(widths, shifts, strict=True)
+            ]
+        worse_by_seed += worse(truth.compared(None, **sets))
+        row = truth.compared("b", a=sets["a"], b=exact).table.loc["a"]
+        off += abs(row["sd_ratio"] - 1.0) > 2 * row["sd_ratio_se"]
+    return worse_by_seed / repetitions, off / repetitions
+
+
+@SLOW
+@pytest.mark.parametrize("runs", [3, 5])
+def test_the_errors_of_several_runs_hold_their_differences(runs):
+    """By one run each, methods are told apart that only their seeds set apart."""
+    told, off = of_seeds(60, runs)
+    assert told <= MOST and off <= MOST
+    assert of_seeds(30, 1)[1] > 0.3

@@ -58,8 +58,8 @@ def sgmcmc(
     :param data: ``(x, y)``, or an iterable of such batches that can be iterated over several times,
         such as a ``DataLoader``, or a function that makes one. They are moved to the device of the
         program's tensors.
-    :param kernel: ``mcmc.SGLD(step_size=...)``, ``PSGLD``, ``SGHMC``, ``SGNHT`` or ``SMILE``; the
-        files in ``samplers`` hold the equations, ``mcmc.suggest_step_size`` finds a step size.
+    :param kernel: ``mcmc.SGLD(step_size=...)`` or ``SGHMC``, or the rarer ``PSGLD``, ``SGNHT``
+        and ``SMILE`` of ``contrib.stochastic_gradient``; ``mcmc.suggest_step_size`` finds a step.
     :param num_warmup: steps before the first draw.
     :param num_samples: draws per chain.
     :param num_chains: the number of chains.

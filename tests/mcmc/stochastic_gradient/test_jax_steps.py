@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import pyro_bdl as bdl
-from pyro_bdl.mcmc import PSGLD, SGHMC, SGLD, SGNHT
+from pyro_bdl.contrib.stochastic_gradient import PSGLD, SGNHT
+from pyro_bdl.mcmc import SGHMC, SGLD
 from pyro_bdl.mcmc.starts import Restriction
 from pyro_bdl.mcmc.stochastic_gradient import walk
 from pyro_bdl.mcmc.stochastic_gradient.jax_steps import CompiledSteps

@@ -5,13 +5,15 @@ import math
 import pytest
 import torch
 
-from pyro_bdl.diagnostics import mcse
-from pyro_bdl.mcmc import PSGLD, SGHMC, SGLD, SGNHT, Cyclical, Polynomial
-from pyro_bdl.mcmc.stochastic_gradient.samplers.hamiltonian import kinetic_temperature
-from pyro_bdl.mcmc.stochastic_gradient.samplers.preconditioned import (
+from pyro_bdl.contrib.stochastic_gradient import (
+    PSGLD,
+    SGNHT,
     PreconditionedState,
     preconditioner,
 )
+from pyro_bdl.diagnostics import mcse
+from pyro_bdl.mcmc import SGHMC, SGLD, Cyclical, Polynomial
+from pyro_bdl.mcmc.stochastic_gradient.langevin import kinetic_temperature
 from pyro_bdl.mcmc.stochastic_gradient.walk import kept_steps
 
 CHAINS = 400
