@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from helpers import reference_draws
 
 # Ready guides, those made from others included
 
@@ -19,6 +20,10 @@ def test_ready_guides_draw_values_of_every_site(guide, linear):
         name: (6, *shape) for name, shape in shapes.items()
     }
     assert (draws["s"] > 0).all() and draws["w"].dtype == torch.float64
+
+
+def test_ready_guides_draw_the_numbers_of_this_release(guide, request):
+    reference_draws.check(request.node.callspec.params["guide"], guide.sample_latents(3))
 
 
 def _are_quantiles(found, draws, levels, steps):
