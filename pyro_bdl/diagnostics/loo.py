@@ -27,6 +27,8 @@ class LOO:
     :param num_draws: S, of all chains.
     :param draws_se: standard error of ``elpd`` over the draws, by leaving out one group of ten
         after the other, at fixed weights; NaN for fewer than 20 draws.
+    :param pit: of numbers, by ``bdl.loo``: the probability integral transform of each observation
+        among predictions without it, by the weights of PSIS; uniform if the predictions are right.
     """
 
     elpd: float
@@ -37,6 +39,7 @@ class LOO:
     good_k: float
     num_draws: int
     draws_se: float = math.nan
+    pit: Tensor | None = None
 
     @property
     def num_bad(self) -> int:
@@ -167,10 +170,13 @@ def leave_out(ll: Tensor, log_ratios: Tensor, r_eff: float) -> Tensor:
     return torch.stack(rows)
 
 
-def total(found: Tensor, log_likelihood: Tensor, other_error: float = 0.0) -> LOO:
+def total(
+    found: Tensor, log_likelihood: Tensor, other_error: float = 0.0, pit: Tensor | None = None
+) -> LOO:
     """The result of the columns of ``leave_out``, ``(3 + G, *data)``.
 
     :param other_error: a standard error over draws that the columns do not hold, in nats.
+    :param pit: of leave-one-out.
     """
     left_out, with_all, k = found[:3]
     without = (
@@ -186,6 +192,7 @@ def total(found: Tensor, log_likelihood: Tensor, other_error: float = 0.0) -> LO
         good_k=good_k(num_draws),
         num_draws=num_draws,
         draws_se=math.hypot(jackknife_error(without), other_error) if len(without) else math.nan,
+        pit=pit,
     )
     if result.num_bad:
         warn(
