@@ -130,6 +130,22 @@ def _shortened(name: str, width: int = _NAME) -> str:
     return name if len(name) <= width else f"{name[:half]}..{name[-half:]}"
 
 
+def names_of_numbers(site: str, shape: Sequence[int]) -> list[str]:
+    """A name for each number of a site, such as ``theta[3]``."""
+    places = (f"[{', '.join(map(str, place))}]" if place else "" for place in np.ndindex(*shape))
+    return [site + place for place in places]
+
+
+def listed_sites(latents: Mapping[str, Tensor], sites: str | Sequence[str] | None) -> list[str]:
+    """The sites with a row for each number: chosen by name, else those of at most 12 numbers.
+
+    :param latents: site to ``(chains, draws, ...)``.
+    """
+    is_listed = (lambda _: True) if sites is None else chooser(sites, "sites")
+    most = _LISTED if sites is None else np.inf
+    return [s for s, v in latents.items() if is_listed(s) and v[0, 0].numel() <= most]
+
+
 def _numbers(site: str, draws: Tensor, found: Convergence) -> "pd.DataFrame":
     """The rows of ``Summary.numbers`` of a site."""
     import pandas as pd
@@ -141,9 +157,8 @@ def _numbers(site: str, draws: Tensor, found: Convergence) -> "pd.DataFrame":
         "mean": values.mean(0), "mcse": mcse(draws), "sd": values.std(0, ddof=1), "5 %": low,
         "95 %": high, "rhat": found.rhat, "ess_bulk": found.ess_bulk, "ess_tail": found.ess_tail,
     }  # fmt: skip
-    index = [f"[{', '.join(map(str, place))}]" if place else "" for place in np.ndindex(*shape)]
     flat = {n: np.ravel(v.cpu() if isinstance(v, Tensor) else v) for n, v in columns.items()}
-    return pd.DataFrame(flat, index=[site + place for place in index])
+    return pd.DataFrame(flat, index=names_of_numbers(site, shape))
 
 
 def summary(
@@ -184,7 +199,7 @@ def summary(
 
     draws = samples_of_mcmc(draws)
     latents = dict(draws.latents if isinstance(draws, Samples) else draws) | dict(functions or {})
-    chains, length = _check_sites(latents)
+    chains, length = check_sites(latents)
     low = ESS_LIMIT * chains if ess_limit is None else ess_limit
     high = limit_of_rhat(chains, length) if rhat_limit is None else rhat_limit
     by_site = {site: convergence(value) for site, value in latents.items()}
@@ -203,9 +218,7 @@ def summary(
             gradients = float(draws.stats["num_steps"].sum())
             table["per_1000_gradients"] = 1000 * table["ess_bulk_min"] / gradients
     sampler = sampler_statistics(draws) if isinstance(draws, Samples) else {}
-    small = {site for site, found in by_site.items() if found.rhat.numel() <= _LISTED}
-    is_listed = small.__contains__ if sites is None else chooser(sites, "sites")
-    listed = [site for site in by_site if is_listed(site)]
+    listed = listed_sites(latents, sites)
     return Summary(latents, table, by_site, high, low, sampler, listed)
 
 
@@ -364,7 +377,7 @@ def function_draws(
     return {site: value.unflatten(0, leading) for site, value in means.items()}
 
 
-def _check_sites(latents: Mapping[str, Tensor]) -> tuple[int, int]:
+def check_sites(latents: Mapping[str, Tensor]) -> tuple[int, int]:
     """The numbers of chains and draws, the same for all sites."""
     if not latents:
         raise ValueError("there is no site to summarize")
