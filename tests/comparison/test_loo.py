@@ -213,3 +213,47 @@ def test_transforms_of_censored_targets_are_uniform_and_classes_have_none():
     labels = (x[:, 0] > 0).double()
     classes = bdl.models.BinaryClassification(bdl.bayesianize(net))
     assert found(classes, samples, x, labels).pit is None
+
+
+def test_the_difference_of_two_programs_is_paired(data):
+    """Against the exact densities; its error over draws is the spread over sets of draws."""
+    x, y = data[0][:-1], data[1][:-1]
+
+    def level(x, y=None):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(()), PRIOR))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w, NOISE).expand([len(x)]), obs=y)
+
+    flat = x[:, :1]
+
+    def posterior_of_level():
+        precision = 1 / PRIOR**2 + len(y) / NOISE**2
+        q = torch.distributions.Normal(y.sum() / NOISE**2 / precision, precision**-0.5)
+        return bdl.Samples({"w": q.sample((4, 1000))})
+
+    def exact_of(inputs):
+        values = []
+        for n in range(len(y)):
+            k = torch.arange(len(y)) != n
+            a = inputs[k]
+            covariance = torch.linalg.inv(
+                torch.eye(a.shape[1], dtype=a.dtype) / PRIOR**2 + a.T @ a / NOISE**2
+            )
+            mean = covariance @ a.T @ y[k] / NOISE**2
+            sd = (NOISE**2 + inputs[n] @ covariance @ inputs[n]).sqrt()
+            values.append(dist.Normal(inputs[n] @ mean, sd).log_prob(y[n]))
+        return torch.stack(values)
+
+    differences = [
+        found(line, chains(x, y), x, y).difference(found(level, posterior_of_level(), x, y))
+        for _ in range(20)
+    ]
+    each = exact_of(x) - exact_of(flat)
+    values = torch.tensor([one.elpd for one in differences])
+    error = float(torch.tensor([one.draws_se for one in differences]).mean())
+    assert float(values.mean()) == pytest.approx(each.sum().item(), abs=4 * error / 20**0.5)
+    assert error == pytest.approx(float(values.std()), rel=0.5)
+    assert differences[0].se == pytest.approx(len(y) ** 0.5 * each.std().item(), rel=0.1)
+    assert "nats (se" in str(differences[0])
+    with pytest.raises(ValueError, match=r"the same data, got \(11,\) and \(10,\)"):
+        found(line, chains(x, y), x, y).difference(found(line, chains(x, y), x[1:], y[1:]))
