@@ -74,7 +74,7 @@ def main() -> None:
             for mean, sd in zip(draws.mean(0)[:, 1], draws.std(0)[:, 1], strict=True)
         )
         print(f"{name}: slopes {slopes}")
-    print(bdl.diagnostics.summary(posteriors["nuts"].latents))
+    print(bdl.diagnostics.summary(posteriors["nuts"]))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
+from pyro_bdl.distributions.censored import Censored
 from pyro_bdl.distributions.moments import observation_kind, observation_mean
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.draws import as_posterior, to_samples
@@ -232,11 +233,13 @@ class Observed(NamedTuple):
 
     :param y: the numbers, in its units.
     :param seen: which of them masks do not leave out; None where they leave out none.
+    :param bounds: of a censored site, the two ends between which each number is known to lie.
     """
 
     kind: Kind
     y: Tensor
     seen: Seen | None
+    bounds: tuple[Tensor, ...] = ()
 
 
 @torch.no_grad()
@@ -284,7 +287,7 @@ def _read(
     names: Collection[str] | None,
 ) -> Observed | None:
     """The observed numbers of all batches; None if they are no rows of one kind."""
-    targets, marks = [], []
+    targets, marks, ends = [], [], []
     for args in batches:
         run, program, at = _first_run(model, args, posterior)
         names = names if kind is None else kind.sites
@@ -303,12 +306,16 @@ def _read(
             return None
         targets.append(kind.targets(run, args))
         marks.append(kind.seen_in(run, args))
+        site = next(iter(run.observed.values()))
+        if kind.is_single and isinstance(site.distribution, Censored):
+            ends.append(site.distribution.bounds(site.value))
     assert kind is not None
     cells, counts, rows = zip(*marks, strict=True)
     seen = Seen(torch.cat(cells), torch.cat(counts), sum(rows)) if kind.is_masked else None
     if seen is not None and seen.numbers.all():
         seen = None
-    return Observed(kind, targets[0] if len(targets) == 1 else torch.cat(targets), seen)
+    bounds = tuple(map(torch.cat, zip(*ends, strict=True)))
+    return Observed(kind, targets[0] if len(targets) == 1 else torch.cat(targets), seen, bounds)
 
 
 def _kind_of(

@@ -453,7 +453,7 @@ def _log_density(
 ) -> tuple[Tensor, float, Tensor, Tensor]:
     """log E p(y_n | w) of each row, ``(N,)``, the error over the draws of its sum, whether anything
     of the row was seen, and k-hat of p(y_n | w) over the draws."""
-    kind, _, seen = observed(model, args, posterior, draws=num_samples)
+    kind, _, seen, _ = observed(model, args, posterior, draws=num_samples)
     if not kind.by_rows or kind.is_joint:
         raise ValueError(
             f"k_fold leaves out rows, and the observed sites {', '.join(map(repr, kind.sites))} "

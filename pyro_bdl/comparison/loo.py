@@ -1,19 +1,20 @@
 """Leave-one-out of a program's posterior, with what mends the data where PSIS fails."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from pyro_bdl.comparison.kind import Kind, observed
 from pyro_bdl.comparison.leave_one_out import without_fold
-from pyro_bdl.comparison.observe import log_densities
+from pyro_bdl.comparison.observe import Block, observe
 from pyro_bdl.diagnostics.loo import LOO, left_out_columns, total
 from pyro_bdl.diagnostics.moment_matching import Density, moment_matched
-from pyro_bdl.diagnostics.psis import good_k
+from pyro_bdl.diagnostics.psis import good_k, psis
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.draws import as_posterior, log_densities_of
+from pyro_bdl.metrics import pit
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.batches import as_dicts, leading_size
 from pyro_bdl.program.program import Program
@@ -21,6 +22,7 @@ from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.jobs import results_of
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import shown
+from pyro_bdl.utils.random_state import seeded
 
 
 def loo(
@@ -43,7 +45,8 @@ def loo(
     :param refit: ``fit(*inputs, y)`` as of ``k_fold``, called without the row of each datum whose
         k-hat is still too high; it then is that of the mean of p(y_n | w) over the new draws, which
         an outlier can leave too high, and the new value is taken if it is lower.
-    :param seed: the refit without row n starts from ``seed + n``; ``n_jobs`` as in ``k_fold``.
+    :param seed: of the predictions of ``LOO.pit``; the refit without row n starts from ``seed +
+        n``; ``n_jobs`` as in ``k_fold``.
     :raises TypeError: for a guide, whose draws are not of the posterior.
     :raises UnsupportedProgramError: if no datum has a density of its own, or with ``refit`` rows
         hold several data.
@@ -71,18 +74,22 @@ def _columns(
     seed: int,
     n_jobs: int | None,
     progress: bool | None,
-) -> tuple[Tensor, Tensor, float]:
-    """The columns of ``leave_out``, log p(y_n | draw) ``(chains, draws, N)``, and the standard
-    error over the draws of the refits."""
+) -> tuple[Tensor, Tensor, float, Tensor | None]:
+    """The columns of ``leave_out``, log p(y_n | draw) ``(chains, draws, N)``, the standard error
+    over the draws of the refits, and the PITs."""
     count = samples.num_chains * samples.num_draws
-    kind, _, seen = observed(model, args, samples, draws=count)
+    kind, y, seen, bounds = observed(model, args, samples, draws=count)
     if kind.no_single:
         raise UnsupportedProgramError(f"{kind.no_single}: no datum can be left out")
-    parts = [
-        (part, None if seen is None else seen.at(rows)) for part, rows in kind.batches(args, count)
-    ]
+    parts, densities, transforms = [], [], []
     predictive = Predictive(model, samples)
-    densities = [log_densities(predictive, kind, *part) for part in parts]
+    with seeded(seed):
+        for part, rows in kind.batches(args, count):
+            parts.append((part, None if seen is None else seen.at(rows)))
+            block = observe(predictive, kind, part, y[rows], parts[-1][1])
+            densities.append(cast(Tensor, block.log_density))
+            transforms.append(_pit(block, tuple(end[rows] for end in bounds), samples.num_chains))
+    known = [value for value in transforms if value is not None]
     log_likelihood = torch.cat(densities, 1)
     draws = log_likelihood.unflatten(0, (samples.num_chains, samples.num_draws))
     columns = left_out_columns(draws)
@@ -116,7 +123,27 @@ def _columns(
                 columns[0, n], columns[2, n] = value[0], k[0]
                 columns[3:, n] = value[0]  # its error is that of other draws
                 variance += over_draws**2
-    return columns, draws, variance**0.5
+    return columns, draws, variance**0.5, torch.cat(known) if known else None
+
+
+def _pit(block: Block, bounds: tuple[Tensor, ...], chains: int) -> Tensor | None:
+    """The PITs of a batch's numbers without each of them; None of classes, and where a datum has
+    several numbers.
+
+    :param bounds: of targets that may be censored, the two ends of what is known of each.
+    """
+    density = cast(Tensor, block.log_density)
+    if block.draws is None or block.y is None:
+        return None
+    draws = block.draws.flatten(1)
+    low, *end = (values.flatten() for values in bounds or (block.y,))
+    if block.seen is not None:
+        cells = block.seen.flatten()
+        draws, low = draws[:, cells], low[cells]
+    if draws.shape != density.shape:
+        return None
+    weights = psis(-density.unflatten(0, (chains, -1))).log_weights.flatten(0, 1)
+    return pit(draws, low, upper=end[0] if end else None, log_weights=weights)
 
 
 def _density(

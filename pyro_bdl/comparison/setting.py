@@ -89,7 +89,7 @@ class Setting:
             raise ValueError(f"units must be (scale, shift) with a positive scale, got {units}")
         with seeded(seed):
             try:
-                kind, y, seen = observed(model, args, posterior, sites=sites, draws=num_samples)
+                kind, y, seen, _ = observed(model, args, posterior, sites=sites, draws=num_samples)
             except (ValueError, RuntimeError, IndexError):
                 _check_rows("test", args)
                 raise

@@ -10,6 +10,7 @@ from pyro_bdl.diagnostics.loo import loo, loo_approximate_posterior
 from pyro_bdl.diagnostics.mcse import mcse
 from pyro_bdl.diagnostics.psis import psis
 from pyro_bdl.diagnostics.rhat import rhat, within_rhat
+from pyro_bdl.diagnostics.sensitivity import prior_sensitivity
 from pyro_bdl.diagnostics.stacking import Stacking, stacking_weights
 from pyro_bdl.diagnostics.summary import explain_chains, function_draws, summary
 
@@ -23,6 +24,7 @@ __all__ = [
     "loo",
     "loo_approximate_posterior",
     "mcse",
+    "prior_sensitivity",
     "psis",
     "rhat",
     "stacking_weights",

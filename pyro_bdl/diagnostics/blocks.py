@@ -108,10 +108,11 @@ def check_draws(draws: Tensor, name: str = "draws") -> None:
 def split_chains(x: Tensor) -> Tensor:
     """Split each chain into two chains, its first and last half.
 
-    From ``(block, chains, draws)`` to ``(block, 2 * chains, draws // 2)``; the middle draw of an
-    odd number is left out. The result is a view if the number of draws is even.
+    From ``(block, chains, draws)`` to ``(block, 2 * chains, draws // 2)``, both halves of a chain
+    after each other; the middle draw of an odd number is left out. The result is a view if the
+    number of draws is even.
     """
     half = x.shape[-1] // 2
     if x.shape[-1] % 2:
-        return torch.cat([x[..., :half], x[..., -half:]], dim=-2)
+        return torch.stack([x[..., :half], x[..., -half:]], dim=2).flatten(1, 2)
     return x.reshape(len(x), 2 * x.shape[1], half)

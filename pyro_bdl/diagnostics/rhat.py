@@ -36,7 +36,7 @@ def limit_of_rhat(chains: int, draws: int) -> float:
     return max(_DISAGREE, math.sqrt((n - 1 + by_chance) / n))
 
 
-def rhat(draws: Tensor) -> Tensor:
+def rhat(draws: Tensor, *, superchains: int | None = None) -> Tensor:
     """Rank-normalized split R-hat of each quantity: 1 if the chains agree; see ``limit_of_rhat``.
 
     For chains of n draws with within-chain variance W, and variance B / n of the chain means::
@@ -45,6 +45,12 @@ def rhat(draws: Tensor) -> Tensor:
 
     The result is the larger of two values: for the rank-normalized split chains (location), and for
     their rank-normalized distances from the median (scale).
+
+    Of many short chains, of which M each, a superchain, began at one point, the chains of a
+    superchain are taken for one long one (nested R-hat). With B between the means of superchains
+    and W_k within superchain k, the variance of its chains' means and their mean variance::
+
+        Rhat = sqrt(1 + B / mean_k W_k)
 
     Example::
 
@@ -55,15 +61,25 @@ def rhat(draws: Tensor) -> Tensor:
         1.7
 
     :param draws: ``(chains, draws, ...)``, any real dtype and device.
+    :param superchains: how many there are, of equally many chains that follow each other.
     :returns: float64 ``(...)``; NaN for a quantity that is constant or holds a NaN, and for a
         single chain.
     :raises TypeError: if ``draws`` is not a real tensor.
-    :raises ValueError: if ``draws`` has fewer than two axes or 4 draws a chain.
+    :raises ValueError: if ``draws`` has fewer than two axes or 4 draws a chain, or for
+        ``superchains`` that do not divide the chains.
 
     Source: Vehtari, Gelman, Simpson, Carpenter, Bürkner (2021), Rank-normalization, folding, and
-    localization: an improved R-hat, sections 3 and 4. Equal to ``arviz.rhat``, 0.23 and 1.x.
+    localization: an improved R-hat, sections 3 and 4; Margossian et al. (2024), Nested R-hat, eq.
+    7. Equal to ``arviz.rhat`` of 0.23 and 1.x, and ``rhat_nested`` of 1.x.
     """
     check_draws(draws)
+    if superchains is not None:
+        if superchains < 2 or draws.shape[0] % superchains:
+            raise ValueError(
+                f"superchains={superchains} must be at least 2 and divide the {draws.shape[0]} "
+                "chains"
+            )
+        return map_blocks(lambda x: _rank_rhat(x, superchains), draws)
     if draws.shape[0] == 1:
         return torch.full(draws.shape[2:], torch.nan, dtype=torch.float64, device=draws.device)
     return map_blocks(_rank_rhat, draws)
@@ -83,21 +99,24 @@ def within_rhat(draws: Tensor) -> Tensor:
     return torch.stack(chains)
 
 
-def _rank_rhat(x: Tensor) -> Tensor:
+def _rank_rhat(x: Tensor, superchains: int | None = None) -> Tensor:
     halves = split_chains(x)
     pooled = ordered(halves.flatten(1))
-    return rhat_of_halves(normal_scores(pooled).view_as(halves), pooled)
+    return rhat_of_halves(normal_scores(pooled).view_as(halves), pooled, superchains)
 
 
-def rhat_of_halves(scores: Tensor, pooled: Ordered) -> Tensor:
+def rhat_of_halves(scores: Tensor, pooled: Ordered, superchains: int | None = None) -> Tensor:
     """R-hat from the normal scores of the half chains, and from their distances to the median.
 
     :param scores: ``(block, chains, n)``.
     :param pooled: the same draws, chain after chain, as sorted rows ``(block, chains * n)``.
     """
-    location = split_rhat(scores)
-    distances = folded(pooled)
-    scale = split_rhat(normal_scores(distances).view_as(scores))
+
+    def ratio(x: Tensor) -> Tensor:
+        return split_rhat(x) if superchains is None else _nested(x, superchains)
+
+    location, distances = ratio(scores), folded(pooled)
+    scale = ratio(normal_scores(distances).view_as(scores))
     scale = torch.where(distances.values[:, -1].isnan(), torch.nan, scale)
     # If half of the draws have one value and half another, all distances are equal: not NaN.
     larger = torch.where(scale > location, scale, location)
@@ -111,3 +130,11 @@ def split_rhat(x: Tensor) -> Tensor:
     within = (x - mean).square().sum(-1).mean(-1) / (n - 1)
     between = n * mean.squeeze(-1).var(-1)
     return ((between / within + n - 1) / n).sqrt()
+
+
+def _nested(x: Tensor, superchains: int) -> Tensor:
+    """sqrt(1 + B / W) of chains ``(block, chains, n)``, those of a superchain one after another."""
+    means, variances = x.mean(-1), x.var(-1)
+    by_superchain = means.unflatten(-1, (superchains, -1))
+    within = by_superchain.var(-1) + variances.unflatten(-1, (superchains, -1)).mean(-1)
+    return (1 + by_superchain.mean(-1).var(-1) / within.mean(-1)).sqrt()

@@ -1,7 +1,8 @@
 """Convergence of networks: R-hat and ESS over the weights of each site, and in function space."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,25 +12,38 @@ from torch import Tensor
 from pyro_bdl.diagnostics.blocks import check_draws
 from pyro_bdl.diagnostics.convergence import Convergence, bfmi, convergence
 from pyro_bdl.diagnostics.ess import ess
+from pyro_bdl.diagnostics.mcse import mcse
 from pyro_bdl.diagnostics.rhat import SHARE, limit_of_rhat, rhat, within_rhat
 from pyro_bdl.guides.draws import samples_of_mcmc
 from pyro_bdl.program.samples import Samples
+from pyro_bdl.utils.names import chooser
 
 if TYPE_CHECKING:  # pandas takes long to import, and is imported when it is needed
     import pandas as pd
 
 ESS_LIMIT = 100  # draws per chain
+_LISTED = 12  # sites with more numbers have one row for all of them
+_NAME = 20  # characters of a name in print
+_MANY = "R-hat and ESS of many numbers: median, quantile, worst"
 _SAMPLER = {
     "divergences": "divergences: {:.0f}",
-    "bfmi": "BFMI: {:.2f} in the worst chain (poor below 0.3)",
-    "saturated": "all steps that a draw may take: {:.1%} of the draws",
+    "bfmi": "BFMI: {:.2f} (worst chain, poor below 0.3)",
+    "saturated": "at the cap of steps: {:.1%} of the draws",
 }
+# The columns of ``Summary.table`` that are printed, under shorter names.
+_PRINTED = {
+    "size": "size", "rhat_median": "R-hat", "rhat_95": "95 %", "rhat_max": "max",
+    "rhat_share": "high", "worst": "worst", "ess_bulk_median": "ESS", "ess_bulk_05": "5 %",
+    "ess_bulk_min": "min", "ess_bulk_share": "low", "ess_tail_min": "tail min",
+}  # fmt: skip
+_FORMATS = {"size": "{:.0f}", "rhat": "{:.3f}", "share": "{:.0%}", "ess": "{:.0f}", "worst": "{}"}
 
 
 @dataclass(frozen=True, repr=False)
 class Summary:
-    """Convergence of every site; prints as a table.
+    """Draws and their convergence; prints the numbers of small sites one by one.
 
+    :param latents: the draws, site to ``(chains, draws, ...)``.
     :param table: a row for each site, and one named "all" if there are several: ``size``;
         ``no_rhat``, how many numbers have no R-hat (constants, NaN, all of a single chain);
         ``rhat_median``, ``rhat_95``, ``rhat_max``, and ``rhat_share`` above ``rhat_limit``;
@@ -43,50 +57,139 @@ class Summary:
     :param sampler: of ``Samples`` of HMC and NUTS, as far as they are known: ``divergences``, the
         number of draws that ended in one; ``bfmi``, the smallest of the chains, poor below 0.3;
         ``saturated``, the share of draws that took all the steps that they may.
+    :param listed: the sites whose numbers are printed one by one.
     """
 
+    latents: Mapping[str, Tensor]
     table: "pd.DataFrame"
     by_site: Mapping[str, Convergence]
     rhat_limit: float
     ess_limit: float
     sampler: Mapping[str, float] = field(default_factory=dict)
+    listed: Sequence[str] = ()
+
+    @cached_property
+    def numbers(self) -> "pd.DataFrame":
+        """A row for each number of all sites, such as ``theta[3]``, and ``mean``, ``mcse`` (the
+        Monte Carlo standard error of the mean), ``sd``, the quantiles ``5 %`` and ``95 %``,
+        ``rhat``, ``ess_bulk`` and ``ess_tail``."""
+        return self._rows(list(self.by_site))
+
+    def _rows(self, sites: Sequence[str]) -> "pd.DataFrame":
+        import pandas as pd
+
+        parts = [_numbers(site, self.latents[site], self.by_site[site]) for site in sites]
+        return pd.concat(parts)
 
     def __str__(self) -> str:
-        table = self.table.to_string(float_format="{:.4g}".format, na_rep="-")
-        lines = [
-            table,
-            f"high: R-hat above {self.rhat_limit:g}; low: ESS below {self.ess_limit:g}",
-            "; ".join(_SAMPLER[name].format(value) for name, value in self.sampler.items()),
-        ]
-        return "\n".join(filter(None, lines))
+        lines = []
+        if self.listed:
+            rows = self._rows(self.listed)
+            for name in rows:
+                digits = {"rhat": ".3f", "ess_bulk": ".0f", "ess_tail": ".0f"}.get(name, ".3g")
+                rows[name] = [_shown(value, f"{{:{digits}}}") for value in rows[name]]
+            lines += [rows.rename(index=_shortened).to_string(), ""]
+        others = [site for site in self.table.index if site not in self.listed]
+        if others != ["all"] and others:
+            rows = self.table.loc[others, list(_PRINTED)].astype(object)
+            for name in _PRINTED:
+                form = _FORMATS[name if name in _FORMATS else name.split("_")[0]]
+                form = _FORMATS["share"] if name.endswith("share") else form
+                rows[name] = [_shown(value, form) for value in rows[name]]
+            rows["worst"] = [_shortened(place, 16) for place in rows["worst"]]
+            rows = rows.rename(columns=_PRINTED, index=_shortened)
+            lines += [
+                rows.to_string(),
+                "R-hat and ESS of many numbers: median, quantile, worst",
+                "",
+            ]
+        lines.append(f"high: R-hat above {self.rhat_limit:.4g}; low: ESS below {self.ess_limit:g}")
+        last = self.table.iloc[-1]
+        if last["no_rhat"]:
+            lines.append(
+                f"without R-hat (constants, NaN, single chains): {last['no_rhat']} numbers"
+            )
+        rates = {"per_second": "a second", "per_1000_gradients": "per 1000 gradients"}
+        if known := [f"{last[name]:.3g} {text}" for name, text in rates.items() if name in last]:
+            lines.append(f"smallest bulk ESS: {', '.join(known)}")
+        if self.sampler:
+            said = (_SAMPLER[name].format(value) for name, value in self.sampler.items())
+            lines.append("; ".join(said))
+        return "\n".join(lines)
 
     __repr__ = __str__
 
 
+def _shown(value: Any, form: str) -> str:
+    return "-" if isinstance(value, float) and np.isnan(value) else form.format(value)
+
+
+def _shortened(name: str, width: int = _NAME) -> str:
+    """A name that fits its column, without its middle."""
+    half = width // 2 - 1
+    return name if len(name) <= width else f"{name[:half]}..{name[-half:]}"
+
+
+def names_of_numbers(site: str, shape: Sequence[int]) -> list[str]:
+    """A name for each number of a site, such as ``theta[3]``."""
+    places = (f"[{', '.join(map(str, place))}]" if place else "" for place in np.ndindex(*shape))
+    return [site + place for place in places]
+
+
+def listed_sites(latents: Mapping[str, Tensor], sites: str | Sequence[str] | None) -> list[str]:
+    """The sites with a row for each number: chosen by name, else those of at most 12 numbers.
+
+    :param latents: site to ``(chains, draws, ...)``.
+    """
+    is_listed = (lambda _: True) if sites is None else chooser(sites, "sites")
+    most = _LISTED if sites is None else np.inf
+    return [s for s, v in latents.items() if is_listed(s) and v[0, 0].numel() <= most]
+
+
+def _numbers(site: str, draws: Tensor, found: Convergence) -> "pd.DataFrame":
+    """The rows of ``Summary.numbers`` of a site."""
+    import pandas as pd
+
+    shape = draws.shape[2:]
+    values = draws.detach().cpu().double().reshape(draws.shape[:2].numel(), -1).numpy()
+    low, high = np.quantile(values, (0.05, 0.95), axis=0)
+    columns = {
+        "mean": values.mean(0), "mcse": mcse(draws), "sd": values.std(0, ddof=1), "5 %": low,
+        "95 %": high, "rhat": found.rhat, "ess_bulk": found.ess_bulk, "ess_tail": found.ess_tail,
+    }  # fmt: skip
+    flat = {n: np.ravel(v.cpu() if isinstance(v, Tensor) else v) for n, v in columns.items()}
+    return pd.DataFrame(flat, index=names_of_numbers(site, shape))
+
+
 def summary(
     draws: Samples | Mapping[str, Tensor],
+    functions: Mapping[str, Tensor] | None = None,
     *,
+    sites: str | Sequence[str] | None = None,
     rhat_limit: float | None = None,
     ess_limit: float | None = None,
 ) -> Summary:
-    """Distributions of R-hat and ESS over the numbers of each site, such as a layer's weights.
+    """Mean, sd, quantiles, R-hat and ESS of each number; of large sites R-hat and ESS of all.
 
     The weights of a network are not identified: hidden units can be permuted. Chains may therefore
-    disagree about weights but agree about the function. ``summary(function_draws(model, samples,
-    x))`` checks the function.
+    disagree about weights but agree about the function, whose draws ``functions`` adds.
 
     Example::
 
         >>> chains = {"weight": torch.randn(4, 200, 3, 2), "bias": torch.randn(4, 200, 3)}
-        >>> summary = bdl.diagnostics.summary(chains)  # print(summary) shows the table
+        >>> summary = bdl.diagnostics.summary(chains)  # print(summary) shows the tables
         >>> summary.table["size"].to_dict()
         {'weight': 6, 'bias': 3, 'all': 9}
+        >>> list(summary.numbers)
+        ['mean', 'mcse', 'sd', '5 %', '95 %', 'rhat', 'ess_bulk', 'ess_tail']
 
     :param draws: ``Samples``, an MCMC of Pyro or NumPyro, or site -> ``(chains, draws, ...)``.
+    :param functions: further rows, as ``function_draws`` gives them.
+    :param sites: names or patterns of those printed number by number; by default those of at most
+        12 numbers.
     :param rhat_limit: R-hat above it counts as high; by default 1.01, or for short chains what
         independent draws exceed once in a thousand times.
     :param ess_limit: a bulk ESS below it counts as low; by default 100 per chain.
-    :returns: ``Summary``.
     :raises TypeError: if a site holds no real tensor.
     :raises ValueError: for no site, fewer than 4 draws, or sites with different chains or draws.
 
@@ -95,8 +198,8 @@ def summary(
     import pandas as pd
 
     draws = samples_of_mcmc(draws)
-    latents = draws.latents if isinstance(draws, Samples) else dict(draws)
-    chains, length = _check_sites(latents)
+    latents = dict(draws.latents if isinstance(draws, Samples) else draws) | dict(functions or {})
+    chains, length = check_sites(latents)
     low = ESS_LIMIT * chains if ess_limit is None else ess_limit
     high = limit_of_rhat(chains, length) if rhat_limit is None else rhat_limit
     by_site = {site: convergence(value) for site, value in latents.items()}
@@ -115,7 +218,8 @@ def summary(
             gradients = float(draws.stats["num_steps"].sum())
             table["per_1000_gradients"] = 1000 * table["ess_bulk_min"] / gradients
     sampler = sampler_statistics(draws) if isinstance(draws, Samples) else {}
-    return Summary(table, by_site, high, low, sampler)
+    listed = listed_sites(latents, sites)
+    return Summary(latents, table, by_site, high, low, sampler, listed)
 
 
 def sampler_statistics(draws: Samples) -> dict[str, float]:
@@ -273,7 +377,7 @@ def function_draws(
     return {site: value.unflatten(0, leading) for site, value in means.items()}
 
 
-def _check_sites(latents: Mapping[str, Tensor]) -> tuple[int, int]:
+def check_sites(latents: Mapping[str, Tensor]) -> tuple[int, int]:
     """The numbers of chains and draws, the same for all sites."""
     if not latents:
         raise ValueError("there is no site to summarize")

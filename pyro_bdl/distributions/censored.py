@@ -73,6 +73,12 @@ class Censored(TorchDistribution):
     def sample(self, sample_shape: Any = ()) -> Tensor:
         return self._whole.sample(sample_shape)
 
+    def bounds(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The ends between which y is known to lie; both are the value where it was seen."""
+        is_left, is_right = self.status == LEFT, self.status == RIGHT
+        upper = torch.where(self.status == INTERVAL, self.upper, value)
+        return value.masked_fill(is_left, -math.inf), upper.masked_fill(is_right, math.inf)
+
     def expand(self, batch_shape: Any, _instance: Any = None) -> "Censored":
         tensors = (self.loc, self.scale, self.status, self.upper)
         loc, scale, status, upper = (v.expand(batch_shape) for v in tensors)

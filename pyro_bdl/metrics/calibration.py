@@ -166,7 +166,9 @@ def adaptive_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 
     return torch.stack([part.sum().abs() for part in parts]).sum() / len(error)
 
 
-def pit(draws: Tensor, y: Tensor) -> Tensor:
+def pit(
+    draws: Tensor, y: Tensor, *, upper: Tensor | None = None, log_weights: Tensor | None = None
+) -> Tensor:
     """Probability integral transforms: the position of each target among the draws, from 0 to 1.
 
     ::
@@ -174,17 +176,21 @@ def pit(draws: Tensor, y: Tensor) -> Tensor:
         (#{x_s < y} + u (#{x_s = y} + 1)) / (S + 1),      u ~ Uniform(0, 1)
 
     It is uniform for every S if draws and target come from one distribution, including counts and
-    other discrete targets.
+    other discrete targets, and censored ones.
 
     :param draws: ``(S, N, ...)``, draws of the target (noise included).
     :param y: ``(N, ...)``.
+    :param upper: as y, of targets known to lie between y and it: infinity where y is
+        right-censored, y where it was seen; y of left-censored ones is -infinity.
+    :param log_weights: log of S weights that sum to 1, as draws: of PSIS without y_n
+        (``psis(-log p(y_n | w_s))``) they give the transforms of leave-one-out.
     :returns: float64, with the shape of y.
     :raises ValueError: if the shapes do not fit.
 
     Source: Czado, Gneiting, Held (2009), Predictive model assessment for count data.
     """
     same_points(draws, y)
-    start, stop = _stretches(draws, y)
+    start, stop = _stretches(draws, y, upper, log_weights)
     return (start + torch.rand_like(start) * (stop - start)).reshape(y.shape)
 
 
@@ -217,11 +223,15 @@ def _check_bins(bins: int) -> None:
         raise ValueError(f"bins must be at least 1, but is {bins}")
 
 
-def _stretches(draws: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _stretches(
+    draws: Tensor, y: Tensor, upper: Tensor | None = None, log_weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Start and end of the range of each target's rank among the draws, from 0 to 1."""
     below, up_to = [], []
-    for part, target in blocks(draws, y[None]):
-        below.append((part < target).sum(-1))
-        up_to.append((part <= target).sum(-1))
-    size = len(draws) + 1
-    return torch.cat(below).double() / size, (torch.cat(up_to).double() + 1) / size
+    size, end = len(draws), y if upper is None else upper
+    some = [draws, y[None], end[None], *([] if log_weights is None else [log_weights])]
+    for part, target, last, *weights in blocks(*some):
+        counts = size * weights[0].double().exp() if weights else 1
+        below.append(((part < target) * counts).sum(-1).double())
+        up_to.append(((part <= last) * counts).sum(-1).double())
+    return torch.cat(below) / (size + 1), (torch.cat(up_to) + 1) / (size + 1)

@@ -7,8 +7,9 @@ every figure; the reference is dark gray. Figures are five inches wide, so that 
 read on a phone. ArviZ draws traces and pairs, of ``to_arviz(model, posterior, x, y)``.
 """
 
+from pyro_bdl.plots.checks import pit_ecdf, ppc, residuals
 from pyro_bdl.plots.curves import cost_against_quality, intervals, temperature_curves
-from pyro_bdl.plots.histograms import pit_histogram, rank_histograms, ranks
+from pyro_bdl.plots.histograms import rank_histograms, ranks
 from pyro_bdl.plots.predictions import (
     calibration,
     function_space,
@@ -23,12 +24,14 @@ __all__ = [
     "cost_against_quality",
     "function_space",
     "intervals",
-    "pit_histogram",
+    "pit_ecdf",
+    "ppc",
     "predictive_bands",
     "prior_predictive",
     "probability_maps",
     "rank_histograms",
     "ranks",
+    "residuals",
     "styles",
     "temperature_curves",
     "use_style",

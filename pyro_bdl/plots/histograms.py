@@ -1,4 +1,4 @@
-"""Histograms that are flat where all is well: ranks of chains, ranks of simulations, PITs."""
+"""Histograms that are flat where all is well: ranks of chains, ranks of simulations."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,18 +19,16 @@ from pyro_bdl.plots.style import (
     SOFT,
     WHITE,
     array,
-    check_posteriors,
     entry,
     legend_below,
     panels,
-    styles,
 )
 
 if TYPE_CHECKING:
     from pyro_bdl.calibration.simulation import Calibration
 
 _LEVEL = 0.99
-_MOST_BINS, _PIT_BINS = 20, 10
+_MOST_BINS = 20
 _IN_LEGEND = 8  # chains
 
 
@@ -98,32 +96,6 @@ def rank_histograms(calibration: "Calibration") -> Figure:
     )  # fmt: skip
 
 
-def pit_histogram(pit: Mapping[str, Tensor], *, reference: str | None = None) -> Figure:
-    """Histograms of the probability integral transforms of test targets, one for each posterior.
-
-    They are flat if predictions are calibrated, valleys if they are too narrow, hills if they are
-    too wide, and slopes if they are biased. If the N targets are independent draws of the
-    predictions, a bar lies within the band with probability 0.99: quantiles of Binomial(N, 1 / 10).
-
-    :param pit: ``(N,)`` for each posterior, from ``metrics.pit``.
-    :param reference: name of the reference, drawn in dark gray.
-    :raises ValueError: for no posterior, or an unknown reference.
-
-    Source: Gneiting, Balabdaoui & Raftery (2007), Probabilistic forecasts, calibration and
-    sharpness.
-    """
-    check_posteriors(pit, reference)
-    counts = {
-        name: np.histogram(array(values), _PIT_BINS, (0, 1))[0][None]
-        for name, values in pit.items()
-    }
-    size = next(iter(pit.values())).numel()
-    return _histograms(
-        counts, stats.binom(size, 1 / _PIT_BINS), 1.0,
-        xlabel="PIT", ylabel="test targets", looks=styles(pit, reference),
-    )  # fmt: skip
-
-
 def _histograms(
     counts: Mapping[str, np.ndarray],
     law: Any,
@@ -131,7 +103,6 @@ def _histograms(
     *,
     xlabel: str,
     ylabel: str,
-    looks: Mapping[str, Mapping[str, Any]] | None = None,
     entries: Sequence[Artist] = (),
 ) -> Figure:
     """A panel for each name: bars of a single series, lines of several, and the band of the law.
@@ -139,21 +110,18 @@ def _histograms(
     :param counts: ``(series, bins)`` for each name.
     :param law: the distribution of a count where all is well, of scipy.
     :param end: of the horizontal axis, which begins at 0.
-    :param looks: by default blue, and orange outside of the band.
     """
     tail, bins = (1 - _LEVEL) / 2, next(iter(counts.values())).shape[1]
     low, high, expected = (
         np.broadcast_to(values, bins) for values in (law.ppf(tail), law.ppf(1 - tail), law.mean())
     )
     edges = np.linspace(0, end, bins + 1)
-    figure, axes = panels(
-        list(counts), 1.8, xlabel=xlabel, ylabel=ylabel, looks=looks, sharex=True, sharey=True
-    )
-    for axis, (name, series) in zip(axes, counts.items(), strict=True):
+    figure, axes = panels(list(counts), 1.8, xlabel=xlabel, ylabel=ylabel, sharex=True, sharey=True)
+    for axis, series in zip(axes, counts.values(), strict=True):
         axis.stairs(high, edges, baseline=low, fill=True, color=BAND)
         if len(series) == 1:
             outside = (series[0] < low) | (series[0] > high)
-            color = looks[name]["color"] if looks else np.where(outside, COLORS[1], COLORS[0])
+            color = np.where(outside, COLORS[1], COLORS[0])
             width = end / bins
             axis.bar(edges[:-1], series[0], width, align="edge", color=color, edgecolor=WHITE)
         else:

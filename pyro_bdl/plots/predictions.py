@@ -126,11 +126,13 @@ def calibration(
 ) -> Figure:
     """Coverage of central intervals for a regression, a reliability diagram for classes.
 
-    A posterior is calibrated on the diagonal and overconfident below it.
+    A posterior is calibrated on the diagonal and overconfident below it. The bar at each point of a
+    reliability diagram holds the share predicted right with probability 0.99 if the confidences are
+    right: quantiles of the sum of Bernoulli variables with these confidences.
 
     :param predictions: regression: draws ``(S, N, ...)`` of the target, noise included;
         classification: probabilities ``(N, C)``.
-    :param y: ``(N, ...)`` targets or ``(N,)`` class indices.
+    :param y: ``(N, ...)`` targets, NaN where none was seen, or ``(N,)`` class indices.
     :param task: ``"regression"`` or ``"classification"``.
     :param reference: name of the reference, drawn in dark gray.
     :param bins: number of bins of the confidence in a reliability diagram; empty ones are left out.
@@ -145,10 +147,14 @@ def calibration(
     for name, values in predictions.items():
         where: Any = np.arange(1, 20) / 20
         if task == "regression":
-            observed = array(metrics.interval_coverage(values, y, level=where.tolist()))
+            seen = ~y.detach().isnan()
+            covered = metrics.interval_coverage(values[:, seen], y[seen], level=where.tolist())
+            observed = array(covered)
         else:
             where, observed, share = map(array, metrics.reliability(values, y, bins=bins))
             where, observed = where[share > 0], observed[share > 0]
+            ends = _consistency(array(values.max(-1).values), bins)
+            axis.vlines(where, *ends, color=looks[name]["color"], linewidth=4, alpha=0.25)
         axis.plot(where, observed, linewidth=1.5, markersize=5, label=name, **looks[name])
     axis.text(0.97, 0.06, "overconfident", ha="right", color=GRAY, fontstyle="italic")
     axis.text(0.03, 0.94, "underconfident", va="center", color=GRAY, fontstyle="italic")
@@ -163,6 +169,30 @@ def calibration(
         each.set_major_locator(MaxNLocator(5))
     legend_below(figure, axis)
     return figure
+
+
+def _consistency(confidence: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ends between which the share predicted right lies with probability 0.99, in each bin of
+    ``metrics.reliability`` that is not empty, if it is right with probability ``confidence``."""
+    place = (np.ceil(confidence * bins) - 1).clip(0, bins - 1)
+    low, high = [], []
+    for each in np.unique(place):
+        law = law_of_sum(confidence[place == each]).cumsum()
+        # the smallest counts at which the distribution function reaches both levels
+        for ends, level in ((low, 0.005), (high, 0.995)):
+            ends.append(np.searchsorted(law, level) / (len(law) - 1))
+    return np.array(low), np.array(high)
+
+
+def law_of_sum(p: np.ndarray) -> np.ndarray:
+    """Probabilities of 0 ... N of the sum of N Bernoulli variables: its characteristic function,
+    transformed back."""
+    size = len(p) + 1
+    angle = np.exp(2j * np.pi * np.arange(size // 2 + 1) / size)
+    values = np.ones(len(angle), complex)
+    for each in p:
+        values *= 1 + each * (angle - 1)
+    return np.fft.irfft(values.conj(), size).clip(0)
 
 
 def function_space(

@@ -1,5 +1,6 @@
 """Leave-one-out where PSIS fails: by moment matching and by refits, against exact densities."""
 
+import functools
 import math
 import warnings
 
@@ -169,3 +170,90 @@ def test_refusals(data):
         bdl.loo(line, guide, *data)
     with pytest.raises(ValueError, match="method must be"):
         bdl.loo(line, samples, *data, method="waic")
+
+
+def test_transforms_are_the_exact_distribution_functions_without_each_datum(data):
+    x, y = data
+    samples = bdl.Samples({"w": posterior(x, y).sample((4, 2500))})
+    values = found(line, samples, x, y).pit
+    expected = []
+    for n in range(N):
+        others = torch.arange(N) != n
+        q = posterior(x[others], y[others])
+        spread = NOISE**2 + x[n] @ q.covariance_matrix @ x[n]
+        expected.append(dist.Normal(x[n] @ q.mean, spread.sqrt()).cdf(y[n]))
+    expected = torch.stack(expected)
+    # all but the outlier, whose k-hat is high
+    torch.testing.assert_close(values[:-1], expected[:-1], atol=0.02, rtol=0)
+    assert torch.equal(found(line, samples, x, y).pit, values)  # the seed is an argument
+    seen = torch.arange(N) % 3 > 0
+    samples = bdl.Samples({"w": posterior(x[seen], y[seen]).sample((4, 500))})
+    masked = functools.partial(line, seen=seen)
+    values = found(masked, samples, x, y.masked_fill(~seen, 100.0)).pit
+    of_seen = found(line, samples, x[seen], y[seen]).pit
+    torch.testing.assert_close(values, of_seen, atol=0.06, rtol=0)  # other draws of the noise
+
+
+def test_transforms_of_censored_targets_are_uniform_and_classes_have_none():
+    """Of 300 times, of which a third is known to be longer than a limit."""
+    torch.manual_seed(0)
+    x = torch.randn(300, 1).double()
+    time = (0.5 * x[:, 0] + 0.4 * torch.randn(300).double()).exp()
+    limit = 0.3 + 2 * torch.rand(300).double()
+    y = torch.stack([time.minimum(limit), (time < limit).double()], -1)
+    net = torch.nn.Linear(1, 1).double()
+    model = bdl.models.CensoredRegression(
+        bdl.bayesianize(net), "lognormal", scale=torch.tensor(0.4).double()
+    )
+    weight = 0.5 + 0.03 * torch.randn(2, 200, 1, 1).double()
+    samples = bdl.Samples({"weight": weight, "bias": 0.03 * torch.randn(2, 200, 1).double()})
+    loo = found(model, samples, x, y)
+    assert loo.pit.shape == (300,)
+    assert bdl.metrics.calibration.uniformity(loo.pit) < 1.63 / 300**0.5
+    labels = (x[:, 0] > 0).double()
+    classes = bdl.models.BinaryClassification(bdl.bayesianize(net))
+    assert found(classes, samples, x, labels).pit is None
+
+
+def test_the_difference_of_two_programs_is_paired(data):
+    """Against the exact densities; its error over draws is the spread over sets of draws."""
+    x, y = data[0][:-1], data[1][:-1]
+
+    def level(x, y=None):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(()), PRIOR))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w, NOISE).expand([len(x)]), obs=y)
+
+    flat = x[:, :1]
+
+    def posterior_of_level():
+        precision = 1 / PRIOR**2 + len(y) / NOISE**2
+        q = torch.distributions.Normal(y.sum() / NOISE**2 / precision, precision**-0.5)
+        return bdl.Samples({"w": q.sample((4, 1000))})
+
+    def exact_of(inputs):
+        values = []
+        for n in range(len(y)):
+            k = torch.arange(len(y)) != n
+            a = inputs[k]
+            covariance = torch.linalg.inv(
+                torch.eye(a.shape[1], dtype=a.dtype) / PRIOR**2 + a.T @ a / NOISE**2
+            )
+            mean = covariance @ a.T @ y[k] / NOISE**2
+            sd = (NOISE**2 + inputs[n] @ covariance @ inputs[n]).sqrt()
+            values.append(dist.Normal(inputs[n] @ mean, sd).log_prob(y[n]))
+        return torch.stack(values)
+
+    differences = [
+        found(line, chains(x, y), x, y).difference(found(level, posterior_of_level(), x, y))
+        for _ in range(20)
+    ]
+    each = exact_of(x) - exact_of(flat)
+    values = torch.tensor([one.elpd for one in differences])
+    error = float(torch.tensor([one.draws_se for one in differences]).mean())
+    assert float(values.mean()) == pytest.approx(each.sum().item(), abs=4 * error / 20**0.5)
+    assert error == pytest.approx(float(values.std()), rel=0.5)
+    assert differences[0].se == pytest.approx(len(y) ** 0.5 * each.std().item(), rel=0.1)
+    assert "nats (se" in str(differences[0])
+    with pytest.raises(ValueError, match=r"the same data, got \(11,\) and \(10,\)"):
+        found(line, chains(x, y), x, y).difference(found(line, chains(x, y), x[1:], y[1:]))

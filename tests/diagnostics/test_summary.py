@@ -12,6 +12,7 @@ from pyro_bdl.diagnostics import (
     ess,
     explain_chains,
     function_draws,
+    mcse,
     rhat,
     summary,
     within_ess,
@@ -63,6 +64,32 @@ def test_limits_output_and_a_single_chain(latents):
     row = one.table.loc["w"]
     assert row["no_rhat"] == 3 and math.isnan(row["rhat_max"]) and row["ess_bulk_min"] > 0
     assert "per_second" not in one.table
+
+
+def test_numbers_of_small_sites_are_printed_one_by_one(latents):
+    """Mean, sd, quantiles, errors and convergence of every number; small sites are printed."""
+    found = summary(latents, {"f": latents["noise"] ** 2})
+    columns = ["mean", "mcse", "sd", "5 %", "95 %", "rhat", "ess_bulk", "ess_tail"]
+    assert list(found.numbers) == columns and len(found.numbers) == 15 + 5 + 1 + 1
+    draws = latents["weight"][..., 2, 1]
+    expected = [
+        draws.mean(), mcse(draws), draws.std(), draws.quantile(0.05), draws.quantile(0.95),
+        rhat(draws), ess(draws), ess(draws, kind="tail"),
+    ]  # fmt: skip
+    row = found.numbers.loc["weight[2, 1]"]
+    assert row.to_list() == pytest.approx([float(value) for value in expected], rel=1e-12)
+    squares = latents["noise"].double() ** 2
+    assert found.numbers.loc["f", "mean"] == pytest.approx(squares.mean().item())
+    lines = str(found).splitlines()
+    shown = {line.split()[0] for line in lines if line}
+    assert {*(f"bias[{i}]" for i in range(5)), "noise", "f", "weight", "all"} <= shown
+    assert "weight[2," not in str(found) and "weight[2," in str(summary(latents, sites="wei*"))
+    every = {"encoder.layers.0.self_attention.in_proj_weight": torch.randn(4, 100, 9, 9, 9)}
+    stats = {"diverging": torch.zeros(4, 100), "energy": torch.randn(4, 100).double()}
+    stats["num_steps"] = torch.full((4, 100), 255)
+    info = {"seconds": 3.0, "options": {"max_tree_depth": 8}}
+    long = str(summary(Samples(every | {"mu": 1e6 * torch.randn(4, 100)}, stats, info)))
+    assert max(map(len, long.splitlines())) <= 100
 
 
 def test_permuted_units_spoil_weights_and_not_functions():

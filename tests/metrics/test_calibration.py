@@ -103,6 +103,30 @@ def test_pit_is_uniform_for_the_true_model(size):
         assert uniformity(values) < 1.63 / math.sqrt(3000)  # at the 1 % level
 
 
+def test_pit_of_censored_targets_and_of_weighted_draws():
+    """Censored numbers are uniform too; weights give the law they stand for: of draws of
+    Normal(0, 1), ratios exp(x - 1/2) give Normal(1, 1)."""
+    torch.manual_seed(0)
+    y, draws = torch.randn(4000).double(), torch.randn(600, 4000).double()
+    limit = torch.tensor(0.3).double()
+    known = torch.where(y > limit, limit, y)
+    values = metrics.pit(draws, known, upper=torch.where(y > limit, torch.inf, y))
+    assert uniformity(values) < 1.63 / 4000**0.5
+    of_limits = metrics.pit(draws, known)  # taken for the targets
+    assert uniformity(of_limits) > 0.2
+    left = torch.where(y < limit, -torch.inf, y)
+    assert uniformity(metrics.pit(draws, left, upper=y.clamp_min(limit))) < 1.63 / 4000**0.5
+    log_weights = draws.log_softmax(0)
+    shifted = metrics.pit(draws, y + 1, log_weights=log_weights)
+    assert uniformity(shifted) < 1.63 / 4000**0.5 + 0.01
+    assert uniformity(metrics.pit(draws, y + 1)) > 0.3
+    even = torch.full_like(draws[:, :9], 1 / 600).log()
+    torch.manual_seed(1)
+    plain = metrics.pit(draws[:, :9], y[:9])
+    torch.manual_seed(1)
+    torch.testing.assert_close(metrics.pit(draws[:, :9], y[:9], log_weights=even), plain)
+
+
 def test_pit_by_hand():
     """(#{x < y} + u (#{x = y} + 1)) / (S + 1) (Czado, Gneiting & Held 2009)."""
     draws = torch.tensor([[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]])

@@ -57,15 +57,3 @@ def test_ranks_of_simulations_and_the_binomial_band(calibration):
     colors = [matplotlib.colors.to_hex(bar.get_facecolor()) for bar in figure.axes[1].containers[0]]
     outside = [not exact[0] <= bar.get_height() <= exact[1] for bar in figure.axes[1].containers[0]]
     assert len(set(zip(colors, outside, strict=True))) == 2 and any(outside) and not all(outside)
-
-
-def test_pit_bars_and_band(draws):
-    pit = {name: torch.rand(40) for name in draws}
-    figure = plots.pit_histogram(pit, reference="nuts")
-    assert [axis.get_title(loc="left") for axis in figure.axes] == list(draws)
-    for axis, values in zip(figure.axes, pit.values(), strict=True):
-        heights = [bar.get_height() for bar in axis.containers[0]]
-        assert heights == torch.histc(values, 10, 0, 1).tolist()
-        ends = stats.binom(40, 0.1).ppf([0.005, 0.995])
-        assert [end[0] for end in band_of(axis)] == ends.tolist()
-        assert axis.patches[-1].get_data().values[0] == 4

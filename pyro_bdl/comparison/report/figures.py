@@ -24,8 +24,10 @@ CAPTIONS = {
     "is the reference's 90 % interval.",
     "calibration": "Calibration on the test data: below the diagonal, a posterior is "
     "overconfident about the targets.",
-    "pit": "Where the test targets lie among the predictions (probability integral transform): "
-    "flat within the band if calibrated, a valley if too narrow, a hill if too wide.",
+    "ppc": "The test targets beside draws of them from each posterior.",
+    "pit": "Distribution of the test targets' places among the predictions (probability integral "
+    "transforms), less a uniform one: within the band if calibrated, rising through the middle if "
+    "too wide, falling if too narrow.",
     "function_space": "Mean and sd at each test point: on the diagonal, a posterior agrees with "
     "the reference.",
     "cost": "Time to fit against the distance to the reference. The dashed line is the distance "
@@ -53,7 +55,7 @@ def figures(
     """
     draws, reference = _functions(comparison), comparison.reference
     quantity = _quantity(comparison, data)
-    drawn = {"bands": _bands(comparison, draws, quantity, data)} | _predictions(comparison)
+    drawn = {"bands": _bands(comparison, draws, quantity, data)} | _predictions(comparison, data)
     scalars = _scalars(comparison, posteriors or {}, data)
     if reference is not None:
         at = {
@@ -140,8 +142,9 @@ def _feature(data: Dataset) -> str:
     return data.feature_names[0] + (" (standardized)" if data.x_mean else "")
 
 
-def _predictions(comparison: "Comparison") -> dict[str, Figure]:
-    """Calibration of classes, or of posteriors with draws of the target."""
+def _predictions(comparison: "Comparison", data: Dataset | None) -> dict[str, Figure]:
+    """Calibration of classes, or of posteriors with draws of the target, unless the targets may be
+    limits."""
     if comparison.task == "classification":
         known = {name: each.function.mean(0) for name, each in comparison.evaluations.items()}
         y = class_labels(comparison.y, next(iter(known.values())))
@@ -151,13 +154,16 @@ def _predictions(comparison: "Comparison") -> dict[str, Figure]:
             for name, each in comparison.evaluations.items()
             if each.predictions is not None
         }
-        if not known:
+        if not known or comparison.first.may_be_censored:
             return {}
         y = comparison.y.reshape(next(iter(known.values())).shape[1:])
     options: Any = {"reference": comparison.reference if comparison.reference in known else None}
     drawn = {"calibration": plots.calibration(known, y, task=comparison.task, **options)}
+    if comparison.task != "classification":
+        target = "target" if data is None else data.target_name
+        drawn["ppc"] = plots.ppc(known, y, xlabel=target, **options)
     pit = {name: p for name in known if (p := comparison.evaluations[name].pit) is not None}
-    return drawn | ({"pit": plots.pit_histogram(pit, **options)} if pit else {})
+    return drawn | ({"pit": plots.pit_ecdf(pit, **options)} if pit else {})
 
 
 def cost(comparison: "Comparison") -> Figure | None:

@@ -52,7 +52,7 @@ def compared():
     return compared
 
 
-OWN = ["forest", "calibration", "pit", "function_space", "cost"]
+OWN = ["forest", "calibration", "ppc", "pit", "function_space", "cost"]
 
 
 @pytest.mark.parametrize(("size", "first"), [(1, ["bands"]), (3, [])])

@@ -1,0 +1,29 @@
+"""R-hat of many short chains from few starting points."""
+
+import numpy as np
+import pytest
+import torch
+
+from pyro_bdl.diagnostics import rhat
+
+
+def test_values_of_arviz():
+    """``rhat_nested`` of arviz-stats 1.3.3: shifted, heavy tails with odd lengths, ties."""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((12, 6))
+    x[:4] += 0.5
+    heavy = rng.standard_cauchy((64, 5))
+    cases = [(x, 3), (heavy, 8), (np.round(2 * x) / 2, 3)]
+    found = [float(rhat(torch.as_tensor(v), superchains=k)) for v, k in cases]
+    assert found == pytest.approx([1.0757938976381654, 1.0206382430662202, 1.0888196236981489])
+
+
+def test_short_chains_of_one_law_agree_where_the_plain_one_cannot_tell():
+    """128 chains of 4 draws each: R-hat of single chains is above 1.02 by chance alone."""
+    torch.manual_seed(0)
+    draws = torch.randn(128, 4, 3)
+    assert (rhat(draws) > 1.02).all() and (rhat(draws, superchains=4) < 1.015).all()
+    draws[:32] += 1.0  # the chains from one of the four starting points have not moved enough
+    assert (rhat(draws, superchains=4) > 1.06).all()
+    with pytest.raises(ValueError, match="superchains=5 must be at least 2 and divide the 128"):
+        rhat(draws, superchains=5)
