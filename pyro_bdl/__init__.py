@@ -31,6 +31,7 @@ from pyro_bdl.comparison.evaluate import Evaluation, evaluate
 from pyro_bdl.comparison.leave_one_out import KFold, k_fold
 from pyro_bdl.comparison.loo import loo
 from pyro_bdl.comparison.observe import PredictiveDraws
+from pyro_bdl.comparison.summarize import Summary, summarize
 from pyro_bdl.comparison.table import Comparison, compare_evaluations
 from pyro_bdl.freezing import freeze
 from pyro_bdl.guides.saved import load_posterior
@@ -64,6 +65,7 @@ __all__ = [
     "PredictiveDraws",
     "Program",
     "Samples",
+    "Summary",
     "__version__",
     "bayesian_linear",
     "bayesianize",
@@ -95,6 +97,7 @@ __all__ = [
     "references",
     "selectors",
     "sklearn",
+    "summarize",
     "temperature",
     "to_arviz",
     "training",
