@@ -25,6 +25,7 @@ from pyro_bdl import (
     training,
 )
 from pyro_bdl.arviz_export import to_arviz
+from pyro_bdl.citing import cite
 from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.costs import Costs
 from pyro_bdl.comparison.evaluate import Evaluation, evaluate
@@ -70,6 +71,7 @@ __all__ = [
     "bayesian_linear",
     "bayesianize",
     "calibration",
+    "cite",
     "compare",
     "compare_evaluations",
     "data",

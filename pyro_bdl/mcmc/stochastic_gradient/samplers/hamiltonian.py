@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
+from pyro_bdl.utils import bibliography
 
 
 class HamiltonianState(NamedTuple):
@@ -53,6 +54,7 @@ class SGHMC(StochasticKernel):
     :param step_size: see ``SGLD``, also for ``thinning``, ``temperature`` and ``adapt_step_size``.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.SGHMC,)
     name: ClassVar[str] = "sghmc"
     friction: float = 0.02
 

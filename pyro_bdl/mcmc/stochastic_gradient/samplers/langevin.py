@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
+from pyro_bdl.utils import bibliography
 
 
 class LangevinState(NamedTuple):
@@ -43,6 +44,7 @@ class SGLD(StochasticKernel):
         ``step_size_factor`` of ``Samples.info`` says what is left of it.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.SGLD,)
     name: ClassVar[str] = "sgld"
 
     def init(self, position: Tensor) -> LangevinState:

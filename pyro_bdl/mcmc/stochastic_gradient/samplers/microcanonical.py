@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
+from pyro_bdl.utils import bibliography
 
 
 class MicrocanonicalState(NamedTuple):
@@ -51,6 +52,7 @@ class SMILE(StochasticKernel):
     :param step_size: see ``SGLD``, also for ``thinning``, ``temperature`` and ``adapt_step_size``.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.SMILE,)
     name: ClassVar[str] = "smile"
     friction: float = 0.02
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
+from pyro_bdl.utils import bibliography
 
 
 class PreconditionedState(NamedTuple):
@@ -48,6 +49,7 @@ class PSGLD(StochasticKernel):
     :param step_size: see ``SGLD``, also for ``thinning``, ``temperature`` and ``adapt_step_size``.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.PSGLD,)
     name: ClassVar[str] = "psgld"
     settles: ClassVar[bool] = True
     averaging: float = 0.99

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 from pyro_bdl.mcmc.stochastic_gradient.samplers.hamiltonian import kinetic_temperature
+from pyro_bdl.utils import bibliography
 
 
 class ThermostatState(NamedTuple):
@@ -59,6 +60,7 @@ class SGNHT(StochasticKernel):
     :param step_size: see ``SGLD``, also for ``thinning``, ``temperature`` and ``adapt_step_size``.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.SGNHT,)
     name: ClassVar[str] = "sgnht"
     settles: ClassVar[bool] = True
     friction: float = 0.02
