@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from lunr.builder import Builder
 from lunr.stop_word_filter import stop_word_filter
+from names import INTERNAL
 
 SITE = Path(__file__).parent.parent / "build" / "site"
 TITLE, TAG = 1e3, 1e6  # the theme's weights of words in titles and tags; those in texts have 1
@@ -42,6 +43,10 @@ SEARCHES = {
     "r-hat": "tasks/run_chains.html",
     "prior predictive": "tasks/choose_a_prior.html",
     "k-hat": "practical/warnings_and_errors.html",
+    "trained regression": "tasks/trained_network.html",
+    "summarize": "reference/package.html",
+    "cite": "practical/faq.html",
+    "deprecation": "practical/stability.html",
 }
 
 # What no reader is to see: fields of docstrings, emphasis in the midst of code, private defaults
@@ -49,7 +54,9 @@ _RAW = {
     "a field of a docstring": re.compile(r":(?:param|raises|returns?|warns|var)\b[^<]{0,40}:"),
     "a reference of a docstring": re.compile(r":(?:class|func|meth|mod):`"),
     "emphasis between brackets or dots": re.compile(r"[.(\[]<em>"),
-    "a private default": re.compile(r"=\s*<[^>]*>_[A-Za-z]\w*<"),
+    "a private default": re.compile(r"=\s*(?:</span>|<span[^>]*>|\s)*_[A-Za-z]\w*"),
+    "the name of a constant as a default": re.compile(r">=</span>(?:<[^>]*>)*[A-Z][A-Z_]+<"),
+    "a default by its memory": re.compile(r"object at 0x|&lt;(?:function|class) "),
 }
 
 
@@ -95,6 +102,25 @@ def raw_text(pages):
             for found in pattern.finditer(page.text):
                 start = max(0, found.start() - 30)
                 yield f"{name}: {kind}: {page.text[start : found.end() + 30]!r}"
+
+
+def internal_names(pages):
+    """Yield each member of a class that the reference shows and is not to."""
+    for module, names in INTERNAL.items():
+        folder = module.rpartition(".")[2].replace("pyro_bdl", "package")
+        for name, page in pages.items():
+            if name.startswith(f"reference/{folder}/"):
+                shown = {anchor.rpartition(".")[2] for anchor in page.anchors}
+                for member in sorted(shown & set(names.split())):
+                    yield f"{name}: shows {member}, which no user calls"
+
+
+def lone_pages(pages):
+    """Yield each page of the reference without a way to the one before and the next."""
+    for name, page in pages.items():
+        ways = page.text.count("md-footer__link--prev"), page.text.count("md-footer__link--next")
+        if name.startswith("reference/") and 0 in ways:
+            yield f"{name}: has no link to the page before or the next"
 
 
 class Search:
@@ -148,7 +174,10 @@ def lost_searches():
 def main():
     names = sorted(path for path in SITE.rglob("*.html") if path.name != "404.html")
     pages = {path.relative_to(SITE).as_posix(): Page(path) for path in names}
-    wrong = [*dead_links(pages), *raw_text(pages), *lost_searches()]
+    wrong = [
+        *dead_links(pages), *raw_text(pages), *internal_names(pages), *lone_pages(pages),
+        *lost_searches(),
+    ]  # fmt: skip
     print(*wrong, sep="\n")
     print(f"{len(pages)} pages, {len(SEARCHES)} searches, {len(wrong)} faults")
     return 1 if wrong else 0

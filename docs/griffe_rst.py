@@ -16,7 +16,7 @@ _CODE = re.compile(
     r"(?<=\n\n) {4}[^\n]*(?:\n {4}[^\n]*|\n(?=\n {4}))*)",
     re.DOTALL,
 )
-_OWN_CONSTANT = re.compile(r"^_[A-Z][A-Z0-9_]*$")
+_CONSTANT = re.compile(r"^_?[A-Z][A-Z0-9_]+$")
 _BLOCK = re.compile(r"::(?=\n\s*\n)")
 _LONE_BLOCK = re.compile(r"^[ \t]*::[ \t]*\n", flags=re.MULTILINE)
 _EXAMPLE = re.compile(r"^    >>> .*\n(?:    .*(?:\n|\Z))*", flags=re.MULTILINE)
@@ -35,10 +35,12 @@ class PlainMarkdown(griffe.Extension):
         obj.docstring.value = text
 
     def on_function(self, *, func, **kwargs):
-        """Show the value of a default that is a constant of the module."""
+        """Show the value of a default that is a constant of a module."""
         for parameter in func.parameters:
-            if _OWN_CONSTANT.match(str(parameter.default)):
-                parameter.default = str(func.module.members[str(parameter.default)].value)
+            if _CONSTANT.match(name := str(parameter.default)):
+                constant = func.module.members[name]
+                constant = constant.final_target if constant.is_alias else constant
+                parameter.default = str(constant.value)
 
 
 def warnings_first(text):

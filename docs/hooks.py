@@ -22,7 +22,7 @@ from fontTools.subset import Options, Subsetter
 from fontTools.ttLib import TTFont
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File
-from names import MODULE, identifier, modules, public, targets
+from names import INTERNAL, MODULE, identifier, modules, public, targets
 
 ROOT = Path(__file__).parent.parent
 COPIES = {
@@ -36,6 +36,7 @@ _FORMULA = re.compile(
 _NAME = re.compile(r"(?<![\[`])`([A-Za-z_][\w.]*)`(?![`\]])")
 _AS_THEY_ARE = ("changes.md", "internals.md", "gallery.md", "examples.md")
 _FIGURE = re.compile(r"^!\[(.*?)\]\((.+?)\)(.*)$", flags=re.MULTILINE)
+_QUESTION = re.compile(r"\*\*([^*]+\?)\*\*")
 _PARAGRAPH, _TAG = re.compile(r"<p>(.*?)</p>", flags=re.DOTALL), re.compile(r"<[^>]+>")
 _BARE_LETTER = re.compile(r"\\(mathcal|mathbb) +(\w)")
 _IMAGE = re.compile(r'<img [^>]*src="([^"]+\.png)"[^>]*>')
@@ -74,7 +75,11 @@ def on_files(files, config):
     for path in sorted((ROOT / "tutorials").glob("*.md")):
         text = path.read_text(encoding="utf-8")
         files.append(File.generated(config, f"tutorials/{path.name}", content=text))
-    gallery = ["# Gallery", "The first figure of each notebook."]
+    gallery = [
+        "# Gallery",
+        "The first figure of each notebook, and the question that it answers.",
+        '<div class="grid cards gallery" markdown>',
+    ]
     for path in sorted((ROOT / "tutorials").glob("*.ipynb")):
         text, figures = notebook_page(path)
         text = f"---\nsearch: {{boost: 0.2}}\n---\n\n{text}"  # after tasks and the reference
@@ -83,6 +88,7 @@ def on_files(files, config):
         files.append(File.generated(config, f"tutorials/{path.name}", content=path.read_bytes()))
         for name, content in figures.items():
             files.append(File.generated(config, f"tutorials/{name}", content=content))
+    gallery.append("</div>")
     files.append(File.generated(config, "gallery.md", content="\n\n".join(gallery)))
     files.append(File.generated(config, "examples.md", content=examples_page()))
     for path in sorted(OUTPUTS.glob("*.svg")):
@@ -110,6 +116,9 @@ def class_pages():
         for name, value in public(module).items():
             if inspect.isclass(value):
                 options = "    options:\n      heading_level: 1\n      inherited_members: true\n"
+                if hidden := INTERNAL.get(module, "").split():
+                    filters = ["!^_", "^__call__$", f"!^({'|'.join(hidden)})$"]
+                    options += f"      filters: {json.dumps(filters)}\n"
                 back = f"\n[All of `{module}`](../{path.name})\n"
                 content = f"::: {module}.{name}\n{options}{back}"
                 yield f"reference/{path.stem}/{name}.md", content
@@ -164,11 +173,15 @@ def examples_page():
 
 
 def _shown(name, text):
-    """The heading of a notebook with a link, and its first figure."""
+    """A card of a notebook: its first figure, its title as a link, its question in bold type."""
     heading = re.search(r"^# +(.+)$", text, flags=re.MULTILINE)[1]
-    alternative, figure, size = _FIGURE.search(text).groups()
+    question = " ".join(_QUESTION.search(text)[1].split())
+    alternative, figure, _ = _FIGURE.search(text).groups()
     page = f"tutorials/{name}.md"
-    return f"## [{heading}]({page})\n\n[![{alternative}](tutorials/{figure}){size}]({page})"
+    return (
+        f"-   [![{alternative}](tutorials/{figure})]({page})\n\n"
+        f"    **[{heading}]({page})**\n\n    {question[0].upper()}{question[1:]}"
+    )
 
 
 def notebook_page(path):

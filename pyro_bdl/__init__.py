@@ -25,12 +25,14 @@ from pyro_bdl import (
     training,
 )
 from pyro_bdl.arviz_export import to_arviz
+from pyro_bdl.citing import cite
 from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.costs import Costs
 from pyro_bdl.comparison.evaluate import Evaluation, evaluate
 from pyro_bdl.comparison.leave_one_out import KFold, k_fold
 from pyro_bdl.comparison.loo import loo
 from pyro_bdl.comparison.observe import PredictiveDraws
+from pyro_bdl.comparison.summarize import Summary, summarize
 from pyro_bdl.comparison.table import Comparison, compare_evaluations
 from pyro_bdl.freezing import freeze
 from pyro_bdl.guides.saved import load_posterior
@@ -64,10 +66,12 @@ __all__ = [
     "PredictiveDraws",
     "Program",
     "Samples",
+    "Summary",
     "__version__",
     "bayesian_linear",
     "bayesianize",
     "calibration",
+    "cite",
     "compare",
     "compare_evaluations",
     "data",
@@ -95,6 +99,7 @@ __all__ = [
     "references",
     "selectors",
     "sklearn",
+    "summarize",
     "temperature",
     "to_arviz",
     "training",

@@ -46,6 +46,17 @@ def test_images(run, tmp_path):
     assert "epoch 1" in text and "Laplace  accuracy" in text
 
 
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+def test_data_to_verdict(run, tmp_path):
+    x = np.random.default_rng(0).normal(size=(40, 2))
+    np.savez(tmp_path / "table.npz", x=x, y=100 + 5 * x[:, 0])
+    text = run(
+        "data_to_verdict.py", "--data", "table.npz", "--hidden", 2, "--steps", 5, "--draws", 20
+    )
+    assert "under the prior" in text and "distance to nuts" in text and " predicts " in text
+    assert (tmp_path / "verdict.html").exists() and (tmp_path / "posterior.safetensors").exists()
+
+
 def test_hierarchical(run):
     text = run("hierarchical.py", "--groups", 2, "--steps", 2, "--draws", 4)
     assert text.count("±") == 6 and "R-hat" in text

@@ -30,7 +30,7 @@ def page(name):
         ([kind.__name__ for kind in STRUCTURES.values()], " ".join(bdl.curvature.__all__)),
         ([f'"{name}"' for name in KERNELS], inspect.getdoc(bdl.mcmc.sample)),
         ([f'"{name}"' for name in KERNELS], page("tasks/run_chains.md")),
-        ([k.__name__ for k in (KERNELS | ON_MINIBATCHES).values()], " ".join(vars(bdl.mcmc))),
+        ([k.__name__ for k in (KERNELS | ON_MINIBATCHES).values()], " ".join(bdl.mcmc.__all__)),
         ([kind.__name__ for kind in ON_MINIBATCHES.values()], inspect.getdoc(bdl.mcmc.sgmcmc)),
         (sorted(FAMILIES.keys() - RESULTS), page("features.md")),
     ],

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyro.distributions as dist
@@ -17,6 +17,7 @@ from pyro_bdl.program.gaussian_prior import StoredPrecision
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.vmap import map_draws
+from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.validation import whole_number
 
@@ -108,6 +109,7 @@ class AutoPathfinder(NormalGuide):
     inference, algorithms 1 to 4.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.PATHFINDER,)
     starts_at_a_vector = False
     loc: Tensor
     scale: Tensor

@@ -74,6 +74,7 @@ from torch import Tensor
 
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 from pyro_bdl.mcmc.stochastic_gradient.langevin import kinetic_temperature
+from pyro_bdl.utils import bibliography
 
 __all__ = ["PSGLD", "SGNHT", "SMILE"]
 
@@ -100,6 +101,7 @@ class PSGLD(StochasticKernel):
     :param step_size: see ``SGLD``, also for ``thinning``, ``temperature`` and ``adapt_step_size``.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.PSGLD,)
     name: ClassVar[str] = "psgld"
     settles: ClassVar[bool] = True
     averaging: float = 0.99
@@ -166,6 +168,7 @@ class SGNHT(StochasticKernel):
     :param step_size: see ``SGLD``, also for ``thinning``, ``temperature`` and ``adapt_step_size``.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.SGNHT,)
     name: ClassVar[str] = "sgnht"
     settles: ClassVar[bool] = True
     friction: float = 0.02
@@ -248,6 +251,7 @@ class SMILE(StochasticKernel):
     :param step_size: see ``SGLD``, also for ``thinning``, ``temperature`` and ``adapt_step_size``.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.SMILE,)
     name: ClassVar[str] = "smile"
     friction: float = 0.02
 

@@ -1,7 +1,7 @@
 """Local latents whose posteriors an encoder computes from the data."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import pyro
 import torch
@@ -16,6 +16,7 @@ from pyro_bdl.guides.statements import sample_site
 from pyro_bdl.program.layout import marginal
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
+from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.one_thread import Hidden
 
 
@@ -44,6 +45,7 @@ class AutoAmortized(OwnParameters, AutoGuide):
     :raises UnsupportedProgramError: at the first run, for a local site in no plate, or in several.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.AMORTIZED,)
     rest: AutoGuide | None
 
     def __init__(

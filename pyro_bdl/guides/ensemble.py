@@ -1,7 +1,7 @@
 """Deep ensembles: several MAP estimates, trained at once."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pyro.distributions as dist
 import torch
@@ -20,6 +20,7 @@ from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.network_sites import OWNER_KEY
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import record
+from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.one_thread import Hidden
 
 _SHOWN = 4  # names in a message
@@ -61,6 +62,10 @@ class AutoEnsemble(Guide):
         Normals with fixed means and scales.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (
+        bibliography.DEEP_ENSEMBLES,
+        bibliography.ANCHORED_ENSEMBLES,
+    )
     anchors: Tensor
     prior_loc: Tensor
     prior_precision: Tensor

@@ -1,7 +1,7 @@
 """The interface of a family of guides: a distribution over the flat vector."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class Family:
     variance, or is fixed.
     """
 
+    papers: ClassVar[tuple[str, ...]] = ()
     normal_marginals = False
     # Draws that a step must take to train all of the guide: the number of an ensemble's members.
     num_members = 1

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from pyro_bdl.guides.point import JointGuide, restored_source
 from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.check import on_whole_data
 from pyro_bdl.program.subset import Subset, select
+from pyro_bdl.utils import bibliography
 
 
 class LaplaceGuide(JointGuide, NormalGuide):
@@ -47,6 +48,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
     :param subset: the latents with a covariance.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.LAPLACE, bibliography.LINEARIZED)
     loc: Tensor  # u*, (P,)
     width: Tensor  # the factor of the covariance, 1 before ``fit_width``
     held_out: HeldOut | None = None  # what the rows of ``fit_width`` said

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from pyro_bdl.program.check import check_finite, refuse_sparse
 from pyro_bdl.program.linear_ops.last_layer import LastLayer
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.program.trace import leave_open, record
+from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.module_state import as_written, evaluation_mode, vmappable
 
 
@@ -62,6 +63,8 @@ class AutoLaplaceGGN(UnconstrainedMAP):
     :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
     :raises ValueError: for an unknown structure or curvature.
     """
+
+    papers: ClassVar[tuple[str, ...]] = (bibliography.LAPLACE, bibliography.LINEARIZED)
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 inputs of the last layer's product, with their graph."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.linear_ops.last_layer import LastLayer
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, leave_open, record
+from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.module_state import evaluation_mode, vmappable
 
 
@@ -138,6 +139,8 @@ class AutoLastLayer(AutoLaplaceGGN):
     :param options: ``rows`` of ``AutoLaplaceGGN``; ``init_loc_fn``, where the guide starts, and
         ``create_plates``, see ``Guide``.
     """
+
+    papers: ClassVar[tuple[str, ...]] = (bibliography.LAPLACE, bibliography.LAST_LAYER)
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pyro.distributions import constraints
@@ -14,6 +14,7 @@ from pyro_bdl.guides.kl import expected_log_prior
 from pyro_bdl.guides.normal import LowRankNormal
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run
+from pyro_bdl.utils import bibliography
 
 
 class AutoLowRank(LowRankNormal):
@@ -43,6 +44,8 @@ class AutoLowRank(LowRankNormal):
     :raises TypeError: for a rank that is not a whole number.
     :raises ValueError: for a rank below 1, or an ``init_scale`` that is not positive and finite.
     """
+
+    papers: ClassVar[tuple[str, ...]] = (bibliography.FACTOR_COVARIANCE,)
 
     def __init__(
         self,

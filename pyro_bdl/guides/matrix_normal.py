@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pyro.distributions as dist
 import torch
@@ -16,6 +16,7 @@ from pyro_bdl.guides.kl import mean_field_kl
 from pyro_bdl.program.gaussian_prior import GaussianPrior, MatrixBlock, NormalBlock
 from pyro_bdl.program.layout import Latent, Layout, marginal
 from pyro_bdl.program.trace import Run, Site
+from pyro_bdl.utils import bibliography
 
 
 class AutoMatrixNormal(Guide):
@@ -39,6 +40,7 @@ class AutoMatrixNormal(Guide):
         ``max_side``.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.MATRIX_NORMAL,)
     normal_marginals = True
 
     def __init__(

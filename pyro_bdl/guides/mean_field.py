@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pyro.distributions as dist
 import torch
@@ -15,6 +15,7 @@ from pyro_bdl.guides.kl import FinishedPriors, diagonal_normal_kl
 from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior
 from pyro_bdl.program.layout import Latent, Layout, marginal
 from pyro_bdl.program.trace import Run
+from pyro_bdl.utils import bibliography
 
 SHARING = ("per-weight", "per-row", "per-layer")
 
@@ -55,6 +56,10 @@ class AutoMeanField(Guide):
         unknown sharing, or a bound on a fixed scale.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (
+        bibliography.BAYES_BY_BACKPROP,
+        bibliography.VARIATIONAL_INFERENCE,
+    )
     normal_marginals = True
 
     def __init__(

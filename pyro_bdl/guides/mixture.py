@@ -1,7 +1,7 @@
 """Mixtures of guides, such as MultiSWAG and ensembles of Laplace approximations."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pyro.nn.module import PyroModuleList
@@ -11,6 +11,7 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.point import JointGuide
 from pyro_bdl.guides.saved import class_path, restored, sites_of
 from pyro_bdl.program.batches import Batch
+from pyro_bdl.utils import bibliography
 
 _HALVINGS = 60
 
@@ -28,6 +29,7 @@ class MixtureGuide(JointGuide):
         not fit.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.MIXTURES_OF_LAPLACE,)
     weights: Tensor
 
     def __init__(

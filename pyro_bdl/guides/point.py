@@ -1,7 +1,7 @@
 """Point masses at the mode of p(w | y), or at the mode of the unconstrained vector's density."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.statements import point
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.layout import Latent
+from pyro_bdl.utils import bibliography
 
 
 class AutoMAP(Guide):
@@ -32,6 +33,7 @@ class AutoMAP(Guide):
     :param create_plates: as in Pyro's autoguides.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.LAPLACE,)
     normal_marginals = True
 
     def create_parameters(self, start: Tensor) -> None:

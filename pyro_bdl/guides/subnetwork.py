@@ -26,6 +26,7 @@ from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.gaussian_prior import StoredPrecision
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.subset import Subset, select
+from pyro_bdl.utils import bibliography
 
 _SHARE, _MOST = 0.1, 1000  # the default size
 
@@ -48,6 +49,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
     :raises ValueError: for a size that is no positive count or fraction.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.LAPLACE, bibliography.SUBNETWORK)
     saved_parts = (Selector,)
     chains: ClassVar[
         Callable[..., Samples]
@@ -164,6 +166,8 @@ class SubsetNormal(JointGuide, NormalGuide):
 
     The parameters are ``loc`` (k,) and ``scale_tril`` (k, k), lower triangular.
     """
+
+    papers: ClassVar[tuple[str, ...]] = (bibliography.SUBNETWORK,)
 
     def __init__(self, source: AutoLaplaceGGN, subset: Subset, init_scale: float) -> None:
         if not init_scale > 0:

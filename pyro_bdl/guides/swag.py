@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import pyro.distributions as dist
 import torch
@@ -16,6 +16,7 @@ from pyro_bdl.guides.point import JointGuide, UnconstrainedMAP, restored_source
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.gaussian_prior import GaussianPrior
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils import bibliography
 
 
 class Snapshots(nn.Module):
@@ -139,6 +140,7 @@ class AutoSWAG(_Collecting, UnconstrainedMAP):
     :raises ValueError: for a rank of 1 or below 0.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.SWAG,)
     points = "loc"
 
     def __init__(
@@ -180,6 +182,7 @@ class AutoMultiSWAG(_Collecting, AutoEnsemble):
     :raises ValueError: for a size below 1, a rank of 1 or below 0.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.SWAG, bibliography.MULTI_SWAG)
     points = "locs"
 
     def __init__(
@@ -227,6 +230,7 @@ class SWAGGuide(JointGuide, LowRankNormal):
     :param factor: F (K, P) with F' F the low-rank term.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.SWAG,)
     loc: Tensor
     diagonal: Tensor
     factor: Tensor

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pyro.distributions import constraints
@@ -21,6 +21,7 @@ from pyro_bdl.program.gaussian_prior import StoredPrecision
 from pyro_bdl.program.linear_ops.last_layer import LastLayer, Term, functions_in
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, leave_open, record
+from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.module_state import evaluation_mode, vmappable
 from pyro_bdl.utils.random_state import own_randomness
@@ -54,6 +55,8 @@ class AutoVariationalLastLayer(NormalGuide):
     :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
     :raises ValueError: for an unknown ``structure`` or ``features``, or a bad ``init_scale``.
     """
+
+    papers: ClassVar[tuple[str, ...]] = (bibliography.VARIATIONAL_LAST_LAYER,)
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
+from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.validation import whole_number
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def _metric(value: Any, name: str) -> np.ndarray:
 class Options:
     """A frozen dataclass whose fields are checked, and turned into numbers, by their names."""
 
+    papers: ClassVar[tuple[str, ...]] = ()
     name: ClassVar[str]
     checks: ClassVar[dict[str, Callable[[Any, str], Any]]] = {
         "step_size": positive,
@@ -147,6 +149,7 @@ class NUTS(Hamiltonian):
         covariance (P, P) of the unconstrained latents, such as ``guide.variances()``.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.NUTS,)
     name: ClassVar[str] = "nuts"
     max_tree_depth: int = 10
 
@@ -164,6 +167,7 @@ class HMC(Hamiltonian):
     :param inverse_mass: the metric, then not adapted; see ``NUTS``.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.HMC,)
     name: ClassVar[str] = "hmc"
     trajectory_length: float = 2 * np.pi
     max_steps: int = 256
@@ -184,6 +188,7 @@ class MCLMC(Kernel):
     :param inverse_mass: the metric, then not adapted; see ``NUTS``.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.MCLMC,)
     name: ClassVar[str] = "mclmc"
     energy_variance: float = 5e-4
     thinning: int = 20
@@ -204,6 +209,7 @@ class MAMS(Kernel):
     :param inverse_mass: the metric, then not adapted; see ``NUTS``.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.MAMS,)
     name: ClassVar[str] = "mams"
     target_accept: float = 0.9
     max_steps: int = 1024

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import pyro.distributions as dist
 import torch
@@ -29,6 +29,7 @@ from pyro_bdl.program.layout import Latent, Layout, marginal
 from pyro_bdl.program.linear_ops.last_layer import LastLayer, Path
 from pyro_bdl.program.trace import Run, record
 from pyro_bdl.program.vmap import DrawMap
+from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
@@ -60,6 +61,8 @@ class AutoInducing(Guide):
     :raises ValueError: for numbers that are not positive; UnsupportedProgramError, at the first
         run, for a prior at a layer's weights that is not Normal, or latents in a plate of data.
     """
+
+    papers: ClassVar[tuple[str, ...]] = (bibliography.INDUCING,)
 
     def __init__(
         self,

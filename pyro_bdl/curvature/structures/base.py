@@ -33,6 +33,7 @@ class Structure(ABC):
     ``curvature`` is the class that it makes, whose fields say what the passes over data need.
     """
 
+    papers: ClassVar[tuple[str, ...]] = ()
     name: str = field(init=False, repr=False)
     curvature: ClassVar[type["Curvature"]]
 

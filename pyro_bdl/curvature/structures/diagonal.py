@@ -11,6 +11,7 @@ from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import Curvature, Precision, Structure, Whitened, named
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils import bibliography
 
 
 class DiagonalCurvature(Curvature):
@@ -45,6 +46,7 @@ class DiagonalCurvature(Curvature):
 class Diagonal(Structure):
     """``structure="diag"``: independent latents."""
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.DIAGONAL,)
     name: str = named("diag")
     curvature: ClassVar = DiagonalCurvature
 

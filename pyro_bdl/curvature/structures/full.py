@@ -25,6 +25,7 @@ from pyro_bdl.curvature.structures.base import (
     whole_rows,
 )
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.linear_algebra import add_products, cholesky, products, widened
 
 _EIGENVALUES_UP_TO = 2048  # latents
@@ -96,6 +97,7 @@ class FullCurvature(Curvature):
 class Full(Structure):
     """``structure="full"``: the whole matrix."""
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.LAPLACE,)
     name: str = named("full")
     curvature: ClassVar = FullCurvature
 

@@ -34,6 +34,7 @@ from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.distributions.low_rank_normal import DiagonalPlusLowRank
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils import bibliography
 
 
 class KernelCurvature(Curvature):
@@ -106,6 +107,7 @@ class Kernel(Structure):
     It needs a prior of finite variance, and is cheaper than a matrix where N K is below p.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.KERNEL, bibliography.LINEARIZED)
     name: str = named("kernel")
     curvature: ClassVar = KernelCurvature
 

@@ -15,6 +15,7 @@ from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import Curvature, Structure, named
 from pyro_bdl.curvature.structures.kernel import KernelPrecision
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.validation import whole_number
 
 _OVERSAMPLING = 10
@@ -100,6 +101,7 @@ class LowRank(Structure):
     :param rank: their number.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.RANDOMIZED_SVD,)
     rank: int = 50
     name: str = named("low_rank")
     curvature: ClassVar = LowRankCurvature

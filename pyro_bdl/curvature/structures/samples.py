@@ -34,6 +34,7 @@ from pyro_bdl.curvature.structures.base import (
 )
 from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.conjugate_gradients import conjugate_gradients, lanczos_quadrature
 from pyro_bdl.utils.validation import whole_number
 
@@ -156,6 +157,7 @@ class Samples(Structure):
         1e-6 of the largest; such directions keep the prior's variance.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.SAMPLES,)
     num_samples: int = 32
     tolerance: float = 1e-3
     name: str = named("samples")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pyro.distributions import constraints
@@ -34,6 +34,7 @@ from pyro_bdl.guides.kl import expected_log_prior
 from pyro_bdl.guides.statements import point
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.trace import Run
+from pyro_bdl.utils import bibliography
 
 MASKS = ("units", "weights")
 _ALPHA = nn.AlphaDropout, nn.FeatureAlphaDropout
@@ -101,6 +102,7 @@ class AutoMCDropout(Guide):
         is not a weight.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.MC_DROPOUT, bibliography.CONCRETE_DROPOUT)
     saved_parts = (Noise, Annealed)
     weights: dict[str, Weight]
     steps: Tensor

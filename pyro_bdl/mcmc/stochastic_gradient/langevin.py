@@ -45,6 +45,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
+from pyro_bdl.utils import bibliography
 
 
 class LangevinState(NamedTuple):
@@ -70,6 +71,7 @@ class SGLD(StochasticKernel):
         ``step_size_factor`` of ``Samples.info`` says what is left of it.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.SGLD,)
     name: ClassVar[str] = "sgld"
 
     def init(self, position: Tensor) -> LangevinState:
@@ -104,6 +106,7 @@ class SGHMC(StochasticKernel):
     :param step_size: see ``SGLD``, also for ``thinning``, ``temperature`` and ``adapt_step_size``.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.SGHMC,)
     name: ClassVar[str] = "sghmc"
     friction: float = 0.02
 

@@ -42,6 +42,7 @@ from pyro_bdl.curvature.structures.kron.factors import (
 from pyro_bdl.curvature.structures.kron.precision import KroneckerPrecision
 from pyro_bdl.errors import warn
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.linear_algebra import widened
 
@@ -344,6 +345,7 @@ class Kron(Structure):
         of treating every position as a separate datum.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.KFAC, bibliography.KFAC_LAPLACE)
     reduce: bool = False
     name: str = named("kron")
     curvature: ClassVar = KroneckerCurvature
@@ -356,6 +358,7 @@ class EKFAC(Kron):
     :param reduce: see ``Kron``.
     """
 
+    papers: ClassVar[tuple[str, ...]] = (bibliography.KFAC, bibliography.EKFAC)
     name: str = named("ekfac")
     curvature: ClassVar = EKFACCurvature
 

@@ -1,0 +1,198 @@
+"""A trained network beside posteriors around it: numbers, errors, the answer, refusals."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pyro_bdl as bdl
+from pyro_bdl.comparison.summarize import (
+    _answer,
+    _Predicted,
+    crps_of_normals,
+)
+from pyro_bdl.errors import ArgumentError, UnsupportedProgramError
+
+DATA = torch.Generator().manual_seed(0)
+
+
+def randn(*shape):
+    return torch.randn(*shape, generator=DATA)
+
+
+def classes(rows):
+    x = randn(rows, 3)
+    return x, (x[:, 0] + 0.5 * randn(rows) > 0).long() + (x[:, 1] > 0.5).long()
+
+
+def numbers(rows):
+    x = randn(rows, 3)
+    return x, x @ torch.tensor([1.0, -2.0, 0.5]) + 0.3 * randn(rows)
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    torch.manual_seed(1)
+    net, (x, y) = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 3)), classes(200)
+    adam = torch.optim.Adam(net.parameters(), lr=0.02)
+    for _ in range(150):
+        adam.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        adam.step()
+    return net.eval(), (x, y)
+
+
+def test_rows_of_a_classifier(classifier):
+    net, train = classifier
+    (x, y), held_out, other = classes(300), classes(150), 3 * randn(100, 3)
+    summary = bdl.summarize(
+        net, DataLoader(TensorDataset(*train), batch_size=50), held_out=held_out, test=(x, y),
+        other=other, ensemble=[nn.Sequential(nn.Flatten(), nn.Linear(3, 3))], num_samples=40,
+    )  # fmt: skip
+    table = summary.table
+    assert list(table.index) == [
+        "softmax", "temperature scaling", "Laplace", "last layer", "ensemble of 2"
+    ]  # fmt: skip
+    with torch.no_grad():
+        p, q = (net(inputs).double().softmax(-1) for inputs in (x, other))
+    right = (p.argmax(1) == y).double()
+    own = table.loc["softmax"]
+    assert own["accuracy"] == pytest.approx(float(right.mean()))
+    assert own["accuracy_se"] == pytest.approx(float(right.std()) / 300**0.5, rel=0.2)
+    losses = -p.gather(1, y[:, None])[:, 0].log()
+    assert own["nlpd"] == pytest.approx(float(losses.mean()), rel=1e-5)
+    assert own["nlpd_se"] == pytest.approx(float(losses.std()) / 300**0.5, rel=0.2)
+    assert own["ece"] == pytest.approx(
+        float(bdl.metrics.expected_calibration_error(p, y)), abs=1e-5
+    )
+    entropy = [-torch.xlogy(part, part).sum(1) for part in (p, q)]
+    assert own["auroc"] == pytest.approx(float(bdl.metrics.auroc(*entropy)), abs=1e-4)
+
+    model, posterior = summary.posteriors["Laplace"]
+    point = bdl.guides.AutoMAP(model).prototype(*train)
+    T = bdl.calibration.temperature_scaling(model, point, *held_out, num_samples=2)
+    tempered = T.probabilities(p).double().gather(1, y[:, None])[:, 0]
+    assert table.loc["temperature scaling", "nlpd"] == pytest.approx(
+        float(-tempered.log().mean()), rel=1e-4
+    )
+    drawn = bdl.evaluate(model, posterior, x, y, num_samples=1000).scores["nlpd"]
+    laplace = table.loc["Laplace"]
+    assert abs(laplace["nlpd"] - drawn) < 4 * laplace["nlpd_se"]
+    assert posterior.held_out.rows == 150
+    assert table.loc["ensemble of 2"].drop("seconds").notna().all()
+    assert summary.answer in str(summary).replace("\n", " ")
+
+
+def test_rows_of_a_regression_network():
+    torch.manual_seed(2)
+    net, train = nn.Linear(3, 1), numbers(40)
+    solution = torch.linalg.lstsq(
+        torch.cat([train[0], torch.ones(40, 1)], 1), train[1][:, None]
+    ).solution
+    with torch.no_grad():
+        net.weight.copy_(solution[:3].T)
+        net.bias.copy_(solution[3])
+    held_out, (x, y) = numbers(200), numbers(400)
+    summary = bdl.summarize(net, train, held_out=held_out, test=(x, y), other=20 * randn(100, 3))
+    table = summary.table
+    assert list(table.index) == ["network", "Laplace", "last layer"]
+    with torch.no_grad():
+        errors, of_held_out = net(x)[:, 0] - y, net(held_out[0])[:, 0] - held_out[1]
+    noise = of_held_out.square().mean().sqrt()
+    normal = torch.distributions.Normal(0.0, noise)
+    own = table.loc["network"]
+    assert own["rmse"] == pytest.approx(float(errors.square().mean().sqrt()), rel=1e-4)
+    assert own["nlpd"] == pytest.approx(float(-normal.log_prob(errors).mean()), rel=1e-4)
+    inside = (errors.abs() < 1.6449 * noise).double()
+    assert own["coverage"] == pytest.approx(float(inside.mean()))
+    assert own["auroc"] == pytest.approx(0.5)  # the same width everywhere
+    assert table.loc["Laplace", "auroc"] > 0.9
+    assert "told apart better by Laplace" in summary.answer
+
+
+def test_noise_that_depends_on_the_input():
+    torch.manual_seed(3)
+    net, train = nn.Linear(3, 2), numbers(60)
+    prior = bdl.priors.Normal.from_weight_decay(1e-2, 60)
+    model = bdl.models.HeteroscedasticRegression(bdl.bayesianize(net, prior), floor=0.01)
+    (x, y) = numbers(200)
+    summary = bdl.summarize(model, train, held_out=numbers(50), test=(x, y), num_samples=20)
+    with torch.no_grad():
+        mean, raw = net(x).T
+    normal = torch.distributions.Normal(mean, nn.functional.softplus(raw) + 0.01)
+    own = summary.table.loc["network"]
+    assert own["nlpd"] == pytest.approx(float(-normal.log_prob(y).mean()), rel=1e-4)
+    assert list(summary.table.index)[:2] == ["network", "temperature scaling"]
+    assert "auroc" not in summary.table
+    assert "nothing is said of these" in summary.answer
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_crps_of_a_mixture_of_normals(count):
+    mean, sd = randn(count, 5).double(), randn(count, 5).double().abs() + 0.1
+    y = randn(5).double()
+    grid = torch.linspace(-20, 20, 40001, dtype=torch.float64)[:, None]
+    share = torch.distributions.Normal(mean[:, None], sd[:, None]).cdf(grid).mean(0)
+    expected = torch.trapezoid((share - (grid >= y).double()).square(), grid[:, 0], dim=0)
+    torch.testing.assert_close(crps_of_normals(mean, sd, y), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("end", "name"), [(nn.Softmax(-1), "softmax"), (nn.Sequential(nn.Sigmoid()), "sigmoid")]
+)
+def test_a_network_that_ends_in_probabilities_is_refused(end, name):
+    data = classes(20)
+    with pytest.raises(ArgumentError, match=f"ends in {name}"):
+        bdl.summarize(nn.Sequential(nn.Linear(3, 3), end), data, held_out=data, test=data)
+
+
+def test_refusals():
+    x, y = numbers(20)
+    data = x, y
+    with pytest.raises(ArgumentError, match="HeteroscedasticRegression"):
+        bdl.summarize(nn.Linear(3, 2), data, held_out=data, test=data)
+    model = bdl.models.Regression(bdl.bayesianize(nn.Linear(3, 1)))
+    with pytest.raises(UnsupportedProgramError, match="'noise'"):
+        bdl.summarize(model, data, held_out=data, test=data)
+    model = bdl.models.PoissonRegression(bdl.bayesianize(nn.Linear(3, 1)))
+    counts = x, y.abs().round()
+    with pytest.raises(UnsupportedProgramError, match="Poisson"):
+        bdl.summarize(model, counts, held_out=counts, test=counts)
+
+
+def _numbers(logits, y, other=None):
+    return _Predicted(logits.softmax(-1), None, y, other, are_draws=len(logits) > 1).numbers()
+
+
+def test_what_is_better_is_said():
+    torch.manual_seed(0)
+    f = 2 * randn(1, 400, 3)
+    y = torch.distributions.Categorical(logits=f[0]).sample()
+    found = {"softmax": _numbers(4 * f, y), "Laplace": _numbers(f + 0.1 * randn(40, 400, 3), y)}
+    answer = _answer(found, ("softmax",), has_other=False)
+    assert "better probabilities by Laplace (NLPD lower by" in answer
+    swapped = {"softmax": found["Laplace"], "Laplace": found["softmax"]}
+    answer = _answer(swapped, ("softmax",), has_other=False)
+    assert "no better probabilities, worse ones than the network's by Laplace" in answer
+
+
+def test_a_share_of_one_has_an_error():
+    logits, y = 5.0 * torch.eye(3).repeat(10, 1)[None], torch.arange(3).repeat(10)
+    found = _numbers(logits, y)
+    assert found.values["accuracy"] == 1.0
+    assert found.error("accuracy") == pytest.approx((32 / 34 * 2 / 34 / 34) ** 0.5)
+
+
+@pytest.mark.slow
+def test_how_often_a_difference_is_said_of_equal_predictions():
+    torch.manual_seed(0)
+    said = 0
+    for repeat in range(100):
+        made = torch.Generator().manual_seed(repeat)
+        f = 2 * torch.randn(300, 3, generator=made)
+        y = torch.distributions.Categorical(logits=f).sample()
+        alone, draws = (f + 0.5 * torch.randn(1, 300, 3, generator=made) for _ in range(2))
+        found = {"softmax": _numbers(alone, y), "Laplace": _numbers(draws.repeat(40, 1, 1), y)}
+        answer = _answer(found, ("softmax",), has_other=False)
+        said += "no better probabilities." not in answer
+    assert said <= 12  # 5 % are meant
