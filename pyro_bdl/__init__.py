@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pyro_bdl import (
+    acquisition,
     bayesian_linear,
     calibration,
     diagnostics,
@@ -65,6 +66,7 @@ __all__ = [
     "Program",
     "Samples",
     "__version__",
+    "acquisition",
     "bayesian_linear",
     "bayesianize",
     "calibration",
