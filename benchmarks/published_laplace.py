@@ -79,6 +79,15 @@ class Row(NamedTuple):
     fit: Callable[[], Probabilities]
 
 
+def unscaled(data: Images) -> Images:
+    """The same with pixels from 0 to 1, as published."""
+    for name in ("train", "test"):
+        part = getattr(data, name)
+        setattr(data, name, Part(part.x * data.sd + data.mean, part.y))
+    data.elsewhere = data.elsewhere * data.sd + data.mean
+    return data
+
+
 def untrained(width: int) -> nn.Module:
     return nn.Sequential(
         nn.Flatten(),
@@ -93,11 +102,9 @@ def trained(seed: int, data: Part, options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(seed)
     network = untrained(options.width)
     optimizer = torch.optim.Adam(network.parameters(), 1e-3, weight_decay=options.decay)
-    for step in range(options.steps):
+    for _ in range(options.steps):
         rows = torch.randint(len(data.x), (options.batch,))
         loss = nn.functional.cross_entropy(network(data.x[rows]), data.y[rows])
-        for group in optimizer.param_groups:  # to zero in the last tenth
-            group["lr"] = 1e-3 * min(1.0, 10.0 * (1.0 - step / options.steps))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -315,7 +322,7 @@ def main() -> None:
     done = harness.read_rows(options.rows)
     known = {(row["set"], row["method"], row["side"], row["seed"]) for row in done}
     for name in options.sets:
-        data = Images(options.data, name, train=options.train, test=options.test)
+        data = unscaled(Images(options.data, name, train=options.train, test=options.test))
         few = Part(*(part[: -options.held_out] for part in data.train))
         networks = {
             part: Networks(
