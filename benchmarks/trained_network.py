@@ -338,7 +338,7 @@ def methods(
         return lambda x: each(x).mean(0), each, ""
 
     def laplace_torch(part: str = "all", said: str = "all weights") -> Method:
-        kind = _laplace_torch()
+        kind = peer_laplace().Laplace
         try:
             theirs = kind(
                 copy.deepcopy(network), "classification",
@@ -368,12 +368,16 @@ def methods(
     yield "ensemble of 5", ensemble
 
 
-def _laplace_torch() -> Any:
-    """The class of that package, whose name is also that of a script in this folder."""
+def peer_laplace(folder: str | None = None) -> Any:
+    """The package laplace-torch, whose module has the name of a script in this folder.
+
+    :param folder: where it is installed, if not beside the others.
+    """
     here, path = str(Path(__file__).parent), list(sys.path)
     try:
         sys.path[:] = [entry for entry in path if entry not in (here, "")]
-        return importlib.import_module("laplace").Laplace
+        sys.path += [folder] if folder else []
+        return importlib.import_module("laplace")
     finally:
         sys.path[:] = path
 

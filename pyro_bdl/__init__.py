@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from pyro_bdl import (
+    acquisition,
     bayesian_linear,
     calibration,
     diagnostics,
@@ -68,6 +69,7 @@ __all__ = [
     "Samples",
     "Summary",
     "__version__",
+    "acquisition",
     "bayesian_linear",
     "bayesianize",
     "calibration",
