@@ -1,15 +1,16 @@
 """Closed-form expectations of observation models over Gaussian outputs, without draws."""
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from pyro.distributions.torch_distribution import MaskedDistribution
+from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs
 from pyro_bdl.distributions.parameters import base_distribution
-from pyro_bdl.program.trace import Site
 
 DISCRETE = ("Categorical", "OneHotCategorical", "Bernoulli")
 
@@ -134,8 +135,11 @@ def noise_covariance(gaussian: GaussianOutputs) -> Tensor | None:
     return None
 
 
-def class_probabilities(gaussian: GaussianOutputs, method: str) -> Tensor:
-    """P(y = class) of a discrete site, by "centered-probit", "probit" or "laplace-bridge"."""
+def class_probabilities(gaussian: GaussianOutputs, method: str) -> Tensor | None:
+    """P(y = class) of a discrete site, by "centered-probit", "probit" or "laplace-bridge"; None of
+    another."""
+    if gaussian.outputs.kind not in DISCRETE:
+        return None
     logits, binary = gaussian.outputs.values["logits"], gaussian.outputs.kind == "Bernoulli"
     if method == "laplace-bridge":
         if binary:
@@ -158,9 +162,19 @@ def _of_events(covariances: Tensor, size: int) -> Tensor:
     return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)
 
 
-def log_density(site: Site, gaussian: GaussianOutputs) -> Tensor | None:
-    """log p(y) in nats, with the distribution's batch shape; None if there is no closed form."""
-    kind, distribution = gaussian.outputs.kind, site.distribution
+def log_density(gaussian: GaussianOutputs) -> Tensor | None:
+    """log p(y) of an observed site in nats, masked, with the distribution's batch shape; None if
+    there is no closed form.
+
+    :raises ValueError: for a site without a value.
+    """
+    kind, site = gaussian.outputs.kind, gaussian.outputs.site
+    assert site is not None
+    if site.value is None:
+        raise ValueError(
+            f"site '{gaussian.outputs.name}' has no observation: pass the targets as well"
+        )
+    distribution = site.distribution
     inner = base_distribution(distribution, through_masks=False)
     if isinstance(inner, MaskedDistribution):
         return None
@@ -169,12 +183,11 @@ def log_density(site: Site, gaussian: GaussianOutputs) -> Tensor | None:
     if kind == "Normal":
         density = _normal_log_density(gaussian, site.value, event)
     elif kind in DISCRETE and event == 1:
-        density = _discrete_log_density(
-            kind, class_probabilities(gaussian, "centered-probit"), site.value
-        )
+        probabilities: Any = class_probabilities(gaussian, "centered-probit")
+        density = _discrete_log_density(kind, probabilities, site.value)
     else:
         return None
-    return None if density is None else density.reshape(shape)
+    return None if density is None else scale_and_mask(density.reshape(shape), 1.0, site.mask)
 
 
 def _normal_log_density(gaussian: GaussianOutputs, value: Tensor, event: int) -> Tensor | None:

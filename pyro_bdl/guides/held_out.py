@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_bdl.curvature import closed_forms
@@ -159,11 +158,8 @@ def log_densities(sites: list[GaussianOutputs], factor: float) -> Tensor:
             raise ValueError(f"held_out has no targets for the site '{outputs.name}': pass (x, y)")
         scaled = replace(gaussian)
         scaled.covariance = factor * gaussian.covariance
-        density = closed_forms.log_density(site, scaled)
-        if density is None:
-            density = _over_draws(scaled)
-        else:
-            density = scale_and_mask(density, 1.0, site.mask)
+        density = closed_forms.log_density(scaled)
+        density = _over_draws(scaled) if density is None else density
         terms.append(density.double().reshape(outputs.num_data, -1).sum(1))
     return torch.stack(terms).sum(0)
 

@@ -30,9 +30,7 @@ from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive.members import (
     Member,
     averaged,
-    class_probabilities,
     joint_mean_and_covariance,
-    log_density,
     mean_and_covariance,
     mean_density,
     mixed_density,
@@ -278,7 +276,7 @@ class LinearizedPredictive(Predictions):
             drawn = self._at_draws(_class_means, args, kwargs).values
             found = {name: value.mean(0) for name, value in drawn.items() if len(value)}
         else:
-            closed = functools.partial(class_probabilities, method=method)
+            closed = functools.partial(closed_forms.class_probabilities, method=method)
             found = self._closed_forms(closed, (args, kwargs), combine=averaged)
         if not found:
             raise ValueError("no observed site is Categorical or Bernoulli")
@@ -295,7 +293,7 @@ class LinearizedPredictive(Predictions):
         """
         otherwise = (lambda site: site.unscaled_log_prob(), mean_density)
         return self._closed_forms(
-            log_density, (args, kwargs), otherwise=otherwise, combine=mixed_density
+            closed_forms.log_density, (args, kwargs), otherwise=otherwise, combine=mixed_density
         )
 
     def closed_predictions(self, *args: Any, **kwargs: Any) -> dict[str, ClosedPredictions]:

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_bdl.curvature import closed_forms
@@ -356,33 +355,14 @@ def predictive_covariance(
     return PredictiveCovariance(mean, with_noise(covariance, noise))
 
 
-def class_probabilities(gaussian: GaussianOutputs, method: str) -> Tensor | None:
-    """P(y = class) of a discrete site; None of another."""
-    known = gaussian.outputs.kind in closed_forms.DISCRETE
-    return closed_forms.class_probabilities(gaussian, method) if known else None
-
-
-def log_density(gaussian: GaussianOutputs) -> Tensor | None:
-    """log p(y) of an observed site, masked; None without a closed form.
-
-    :raises ValueError: for a site without a value.
-    """
-    site = gaussian.outputs.site
-    assert site is not None
-    if site.value is None:
-        raise ValueError(
-            f"site '{gaussian.outputs.name}' has no observation: pass the targets as well"
-        )
-    density = closed_forms.log_density(site, gaussian)
-    return None if density is None else scale_and_mask(density, 1.0, site.mask)
-
-
 def normal_predictions(gaussian: GaussianOutputs) -> ClosedPredictions | None:
     """E[y], Var[y] and, with targets, log p(y) of a Normal site; None of another."""
     found, site = normal_moments(gaussian), gaussian.outputs.site
     if found is None or site is None:
         return None
-    return ClosedPredictions(*found, None if site.value is None else log_density(gaussian))
+    return ClosedPredictions(
+        *found, None if site.value is None else closed_forms.log_density(gaussian)
+    )
 
 
 def normal_moments(gaussian: GaussianOutputs) -> PredictiveMoments | None:

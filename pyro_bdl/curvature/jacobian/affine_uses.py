@@ -6,6 +6,7 @@ input a and the gradient g of its output z. A latent in another operation, such 
 normalization, is a "dense" use, whose gradient is that of the operand itself.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -326,7 +327,7 @@ def patches(
     positions = tuple(range(3, 3 + dims))
     window = tuple(range(3 + dims, 3 + 2 * dims))
     images = images.permute(0, *positions, 1, 2, *window)
-    return images.reshape(n, -1, groups, channels // groups * _product(kernel))
+    return images.reshape(n, -1, groups, channels // groups * math.prod(kernel))
 
 
 def _image_patches(
@@ -359,13 +360,6 @@ def _padding(
             assert not isinstance(padding, str)
             size = padding if isinstance(padding, int) else padding[d % len(padding)]
             result += [size, size]
-    return result
-
-
-def _product(numbers: tuple[int, ...]) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
     return result
 
 
