@@ -37,7 +37,7 @@ from networks import resnet
 from torch import Tensor, nn
 
 import pyro_bdl as bdl
-from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.program.subset import Subset
@@ -310,7 +310,7 @@ def large(options: argparse.Namespace) -> dict[str, Any]:
 
 def fitting(model: Any, guide: Any, data: tuple) -> Any:
     """The pass over the data alone, without the algebra that follows it."""
-    at = At(model, Subset(guide.require_layout()), guide.location())
+    at = ProgramAtPoint(model, Subset(guide.require_layout()), guide.location())
 
     def fit(structure: str, curvature: str = "ggn") -> Any:
         config = CurvatureConfig(structure, curvature)

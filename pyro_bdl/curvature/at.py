@@ -98,7 +98,7 @@ class _Mapped:
     deterministic: dict[str, Tensor]
 
 
-class At:
+class ProgramAtPoint:
     """A program at one point of its latents.
 
     :param model: the program.
@@ -130,7 +130,7 @@ class At:
 
     def moved(
         self, vector: Tensor, *, training: bool = False, differentiable: bool = False
-    ) -> "At":
+    ) -> "ProgramAtPoint":
         """The program at another point; what is known about its rows is shared.
 
         :param training: run as in a training step: modules run in their own modes and update their

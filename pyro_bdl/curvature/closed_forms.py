@@ -128,10 +128,10 @@ def noise_covariance(gaussian: GaussianOutputs) -> Tensor | None:
     outputs = gaussian.outputs
     if outputs.kind == "Normal":
         return noise_variance(gaussian)[..., None, None]
-    if outputs.kind == "MultivariateNormal" and "scale_tril" not in outputs.moving:
+    if outputs.kind == "MultivariateNormal" and "scale_tril" not in outputs.dependent:
         assert outputs.site is not None
         base = base_distribution(outputs.site.distribution)
-        return outputs.kept(base.covariance_matrix)
+        return outputs.as_result(base.covariance_matrix)
     return None
 
 
@@ -193,7 +193,7 @@ def log_density(gaussian: GaussianOutputs) -> Tensor | None:
 def _normal_log_density(gaussian: GaussianOutputs, value: Tensor, event: int) -> Tensor | None:
     (mean, variance), (log_scale, uncertainty) = gaussian.cells("loc"), gaussian.cells("scale")
     y, size = value.reshape(mean.shape), len(mean)
-    if "scale" in gaussian.outputs.moving:
+    if "scale" in gaussian.outputs.dependent:
         if event > 1:
             return None
         cross = gaussian.block("loc", "scale").diagonal(dim1=-2, dim2=-1)

@@ -146,7 +146,7 @@ def chosen_config(
     run: Run,
     leaves: Mapping[str, Tensor],
     subset: Subset,
-    few: Batch,
+    batch: Batch,
     batches: Batches,
     *,
     full_up_to: int = 2000,
@@ -161,7 +161,7 @@ def chosen_config(
     exact, and are taken only if they fit in memory. It is "kron" otherwise, and "full" over parts
     of sites, which have no Kronecker factors, and for curvature="hessian".
 
-    :param run: the program on ``few`` of the data, with its leaves.
+    :param run: the program on ``batch`` of the data, with its leaves.
     :param full_up_to: latents, whose matrix is factorized in a fraction of a second.
     :param kernel_up_to: rows, whose kernel is factorized in about a second.
     """
@@ -182,7 +182,7 @@ def chosen_config(
     like = next(iter(leaves.values()))
     if subset.size <= full_up_to and fits(Full(), subset.size, like):
         return replace(config, structure=Full())
-    rows = rows_of(run, few, batches, config)
+    rows = rows_of(run, batch, batches, config)
     few_rows = rows < subset.size and rows <= kernel_up_to
     if batches.ranks is None and few_rows and fits(Kernel(), subset.size, like, rows):
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.config import CurvatureConfig, check_memory, chosen_config, rows_of
 from pyro_bdl.curvature.fisher import (
     cell_weights,
@@ -19,7 +19,7 @@ from pyro_bdl.curvature.fisher import (
     site_parameters,
 )
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
-from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
+from pyro_bdl.curvature.jacobian.linearization import VJP, Linearization
 from pyro_bdl.curvature.linearized_data import GaussNewtonProducts
 from pyro_bdl.curvature.prior import FactorStatements, hyperpriors
 from pyro_bdl.curvature.structures.base import Curvature
@@ -72,8 +72,8 @@ def site_jacobians(
         return
 
     def jacobian(keys: tuple[str, ...], columns: list[Cotangent]) -> Jacobian:
-        pullback = _pullback(linearization, name, keys)
-        return pullback.jacobian([[column[key] for key in keys] for column in columns])
+        vjp = _vjp(linearization, name, keys)
+        return vjp.jacobian([[column[key] for key in keys] for column in columns])
 
     groups: dict[tuple[str, ...], list[Cotangent]] = {}
     most = _columns_at_once(linearization, num_data(site), config)
@@ -116,13 +116,13 @@ def _softmax_jacobian(
         or len(base.batch_shape) != 1
     ):
         return None
-    return _pullback(linearization, name, ("logits",)).softmax(cell_weights(site).square())
+    return _vjp(linearization, name, ("logits",)).softmax(cell_weights(site).square())
 
 
-def _pullback(linearization: Linearization, name: str, keys: tuple[str, ...]) -> Pullback:
+def _vjp(linearization: Linearization, name: str, keys: tuple[str, ...]) -> VJP:
     """Return a site's parameters in a form that can be differentiated datum by datum."""
     parameters = linearization.parameters(name)
-    return linearization.pullback(
+    return linearization.vjp(
         [parameters[key] for key in keys], num_data(linearization.run.observed[name])
     )
 
@@ -156,7 +156,12 @@ class LikelihoodSums:
     factor: float = 1.0
 
     def __init__(
-        self, at: At, batches: Batches, config: CurvatureConfig, *, earlier: bool = False
+        self,
+        at: ProgramAtPoint,
+        batches: Batches,
+        config: CurvatureConfig,
+        *,
+        earlier: bool = False,
     ) -> None:
         self.batches, self.config = batches, config
         self.factors = FactorStatements(batches.ranks, earlier=earlier)
@@ -291,7 +296,7 @@ def check_factors(run: Run, leaves: Mapping[str, Tensor], config: CurvatureConfi
 
 @torch.enable_grad()
 def fit_curvature(
-    at: At,
+    at: ProgramAtPoint,
     data: Any,
     config: CurvatureConfig,
     *,

@@ -106,8 +106,10 @@ class ParameterReading:
             normal: Any = base_distribution(noise.site.distribution)
             terms = [normal.loc]
         else:
-            apart = hyperpriors(self.run, self.leaves)
-            factors = (site for name, site in self.run.factors.items() if name not in apart)
+            hyperprior_names = hyperpriors(self.run, self.leaves)
+            factors = (
+                site for name, site in self.run.factors.items() if name not in hyperprior_names
+            )
             sites = (*self.run.observed.values(), *factors)
             terms = [site.log_prob() for site in sites if site.value is not None]
         found = self.parameters.items()

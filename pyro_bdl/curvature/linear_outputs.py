@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
-from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
+from pyro_bdl.curvature.jacobian.linearization import VJP, Linearization
 from pyro_bdl.curvature.structures.base import LinearDraws, Precision
 from pyro_bdl.distributions.families import Cotangent, name_of
 from pyro_bdl.distributions.parameters import (
@@ -54,15 +54,15 @@ class LinearOutputs:
     ) -> None:
         self.at, self.has_data = at, has_data
         leaves = [at.leaves[name] for name in at.subset.parts]
-        self.values = {key: self.kept(value) for key, value in tensors.items()}
-        self.moving = [key for key, value in tensors.items() if reaches(value, leaves)]
+        self.values = {key: self.as_result(value) for key, value in tensors.items()}
+        self.dependent = [key for key, value in tensors.items() if reaches(value, leaves)]
         self.num_data = len(next(iter(tensors.values()))) if has_data else 1
-        self._outputs = [tensors[key] for key in self.moving]
+        self._outputs = [tensors[key] for key in self.dependent]
         self.rows: Tensor | None = None
         self._jacobian: Jacobian | None = None
         self._reused: _Transposed | None = None
 
-    def kept(self, value: Tensor) -> Tensor:
+    def as_result(self, value: Tensor) -> Tensor:
         """A result with its graph if it has to be differentiable, else without."""
         return value if self.at.differentiable else value.detach()
 
@@ -90,31 +90,31 @@ class LinearOutputs:
         """A deterministic site, named "value", whether or not it depends on the latents."""
         value = at.run.deterministic[name]
         result = cls(at, {"value": value}, has_data=value.dim() > 0)
-        result.moving, result._outputs = ["value"], [value]
+        result.dependent, result._outputs = ["value"], [value]
         return result
 
     @property
     def mean(self) -> Tensor:
         """The K numbers of each datum that depend on the latents, (n, K)."""
-        parts = [self.values[key].reshape(self.num_data, -1) for key in self.moving]
+        parts = [self.values[key].reshape(self.num_data, -1) for key in self.dependent]
         like = next(iter(self.values.values()))
         return torch.cat(parts, -1) if parts else like.new_zeros(self.num_data, 0)
 
     @property
     def columns(self) -> int:
         """K, the number of numbers of each datum that depend on the latents."""
-        return sum(self.values[key].numel() for key in self.moving) // self.num_data
+        return sum(self.values[key].numel() for key in self.dependent) // self.num_data
 
     @property
     def jacobian(self) -> Jacobian:
         """The Jacobian of the K numbers, as K columns."""
         if self._jacobian is None:
-            self._jacobian = self.pullback().identity()
+            self._jacobian = self.vjp().identity()
         return self._jacobian
 
-    def pullback(self) -> Pullback:
+    def vjp(self) -> VJP:
         """The numbers that move as functions of the subset, datum by datum."""
-        return self.at.pullback(self._outputs, self.num_data)
+        return self.at.vjp(self._outputs, self.num_data)
 
     def keep_rows(self) -> None:
         """Keep the Jacobian as rows (n K, p): products with it are then those of a matrix."""
@@ -128,7 +128,7 @@ class LinearOutputs:
         an operator has no second derivative, or is a function of the user's own, the Jacobian is
         formed.
         """
-        if not self.moving:
+        if not self.dependent:
             return {}
         many = vectors.dim() == 2
         if self.rows is not None:
@@ -138,47 +138,47 @@ class LinearOutputs:
             try:
                 reused = self._reused = self._reused or self._transposed()
                 found = self._each(lambda v, many: self._times(reused, v[0], many), [vectors], many)
-                return dict(zip(self.moving, found, strict=True))
+                return dict(zip(self.dependent, found, strict=True))
             except NotImplementedError:  # as torch says of an operator
                 self._reused = None
         change = self.jacobian.apply(torch.atleast_2d(vectors).to(self.jacobian.like)).detach()
         return self.split((change if many else change[0]).to(self.mean))
 
-    def transposed_times(self, cotangents: dict[str, Tensor], *, many: bool = False) -> Tensor:
+    def rmatvec(self, cotangents: dict[str, Tensor], *, many: bool = False) -> Tensor:
         """J' times tensors of the outputs' shapes, by name, (p,).
 
         :param many: the tensors have a leading axis; the result is (S, p).
         """
         at = self.at
-        given = [cotangents[key] for key in self.moving]
-        batch = given[0].shape[:1] if many and given else ()
-        if not self.moving:
+        vectors = [cotangents[key] for key in self.dependent]
+        batch = vectors[0].shape[:1] if many and vectors else ()
+        if not self.dependent:
             return torch.zeros_like(at.subset.take(at.vector))
         if self.rows is not None:
-            parts = [value.reshape(*batch, self.num_data, -1) for value in given]
+            parts = [value.reshape(*batch, self.num_data, -1) for value in vectors]
             return torch.cat(parts, -1).flatten(-2).to(self.rows) @ self.rows
         leaves = [at.leaves[name] for name in at.subset.parts]
 
-        def pulled(given: list[Tensor], many: bool) -> list[Tensor]:
+        def pulled(vectors: list[Tensor], many: bool) -> list[Tensor]:
             found = torch.autograd.grad(
-                self._outputs, leaves, given,
+                self._outputs, leaves, vectors,
                 retain_graph=True, allow_unused=True, is_grads_batched=many,
             )  # fmt: skip
             return _filled(found, leaves, batch if many else ())
 
-        return at.subset.of_sites(self._each(pulled, given, many), batch)
+        return at.subset.of_sites(self._each(pulled, vectors, many), batch)
 
     def _each(
         self,
         function: Callable[[list[Tensor], bool], list[Tensor]],
-        given: list[Tensor],
+        vectors: list[Tensor],
         many: bool,
     ) -> list[Tensor]:
         """A function of tensors with a leading axis: by ``vmap`` where the rows of the run were
         mapped, so that its operations have such a form; else one by one."""
         if not many or (self.at.rows is not None and self.at.rows.together):
-            return function(given, many)
-        results = [function(list(each), False) for each in zip(*given, strict=True)]
+            return function(vectors, many)
+        results = [function(list(each), False) for each in zip(*vectors, strict=True)]
         return [torch.stack(parts) for parts in zip(*results, strict=True)]
 
     def _transposed(self) -> _Transposed:
@@ -223,7 +223,7 @@ class LinearOutputs:
         """Yield columns about the observed distribution's own parameters at ``values`` as
         columns about the unconstrained parameters that move."""
         with torch.enable_grad():
-            leaves = {key: values[key].detach().requires_grad_() for key in self.moving}
+            leaves = {key: values[key].detach().requires_grad_() for key in self.dependent}
             site = self.observed({**values, **leaves})
             parameters = parameters_of(base_distribution(site.distribution))
         for column in columns(site):
@@ -244,11 +244,11 @@ class LinearOutputs:
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """Split (..., n, K) into tensors by name, (..., *shape)."""
-        shapes = [self.values[key].shape for key in self.moving]
+        shapes = [self.values[key].shape for key in self.dependent]
         sizes = [shape.numel() // self.num_data for shape in shapes]
         return {
             key: part.reshape(part.shape[:-2] + shape)
-            for key, shape, part in zip(self.moving, shapes, flat.split(sizes, -1), strict=True)
+            for key, shape, part in zip(self.dependent, shapes, flat.split(sizes, -1), strict=True)
         }
 
     def draws(self, offsets: LinearDraws) -> dict[str, Tensor]:
@@ -256,7 +256,7 @@ class LinearOutputs:
         values = {
             key: value.expand(len(offsets), *value.shape) for key, value in self.values.items()
         }
-        moved = self._products(offsets) if self.moving else {}
+        moved = self._products(offsets) if self.dependent else {}
         return values | {key: self.values[key] + change for key, change in moved.items()}
 
     def _products(self, offsets: LinearDraws) -> dict[str, Tensor]:
@@ -264,7 +264,7 @@ class LinearOutputs:
         fewer than its columns, and no gradient is taken of them; else the Jacobian's."""
         if self._jacobian is None and not self.at.differentiable and len(offsets) < self.columns:
             return self.times(offsets.vectors())
-        change = self.kept(offsets.apply(self.jacobian))
+        change = self.as_result(offsets.apply(self.jacobian))
         return self.split(change.to(self.mean))
 
     def gaussian(self, precision: Precision) -> "GaussianOutputs":
@@ -296,20 +296,20 @@ class GaussianOutputs:
     @cached_property
     def covariance(self) -> Tensor:
         """The covariances, (n, K, K)."""
-        if not self.outputs.moving:
+        if not self.outputs.dependent:
             return self.mean.new_zeros(*self.mean.shape, self.mean.shape[-1])
         covariance = self.precision.covariance(self.outputs.jacobian)
-        return self.outputs.kept(covariance).to(self.mean)
+        return self.outputs.as_result(covariance).to(self.mean)
 
     @cached_property
     def diagonal(self) -> Tensor:
         """The covariance's diagonals, (n, K)."""
-        if not self.outputs.moving:
+        if not self.outputs.dependent:
             return torch.zeros_like(self.mean)
         if "covariance" in self.__dict__:
             return self.covariance.diagonal(dim1=-2, dim2=-1)
         variances = self.precision.output_variances(self.outputs.jacobian)
-        return self.outputs.kept(variances).to(self.mean)
+        return self.outputs.as_result(variances).to(self.mean)
 
     def means(self) -> dict[str, Tensor]:
         """Means by name, of the tensors that depend on the latents."""
@@ -328,7 +328,7 @@ class GaussianOutputs:
     def columns(self, key: str) -> slice:
         """The place of a tensor that depends on the latents among the K numbers."""
         start = 0
-        for other in self.outputs.moving:
+        for other in self.outputs.dependent:
             size = self.outputs.values[other].numel() // len(self.mean)
             if other == key:
                 break
@@ -337,7 +337,7 @@ class GaussianOutputs:
 
     def block(self, row: str, column: str) -> Tensor:
         """The covariances of the cells of two tensors, (n, cells, cells)."""
-        values, moving = self.outputs.values, self.outputs.moving
+        values, moving = self.outputs.values, self.outputs.dependent
         if row not in moving or column not in moving:
             sizes = [values[key].numel() // len(self.mean) for key in (row, column)]
             return self.mean.new_zeros(len(self.mean), *sizes)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.fisher import cell_columns
 from pyro_bdl.curvature.hyperparameters import learned_noise, read
 from pyro_bdl.curvature.jacobian.linearization import Linearization
@@ -31,7 +31,7 @@ class LinearizedBatch:
         self._at: Tensor | None = None
         self._values: list[dict[str, Tensor]] = []
         self._columns: list[list[dict[str, Tensor]]] | None = None
-        self.held = False
+        self.is_stored = False
 
     def values(self, offset: Tensor) -> list[dict[str, Tensor]]:
         """The outputs' values at an offset; those at the last one are kept."""
@@ -57,27 +57,27 @@ class LinearizedBatch:
         value = self.factors + self.slope.double() @ offset.double()
         gradient = self.slope.double()
         for outputs, values in zip(self.outputs, self.values(offset), strict=True):
-            leaves = {key: values[key].detach().requires_grad_() for key in outputs.moving}
+            leaves = {key: values[key].detach().requires_grad_() for key in outputs.dependent}
             with torch.enable_grad():
                 total = log_likelihood_of(outputs, values | leaves)
             value = value + total.detach()
             if leaves:
                 found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
                 cotangents = dict(zip(leaves, found, strict=True))
-                gradient = gradient + outputs.transposed_times(cotangents).double()
+                gradient = gradient + outputs.rmatvec(cotangents).double()
         return torch.cat([value[None], gradient])
 
     def times(self, offset: Tensor, vectors: Tensor) -> Tensor:
         """J' F J vectors (p,) or (S, p), F the Fisher information of the outputs at the offset."""
         result = torch.zeros_like(vectors)
         values, many = self.values(offset), vectors.dim() == 2
-        if self.held and self._columns is None:
+        if self.is_stored and self._columns is None:
             self._columns = [
-                list(outputs.unconstrained(at, cell_columns)) if outputs.moving else []
+                list(outputs.unconstrained(at, cell_columns)) if outputs.dependent else []
                 for outputs, at in zip(self.outputs, values, strict=True)
             ]
         for number, outputs in enumerate(self.outputs):
-            if not outputs.moving:
+            if not outputs.dependent:
                 continue
             change = outputs.times(vectors)
             columns = (
@@ -92,7 +92,7 @@ class LinearizedBatch:
                     weighed[key] += value * share.reshape(
                         share.shape + (1,) * (value.dim() - len(_cells(outputs)))
                     )
-            result = result + outputs.transposed_times(weighed, many=many).to(vectors)
+            result = result + outputs.rmatvec(weighed, many=many).to(vectors)
         return result
 
 
@@ -120,25 +120,25 @@ class LinearizedData:
     """
 
     def __init__(
-        self, at: At, passes: Sequence[tuple[Batches, float]], *, rows: bool = False
+        self, at: ProgramAtPoint, passes: Sequence[tuple[Batches, float]], *, rows: bool = False
     ) -> None:
         self.at, self.passes, self.rows = at, passes, rows
-        self._kept: dict[int, list[LinearizedBatch]] = {}
+        self._stored: dict[int, list[LinearizedBatch]] = {}
 
     @property
     def keeps_all(self) -> bool:
         """True if no sum runs the program again; False before the first sum."""
-        return len(self._kept) == len(self.passes)
+        return len(self._stored) == len(self.passes)
 
     def _parts(self, number: int, batches: Batches) -> Iterator[LinearizedBatch]:
-        if number in self._kept:
-            yield from self._kept[number]
+        if number in self._stored:
+            yield from self._stored[number]
             return
         statements = FactorStatements(batches.ranks, earlier=number > 0)
         found = self.at.linearizations(batches.part(), as_rows=self.rows)
         free = available_memory(self.at.vector.device) or 8 * 2**30
         left: float = bytes_at_once(int(free * SHARE_OF_MEMORY))
-        kept: list[LinearizedBatch] | None = []
+        stored: list[LinearizedBatch] | None = []
         per_part = 0.0
         while True:
             with Allocations() as allocations:
@@ -153,16 +153,16 @@ class LinearizedData:
             else:
                 per_part = max(per_part, _GRAPHS * allocations.bytes + _of_columns(part))
                 left -= per_part
-            if kept is not None and left > 0:
+            if stored is not None and left > 0:
                 for outputs in part.outputs if self.rows else ():
                     outputs.keep_rows()
-                part.held = True
-                kept.append(part)
+                part.is_stored = True
+                stored.append(part)
             else:
-                kept = None
+                stored = None
             yield part
-        if kept is not None:
-            self._kept[number] = kept
+        if stored is not None:
+            self._stored[number] = stored
 
     def sum(self, of_part: Callable[[LinearizedBatch], Tensor]) -> Tensor:
         """Return a sum over all data, given the share of one batch."""
@@ -191,7 +191,7 @@ class GaussNewtonProducts:
     :param passes: the data, and the factor of the sums over them.
     """
 
-    def __init__(self, at: At, passes: Sequence[tuple[Batches, float]]) -> None:
+    def __init__(self, at: ProgramAtPoint, passes: Sequence[tuple[Batches, float]]) -> None:
         self.at, self.passes = at, passes
         self.noise = self._noise()
 

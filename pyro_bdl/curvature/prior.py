@@ -82,7 +82,7 @@ class PriorPrecision(NamedTuple):
         """The matrix times x (..., p)."""
         return self._on(x, torch.mul, torch.matmul)
 
-    def transposed_times(self, x: Tensor) -> Tensor:
+    def rmatvec(self, x: Tensor) -> Tensor:
         """The matrix's transpose times x (..., p)."""
         return self._on(x, torch.mul, lambda dense, columns: dense.mT @ columns)
 
@@ -200,17 +200,17 @@ class FactorStatements:
         self.new: list[Site] = []
         self._counts = not earlier and (ranks is None or ranks.number == 0)
 
-    def read(self, run: Run, apart: Iterable[str]) -> None:
+    def read(self, run: Run, hyperprior_names: Iterable[str]) -> None:
         """Record the factors of a run.
 
-        :param apart: the names of the hyperpriors, which are not part of the likelihood.
+        :param hyperprior_names: the names of the hyperpriors, which are not part of the likelihood.
         :raises ValueError: if a factor that counts once differs from batch to batch.
         """
-        apart, of_latents, self.new = set(apart), set(), []
+        hyperprior_names, of_latents, self.new = set(hyperprior_names), set(), []
         for latent in run.latents.values():
             of_latents |= {plate for plate, _ in latent.plates}
         for name, site in run.factors.items():
-            if name in apart:
+            if name in hyperprior_names:
                 continue
             if any(plate not in of_latents for plate, _ in site.plates):
                 self.new.append(site)

@@ -58,9 +58,9 @@ def warn_of_shared_scales(
     :param batch: some data.
     """
     looked_at = f"shared scales of {', '.join(subset.parts)}"
-    if "shared scales" in guide.told or looked_at in guide.told:
+    if "shared scales" in guide.warned_of or looked_at in guide.warned_of:
         return
-    guide.told.add(looked_at)
+    guide.warned_of.add(looked_at)
     owners = owners_of_priors(reading, subset)
     sets = {name: {s for s, owner in owners.items() if owner == name} for name in owners.values()}
     shared = {name: sites for name, sites in sets.items() if len(sites) > 1}
@@ -73,7 +73,7 @@ def warn_of_shared_scales(
     name = max(found, key=lambda name: len(found[name]), default="")
     if not found.get(name):
         return
-    guide.told.add("shared scales")
+    guide.warned_of.add("shared scales")
     names = ", ".join(repr(group) for group in found[name][:_SHOWN])
     more = ", ..." if len(found[name]) > _SHOWN else ""
     warn(

@@ -60,7 +60,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         self.program_modules = Modules(model)
         self._values: Mapping[str, Tensor] | None = None  # of parameters, while ``holding``
         self.subsampled: set[str] = set()
-        self.told: set[str] = set()  # warnings about the program that are given once
+        self.warned_of: set[str] = set()  # warnings about the program that are given once
         self._loaded: dict[str, Tensor] | None = None
         # A few rows of the first data, with which a program that reads a file is run.
         self.few_rows: Batch = (), {}
@@ -151,7 +151,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         self.program_modules = source.program_modules
         self._rename()
         self.subsampled = source.subsampled
-        self.told = source.told
+        self.warned_of = source.warned_of
         self.prototype_trace = source.prototype_trace
         self._prototype_frames = source._prototype_frames
         self.few_rows = source.few_rows
@@ -321,12 +321,12 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Make a sample statement at every site; returns site -> value."""
         self.prototype(*args, **kwargs)
-        if not is_recording() and "imputed" not in self.told:
+        if not is_recording() and "imputed" not in self.warned_of:
             self._warn_of_imputed()
         return sample_all(self, args, kwargs)
 
     def _warn_of_imputed(self) -> None:
-        self.told.add("imputed")
+        self.warned_of.add("imputed")
         trace: Any = self.prototype_trace
         nodes = trace.nodes.items()
         for name in [name for name, node in nodes if is_marked_imputed(node)]:

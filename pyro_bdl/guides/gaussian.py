@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import SCALED_UP, check_factors, fit_curvature
 from pyro_bdl.curvature.hyperparameters import (
@@ -173,10 +173,12 @@ class LaplaceGuide(JointGuide, NormalGuide):
             self._precision, self.width = None, width
         return self
 
-    def at(self, program: Callable | None = None) -> At:
+    def at(self, program: Callable | None = None) -> ProgramAtPoint:
         """The program at ``loc``, or the same program under a handler."""
         program = program or self.program_model
-        return At(program, self.subset, self.loc, self.config.rows, self.program_modules)
+        return ProgramAtPoint(
+            program, self.subset, self.loc, self.config.rows, self.program_modules
+        )
 
     # Hyperparameters
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature import closed_forms
-from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.fisher import exact_columns, num_data, site_parameters
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, observed_outputs
@@ -80,7 +80,7 @@ class HeldOut:
 
 
 @torch.no_grad()
-def search(at: At, precision: Precision, held_out: Batches) -> HeldOut:
+def search(at: ProgramAtPoint, precision: Precision, held_out: Batches) -> HeldOut:
     """Find the factor t of the covariance C under which held-out rows are most probable.
 
     Each row's outputs are N(f(x; u*), t J C J'), so that one pass over the rows, for J C J', is
@@ -127,7 +127,7 @@ def search(at: At, precision: Precision, held_out: Batches) -> HeldOut:
 
 @torch.no_grad()
 def densities(
-    at: At, precision: Precision, batches: Iterable[Batch], factors: Sequence[float]
+    at: ProgramAtPoint, precision: Precision, batches: Iterable[Batch], factors: Sequence[float]
 ) -> Tensor:
     """log p_t(y | x) of each row under each factor t, (factors, n); t = 0 is the network."""
     parts = []
@@ -190,9 +190,9 @@ def is_worse_than_network(guide: "LaplaceGuide", first: Linearization, batches: 
 
     :param first: of the program at u*, on the first rows, as many as the fit took at once.
     """
-    rows = 0 if _TOPIC in guide.told else _comparable_rows(guide, first.run, batches)
+    rows = 0 if _TOPIC in guide.warned_of else _comparable_rows(guide, first.run, batches)
     if rows == 0:
-        return _TOPIC in guide.told
+        return _TOPIC in guide.warned_of
     alone, posterior, right = [], [], []
     parts: Iterable[Linearization] = [first]
     if leading_size((first.args, dict(first.kwargs))) != rows:
@@ -208,7 +208,7 @@ def is_worse_than_network(guide: "LaplaceGuide", first: Linearization, batches: 
     loss, error = float(losses.mean()), float(losses.std()) / math.sqrt(len(losses))
     if not loss > max(float(torch.cat(right).mean()) + 2.0 * error, _LEAST_LOSS):
         return False
-    guide.told.add(_TOPIC)
+    guide.warned_of.add(_TOPIC)
     warn(
         f"the posterior predicts {len(losses)} of its own training rows worse than the network "
         f"alone: their log density is {float(after.mean()):.3g} nats each instead of "
@@ -244,7 +244,7 @@ def _loss_of_a_right_one(gaussian: GaussianOutputs) -> Tensor:
     """1/2 sum_{a < 1} log(1 + a) over the leverages a of each row, (n,)."""
     outputs, count = gaussian.outputs, len(gaussian.mean)
     roots = [
-        torch.cat([column[key].reshape(count, -1) for key in outputs.moving], -1)
+        torch.cat([column[key].reshape(count, -1) for key in outputs.dependent], -1)
         for column in outputs.unconstrained(outputs.values, exact_columns)
     ]
     if not roots:

@@ -79,11 +79,13 @@ def _halved(guide: Any, step: Tensor, value: float) -> tuple[Tensor, float]:
 
 
 @torch.no_grad()
-def log_joint(guide: Any, vector: Tensor, apart: Iterable[str] = ()) -> tuple[float, float]:
+def log_joint(
+    guide: Any, vector: Tensor, hyperprior_names: Iterable[str] = ()
+) -> tuple[float, float]:
     """The tempered log p(y | w), and log p(w) + log |det dw/du|, in nats at a vector (P,), by a
     pass over a ``LaplaceGuide``'s data.
 
-    :param apart: names of factors that are part of neither.
+    :param hyperprior_names: names of factors that are part of neither.
     """
     layout = guide.require_layout()
     leaves = layout.unflatten(vector)
@@ -94,7 +96,7 @@ def log_joint(guide: Any, vector: Tensor, apart: Iterable[str] = ()) -> tuple[fl
             part = torch.zeros((), dtype=torch.float64, device=vector.device)
             for args, kwargs in batches.part():
                 run = record(guide.program_model, values, args, kwargs, draw=sum_out_discrete)
-                statements.read(run, apart)
+                statements.read(run, hyperprior_names)
                 for site in (*run.observed.values(), *statements.new):
                     part = part + site.batch_log_prob().double()
                 prior = float(log_prior(run, leaves, layout)) if math.isnan(prior) else prior
@@ -117,7 +119,7 @@ def check_maximum(guide: "LaplaceGuide", reading: ParameterReading) -> None:
     lack what a structure leaves out.
     """
     topic, size, slope = "not at a maximum", guide.subset.size, guide.prior_slope.to(guide.loc)
-    if topic in guide.told:
+    if topic in guide.warned_of:
         return
     likelihood = guide.gradient() - slope
     steps, products = _newton(guide, torch.stack([likelihood, slope]))
@@ -129,7 +131,7 @@ def check_maximum(guide: "LaplaceGuide", reading: ParameterReading) -> None:
     gain = _gain_along(guide, reading, steps[0] + scale * steps[1], rate, scale)
     if not gain > limit:
         return
-    guide.told.add(topic)
+    guide.warned_of.add(topic)
     scaled = ", whatever the scale of the prior" if size > 1 else ""
     warn(
         f"the guide is not at a maximum, a step would gain {gain:.3g} nats{scaled}: train "
@@ -162,12 +164,12 @@ def _gain_along(
     :param rate: its derivative along the step at the start.
     """
     run, leaves = reading.run, reading.leaves
-    layout, apart = guide.require_layout(), hyperpriors(run, leaves)
+    layout, hyperprior_names = guide.require_layout(), hyperpriors(run, leaves)
     prior = float(log_prior(run, leaves, layout).detach())
     start = guide.subset.take(guide.loc)
     for length in _LENGTHS:
         moved = guide.subset.put(guide.loc, start + length * step)
-        ends = log_joint(guide, moved, apart)
+        ends = log_joint(guide, moved, hyperprior_names)
         rise = ends[0] - float(guide.log_likelihood) + scale * (ends[1] - prior)
         if math.isfinite(rise):
             bend = 2.0 * (rate * length - rise) / length**2

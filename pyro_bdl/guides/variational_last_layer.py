@@ -168,8 +168,8 @@ class AutoVariationalLastLayer(NormalGuide):
         self.register_buffer("partner", head.partner.to(like.device), persistent=False)
 
     def _warn(self, what: str) -> None:
-        if what not in self.told:
-            self.told.add(what)
+        if what not in self.warned_of:
+            self.warned_of.add(what)
             warn(f"{type(self).__name__} {what}", "last-layer-draws", stacklevel=3)
 
     def expected_log_likelihood(

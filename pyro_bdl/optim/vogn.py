@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import site_jacobians
 from pyro_bdl.curvature.jacobian.linearization import Linearization
@@ -67,7 +67,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
     ) -> None:
         super().__init__(temperature, num_particles, cold_temperature=cold_temperature)
         self.config = CurvatureConfig(structure_of(self.structure), curvature, rows=rows)
-        self._point: At | None = None
+        self._point: ProgramAtPoint | None = None
         # by the modes of the program's modules: whether they compute as in evaluation mode
         self._modes_agree: dict[tuple[bool, ...], bool] = {}
 
@@ -85,7 +85,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         layout = guide.require_layout()
         if self._point is None or self._point.subset.layout is not layout:
             rows, modules = self.config.rows, guide.program_modules
-            self._point = At(model, Subset(layout), guide.location(), rows, modules)
+            self._point = ProgramAtPoint(model, Subset(layout), guide.location(), rows, modules)
             self._modes_agree = {}
         vectors = guide.sample_vectors(self.num_particles)
         particles = [self._at(model, guide, vector, args, kwargs) for vector in vectors.unbind()]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature import closed_forms
-from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.jacobian.jacobian import grouped
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, LinearOutputs, observed_outputs
@@ -79,7 +79,7 @@ class Member:
     def __init__(self, model: Callable, guide: NormalGuide, seed: int | None = None) -> None:
         self.model, self.guide, self.seed = model, guide, seed
         self._is_checked = False
-        self._point: At | None = None
+        self._point: ProgramAtPoint | None = None
 
     def closed_forms(
         self,
@@ -139,10 +139,10 @@ class Member:
         )
 
         def columns(right: Linearization) -> dict[str, Tensor]:
-            moving = {n: outputs for n, outputs in _outputs(right).items() if outputs.moving}
+            dependent = {n: outputs for n, outputs in _outputs(right).items() if outputs.dependent}
             solved = {
                 name: root.solve_transposed(root.solve(_double_rows(outputs)))
-                for name, outputs in moving.items()
+                for name, outputs in dependent.items()
             }
 
             def products(left: Linearization) -> dict[str, Tensor]:
@@ -195,14 +195,14 @@ class Member:
                 for name, value in results[0].items()
             }
 
-    def _at(self, *, differentiable: bool) -> At:
+    def _at(self, *, differentiable: bool) -> ProgramAtPoint:
         """The program at the guide's center."""
         guide = self.guide
         if self._point is None or self._point.subset is not guide.subset:
             config = getattr(guide, "config", None)
             rows = "alone" if config is None else config.rows
             program, modules = on_whole_data(self.model), guide.program_modules
-            self._point = At(program, guide.subset, guide.location(), rows, modules)
+            self._point = ProgramAtPoint(program, guide.subset, guide.location(), rows, modules)
         return self._point.moved(guide.location(), differentiable=differentiable)
 
     def _offsets(self, num_samples: int) -> Iterator[LinearDraws]:
@@ -324,7 +324,7 @@ def joint_mean_and_covariance(
     :param group: q, for those of every q data in a row, (n / q, q K) and (n / q, q K, q K).
     """
     outputs, precision = gaussian.outputs, gaussian.precision
-    if not outputs.moving:
+    if not outputs.dependent:
         return None
     if group is None:
         mean = outputs.mean.reshape(-1)
@@ -334,7 +334,7 @@ def joint_mean_and_covariance(
     else:
         mean = outputs.mean.reshape(outputs.num_data // group, -1)
         covariance = precision.covariance(grouped(outputs.jacobian, group))
-    return mean, outputs.kept(covariance).to(mean)
+    return mean, outputs.as_result(covariance).to(mean)
 
 
 def predictive_covariance(
@@ -348,7 +348,7 @@ def predictive_covariance(
     mean, covariance = gaussian.cells("loc")[0], gaussian.block("loc", "loc")
     if joint:
         covariance, part = mean.new_zeros(*mean.shape, *mean.shape), gaussian.columns("loc")
-        found = joint_mean_and_covariance(gaussian) if "loc" in gaussian.outputs.moving else None
+        found = joint_mean_and_covariance(gaussian) if "loc" in gaussian.outputs.dependent else None
         if found is not None:
             shape = gaussian.mean.shape
             covariance = found[1].reshape(*shape, *shape)[:, part, :, part]

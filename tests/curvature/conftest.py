@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyro_bdl import bayesianize, models
-from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.structures import STRUCTURES
@@ -89,7 +89,9 @@ class Oracle:
             own = {field.name for field in fields(kind)}
             config["structure"] = kind(**{k: v for k, v in options.items() if k in own})
         config = CurvatureConfig(**config)
-        return fit_curvature(At(program.model, subset, vector, config.rows), data, config)
+        return fit_curvature(
+            ProgramAtPoint(program.model, subset, vector, config.rows), data, config
+        )
 
     @staticmethod
     def regression(net, x, outputs=1, noise=0.5, prior=None):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 from pyro_bdl import bayesianize, handlers, models, working_memory
-from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program import Program, record
@@ -106,14 +106,14 @@ def test_parts_that_fit_in_memory_add_up(oracle, structure, kind, monkeypatch):
     program, vector = oracle.program(model, x, y)
     whole = oracle.fit(program, vector, (x, y), structure=structure, rank=99)
     parts = []
-    original = At.linearizations
+    original = ProgramAtPoint.linearizations
 
     def counted(*args, **kwargs):
         for part in original(*args, **kwargs):
             parts.append(len(part.args[0]))
             yield part
 
-    monkeypatch.setattr(At, "linearizations", counted)
+    monkeypatch.setattr(ProgramAtPoint, "linearizations", counted)
     with working_memory(600):
         split = oracle.fit(program, vector, (x, y), structure=structure, rank=99)
     assert max(parts) < 18

@@ -11,7 +11,7 @@ from helpers.observations import observations
 from pyro_bdl import working_memory
 from pyro_bdl.curvature import LowRank
 from pyro_bdl.curvature import config as config_module
-from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.config import CurvatureConfig, check_memory
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.errors import UnsupportedProgramError
@@ -173,7 +173,7 @@ def test_under_no_grad(oracle):
 def test_the_bar_waits_for_passes_that_take_long(oracle, capsys, monkeypatch):
     model, x, y = observations("normal")
     program, vector = oracle.program(model, x, y)
-    config, at = CurvatureConfig("ekfac"), At(model, Subset(program.layout), vector)
+    config, at = CurvatureConfig("ekfac"), ProgramAtPoint(model, Subset(program.layout), vector)
     fit_curvature(at, (x, y), config, progress=True)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a second at each look
@@ -195,7 +195,7 @@ def test_an_observation_of_no_datum_counts_once():
     x, y = torch.randn(8), torch.randn(8)
     program = Program(model, x, y)
     config = CurvatureConfig(structure="full")
-    at = At(model, Subset(program.layout), torch.zeros(1))
+    at = ProgramAtPoint(model, Subset(program.layout), torch.zeros(1))
     with working_memory(1):
         fitted = fit_curvature(at, (x, y), config)
     expected = x.square().sum()[None, None] + 4.0

@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from pyro_bdl import bayesianize, models
-from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.linear_outputs import observed_outputs
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN
@@ -67,7 +67,7 @@ def test_products_where_there_is_no_second_derivative(function, rows):
     x, y = torch.randn(5, 2, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
     model = models.Regression(bayesianize(Residual(function).double()), noise=dist.HalfNormal(1.0))
     guide = AutoLaplaceGGN(model).prototype(x, y)
-    at = At(model, select(guide.require_layout()), guide.loc, rows)
+    at = ProgramAtPoint(model, select(guide.require_layout()), guide.loc, rows)
     (outputs,) = observed_outputs(at.linearize((x, y), {})).values()
     vectors = torch.randn(4, guide.loc.numel(), dtype=torch.float64)
     several, single = outputs.times(vectors), outputs.times(vectors[1])
@@ -98,7 +98,9 @@ def test_a_moved_output_is_the_jacobian_times_the_offset(make, chosen):
     model = models.Regression(bayesianize(net), noise=dist.HalfNormal(1.0))
     guide = AutoLaplaceGGN(model).prototype(x, y)
     subset = select(guide.require_layout(), chosen, model=model)
-    (outputs,) = observed_outputs(At(model, subset, guide.loc).linearize((x, y), {})).values()
+    (outputs,) = observed_outputs(
+        ProgramAtPoint(model, subset, guide.loc).linearize((x, y), {})
+    ).values()
     offset = torch.randn(subset.size, dtype=torch.float64)
     slopes = outputs.times(offset)
     found = outputs.values | {key: outputs.values[key] + slope for key, slope in slopes.items()}
@@ -109,8 +111,8 @@ def test_a_moved_output_is_the_jacobian_times_the_offset(make, chosen):
     torch.testing.assert_close(found, expected)
     ones = torch.zeros_like(outputs.mean)
     ones[:, 0] = 1.0  # the location comes first
-    assert outputs.moving[0] == "loc"
-    slope = outputs.transposed_times(outputs.split(ones))
+    assert outputs.dependent[0] == "loc"
+    slope = outputs.rmatvec(outputs.split(ones))
     torch.testing.assert_close(slope, torch.einsum("knp,nk->p", outputs.jacobian.rows(), ones))
     site = outputs.observed(found)
     assert site.distribution.batch_shape == (5,)

@@ -261,16 +261,16 @@ class Linearization:
         )
         return self.subset.of_sites(found)
 
-    def pullback(self, outputs: Sequence[Tensor], num_data: int) -> "Pullback":
+    def vjp(self, outputs: Sequence[Tensor], num_data: int) -> "VJP":
         """Return outputs of the run as functions of the subset, datum by datum.
 
         :param outputs: each of shape (n, ...), or of any shape if n = 1.
         :param num_data: n.
         """
-        return Pullback(self, list(outputs), num_data)
+        return VJP(self, list(outputs), num_data)
 
 
-class Pullback:
+class VJP:
     """Outputs of a linearization as functions of the subset, datum by datum: their Jacobian."""
 
     def __init__(self, at: Linearization, outputs: list[Tensor], num_data: int) -> None:

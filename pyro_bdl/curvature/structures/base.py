@@ -297,7 +297,7 @@ def log_prob(precision: Any, x: Tensor) -> Tensor:
     return 0.5 * (precision.logdet() - precision.quadratic(x) - constant)
 
 
-def make_room(
+def resize_buffers(
     module: nn.Module, names: tuple[str, ...], state: Any, prefix: str, like: Tensor
 ) -> None:
     """Resize a module's buffers to those in a state, since their shapes depend on the data."""

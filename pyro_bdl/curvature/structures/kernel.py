@@ -26,8 +26,8 @@ from pyro_bdl.curvature.structures.base import (
     Precision,
     Structure,
     Whitened,
-    make_room,
     named,
+    resize_buffers,
     whole_rows,
 )
 from pyro_bdl.curvature.structures.full import FullPrecision
@@ -70,7 +70,7 @@ class KernelCurvature(Curvature):
         return self.rows.square().sum(0)
 
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
-        make_room(self, ("rows",), state, prefix, self.rows)
+        resize_buffers(self, ("rows",), state, prefix, self.rows)
         super()._load_from_state_dict(state, prefix, *rest)
 
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> Precision:
@@ -145,7 +145,7 @@ class KernelPrecision(Precision):
         return self.root.solve_transposed(self.matrix.sample_inverse(num_samples)).to(self.dtype)
 
     def quadratic(self, x: Tensor) -> Tensor:
-        return self.matrix.quadratic(self.root.transposed_times(x.double())).to(self.dtype)
+        return self.matrix.quadratic(self.root.rmatvec(x.double())).to(self.dtype)
 
     def solve(self, x: Tensor) -> Tensor:
         inner = self.matrix.solve(self.root.solve(x.double()))

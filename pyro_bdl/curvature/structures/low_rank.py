@@ -77,9 +77,9 @@ class LowRankCurvature(Curvature):
         """Take the eigenpairs of the matrix in the span of the basis (Rayleigh-Ritz)."""
         projected = self._basis.mT @ self._total()
         values, vectors = torch.linalg.eigh(0.5 * (projected + projected.mT))
-        kept = slice(-self.rank, None)
-        self.values = values[kept].flip(0).clamp(min=0.0)
-        self.vectors = self._basis @ vectors[:, kept].flip(1)
+        leading = slice(-self.rank, None)
+        self.values = values[leading].flip(0).clamp(min=0.0)
+        self.vectors = self._basis @ vectors[:, leading].flip(1)
         self._basis = self._product = self.vectors.new_empty(0, 0)
         self._before = None
         return self

@@ -223,7 +223,7 @@ class SamplesPrecision(Precision):
         return right, right.new_full((len(part),), self.size**0.5)
 
     def _times_prior(self, x: Tensor) -> Tensor:
-        return self.root.times(self.root.transposed_times(x.double())).to(x)
+        return self.root.times(self.root.rmatvec(x.double())).to(x)
 
     def _times(self, products: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """The precision times vectors (S, p)."""

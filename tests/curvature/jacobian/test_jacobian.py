@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_bdl import bayesianize, models
-from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.jacobian.jacobian import DenseBlock, joint_gram
 from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
@@ -315,21 +315,21 @@ def jacobian(oracle, net, x, indices=None, rows="alone"):
     expected = oracle.jacobian(program, vector, lambda run: run.deterministic["f"])
     expected = expected.reshape(len(x), -1, program.size).transpose(0, 1)
     subset = Subset(program.layout, indices(program.size) if indices else None)
-    linearization = At(model, subset, vector, rows).linearize((x,), {})
-    pullback = linearization.pullback([linearization.run.deterministic["f"]], len(x))
-    f = pullback.outputs[0]
+    linearization = ProgramAtPoint(model, subset, vector, rows).linearize((x,), {})
+    vjp = linearization.vjp([linearization.run.deterministic["f"]], len(x))
+    f = vjp.outputs[0]
     columns = [torch.zeros_like(f) for _ in range(expected.shape[0])]
     for k, column in enumerate(columns):
         column.reshape(len(x), -1)[:, k] = 1.0
-    return pullback.jacobian([[column] for column in columns]), subset.take(expected), pullback
+    return vjp.jacobian([[column] for column in columns]), subset.take(expected), vjp
 
 
-def dense_sites(pullback):
+def dense_sites(vjp):
     """The matrices whose gradients are no factors."""
-    latents = pullback.at.subset.layout.latents
-    uses = [] if pullback.rows is None else pullback.rows.uses
+    latents = vjp.at.subset.layout.latents
+    uses = [] if vjp.rows is None else vjp.rows.uses
     dense = {use.site for use in uses if use.kind == "dense"}
-    found = set(latents) if pullback.rows is None else dense
+    found = set(latents) if vjp.rows is None else dense
     return {site for site in found if len(latents[site].shape) > 1}
 
 
@@ -342,10 +342,10 @@ def test_jacobians_by_autograd(oracle, name, some):
         (lambda size: torch.randperm(size)[: max(1, size // 3)].sort().values) if some else None
     )
     declared = "together" if name == "statistics of the batch" else "alone"
-    found, rows, pullback = jacobian(oracle, net, x, indices, declared)
+    found, rows, vjp = jacobian(oracle, net, x, indices, declared)
     close = torch.testing.assert_close
     close(found.rows(), rows, rtol=1e-10, atol=1e-12)
-    assert some or dense_sites(pullback) == set(others)
+    assert some or dense_sites(vjp) == set(others)
     weights, vectors = torch.rand(found.size), torch.randn(2, found.size)
     combined, gram = torch.randn(2, N, 2), torch.zeros(N, 2, 2)
     close(found.apply(vectors), torch.einsum("kne,se->snk", rows, vectors))
@@ -370,8 +370,8 @@ def test_a_padding_row_gets_no_gradient(oracle):
         net.embed.weight.normal_()
     x = torch.randint(0, 7, (N, 6))
     assert (x == 5).any()
-    found, expected, pullback = jacobian(oracle, net, x)
-    assert not dense_sites(pullback)
+    found, expected, vjp = jacobian(oracle, net, x)
+    assert not dense_sites(vjp)
     table = expected[..., :28].unflatten(-1, (7, 4))
     assert (table[..., 5, :] == 0).all()
     torch.testing.assert_close(found.rows(), expected)
@@ -404,9 +404,9 @@ def test_one_number_for_all_data(oracle):
 
     x = torch.randn(N)
     program, vector = oracle.program(model, x, torch.zeros(N))
-    linearization = At(model, Subset(program.layout), vector).linearize((x,), {})
-    pullback = linearization.pullback([linearization.run.deterministic["f"]], N)
-    rows = pullback.jacobian([[torch.ones(N)]]).rows()[0]
+    linearization = ProgramAtPoint(model, Subset(program.layout), vector).linearize((x,), {})
+    vjp = linearization.vjp([linearization.run.deterministic["f"]], N)
+    rows = vjp.jacobian([[torch.ones(N)]]).rows()[0]
     torch.testing.assert_close(rows, torch.diag(x))
 
 
@@ -436,6 +436,6 @@ def test_on_another_device(oracle, name, device):
     net, x, others = made(name)
     torch.backends.cudnn.allow_tf32 = False
     x = x.to(device)
-    found, expected, pullback = jacobian(oracle, net.to(device), x)
+    found, expected, vjp = jacobian(oracle, net.to(device), x)
     torch.testing.assert_close(found.rows(), expected, rtol=1e-3, atol=1e-4)
-    assert dense_sites(pullback) == set(others)
+    assert dense_sites(vjp) == set(others)

@@ -5,7 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fisher_jacobians
 from pyro_bdl.curvature.structures.full import FullCurvature
@@ -59,11 +59,11 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-def _found(program, x, y, curvature, run=At.linearize):
+def _found(program, x, y, curvature, run=ProgramAtPoint.linearize):
     torch.manual_seed(1)
     layout = Program(program, x, y).layout
     vector = 0.3 * torch.randn(layout.size, dtype=torch.float64)
-    at = run(At(program, Subset(layout), vector), (x, y), {})
+    at = run(ProgramAtPoint(program, Subset(layout), vector), (x, y), {})
     full = FullCurvature(Subset(layout), vector)
     config = CurvatureConfig("full", curvature)
     jacobians = list(fisher_jacobians(at, config))
@@ -98,5 +98,5 @@ def test_the_gauss_newton_matrix_is_that_of_backward_passes(program):
     torch.manual_seed(0)
     x, y = torch.randn(N, 2, dtype=torch.float64), torch.randn(N, OUT, dtype=torch.float64)
     found = _found(program, x, y, "ggn")[2]
-    expected = _found(program, x, y, "ggn", At.whole)[2]
+    expected = _found(program, x, y, "ggn", ProgramAtPoint.whole)[2]
     torch.testing.assert_close(found, expected)

@@ -7,7 +7,7 @@ from torch import nn
 import pyro_bdl as bdl
 from pyro_bdl.curvature import LowRank
 from pyro_bdl.curvature.jacobian.jacobian import IdentityBlock, SoftmaxBlock
-from pyro_bdl.curvature.jacobian.linearization import Pullback
+from pyro_bdl.curvature.jacobian.linearization import VJP
 
 
 def case(bias: bool = True):
@@ -40,7 +40,7 @@ def test_the_closed_forms_are_the_sums_over_columns(structure, bias, monkeypatch
     """diag(p) - p p' is the Fisher information of the logits of classes."""
     made = case(bias)
     known = results(*made, structure)
-    monkeypatch.setattr(Pullback, "_output_layer", lambda self, expected: [])
+    monkeypatch.setattr(VJP, "_output_layer", lambda self, expected: [])
     for mine, expected in zip(known, results(*made, structure), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
 
@@ -53,14 +53,14 @@ def test_the_closed_forms_are_the_sums_over_columns(structure, bias, monkeypatch
 def test_a_last_layer_takes_them(method, kind, structure, monkeypatch):
     model, guide, x, y = case()
     seen = []
-    whole = getattr(Pullback, method)
+    whole = getattr(VJP, method)
 
     def spy(self, *args):
         result = whole(self, *args)
         seen.extend(type(block) for block in result.blocks)
         return result
 
-    monkeypatch.setattr(Pullback, method, spy)
+    monkeypatch.setattr(VJP, method, spy)
     results(model, guide, x, y, structure)
     assert set(seen) == {kind}
 
@@ -80,12 +80,10 @@ def test_a_layer_whose_output_goes_on_does_not(monkeypatch):
     model = bdl.models.Classification(bdl.bayesianize(Scaled()))
     guide = bdl.guides.AutoLaplaceGGN(model).prototype(x, y)
     found = []
-    whole = Pullback.softmax
-    monkeypatch.setattr(
-        Pullback, "softmax", lambda self, w: found.append(whole(self, w)) or found[-1]
-    )
+    whole = VJP.softmax
+    monkeypatch.setattr(VJP, "softmax", lambda self, w: found.append(whole(self, w)) or found[-1])
     known = results(model, guide, x, y, "kron")
     assert found == [None]
-    monkeypatch.setattr(Pullback, "_output_layer", lambda self, expected: [])
+    monkeypatch.setattr(VJP, "_output_layer", lambda self, expected: [])
     for mine, expected in zip(known, results(model, guide, x, y, "kron"), strict=True):
         torch.testing.assert_close(mine, expected)

@@ -13,7 +13,7 @@ from torch import nn
 
 from pyro_bdl import bayesianize, models
 from pyro_bdl.curvature import LowRank
-from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.jacobian.jacobian import BlockPosition, DenseBlock
@@ -79,7 +79,7 @@ class Case:
         program, vector = oracle.program(model, x, y)
         subset = Subset(program.layout)
         config = CurvatureConfig(LowRank(5) if structure == "low_rank" else structure)
-        at = At(model, subset, vector)
+        at = ProgramAtPoint(model, subset, vector)
         self.curvature = fit_curvature(at, (x, y), config).curvature
         diagonal = torch.rand(program.size) + 0.5 if varied else torch.full((program.size,), 0.7)
         self.prior = PriorPrecision(diagonal)
@@ -87,9 +87,9 @@ class Case:
         self.size, self.sites = program.size, program.slices
         self.matrix = self.by_quadratic()
         linearization = at.linearize((x, y), {})
-        pullback = linearization.pullback([linearization.run.deterministic["f"]], len(x))
+        vjp = linearization.vjp([linearization.run.deterministic["f"]], len(x))
         columns = [[torch.eye(2)[k].expand(len(x), 2)] for k in range(2)]
-        self.jacobian = pullback.jacobian(columns)
+        self.jacobian = vjp.jacobian(columns)
 
     def by_quadratic(self):
         """The matrix of the quadratic form, by polarization."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from pyro_bdl import LinearizedPredictive, bayesianize, models, priors
 from pyro_bdl.curvature import LowRank
-from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.guides import AutoLaplaceGGN
@@ -48,7 +48,7 @@ def test_more_rank_than_the_matrix_has(oracle):
 
 def test_more_data(oracle):
     program, vector, x, y = mlp(oracle)
-    at = At(program.model, Subset(program.layout), vector)
+    at = ProgramAtPoint(program.model, Subset(program.layout), vector)
     config = CurvatureConfig(LowRank(program.size))
     first = fit_curvature(at, (x[:8], y[:8]), config).curvature
     both = fit_curvature(at, (x[8:], y[8:]), config, before=first).curvature

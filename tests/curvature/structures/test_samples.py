@@ -10,7 +10,7 @@ from torch import nn
 import pyro_bdl as bdl
 from pyro_bdl import LinearizedPredictive, bayesianize, evidence, models, priors, working_memory
 from pyro_bdl.curvature import Samples
-from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.linear_outputs import LinearOutputs
 from pyro_bdl.errors import UnsupportedProgramError
@@ -114,7 +114,7 @@ def test_the_posterior_is_that_of_full():
     for key, value in expected.variance.items():
         bound = 5 * (2 / COUNT) ** 0.5 * value
         assert ((found.variance[key] - value).abs() <= bound).all()
-    at = At(model, guide.subset, guide.loc).linearize((x,), {})
+    at = ProgramAtPoint(model, guide.subset, guide.loc).linearize((x,), {})
     jacobian = LinearOutputs.of_deterministic(at, "f").jacobian
     cells, joint = ours.covariance(jacobian), ours.joint_covariance(jacobian)
     outputs = torch.einsum("knp,sp->snk", jacobian.rows(), ours.samples)

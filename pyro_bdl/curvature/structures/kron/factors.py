@@ -15,7 +15,7 @@ from pyro_bdl.curvature.jacobian.jacobian import (
     SoftmaxBlock,
 )
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.base import make_room
+from pyro_bdl.curvature.structures.base import resize_buffers
 from pyro_bdl.curvature.structures.diagonal import check_positive
 from pyro_bdl.curvature.structures.kron.precision import KroneckerBlock
 from pyro_bdl.utils.linear_algebra import products
@@ -159,7 +159,7 @@ class Factor(nn.Module):
 
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
         if any(prefix + name in state for name in self._buffers):
-            make_room(self, ("values", "vectors"), state, prefix, self.like)
+            resize_buffers(self, ("values", "vectors"), state, prefix, self.like)
         super()._load_from_state_dict(state, prefix, *rest)
 
 
@@ -251,7 +251,7 @@ class WeightFactors(nn.Module):
             self.outputs.scale(number)
 
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
-        make_room(self, ("corrected",), state, prefix, self.outputs.like)
+        resize_buffers(self, ("corrected",), state, prefix, self.outputs.like)
         super()._load_from_state_dict(state, prefix, *rest)
 
     # Results

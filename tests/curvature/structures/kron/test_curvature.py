@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_bdl.curvature.at import At
+from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.prior import PriorPrecision
@@ -138,7 +138,7 @@ def test_merging(oracle, structure, width):
     half of ten, but not of seventeen."""
     program, vector, x, y = mlp(oracle, 8, width)
     config = CurvatureConfig(structure)
-    at = At(program.model, Subset(program.layout), vector)
+    at = ProgramAtPoint(program.model, Subset(program.layout), vector)
 
     def fit(start, stop, before=None):
         data = (x[start:stop], y[start:stop])
