@@ -58,9 +58,9 @@ def name_of(base: Distribution) -> str:
     for kind in (MixtureSameFamily, ZeroInflatedDistribution):
         if isinstance(base, kind):
             return kind.__name__
-    kind, name = type(base), type(base).__name__
+    name = type(base).__name__
     known = (getattr(torch.distributions, name, None), getattr(dist, name, None), Censored)
-    return name if kind in known else ""
+    return name if type(base) in known else ""
 
 
 def family_of(base: Distribution) -> Family:

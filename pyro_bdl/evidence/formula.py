@@ -355,8 +355,9 @@ class NormalFormula(Formula):
             group = _Group(ratio, owner, float(run.latents[name].scale))
             group = groups.setdefault((group.owner, float(ratio), group.power), group)
             group.locs[name] = loc
+        owner_of_noise = None if noise is None or noise.owner is None else noise.owner.name
         is_learned = noise is not None and noise.value is not None
-        if is_learned and (noise.owner is None or noise.owner.name in owners.values()):
+        if is_learned and (owner_of_noise is None or owner_of_noise in owners.values()):
             return None
         return cls(guide, reading, list(groups.values()))
 
