@@ -62,7 +62,7 @@ class CurvatureConfig:
             able = (key for key, kind in STRUCTURES.items() if kind.curvature.takes_hessian)
             named = " or ".join(f'structure="{key}"' for key in able)
             raise ValueError(f'curvature="hessian" needs {named}: it may be indefinite')
-        if self.kind.takes_products and self.curvature != "ggn":
+        if self.structure.takes_products and self.curvature != "ggn":
             raise ValueError(
                 f'structure="{name}" needs curvature="ggn", whose products with vectors are known, '
                 f"got {self.curvature!r}"
@@ -124,7 +124,7 @@ def check_memory(
     fitting = [
         f'"{name}"'
         for name, kind in STRUCTURES.items()
-        if not kind.curvature.stores_rows and fits(kind(), size, like)
+        if not kind().stores_rows and fits(kind(), size, like)
     ]
     of_rows = f" and {num_rows:,} outputs of the data" if num_rows else ""
     instead = f"use structure={' or '.join(fitting)}, or " if fitting else "use "
@@ -137,7 +137,7 @@ def check_memory(
 
 
 def _bytes(structure: Structure, size: int, like: Tensor, num_rows: int) -> float:
-    item = 8 if structure.curvature.stores_rows else like.element_size()  # rows are in float64
+    item = 8 if structure.stores_rows else like.element_size()  # rows are in float64
     return _SLACK * structure.memory(size, num_rows) * item
 
 

@@ -357,7 +357,7 @@ def fit_curvature(
     if before is not None and sums.factor != 1.0:
         raise ValueError(SCALED_UP)
     curvature.scale(sums.factor)
-    if curvature.takes_products:
+    if sums.config.structure.takes_products:
         curvature.connect(GaussNewtonProducts(at, [(batches, sums.factor)]))
     sums.curvature = curvature.finish(before)
     return sums
@@ -370,7 +370,7 @@ def _begin(sums: LikelihoodSums, first: Linearization, before: Any) -> None:
     batch = first.args, dict(first.kwargs)
     like = first.vector.new_empty(0, dtype=torch.promote_types(first.vector.dtype, torch.float32))
     config = chosen_config(sums.config, reading.run, reading.leaves, subset, batch, batches)
-    stored = config.kind.stores_rows
+    stored = config.structure.stores_rows
     num_rows = rows_of(reading.run, batch, batches, config) if stored else 0
     check_memory(config, subset.size, like, num_rows=num_rows)
     sums.first, sums.config = first, config

@@ -54,10 +54,20 @@ class Structure(ABC):
         """The largest number of numbers that it stores at once over p latents.
 
         :param size: p.
-        :param num_rows: the number of rows of the data's Jacobians, for ``stores_rows``.
+        :param num_rows: the number of rows of the data's Jacobians, where each is stored.
         :returns: 0 if this depends on the data and is never large.
         """
         return 0
+
+    @property
+    def stores_rows(self) -> bool:
+        """True if every row of the data's Jacobians is stored, so that memory grows with them."""
+        return self.memory(1, 1) > self.memory(1)
+
+    @property
+    def takes_products(self) -> bool:
+        """True if the curvature takes the products of the whole matrix, by ``connect``."""
+        return self.curvature.connect is not Curvature.connect
 
     def __str__(self) -> str:
         return self.name
@@ -193,10 +203,9 @@ class Curvature(nn.Module, ABC):
 
     ``takes_hessian`` is True if it has a ``matrix`` (p, p), for curvature="hessian".
     ``takes_softmax`` is True if ``add`` accepts ``SoftmaxBlock``s, which hold the curvature of a
-    classifier's last layer without rows. ``stores_rows`` is True if every row of the data's
-    Jacobians is stored, so that memory grows with their number. ``takes_products`` is True if it
-    needs ``connect``. ``takes_single_rows`` is True if ``add`` needs the factors of every datum's
-    own gradients. ``is_sampled`` is True if variances and covariances are Monte Carlo estimates.
+    classifier's last layer without rows. ``takes_single_rows`` is True if ``add`` needs the factors
+    of every datum's own gradients. ``is_sampled`` is True if variances and covariances are Monte
+    Carlo estimates.
 
     ``makes`` says which numbers ``add`` makes of each datum's gradients, so that batches are cut to
     fit in memory: "rows" of all p latents, the "entries" of one block at a time, or nothing but
@@ -206,8 +215,6 @@ class Curvature(nn.Module, ABC):
     makes: ClassVar[Literal["rows", "entries", "factors"]] = "rows"
     per_column: ClassVar[str | None] = None
 
-    stores_rows: ClassVar[bool] = False
-    takes_products: ClassVar[bool] = False
     is_sampled: ClassVar[bool] = False
     takes_single_rows: ClassVar[bool] = False
     takes_hessian: ClassVar[bool] = False

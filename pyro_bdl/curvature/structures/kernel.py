@@ -40,7 +40,6 @@ from pyro_bdl.utils import bibliography
 class KernelCurvature(Curvature):
     """The rows W', (R, p)."""
 
-    stores_rows = True
     rows: Tensor
 
     def __init__(self, subset: Subset, like: Tensor) -> None:

@@ -56,7 +56,6 @@ class SamplesCurvature(Curvature):
     """
 
     is_sampled = True
-    takes_products = True
     makes = "entries"
     values: Tensor
     targets: Tensor

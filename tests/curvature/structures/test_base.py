@@ -16,7 +16,7 @@ from pyro_bdl.curvature import LowRank
 from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
-from pyro_bdl.curvature.jacobian.jacobian import BlockPosition, DenseBlock
+from pyro_bdl.curvature.jacobian.jacobian import BlockPosition, DenseBlock, Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures import STRUCTURES, structure_of
 from pyro_bdl.curvature.structures.base import log_prob
@@ -133,6 +133,18 @@ def test_every_structure_is_one_class(name):
     torch.testing.assert_close(precision.variances(), torch.full((4,), 0.5))
     assert precision.independent >= (name == "diag") and precision.dense >= (name == "full")
     assert not (precision.independent and precision.dense)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_structure_says_what_it_makes_of_a_datum(oracle, name, monkeypatch):
+    """Rows over all latents are made by those alone that say so."""
+    made_rows, rows = [], Jacobian.rows
+    monkeypatch.setattr(Jacobian, "rows", lambda self: made_rows.append(1) or rows(self))
+    net, x = network("attention")
+    program, vector = oracle.program(models.Regression(bayesianize(net)), x, torch.zeros(5, 2))
+    at = ProgramAtPoint(program.model, Subset(program.layout), vector)
+    fitted = fit_curvature(at, (x, torch.zeros(5, 2)), CurvatureConfig(name)).curvature
+    assert (not made_rows) or fitted.makes == "rows"
 
 
 def test_log_determinant(case):
