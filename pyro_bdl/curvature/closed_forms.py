@@ -85,8 +85,11 @@ def joint_normal_log_density(y: Tensor, mean: Tensor, covariance: Tensor) -> Ten
     """log N(y; mean, covariance) for y (..., E)."""
     if y.shape[-1] == 1:
         return normal_log_density(y, mean, covariance[..., 0])[..., 0]
-    normal = torch.distributions.MultivariateNormal(mean, covariance, validate_args=False)
-    return normal.log_prob(y)
+    wide = torch.promote_types(mean.dtype, torch.float32)
+    normal = torch.distributions.MultivariateNormal(
+        mean.to(wide), covariance.to(wide), validate_args=False
+    )
+    return normal.log_prob(y.to(wide))
 
 
 def uncertain_noise_log_density(

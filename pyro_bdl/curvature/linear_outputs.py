@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
-from pyro_bdl.curvature.jacobian.linearization import VJP, Linearization
+from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.structures.base import LinearDraws, Precision
 from pyro_bdl.distributions.families import Cotangent, name_of
 from pyro_bdl.distributions.parameters import (
@@ -109,12 +109,8 @@ class LinearOutputs:
     def jacobian(self) -> Jacobian:
         """The Jacobian of the K numbers, as K columns."""
         if self._jacobian is None:
-            self._jacobian = self.vjp().identity()
+            self._jacobian = self.at.vjp(self._outputs, self.num_data).identity()
         return self._jacobian
-
-    def vjp(self) -> VJP:
-        """The numbers that move as functions of the subset, datum by datum."""
-        return self.at.vjp(self._outputs, self.num_data)
 
     def keep_rows(self) -> None:
         """Keep the Jacobian as rows (n K, p): products with it are then those of a matrix."""

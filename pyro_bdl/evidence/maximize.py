@@ -268,7 +268,7 @@ class _Search:
             history += self._ascend(left, learning_rate)
         self.formula.follow()
         point = self._point(last=True)
-        value, gamma = self._value(point), float(self.guide.effective_parameters())
+        value, gamma = self.formula.value(point).item(), float(self.guide.effective_parameters())
         if point is not None:
             point.warn(stacklevel=4)
             self._warn_of_vanished(before)
@@ -301,9 +301,6 @@ class _Search:
             return None
         return self.model.optimum() if last else self.model.optimum(steps=_NEWTON_STEPS)
 
-    def _value(self, point: LinearizedPoint | None) -> float:
-        return self.formula.value(point).item()
-
     def _counted(self, steps: int) -> Iterable[int]:
         return shown(range(steps), "evidence, at most", self.progress)
 
@@ -323,7 +320,7 @@ class _Search:
             self._put(values)
             if _are_close(values, now, tolerance):
                 break
-        reached = self._value(self._point())
+        reached = self.formula.value(self._point()).item()
         if reached >= history[0] - _ROUNDING * max(1.0, abs(history[0])):
             return history, 0
         warn(

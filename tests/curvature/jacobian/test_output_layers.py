@@ -87,3 +87,24 @@ def test_a_layer_whose_output_goes_on_does_not(monkeypatch):
     monkeypatch.setattr(VJP, "_output_layer", lambda self, expected: [])
     for mine, expected in zip(known, results(model, guide, x, y, "kron"), strict=True):
         torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_half_precision_is_no_reason_to_take_a_multiple_for_the_output(dtype):
+    """The variances are those of 1.2 z, not of z."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 1.2 * super().forward(x)
+
+    found = {}
+    for kind in (torch.float64, dtype):
+        torch.manual_seed(0)
+        net = Scaled(3, 2, dtype=torch.float64).to(kind)
+        x, y = (torch.randn(9, k, dtype=torch.float64).to(kind) for k in (3, 2))
+        model = bdl.models.Regression(bdl.bayesianize(net), noise=1.0)
+        guide = bdl.guides.AutoLaplaceGGN(model, structure="full").prototype(x, y)
+        predictive = bdl.LinearizedPredictive(model, guide.laplace_approximation((x, y)))
+        found[kind] = predictive.parameter_moments(x)["y"].variance["loc"].double()
+    torch.testing.assert_close(found[dtype], found[torch.float64], rtol=0.05, atol=0.01)
