@@ -26,7 +26,7 @@ from pyro_bdl.program.batch_norm import without_running_statistics
 from pyro_bdl.program.batches import Batch, leading_size
 from pyro_bdl.program.network_sites import OWNER_KEY
 from pyro_bdl.program.normalized import NORMALIZATIONS, normalized_groups
-from pyro_bdl.program.saved import few_rows
+from pyro_bdl.program.saved import example_rows
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -58,9 +58,9 @@ def warn_of_shared_scales(
     :param batch: some data.
     """
     looked_at = f"shared scales of {', '.join(subset.parts)}"
-    if "shared scales" in guide.told or looked_at in guide.told:
+    if "shared scales" in guide.warned_of or looked_at in guide.warned_of:
         return
-    guide.told.add(looked_at)
+    guide.warned_of.add(looked_at)
     owners = owners_of_priors(reading, subset)
     sets = {name: {s for s, owner in owners.items() if owner == name} for name in owners.values()}
     shared = {name: sites for name, sites in sets.items() if len(sites) > 1}
@@ -73,7 +73,7 @@ def warn_of_shared_scales(
     name = max(found, key=lambda name: len(found[name]), default="")
     if not found.get(name):
         return
-    guide.told.add("shared scales")
+    guide.warned_of.add("shared scales")
     names = ", ".join(repr(group) for group in found[name][:_SHOWN])
     more = ", ..." if len(found[name]) > _SHOWN else ""
     warn(
@@ -93,7 +93,7 @@ def _normalized(guide: Guide, sites: list[str], batch: Batch) -> dict[str, tuple
     vector = guide.location().detach()
     modules = guide.program_modules
     statistics = any(isinstance(module, _BATCH_NORMS) for module in modules)
-    args, kwargs = few_rows(model, layout, vector, batch, number=_ROWS if statistics else 2)
+    args, kwargs = example_rows(model, layout, vector, batch, number=_ROWS if statistics else 2)
     layers: dict[str, list[str]] = {}
     trace: Any = guide.prototype_trace
     for site in sites:  # of ``bayesianize``, with the module that a weight is of

@@ -24,7 +24,7 @@ from pyro_bdl.curvature.linear_outputs import GaussianOutputs, observed_outputs
 from pyro_bdl.curvature.structures.base import Precision
 from pyro_bdl.distributions.parameters import is_known
 from pyro_bdl.errors import warn
-from pyro_bdl.program.batches import Batch, Batches, has_rows, leading_size, taken
+from pyro_bdl.program.batches import Batch, Batches, has_rows, leading_size, select_rows
 from pyro_bdl.program.check import check_finite_batches, on_whole_data
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils.random_state import seeded
@@ -194,13 +194,13 @@ def is_worse_than_network(guide: "LaplaceGuide", first: Linearization, batches: 
 
     :param first: of the program at u*, on the first rows, as many as the fit took at once.
     """
-    rows = 0 if _TOPIC in guide.told else _comparable_rows(guide, first.run, batches)
+    rows = 0 if _TOPIC in guide.warned_of else _comparable_rows(guide, first.run, batches)
     if rows == 0:
-        return _TOPIC in guide.told
+        return _TOPIC in guide.warned_of
     alone, posterior, right = [], [], []
     parts: Iterable[Linearization] = [first]
     if leading_size((first.args, dict(first.kwargs))) != rows:
-        some = [taken(batches.first(), slice(rows))]
+        some = [select_rows(batches.first(), slice(rows))]
         parts = guide.at(on_whole_data(guide.program_model)).linearizations(some, every_output=True)
     for part in parts:
         sites = [o.gaussian(guide.precision) for o in observed_outputs(part).values()]
@@ -212,7 +212,7 @@ def is_worse_than_network(guide: "LaplaceGuide", first: Linearization, batches: 
     loss, error = float(losses.mean()), float(losses.std()) / math.sqrt(len(losses))
     if not loss > max(float(torch.cat(right).mean()) + 2.0 * error, _LEAST_LOSS):
         return False
-    guide.told.add(_TOPIC)
+    guide.warned_of.add(_TOPIC)
     warn(
         f"the posterior predicts {len(losses)} of its own training rows worse than the network "
         f"alone: their log density is {float(after.mean()):.3g} nats each instead of "
@@ -238,7 +238,7 @@ def _comparable_rows(guide: "LaplaceGuide", run: Run, batches: Batches) -> int:
     moving = [(value, site) for site in observed for value in site_parameters(site).values()]
     numbers = sum(value.numel() / num_data(site) for value, site in moving)
     rows = min(count, _MOST_ROWS, max(_LEAST_ROWS, int(_COLUMNS / max(1.0, numbers))))
-    needs_all = guide.config.rows == "together" or leading_size(guide.few_rows) == count
+    needs_all = guide.config.rows == "together" or leading_size(guide.example_rows) == count
     if not has_rows(batch, count) or rows < _LEAST_ROWS or (needs_all and rows < count):
         return 0
     return rows

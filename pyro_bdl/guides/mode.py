@@ -117,7 +117,7 @@ def check_maximum(guide: "LaplaceGuide", reading: ParameterReading) -> None:
     lack what a structure leaves out.
     """
     topic, size, slope = "not at a maximum", guide.subset.size, guide.prior_slope.to(guide.loc)
-    if topic in guide.told:
+    if topic in guide.warned_of:
         return
     likelihood = guide.gradient() - slope
     steps, products = _newton(guide, torch.stack([likelihood, slope]))
@@ -129,7 +129,7 @@ def check_maximum(guide: "LaplaceGuide", reading: ParameterReading) -> None:
     gain = _gain_along(guide, reading, steps[0] + scale * steps[1], rate, scale)
     if not gain > limit:
         return
-    guide.told.add(topic)
+    guide.warned_of.add(topic)
     scaled = ", whatever the scale of the prior" if size > 1 else ""
     warn(
         f"the guide is not at a maximum, a step would gain {gain:.3g} nats{scaled}: train "

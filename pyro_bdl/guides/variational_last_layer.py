@@ -120,7 +120,7 @@ class AutoVariationalLastLayer(NormalGuide):
 
     def _read_layer(self, start: Tensor) -> Tensor:
         """The positions of W (K, H) in the vector; none where the program has no last layer."""
-        args, kwargs = self.few_rows
+        args, kwargs = self.example_rows
         nothing = torch.empty(0, 0, dtype=torch.long, device=start.device)
         layout, model = self.require_layout(), self.program_model
         try:
@@ -168,8 +168,8 @@ class AutoVariationalLastLayer(NormalGuide):
         self.register_buffer("partner", head.partner.to(like.device), persistent=False)
 
     def _warn(self, what: str) -> None:
-        if what not in self.told:
-            self.told.add(what)
+        if what not in self.warned_of:
+            self.warned_of.add(what)
             warn(f"{type(self).__name__} {what}", "last-layer-draws", stacklevel=3)
 
     def expected_log_likelihood(

@@ -13,7 +13,7 @@ from pyro_bdl.elbo.tempered import TemperedTrace_ELBO, TemperedTraceMeanField_EL
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.mean_field import AutoMeanField
-from pyro_bdl.program.batches import Batch, device_of_rows, leading_size, taken
+from pyro_bdl.program.batches import Batch, device_of_rows, leading_size, select_rows
 from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import preserved_buffers
@@ -104,7 +104,7 @@ def warn_of_collapse(
     if size < rows:
         count = max(1, min(rows, _ROWS) // size)
         spread = torch.arange(count * size, device=device_of_rows(batch)) * rows // (count * size)
-        batches = [taken(batch, part) for part in spread.split(size)]
+        batches = [select_rows(batch, part) for part in spread.split(size)]
     kl = _kl_of_latents(elbo, model, guide, *batches[0])
     if not float(kl) < _KL * total:
         return
@@ -218,7 +218,7 @@ def warn_of_joint_scales(
     if not own:
         return
     some = torch.arange(min(leading_size(batch), _ROWS), device=device_of_rows(batch))
-    args, kwargs = taken(batch, some)
+    args, kwargs = select_rows(batch, some)
     with preserved_buffers(guide.program_modules), own_randomness(), torch.enable_grad():
         vector = guide.sample_vectors(1)[0].detach()
         latents = guide.require_layout().constrain(vector)[0]

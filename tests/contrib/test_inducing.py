@@ -139,7 +139,7 @@ def test_gradients_are_those_of_finite_differences():
     names = "inducing_0", "targets", "log_precision"
 
     def bound(*values):
-        with guide.holding({**dict(zip(names, values, strict=True)), **others}):
+        with guide.at_parameters({**dict(zip(names, values, strict=True)), **others}):
             draw = guide._vectors(noise)[0]
             latents, log_det = program.constrain(draw)
             run = program.run(latents)

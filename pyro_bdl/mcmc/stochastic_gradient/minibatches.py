@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_bdl.curvature.fisher import num_data
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.program.batches import Batch, Batches, device_of_rows, leading_size, taken
+from pyro_bdl.program.batches import Batch, Batches, device_of_rows, leading_size, select_rows
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.rows import plate_of_rows, refuse_local_latents
 from pyro_bdl.training.descent import stated_data
@@ -59,7 +59,7 @@ class MinibatchSource:
             yield from self.source
 
     def _rows(self, index: Tensor) -> Batch:
-        return taken(self.whole, index)
+        return select_rows(self.whole, index)
 
     def check_scale(self, program: Program) -> None:
         """Check that a program, built on the first batch, scales its log likelihood by N/B.
