@@ -435,6 +435,12 @@ def _explain_plate(model: Callable, args: tuple, size: int) -> None:
         program(*args)
 
 
+def counted(sites: Mapping[str, Site]) -> tuple[int, int]:
+    """The rows of a run's observed sites, and N, the number of data that their plates state."""
+    rows = max((num_data(site) for site in sites.values()), default=0)
+    return rows, round(max((num_data(s) * s.subsampling for s in sites.values()), default=0))
+
+
 def stated_data(
     sites: Mapping[str, Site], size: int, total: int | None, *, exact: bool = True
 ) -> int:
@@ -449,8 +455,7 @@ def stated_data(
     :raises ValueError: if the program states no number, or not that of all data, or of one site
         only.
     """
-    rows = max((num_data(site) for site in sites.values()), default=0)
-    stated = round(max((num_data(s) * s.subsampling for s in sites.values()), default=0))
+    rows, stated = counted(sites)
     if stated == rows:
         number = "N" if total is None else total
         raise ValueError(

@@ -15,7 +15,7 @@ from pyro_bdl.handlers import WithHandler
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.batches import device_of_rows, leading_size, select_rows
 from pyro_bdl.program.program import Program
-from pyro_bdl.program.rows import along_rows, plate_of_rows, refuse_local_latents
+from pyro_bdl.program.rows import along_rows, plates_of_rows, refuse_local_latents
 from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.training.descent import Training
 from pyro_bdl.utils.module_state import Modules, evaluation_mode
@@ -219,13 +219,14 @@ def _rows_of(program: Program) -> tuple[set[str], dict[str, int], Tensor | None]
     :raises UnsupportedProgramError: for a latent site in one of the plates, and for observed sites
         without a dimension of the rows.
     """
-    rows, plates, dims = leading_size(program.args), set(), {}
+    rows = leading_size(program.args)
     with torch.no_grad():
         observed = program.run(program.initial).observed
-    for name, site in observed.items():
-        if (found := plate_of_rows(site, program.args)) is not None:
-            plates.add(found[0])
-            dims[name] = found[1]
+    places = plates_of_rows(observed, program.args)
+    plates, dims = (
+        {plate for plate, _ in places.values()},
+        {n: dim for n, (_, dim) in places.items()},
+    )
     refuse_local_latents(
         program.latents, plates, "and nothing is learned of those of rows that held_out holds back",
         "train on all rows",
