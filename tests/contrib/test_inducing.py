@@ -180,7 +180,7 @@ def test_a_convolution_has_a_row_for_each_position_and_group():
     assert (second.rows, second.outputs, second.columns) == (18, 4, 5)
     draws = guide.sample_vectors(3)
     zero = draws.new_zeros(3)
-    with guide.reading():
+    with guide.cached_parameters():
         densities = torch.vmap(guide.log_density)(draws, zero)
     one_by_one = [guide.log_density(draw, zero[0]) for draw in draws]
     torch.testing.assert_close(densities, torch.stack(one_by_one))
