@@ -62,7 +62,7 @@ class Networks:
         return guide.prototype(*self.example)
 
     def _held(self, loc: Tensor, p: Tensor) -> Any:
-        return self.guide.holding({"loc": loc, "p": p.expand(len(self.guide.weights))})
+        return self.guide.at_parameters({"loc": loc, "p": p.expand(len(self.guide.weights))})
 
     def _loss(self, loc: Tensor, p: Tensor, count: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """-ELBO of one network; every draw sees rows of its own."""

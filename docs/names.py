@@ -13,19 +13,19 @@ MODULE = re.compile(r"^::: (pyro_bdl(?:\.[a-z_]+)?)$", flags=re.MULTILINE)
 INTERNAL = {
     "pyro_bdl": "check_layers from_run require_observed with_run",
     "pyro_bdl.curvature": "empty memory",
-    "pyro_bdl.distributed": "add_up check_same is_single joined part parts together whole "
-    "begin_training check_data check_step noted take_step",
-    "pyro_bdl.elbo": "begin_training check_data check_rows check_step flat_terms noted plain_step "
-    "skip take_step",
+    "pyro_bdl.distributed": "add_up check_same is_single joined part parts on_all_ranks whole "
+    "begin_training check_data check_step record_terms take_step",
+    "pyro_bdl.elbo": "begin_training check_data check_rows check_step flat_terms record_terms "
+    "plain_step skip take_step",
     "pyro_bdl.evidence": "pure_loss",
     "pyro_bdl.guides": "adapt at batches curvature_diagonals forward get_extra_state "
-    "holding is_of noise_factor_at note_step number numbers numbers_drawn papers "
-    "prior_quadratic read reading require_layout restored saved saved_parts set_extra_state "
-    "site_distributions skip_steps step_draws stored_precision update",
+    "at_parameters is_of noise_factor_at note_step number numbers numbers_drawn papers "
+    "prior_quadratic read cached_parameters require_layout restored saved saved_parts "
+    "set_extra_state site_distributions skip_steps sample_with_offset stored_precision update",
     "pyro_bdl.mcmc": "checks check_size papers settle settles shared_options transition",
     "pyro_bdl.models": "takes_missing",
-    "pyro_bdl.optim": "begin_training check_data check_rows check_step flat_terms noted plain_step "
-    "skip take_step",
+    "pyro_bdl.optim": "begin_training check_data check_rows check_step flat_terms record_terms "
+    "plain_step skip take_step",
     "pyro_bdl.priors": "labeled",
 }
 

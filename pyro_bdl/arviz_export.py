@@ -15,7 +15,7 @@ from pyro_bdl.predictive.predictor import predictor, unknown_kinds
 from pyro_bdl.predictive.sampled import prior_draws
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.check import named_arguments
-from pyro_bdl.program.observed_arguments import Targets
+from pyro_bdl.program.observed_arguments import TargetArguments
 from pyro_bdl.program.program import FirstRun, Program, trace_once
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.vmap import map_draws
@@ -110,7 +110,7 @@ def to_arviz(
         first = _first_run(model, posterior, args, kwargs)
         program = Program.from_run(model, first, args, kwargs)
         program.require_observed()
-        targets = Targets(program)
+        targets = TargetArguments(program)
         is_chosen = chooser(sites, "sites")
         drawn: dict[str, dict[str, Tensor]] = {}
         if posterior is not None:
@@ -347,7 +347,7 @@ def _statistics(program: Program, posterior: Any, samples: Samples) -> dict[str,
 
 
 def _of_posterior(
-    program: Program, predictive: Any, samples: Samples, targets: Targets
+    program: Program, predictive: Any, samples: Samples, targets: TargetArguments
 ) -> dict[str, dict[str, Tensor]]:
     """The groups posterior, log_prior, posterior_predictive and log_likelihood."""
     args, kwargs = targets.removed()
@@ -381,7 +381,7 @@ def _log_prior(program: Program, samples: Samples) -> dict[str, Tensor]:
     )
 
 
-def _prior(program: Program, count: int, targets: Targets) -> dict[str, dict[str, Tensor]]:
+def _prior(program: Program, count: int, targets: TargetArguments) -> dict[str, dict[str, Tensor]]:
     """The groups prior and prior_predictive.
 
     :raises UnsupportedProgramError: if the prior cannot be sampled.

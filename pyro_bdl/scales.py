@@ -66,7 +66,7 @@ class Scope:
     def param(self, name: str, declaration: PyroParam) -> Tensor:
         return pyro.param(name, declaration.init_value, constraint=declaration.constraint)
 
-    def weigh(self, name: str, hyperprior: Hyperprior, value: Tensor) -> None:
+    def add_log_prior(self, name: str, hyperprior: Hyperprior, value: Tensor) -> None:
         prior_factor(f"{name}.hyperprior", hyperprior.log_prob(value))
 
 
@@ -94,7 +94,7 @@ def hyperparameter(value: Scale, name: str, like: Tensor) -> Tensor:
     if isinstance(value, Hyperprior):
         scope = _scope.get()
         number = scope.param(name, value.parameter)
-        scope.weigh(name, value, number)
+        scope.add_log_prior(name, value, number)
         return number.to(like)
     if isinstance(value, PyroParam):
         return _scope.get().param(name, value).to(like)

@@ -12,7 +12,7 @@ from pyro_bdl.distributions.moments import observation_mean
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import as_posterior, check_guide, latent_draws
-from pyro_bdl.program.observed_arguments import Targets
+from pyro_bdl.program.observed_arguments import TargetArguments
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.trace import leave_open, record
@@ -200,7 +200,7 @@ def simulation_based_calibration(
     with evaluation_mode(model, inference), seeded(seed):
         program = Program(model, *args)
         program.require_observed()
-        targets = Targets(program)
+        targets = TargetArguments(program)
         targets.require_arguments()
         truths, data = simulate(program, targets, num_simulations)
         h = default_quantities(program, targets) if quantities is None else quantities
@@ -234,7 +234,7 @@ def simulation_based_calibration(
 
 
 @torch.no_grad()
-def simulate(program: Program, targets: Targets, count: int) -> tuple[Draws, Draws]:
+def simulate(program: Program, targets: TargetArguments, count: int) -> tuple[Draws, Draws]:
     """Latents from the prior, site -> (count, *shape), and targets drawn given them."""
     args, kwargs = targets.removed()
     runs = [record(program.model, {}, args, kwargs) for _ in range(count)]
@@ -249,7 +249,7 @@ def simulate(program: Program, targets: Targets, count: int) -> tuple[Draws, Dra
     )
 
 
-def default_quantities(program: Program, targets: Targets) -> Quantities:
+def default_quantities(program: Program, targets: TargetArguments) -> Quantities:
     """The default h: the function at up to ten inputs, and the latents if they are few."""
     args, kwargs = targets.removed()
 

@@ -35,7 +35,7 @@ from pyro_bdl.guides.draws import (
 from pyro_bdl.metrics.calibration import coverage_range
 from pyro_bdl.metrics.monte_carlo import halves
 from pyro_bdl.predictive.predictor import predictor
-from pyro_bdl.program.batches import taken
+from pyro_bdl.program.batches import select_rows
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
@@ -243,7 +243,7 @@ class _Draws:
 
     def __init__(self, setting: Setting, posterior: Any) -> None:
         kind, args, model = setting.kind, setting.test, setting.model
-        rows = args if kind.most_rows is None else taken(args, slice(0, kind.most_rows))
+        rows = args if kind.most_rows is None else select_rows(args, slice(0, kind.most_rows))
         self.setting, self.posterior = setting, as_posterior(posterior, model, rows)
         started = time.perf_counter()
         self.predictive = predictor(
@@ -362,7 +362,7 @@ def _scored(
         start += block.rows
     places = seen_rows[places]
     block, chosen = Block.joined(chosen_blocks), places.to(data.y.device)
-    x = taken(data.test[:-1], chosen) if kind.by_rows and len(data.test) > 1 else ()
+    x = select_rows(data.test[:-1], chosen) if kind.by_rows and len(data.test) > 1 else ()
     y, points, whole = data.y[chosen], score.points(), score.whole()
     if data.seen is not None and kind.task == "regression" and not kind.mixed:
         unseen = ~data.seen.numbers.to(y.device).reshape(data.y.shape)[chosen]

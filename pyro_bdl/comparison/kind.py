@@ -27,7 +27,7 @@ from pyro_bdl.distributions.moments import observation_kind, observation_mean
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.draws import as_posterior, to_samples
 from pyro_bdl.predictive.predictor import unknown_kinds
-from pyro_bdl.program.batches import has_rows, leading_size, taken
+from pyro_bdl.program.batches import has_rows, leading_size, select_rows
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.program.program import Program
@@ -182,7 +182,7 @@ class Kind:
         size = max(1, bytes_at_once(_DRAWS_AT_ONCE) // (8 * draws * max(1, width)))
         size = min(size, self.most_rows or size)
         parts = [slice(start, start + size) for start in range(0, leading_size(args), size)]
-        return [(taken(args, rows), rows) for rows in parts]
+        return [(select_rows(args, rows), rows) for rows in parts]
 
     def seen(self, model: Callable, args: tuple, posterior: Any) -> Seen | None:
         """The data that were seen; None where no mask leaves any out."""
@@ -371,7 +371,7 @@ def _kind_of(
 def needs_targets(model: Callable, kind: Kind, args: tuple, posterior: Any) -> bool:
     """Return whether the program observes its first site with targets only, as at a row."""
     with torch.no_grad(), evaluation_mode(model, posterior):
-        row = taken(args, slice(0, 1)) if kind.by_rows and not kind.is_joint else args
+        row = select_rows(args, slice(0, 1)) if kind.by_rows and not kind.is_joint else args
         at = _first_run(model, row, posterior)[2]
         return _needs_targets(model, row, at, next(iter(kind.sites)))
 

@@ -28,7 +28,7 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import DRAWS_AT_ONCE, log_densities_of
 from pyro_bdl.predictive.predictor import predictor
-from pyro_bdl.program.batches import as_dicts, device_of_rows, has_rows, leading_size, taken
+from pyro_bdl.program.batches import as_dicts, device_of_rows, has_rows, leading_size, select_rows
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.jackknife import GROUPS, jackknife_error, number_of_groups, without_each
@@ -357,7 +357,7 @@ def _densities(
     with evaluation_mode(model, guide):
         local = kind.latents is None or any(latent.plates for latent in kind.latents.values())
         if not local and has_rows((args, {}), leading_size(args)):
-            args = taken(args, slice(0, 2))  # the prior does not depend on the data
+            args = select_rows(args, slice(0, 2))  # the prior does not depend on the data
         program = Program(model, *args)
         log_p, log_q = log_densities_of(program, guide, samples, program.log_prior)
     return log_p.double(), None if log_q is None else log_q.double()
@@ -441,7 +441,7 @@ def without_fold(
     fit: Callable[..., Any], args: tuple, held: Tensor, num_samples: int, seed: int
 ) -> tuple[Tensor, float, Tensor, Tensor]:
     """``_log_density`` of the rows that are held back, fitted to the others."""
-    train, test = (taken(args, mask.nonzero().flatten()) for mask in (~held, held))
+    train, test = (select_rows(args, mask.nonzero().flatten()) for mask in (~held, held))
     with seeded(seed):
         model, posterior = fit(*train)
         return _log_density(model, posterior, test, num_samples)

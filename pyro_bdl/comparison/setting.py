@@ -17,7 +17,7 @@ from pyro_bdl.program.batches import (
     has_rows,
     holds_batches,
     leading_size,
-    taken,
+    select_rows,
 )
 from pyro_bdl.program.check import by_entry, takes_missing
 from pyro_bdl.utils.module_state import device_of
@@ -182,7 +182,7 @@ def _check_rows(name: str, args: tuple) -> None:
 def _thinned(args: tuple) -> tuple:
     """At most so many rows as are kept of the test data, evenly spaced."""
     _check_rows("ood", args)
-    return taken(args, spaced(leading_size(args)).to(device_of_rows(args)))
+    return select_rows(args, spaced(leading_size(args)).to(device_of_rows(args)))
 
 
 def spaced(rows: int) -> Tensor:

@@ -16,7 +16,7 @@ from pyro_bdl.curvature.jacobian.linearization import Linearization, RecordedRow
 from pyro_bdl.curvature.structures import STRUCTURES
 from pyro_bdl.distributions.copies import masks_of
 from pyro_bdl.distributions.parameters import is_known, parameters_of, rebuilt
-from pyro_bdl.program.batches import Batch, as_dicts, has_rows, leading_size, taken
+from pyro_bdl.program.batches import Batch, as_dicts, has_rows, leading_size, select_rows
 from pyro_bdl.program.rows import (
     AllRows,
     FirstPass,
@@ -245,7 +245,7 @@ class ProgramAtPoint:
         start = 0
         while facts is not None and start < count:
             at_once = min(count - start, size(batch, facts.numbers))
-            part = taken(batch, slice(start, start + at_once)) if at_once < count else batch
+            part = select_rows(batch, slice(start, start + at_once)) if at_once < count else batch
             mapped = self._mapped(part, facts, whole, start, read=read and start == 0)
             if whole is not None:
                 facts.compare(mapped, whole, start)

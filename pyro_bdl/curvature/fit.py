@@ -347,7 +347,7 @@ def fit_curvature(
             sums.curvature.end_batch()
 
     for number in itertools.count():
-        batches.together(functools.partial(one_pass, number))
+        batches.on_all_ranks(functools.partial(one_pass, number))
         curvature = sums.curvature
         if batches.ranks is not None:
             curvature.add_up(batches.ranks)

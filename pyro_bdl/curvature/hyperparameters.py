@@ -119,7 +119,7 @@ class ParameterReading:
 def read_at_center(model: Callable, guide: Any) -> ParameterReading:
     """Read the program's parameters at a guide's center, on a few of its data."""
     subset, vector = Subset(guide.require_layout()), guide.location().detach()
-    return read(model, subset, vector, *guide.few_rows)
+    return read(model, subset, vector, *guide.example_rows)
 
 
 def read(

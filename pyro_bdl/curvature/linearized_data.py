@@ -177,7 +177,7 @@ class LinearizedData:
                 assert total is not None
                 return total
 
-            total = batches.together(one_pass)
+            total = batches.on_all_ranks(one_pass)
             batches.add_up(total)
             results.append(count * total)
         return torch.stack(results).sum(0)

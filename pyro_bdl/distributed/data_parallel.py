@@ -164,7 +164,7 @@ class DataParallel_ELBO(CheckedLoss):
         with torch.no_grad():
             value = self._joint(bound, model, guide, args, kwargs).value.item()
         if math.isnan(value):
-            self.ranks.together(lambda: None)  # a rank that failed tells why
+            self.ranks.on_all_ranks(lambda: None)  # a rank that failed tells why
         return value
 
     def take_step(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Step:
@@ -181,7 +181,7 @@ class DataParallel_ELBO(CheckedLoss):
     def check_data(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
         """Search for bad data on all ranks; all ranks call it, since they have the same joint
         loss."""
-        self.ranks.together(lambda: check_data(model, guide, args, kwargs))
+        self.ranks.on_all_ranks(lambda: check_data(model, guide, args, kwargs))
 
     def _get_trace(self, model: Callable, guide: Callable, args: Any, kwargs: Any) -> Any:
         return self.elbo._get_trace(model, guide, args, kwargs)
@@ -201,7 +201,7 @@ class DataParallel_ELBO(CheckedLoss):
                 self._seed = int(torch.randint(2**62, (), device="cpu").item())
             return reading, self._seed, self._draws
 
-        readings = self.ranks.gather(self.ranks.together(look))
+        readings = self.ranks.gather(self.ranks.on_all_ranks(look))
         check_joint_batch([reading for reading, *_ in readings])
         modules = [part for part in (model, guide) if isinstance(part, nn.Module)]
         self.ranks.broadcast(self._leaves | _values_of(modules))
@@ -245,7 +245,7 @@ class DataParallel_ELBO(CheckedLoss):
 
         form = self._form if torch.is_grad_enabled() else (2, torch.float64)
         weight, step, leaves, gradients = (
-            self.ranks.together(here) if form is None else self._or_tell(here, *form)
+            self.ranks.on_all_ranks(here) if form is None else self._or_tell(here, *form)
         )
         if not leaves:
             value = step.value.to(self._device()).reshape(1)

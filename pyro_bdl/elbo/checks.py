@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from pyro import poutine
-from pyro.infer import Trace_ELBO
 from pyro.infer.elbo import ELBO, ELBOModule
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.util import check_site_shape, warn_if_nan
@@ -137,8 +135,8 @@ def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> N
 def prepare(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
     """Check the arguments of a first step, and make the guide's parameters.
 
-    A guide of this package has run its program for its parameters, under Pyro's validation. Others,
-    and those of another program, are checked here by runs at a draw. The random state is restored,
+    A guide of this package has run its program for its parameters. Others, and those of another
+    program, are checked here by a run at a draw. The random state is restored,
     so that training continued from a saved state draws the same numbers as uninterrupted training.
     """
     check_finite(model, args, kwargs)
@@ -149,25 +147,27 @@ def prepare(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None
             guide.prototype(*args, **kwargs)
             if guide.is_of(model):
                 return
-        p = _checked_run(model, guide, args, kwargs)
-        hidden = [] if p.discrete is None else list(p.discrete.names)
-        shown = poutine.block(model, hide=hidden) if hidden else model
-        imputed = bool(p.imputed)
-        del p  # before Pyro's own run, which needs as much memory
-        if not imputed:  # of which Pyro's ELBO would count the density
-            Trace_ELBO().loss(shown, guide, *args, **kwargs)
+        _checked_run(model, guide, args, kwargs)
 
 
 def check_statements(p: Run, guide: Callable) -> None:
     """Check the statements of a first step's run; warn of minibatches that give a biased bound.
 
-    :raises ValueError: for a guide with a site that the program does not have; Pyro's, for a
-        statement whose batch is not that of the plates around it.
+    :raises ValueError: for a guide with a site that the program does not have, and as
+        ``_check_shapes``.
     """
     _refuse_surplus(p, guide)
     bias = p.bias_of_minibatches()
     if bias is not None:
         warn(bias, "number-of-data", stacklevel=8)
+    _check_shapes(p)
+
+
+def _check_shapes(p: Run) -> None:
+    """Check the batches of a program's or a guide's statements.
+
+    :raises ValueError: Pyro's, for a statement whose batch is not that of the plates around it.
+    """
     for name, site in (p.priors | p.observed | p.factors).items() if p.discrete is None else ():
         frames = [
             CondIndepStackFrame(plate, dim, len(p.subsamples[plate]), 0)
@@ -195,6 +195,7 @@ def _refuse_surplus(p: Run, guide: Callable) -> None:
 def _checked_run(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Run:
     """A run of the program at a draw of the guide."""
     q = record(guide, {}, args, kwargs)
+    _check_shapes(q)
     p = run_at_draw(model, values_of(q), args, kwargs, draw=sum_out_discrete)
     for name, site in q.latents.items():
         if not site.distribution.has_rsample:
@@ -237,27 +238,26 @@ class FirstBatches:
     def __init__(self, steps: int = 2) -> None:
         self._left = steps
         self._waiting = False
-        self._sums: dict[str, Tensor] = {}
+        self._numbers: dict[str, Tensor] = {}
 
     def start_step(self) -> None:
         """The next run is the first of a step."""
         self._waiting, self._left = self._left > 0, max(0, self._left - 1)
 
     def look(self, observed: Mapping[str, Site]) -> None:
-        """Warn if the targets of a step's first run differ from those of the step before: in their
-        number, their sum or that of their squares, which the order of the rows leaves alone."""
+        """Warn if the targets of a step's first run are not the numbers of the step before, in
+        whatever order."""
         if not self._waiting:
             return
-        self._waiting, before, self._sums = False, self._sums, {}
+        self._waiting, before, self._numbers = False, self._numbers, {}
         for name, site in observed.items():
             is_whole = isinstance(site.scale, int | float) and site.scale == site.subsampling == 1
             is_in_vmap = torch._C._functorch.is_functorch_wrapped_tensor
             if not is_whole or not isinstance(site.value, Tensor) or is_in_vmap(site.value):
                 continue
-            value = site.value.detach().cpu().double()
-            sums = torch.stack([torch.ones_like(value).sum(), value.sum(), value.square().sum()])
-            self._sums[name] = sums
-            if name in before and not torch.allclose(before[name], sums, rtol=1e-5, atol=1e-5):
+            numbers = site.value.detach().flatten().nan_to_num(torch.inf).sort().values
+            self._numbers[name] = numbers
+            if name in before and not torch.equal(before[name], numbers):
                 warn(
                     f"the first batches hold different targets at site '{name}', and each counts "
                     "as all of the data (its scale is 1), so that the posterior is that of a "

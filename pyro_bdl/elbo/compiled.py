@@ -163,7 +163,7 @@ class _Evaluation(Evaluation):
         bound = self.bound
         with contextlib.ExitStack() as stack:
             for part, names in self.numbers:
-                stack.enter_context(part.holding({name: next(left) for name in names}))
+                stack.enter_context(part.at_parameters({name: next(left) for name in names}))
             terms = bound.terms(self.model, self.guide, args, kwargs)
         loss = bound.negative_bound(terms, temperature)
         return loss, *(part for part in terms if part is not None)
@@ -177,6 +177,6 @@ class _Evaluation(Evaluation):
     def finish(self, outcome: Outcome) -> Step:
         """The step of a graph's results, taken as the bound takes its own."""
         loss, terms = outcome.results[0], Terms(*outcome.results[1:])
-        step = self.bound.noted(terms, loss, self.temperature)
+        step = self.bound.record_terms(terms, loss, self.temperature)
         self.bound.skip(1)
         return replace(step, outcome=outcome)

@@ -60,7 +60,7 @@ class MeanFieldLimit(TemperedTraceMeanField_ELBO):
             raise ValueError(
                 f"MeanFieldLimit averages the outputs at shared draws, and cannot use {estimator}"
             )
-        vectors, offset = guide.step_draws(self.num_particles)
+        vectors, offset = guide.sample_with_offset(self.num_particles)
 
         def run_at(draw: FlatDraw) -> Run:
             run = record(model, draw.latents, args, kwargs, draw=sum_out_discrete)

@@ -181,9 +181,9 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
                 check_data(model, guide, args, kwargs)  # finds labels without a class
             raise
         self._is_first = False
-        return self.noted(terms, self.negative_bound(terms, temperature), temperature)
+        return self.record_terms(terms, self.negative_bound(terms, temperature), temperature)
 
-    def noted(self, terms: Terms, loss: Tensor, temperature: float) -> Step:
+    def record_terms(self, terms: Terms, loss: Tensor, temperature: float) -> Step:
         """The step of a loss, whose terms are this bound's attributes from here on."""
         self.temperature = temperature
         self.expected_log_likelihood = terms.log_likelihood.detach()
@@ -227,7 +227,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
         """The parts of the bound, averaged over the particles."""
         estimator = self.estimator or active()
         if isinstance(guide, Guide) and not guide.subsampled:
-            with guide.reading():
+            with guide.cached_parameters():
                 return self.flat_terms(model, guide, args, kwargs, estimator)
         draw = partial(SiteDraw, guide, args, kwargs)
         particles = [
@@ -250,7 +250,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
             return self.particle(model, at, args, kwargs, estimator)
 
         with without_autocast():
-            vectors, offset = guide.step_draws(self.num_particles)
+            vectors, offset = guide.sample_with_offset(self.num_particles)
         draw = vectors.squeeze(0) if self.num_particles == 1 else vectors.detach().mean(0)
         if self.num_particles == 1:
             terms = particle({"u": draw})

@@ -162,8 +162,10 @@ class PerDatum(OneThread):
 
 def active() -> PerDatum | None:
     """The innermost open context of this class, or None."""
-    contexts = [handler for handler in handlers() if isinstance(handler, PerDatum)]
-    return contexts[-1] if contexts else None
+    for handler in reversed(handlers()):
+        if isinstance(handler, PerDatum):
+            return handler
+    return None
 
 
 def require_normal(product: DataProduct, name: str) -> None:

@@ -133,7 +133,7 @@ def _linear(op: AffineOp, weight: Operand, bias: Operand | None) -> DataProduct 
     is_vector = weight.value.dim() == 1
 
     def back(z: Tensor) -> Tensor:
-        return z[..., 0] if is_vector else op.turned(z)
+        return z[..., 0] if is_vector else op.permute_output(z)
 
     weight = Operand(op.as_matrix(weight.value), weight.tag, weight.distribution, op.as_matrix)
     return DataProduct(F.linear, op.rows(), weight, bias, back=back)

@@ -253,7 +253,7 @@ def _log_prior(
     subset, layout = guide.subset, guide.require_layout()
     if point is not None:
         vector = subset.put(guide.loc, _vector(guide, point))
-        reading = read(guide.program_model, subset, vector, *guide.few_rows)
+        reading = read(guide.program_model, subset, vector, *guide.example_rows)
     total = guide.loc.new_zeros((), dtype=torch.float64)
     for name, chosen in subset.chosen.items():
         site, latent = reading.run.latents[name], layout.latents[name]

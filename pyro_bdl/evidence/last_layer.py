@@ -103,7 +103,7 @@ class LastLayerEvidence(Trace_ELBO):
         :param checked: whether an earlier run has shown that the program has a closed form.
         """
         layout = guide.require_layout()
-        with guide.reading():
+        with guide.cached_parameters():
             vector = guide.location()
             values, log_det = layout.constrain(vector)
             values |= {name: values[name].detach().requires_grad_() for name in sites}

@@ -216,6 +216,6 @@ def _log_prior(guide: LaplaceGuide, offset: Tensor) -> tuple[Tensor, Tensor]:
         return (slope - 0.5 * bent) @ offset, slope - bent
     subset = guide.subset
     vector = subset.put(guide.loc, subset.take(guide.loc) + offset.to(guide.loc))
-    run, leaves = run_at(guide.program_model, subset, vector, *guide.few_rows)
+    run, leaves = run_at(guide.program_model, subset, vector, *guide.example_rows)
     value = log_prior(run, leaves, subset.layout).detach()
     return value.double(), slope_of_prior(run, leaves, subset).double()

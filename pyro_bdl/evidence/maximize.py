@@ -26,7 +26,7 @@ from pyro_bdl.program.batch_norm import without_running_statistics
 from pyro_bdl.program.batches import Batch, leading_size
 from pyro_bdl.program.network_sites import OWNER_KEY
 from pyro_bdl.program.normalized import NORMALIZATIONS, normalized_groups
-from pyro_bdl.program.saved import few_rows
+from pyro_bdl.program.saved import example_rows
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -93,7 +93,7 @@ def _normalized(guide: Guide, sites: list[str], batch: Batch) -> dict[str, tuple
     vector = guide.location().detach()
     modules = guide.program_modules
     statistics = any(isinstance(module, _BATCH_NORMS) for module in modules)
-    args, kwargs = few_rows(model, layout, vector, batch, number=_ROWS if statistics else 2)
+    args, kwargs = example_rows(model, layout, vector, batch, number=_ROWS if statistics else 2)
     layers: dict[str, list[str]] = {}
     trace: Any = guide.prototype_trace
     for site in sites:  # of ``bayesianize``, with the module that a weight is of

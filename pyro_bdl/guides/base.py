@@ -23,7 +23,7 @@ from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.layout import Latent, Layout
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
-from pyro_bdl.program.saved import few_rows
+from pyro_bdl.program.saved import example_rows
 from pyro_bdl.program.trace import distribution_of_targets, is_marked_imputed, is_recording
 from pyro_bdl.utils.module_state import Modules, device_of, outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
@@ -58,12 +58,12 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         self._program_model = (model,)  # in a tuple, so that it is no submodule
         # Those of the program, which calls them in its first run.
         self.program_modules = Modules(model)
-        self._values: Mapping[str, Tensor] | None = None  # of parameters, while ``holding``
+        self._values: Mapping[str, Tensor] | None = None  # of parameters, while ``at_parameters``
         self.subsampled: set[str] = set()
         self.warned_of: set[str] = set()  # warnings about the program that are given once
         self._loaded: dict[str, Tensor] | None = None
         # A few rows of the first data, with which a program that reads a file is run.
-        self.few_rows: Batch = (), {}
+        self.example_rows: Batch = (), {}
 
     @property
     def program_model(self) -> Callable:  # type: ignore[override]
@@ -130,7 +130,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         try:
             with own_randomness():
                 model, arguments = self.program_model, (args, kwargs)
-                self.few_rows = few_rows(model, self.layout, start, arguments)
+                self.example_rows = example_rows(model, self.layout, start, arguments)
             self.create_parameters(start)
             if self._loaded is not None:
                 self.load_state_dict(self._loaded)
@@ -154,7 +154,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         self.warned_of = source.warned_of
         self.prototype_trace = source.prototype_trace
         self._prototype_frames = source._prototype_frames
-        self.few_rows = source.few_rows
+        self.example_rows = source.example_rows
 
     def __repr__(self) -> str:
         """A line; the program inside would fill pages."""
@@ -188,7 +188,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
     # Parameters
 
     def parameter(self, name: str) -> Tensor:
-        """A parameter or buffer; inside ``holding`` the value that is held."""
+        """A parameter or buffer; inside ``at_parameters`` the value that is held."""
         if self._values is not None and name in self._values:
             return self._values[name]
         self.require_layout()
@@ -203,13 +203,13 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         return {}
 
     def number(self, name: str) -> float | Tensor:
-        """One of ``numbers``; inside ``holding`` the value that is held."""
+        """One of ``numbers``; inside ``at_parameters`` the value that is held."""
         if self._values is not None and name in self._values:
             return self._values[name]
         return self.numbers()[name]
 
     @contextmanager
-    def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+    def at_parameters(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Read parameters and numbers from ``values``, so that the guide is a function of them."""
         before, self._values = self._values, values
         try:
@@ -218,7 +218,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
             self._values = before
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def cached_parameters(self) -> Iterator[None]:
         """Read each parameter once, by a ``pyro.param`` statement that optimizers see."""
         with self._pyro_context, self._held(detached=False):
             yield
@@ -358,7 +358,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         return f"{kind}_{digest[:8]}"
 
     def _apply(self, function: Callable, recurse: bool = True) -> Any:
-        self.few_rows = tree_map_only(Tensor, function, self.few_rows)
+        self.example_rows = tree_map_only(Tensor, function, self.example_rows)
         return super()._apply(function, recurse)
 
     def _shared_on_copy(self) -> tuple[str, ...]:

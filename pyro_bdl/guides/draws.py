@@ -349,7 +349,7 @@ def check_program(model: Callable, posterior: Any) -> None:
     elif isinstance(posterior, Guide) and not (posterior.is_of(model) or posterior.subsampled):
         like = posterior.location()
         center = posterior.require_layout().constrain(like)[0]
-        tree = described_program(posterior.program_model, posterior.few_rows, center)
+        tree = described_program(posterior.program_model, posterior.example_rows, center)
     if tree is None:
         return
     tree = tree_map_only(Tensor, lambda value: value.to(like.device), tree)

@@ -139,7 +139,7 @@ class AutoEnsemble(Guide):
         layout = self.require_layout()
         with torch.enable_grad(), Hidden():
             latents, _ = layout.constrain(start.detach().requires_grad_())
-            run = record(self.program_model, latents, *self.few_rows)
+            run = record(self.program_model, latents, *self.example_rows)
         loc, scale = torch.zeros_like(start), torch.zeros_like(start)
         normals = normal_priors(run.latents)
         for name, latent in layout.latents.items():
@@ -200,9 +200,9 @@ class AutoEnsemble(Guide):
         members = self._members(num_samples)
         return torch.cat([self.parameter("locs")[members], self.anchors[members]], -1)
 
-    def step_draws(self, num_samples: int) -> tuple[Tensor, Tensor | float]:
+    def sample_with_offset(self, num_samples: int) -> tuple[Tensor, Tensor | float]:
         if not self.anchored:
-            return super().step_draws(num_samples)
+            return super().sample_with_offset(num_samples)
         draws, anchors = self._with_anchors(num_samples).chunk(2, -1)
         return draws, _offsets(draws, anchors, self.prior_loc, self.prior_precision).sum(-1).mean()
 

@@ -65,7 +65,7 @@ class Family:
         possible."""
         raise NotImplementedError
 
-    def step_draws(self, num_samples: int) -> tuple[Tensor, Tensor | float]:
+    def sample_with_offset(self, num_samples: int) -> tuple[Tensor, Tensor | float]:
         """Draws of a step, and the mean over them of what log q holds beyond ``log_density``: the
         members of an anchored ensemble differ in it."""
         return self.sample_vectors(num_samples), 0.0

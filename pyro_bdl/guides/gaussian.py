@@ -187,7 +187,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
 
         :raises ValueError: where a parameter of the likelihood has changed since the fit.
         """
-        reading = read(self.program_model, self.subset, self.loc, *self.few_rows)
+        reading = read(self.program_model, self.subset, self.loc, *self.example_rows)
         _check_unchanged(reading, self._in_likelihood)
         return reading
 

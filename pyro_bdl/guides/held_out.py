@@ -23,7 +23,7 @@ from pyro_bdl.curvature.linear_outputs import GaussianOutputs, observed_outputs
 from pyro_bdl.curvature.structures.base import Precision
 from pyro_bdl.distributions.parameters import is_known
 from pyro_bdl.errors import warn
-from pyro_bdl.program.batches import Batch, Batches, has_rows, leading_size, taken
+from pyro_bdl.program.batches import Batch, Batches, has_rows, leading_size, select_rows
 from pyro_bdl.program.check import check_finite_batches, on_whole_data
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils.random_state import seeded
@@ -196,7 +196,7 @@ def is_worse_than_network(guide: "LaplaceGuide", first: Linearization, batches: 
     alone, posterior, right = [], [], []
     parts: Iterable[Linearization] = [first]
     if leading_size((first.args, dict(first.kwargs))) != rows:
-        some = [taken(batches.first(), slice(rows))]
+        some = [select_rows(batches.first(), slice(rows))]
         parts = guide.at(on_whole_data(guide.program_model)).linearizations(some, every_output=True)
     for part in parts:
         sites = [o.gaussian(guide.precision) for o in observed_outputs(part).values()]
@@ -234,7 +234,7 @@ def _comparable_rows(guide: "LaplaceGuide", run: Run, batches: Batches) -> int:
     moving = [(value, site) for site in observed for value in site_parameters(site).values()]
     numbers = sum(value.numel() / num_data(site) for value, site in moving)
     rows = min(count, _MOST_ROWS, max(_LEAST_ROWS, int(_COLUMNS / max(1.0, numbers))))
-    needs_all = guide.config.rows == "together" or leading_size(guide.few_rows) == count
+    needs_all = guide.config.rows == "together" or leading_size(guide.example_rows) == count
     if not has_rows(batch, count) or rows < _LEAST_ROWS or (needs_all and rows < count):
         return 0
     return rows

@@ -129,7 +129,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         if held_out is not None:  # before the fit, which they come after
             held_out = self.batches(held_out)
             check_held_out(self.program_model, held_out)
-        batches.together(lambda: self._begin(*batches.first()))
+        batches.on_all_ranks(lambda: self._begin(*batches.first()))
         with as_written(self.program_modules):
             chosen = subset_of(self, subset, *batches.first())
             posterior = self._approximate(

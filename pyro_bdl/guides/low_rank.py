@@ -72,7 +72,7 @@ class AutoLowRank(LowRankNormal):
         if self.subsampled:
             return frozenset()
         model, layout = self.program_model, self.require_layout()
-        run, leaves = run_at(model, Subset(layout), vector, *self.few_rows)
+        run, leaves = run_at(model, Subset(layout), vector, *self.example_rows)
         return frozenset(
             name
             for name, site in run.latents.items()

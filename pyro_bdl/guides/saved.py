@@ -41,7 +41,7 @@ class SavedGuide(nn.Module):
     location: Any
     subsampled: set[str]
     program_model: Callable
-    few_rows: Batch
+    example_rows: Batch
     _loaded: dict[str, Tensor] | None
     # Base classes of options that are objects, which a file holds by their attributes
     saved_parts: tuple[type, ...] = ()
@@ -180,7 +180,7 @@ class SavedGuide(nn.Module):
         layout, center = self.require_layout(), None
         if not self.subsampled:  # no run holds all latents of a subsampled plate
             center = layout.constrain(self.location())[0]
-        program = described_program(self.program_model, self.few_rows, center)
+        program = described_program(self.program_model, self.example_rows, center)
         tree = {"guide": self.saved(), "program": {**program, "point": None}}
         return save_tree(path, tree, kind=SAVED_KIND)
 

@@ -32,7 +32,7 @@ def sample_all(guide: Any, args: tuple, kwargs: dict) -> dict[str, Tensor]:
     joint draw, one for each cell of the plates around the guide, and the first of them carries the
     joint log density.
     """
-    with guide.reading():
+    with guide.cached_parameters():
         vectors = guide.site_vectors()
         if vectors is not None:
             return sample_sites(guide, args, kwargs, *vectors)

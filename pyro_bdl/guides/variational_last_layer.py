@@ -120,7 +120,7 @@ class AutoVariationalLastLayer(NormalGuide):
 
     def _read_layer(self, start: Tensor) -> Tensor:
         """The positions of W (K, H) in the vector; none where the program has no last layer."""
-        args, kwargs = self.few_rows
+        args, kwargs = self.example_rows
         nothing = torch.empty(0, 0, dtype=torch.long, device=start.device)
         layout, model = self.require_layout(), self.program_model
         try:

@@ -427,7 +427,7 @@ class _NetworkScope(Scope):
             self.values[name] = getattr(self.module, attributes[name])
         return self.values[name]
 
-    def weigh(self, name: str, hyperprior: Hyperprior, value: Tensor) -> None:
+    def add_log_prior(self, name: str, hyperprior: Hyperprior, value: Tensor) -> None:
         site = f"{self.module.site_prefix}{name}.hyperprior"
         if site not in self.values:
             self.values[site] = hyperprior.log_prob(value)

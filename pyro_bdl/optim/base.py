@@ -176,7 +176,7 @@ class NaturalGradient(StepOptimizer):
 class DiagonalNaturalGradient(NaturalGradient):
     """Natural gradients of a mean-field guide, whose ``scale`` stores the precision 1/s^2.
 
-    A subclass defines ``growth``, the factor by which the precision grows.
+    A subclass defines ``precision_ratio``, the factor by which the precision grows.
     """
 
     def parameters_of(self, guide: Any) -> list[Tensor]:
@@ -195,7 +195,7 @@ class DiagonalNaturalGradient(NaturalGradient):
             )
         return [guide.loc, free]
 
-    def growth(self, change: Tensor, rate: float) -> Tensor:
+    def precision_ratio(self, change: Tensor, rate: float) -> Tensor:
         """The precision after a step divided by the precision before it, (P,).
 
         :param change: the relative change c that reaches S', (P,).
@@ -203,7 +203,7 @@ class DiagonalNaturalGradient(NaturalGradient):
         """
         raise NotImplementedError
 
-    def steadied(self, scale_gradient: Tensor, average: Tensor, noise: Tensor) -> Tensor:
+    def control_variate(self, scale_gradient: Tensor, average: Tensor, noise: Tensor) -> Tensor:
         """The gradient in the scales with less noise.
 
         :param average: the location's average gradient before this step, (P,).
@@ -217,9 +217,9 @@ class DiagonalNaturalGradient(NaturalGradient):
         scale_gradient = free.grad / torch.expm1(-scale).neg_()  # ds/du = 1 - exp(-s)
         if step.draw is not None:
             noise = (step.draw - loc) / scale
-            scale_gradient = self.steadied(scale_gradient, step.average, noise)
+            scale_gradient = self.control_variate(scale_gradient, step.average, noise)
         change = scale_gradient * scale / step.temperature
-        scale = scale * self.growth(change, step.rate).rsqrt()
+        scale = scale * self.precision_ratio(change, step.rate).rsqrt()
         # The number of standard deviations that the location would move at lr = 1.
         deviations = (step.gradient * scale).div_(step.temperature)
         loc.addcmul_(deviations.clamp_(-clip, clip), scale, value=-lr)

@@ -57,9 +57,9 @@ class IVON(DiagonalNaturalGradient):
     :raises ValueError: for shared or fixed scales, or a number out of range.
     """
 
-    def steadied(self, scale_gradient: Tensor, average: Tensor, noise: Tensor) -> Tensor:
+    def control_variate(self, scale_gradient: Tensor, average: Tensor, noise: Tensor) -> Tensor:
         return torch.addcmul(scale_gradient, average, noise, value=-1.0)
 
-    def growth(self, change: Tensor, rate: float) -> Tensor:
+    def precision_ratio(self, change: Tensor, rate: float) -> Tensor:
         step = change * rate  # 1 + rho c + (rho c)^2 / 2, which is positive for every c
         return (0.5 * step).add_(1.0).mul_(step).add_(1.0)

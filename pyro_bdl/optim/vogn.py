@@ -162,7 +162,7 @@ class VOGN(DiagonalNaturalGradient):
     Notation and parameters are those of ``IVON``.
     """
 
-    def growth(self, change: Tensor, rate: float) -> Tensor:
+    def precision_ratio(self, change: Tensor, rate: float) -> Tensor:
         if (change < -1.0 - _ROUNDING).any():
             raise RuntimeError(
                 "the precision asked for is negative: train VOGN with the loss of a "

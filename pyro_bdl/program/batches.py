@@ -158,7 +158,7 @@ class Batches:
             yield from self
             return
         for rows in torch.arange(leading_size(whole), device=device_of_rows(whole)).split(size):
-            yield taken((whole, {}), rows)
+            yield select_rows((whole, {}), rows)
 
     def joined(self) -> Batch:
         """All batches as one, in memory.
@@ -180,10 +180,10 @@ class Batches:
         if self.ranks is not None:
             self.ranks.check_same({name: value})
 
-    def together(self, function: Callable[[], Any]) -> Any:
+    def on_all_ranks(self, function: Callable[[], Any]) -> Any:
         """Call a function that passes over the data; an error in one process is raised in all of
         them."""
-        return function() if self.ranks is None else self.ranks.together(function)
+        return function() if self.ranks is None else self.ranks.on_all_ranks(function)
 
     def add_up(self, *tensors: Tensor) -> None:
         """Turn sums over this process's part of the data into sums over all data, in place."""
@@ -337,7 +337,7 @@ def as_dicts(value: Any) -> Any:
     return value
 
 
-def taken(value: Any, rows: slice | Tensor) -> Any:
+def select_rows(value: Any, rows: slice | Tensor) -> Any:
     """Some rows of an argument: of a tensor, or of all tensors in a dict or a tuple.
 
     :raises ValueError: if they have different numbers of rows.

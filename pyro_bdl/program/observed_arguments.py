@@ -16,7 +16,7 @@ from pyro_bdl.utils.trees import tree_flatten, tree_unflatten
 Arguments = tuple[tuple, dict[str, Any]]
 
 
-class Targets:
+class TargetArguments:
     """The arguments of a program's run that are values of its observed sites.
 
     An argument, or an entry of a dict, is the target of a site if the program observes its numbers,

@@ -79,6 +79,12 @@ def plate_of_rows(site: Site, args: Any) -> tuple[str, int] | None:
     return None
 
 
+def plates_of_rows(sites: Mapping[str, Site], args: Any) -> dict[str, tuple[str, int]]:
+    """``plate_of_rows`` of each observed site that has one."""
+    places = {name: plate_of_rows(site, args) for name, site in sites.items()}
+    return {name: place for name, place in places.items() if place is not None}
+
+
 def along_rows(value: Tensor, args: Any, axis: int = 0) -> bool | None:
     """Return whether an axis of a view of an argument is this argument's first one, by the places
     of its numbers in memory; None for a tensor with memory of its own."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl.distributions.parameters import is_known, parameters_of
-from pyro_bdl.program.batches import NOT_ON_SOME, Batch, has_rows, leading_size, taken
+from pyro_bdl.program.batches import NOT_ON_SOME, Batch, has_rows, leading_size, select_rows
 from pyro_bdl.program.check import without_handlers
 from pyro_bdl.program.layout import describe_mismatch, shape_mismatches
 from pyro_bdl.program.program import Program, trace_once
@@ -30,7 +30,7 @@ _SLACK = 1e-2  # of numbers of another device or of half precision, which differ
 _SLACKS = {torch.float32: 1e-3, torch.float64: 1e-6}  # of those of the same kind of device
 
 
-def few_rows(
+def example_rows(
     model: Callable, layout: Any, vector: Tensor, batch: Batch, *, number: int = 2
 ) -> Batch:
     """A copy of a batch's first rows, if the program runs on so few; else the batch itself."""
@@ -48,7 +48,9 @@ def few_rows(
 
 def _first_rows(batch: Batch, number: int) -> Batch:
     count = leading_size(batch)
-    return batch if count <= number or not has_rows(batch, count) else taken(batch, slice(number))
+    if count <= number or not has_rows(batch, count):
+        return batch
+    return select_rows(batch, slice(number))
 
 
 def described_at(program: Program, latents: Mapping[str, Tensor]) -> dict[str, Any]:

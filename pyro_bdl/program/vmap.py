@@ -238,7 +238,7 @@ class RowMap:
         return self._map(of_row, {**rows, "lane": lanes})
 
 
-class _Outside:
+class _OutsideOfMap:
     """A tensor of a map over rows as it is outside of the map, and whether it differs from row to
     row by its operators."""
 
@@ -250,7 +250,7 @@ class _Tap(torch.autograd.Function):
     """The identity, whose results outside of a map over rows are (n, *shape)."""
 
     @staticmethod
-    def forward(value: Tensor, lane: Tensor, outside: _Outside, copied: bool) -> Tensor:
+    def forward(value: Tensor, lane: Tensor, outside: _OutsideOfMap, copied: bool) -> Tensor:
         return value.clone()
 
     @staticmethod
@@ -263,7 +263,7 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def vmap(  # type: ignore[override]
-        info: Any, in_dims: tuple, value: Tensor, lane: Tensor, outside: _Outside, copied: bool
+        info: Any, in_dims: tuple, value: Tensor, lane: Tensor, outside: _OutsideOfMap, copied: bool
     ) -> tuple[Tensor, int]:
         if in_dims[0] is None:
             rows = value.expand(info.batch_size, *value.shape)
@@ -284,7 +284,7 @@ def tap(value: Tensor, lane: Tensor | None) -> tuple[Tensor, Tensor]:
     if lane is None or not is_mapped():
         result = value.clone()
         return result, result
-    outside = _Outside()
+    outside = _OutsideOfMap()
     result = _Tap.apply(value, lane, outside, True)
     return result, result if outside.value is None else outside.value
 
@@ -292,6 +292,6 @@ def tap(value: Tensor, lane: Tensor | None) -> tuple[Tensor, Tensor]:
 def depends_on_row(value: Tensor, lane: Tensor) -> bool:
     """Return whether a tensor of a map over rows is computed from the row, whatever its numbers;
     False where the rows are taken in a loop."""
-    outside = _Outside()
+    outside = _OutsideOfMap()
     _Tap.apply(value, lane, outside, False)
     return outside.depends

@@ -15,7 +15,7 @@ from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 
 from pyro_bdl.errors import warn
-from pyro_bdl.tracing.step import Outcome, Step, agree, trace_step
+from pyro_bdl.tracing.step import Outcome, StepGraph, agree, trace_step
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed, with_gradients, without_hooks
@@ -179,7 +179,7 @@ class Graph:
     :param agreed: whether a comparison with the program has found it right.
     """
 
-    step: Step | None = None
+    step: StepGraph | None = None
     parameters: dict[str, Tensor] = field(default_factory=dict)
     evaluations: int = 0
     num_traces: int = 0
@@ -373,7 +373,9 @@ class CompiledLoss:
             graph.step, graph.parameters = step, {name: stored[name] for name in names}
         owner.attributes.leave_out_changes()
 
-    def _compare(self, owner: Owner, graph: Graph, step: Step, evaluation: Evaluation) -> Tensor:
+    def _compare(
+        self, owner: Owner, graph: Graph, step: StepGraph, evaluation: Evaluation
+    ) -> Tensor:
         """Evaluate the program, and compare the graph's outcome with it."""
         try:
             with without_side_effects(owner.modules, step.written):

@@ -26,7 +26,7 @@ Run = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass
-class Step:
+class StepGraph:
     """The graph of (loss, further results, gradients).
 
     :param run: a function of the arguments, followed by ``outside``.
@@ -73,7 +73,7 @@ class Outcome(NamedTuple):
         return with_gradients(self.results[0], self.gradients, self.leaves)
 
 
-def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
+def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> StepGraph:
     """Trace a loss and its gradient.
 
     :param loss: from tensors to the loss, a scalar, and further results.
@@ -100,7 +100,7 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
 
     run, outside, written, constants = compiled(function, arguments, backend)
     positions = {id(argument): number for number, argument in enumerate(arguments)}
-    return Step(
+    return StepGraph(
         run,
         outside,
         written,

@@ -13,8 +13,9 @@ from pyro_bdl.elbo.tempered import TemperedTrace_ELBO, TemperedTraceMeanField_EL
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.mean_field import AutoMeanField
-from pyro_bdl.program.batches import Batch, device_of_rows, leading_size, taken
+from pyro_bdl.program.batches import Batch, device_of_rows, leading_size, select_rows
 from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
+from pyro_bdl.training.descent import counted
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
@@ -104,7 +105,7 @@ def warn_of_collapse(
     if size < rows:
         count = max(1, min(rows, _ROWS) // size)
         spread = torch.arange(count * size, device=device_of_rows(batch)) * rows // (count * size)
-        batches = [taken(batch, part) for part in spread.split(size)]
+        batches = [select_rows(batch, part) for part in spread.split(size)]
     kl = _kl_of_latents(elbo, model, guide, *batches[0])
     if not float(kl) < _KL * total:
         return
@@ -127,7 +128,7 @@ def _measured(
 ) -> Collapse:
     """The numbers of a collapse from the densities of some data; the KL is per datum of ``rows``,
     by default of as many as the program states."""
-    own, others, seen, stated = [], [], [], 1.0
+    own, others, seen, stated = [], [], [], 1
     with preserved_buffers(guide.program_modules), own_randomness():
         vectors = guide.sample_vectors(_DRAWS)
         for args, kwargs in batches:
@@ -136,14 +137,16 @@ def _measured(
                 latents = guide.require_layout().constrain(vector)[0]
                 run = record(model, latents, args, kwargs, draw=sum_out_discrete)
                 densities.append(_densities(run))
-            sites = run.observed.values()
-            stated = max((num_data(s) * s.subsampling for s in sites), default=1.0)
+            sites, stated = run.observed.values(), max(1, counted(run.observed)[1])
             if any(density is None for density in densities):
                 return Collapse(float(kl) / (rows or stated), math.nan, math.nan)
             stacked = torch.stack(densities)  # type: ignore[arg-type]
             own.append(stacked[:, 0])
             others.append(stacked[:, 1:])
-            seen.append(torch.stack([_seen(site) for site in sites]).any(0))
+            marks = [
+                site.seen().to(site.value.device).reshape(len(site.value), -1) for site in sites
+            ]
+            seen.append(torch.cat(marks, 1).any(1))
     known = torch.cat(seen)
     log_q, log_c = torch.cat(own, -1)[:, known], torch.cat(others, -1)[..., known]
     gains = _gains(log_q, log_c)
@@ -194,13 +197,6 @@ def _rolled(mask: Any, shift: int) -> Any:
     return mask.roll(shift, 0) if isinstance(mask, Tensor) else mask
 
 
-def _seen(site: Site) -> Tensor:
-    """Mark the rows that have a cell that is not masked, (n,)."""
-    shape, device = site.distribution.batch_shape, site.value.device
-    mask = torch.as_tensor(True if site.mask is None else site.mask, device=device)
-    return mask.expand(shape).reshape(len(site.value), -1).any(1)
-
-
 def warn_of_joint_scales(
     model: Callable, guide: Guide, trained: Sequence[Tensor], batch: Batch
 ) -> None:
@@ -218,7 +214,7 @@ def warn_of_joint_scales(
     if not own:
         return
     some = torch.arange(min(leading_size(batch), _ROWS), device=device_of_rows(batch))
-    args, kwargs = taken(batch, some)
+    args, kwargs = select_rows(batch, some)
     with preserved_buffers(guide.program_modules), own_randomness(), torch.enable_grad():
         vector = guide.sample_vectors(1)[0].detach()
         latents = guide.require_layout().constrain(vector)[0]

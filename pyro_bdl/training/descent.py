@@ -20,7 +20,7 @@ from pyro_bdl.program.batches import (
     Stream,
     device_of_rows,
     leading_size,
-    taken,
+    select_rows,
 )
 from pyro_bdl.program.check import (
     TENSORS_NEEDED,
@@ -238,7 +238,7 @@ class Descent:
         return None, batch
 
     def _rows_of(self, rows: Tensor | None) -> tuple:
-        return self.args if rows is None else tuple(taken(value, rows) for value in self.args)
+        return self.args if rows is None else tuple(select_rows(value, rows) for value in self.args)
 
     def _largest_gradient(self, loss: Tensor) -> Tensor:
         gradients = [
@@ -399,7 +399,7 @@ def _check_batches(model: Callable, guide: Callable, args: tuple, size: int, tot
     :raises ValueError: if it states another number of data.
     :raises ArgumentError: if it cannot run on some of the rows.
     """
-    some = tuple(taken(value, slice(size)) for value in args)
+    some = tuple(select_rows(value, slice(size)) for value in args)
     with Hidden(), own_randomness(), evaluation_mode(model, guide):
         try:
             run = _run_at_draw(model, guide, (some, {}))
@@ -435,6 +435,12 @@ def _explain_plate(model: Callable, args: tuple, size: int) -> None:
         program(*args)
 
 
+def counted(sites: Mapping[str, Site]) -> tuple[int, int]:
+    """The rows of a run's observed sites, and N, the number of data that their plates state."""
+    rows = max((num_data(site) for site in sites.values()), default=0)
+    return rows, round(max((num_data(s) * s.subsampling for s in sites.values()), default=0))
+
+
 def stated_data(
     sites: Mapping[str, Site], size: int, total: int | None, *, exact: bool = True
 ) -> int:
@@ -449,8 +455,7 @@ def stated_data(
     :raises ValueError: if the program states no number, or not that of all data, or of one site
         only.
     """
-    rows = max((num_data(site) for site in sites.values()), default=0)
-    stated = round(max((num_data(s) * s.subsampling for s in sites.values()), default=0))
+    rows, stated = counted(sites)
     if stated == rows:
         number = "N" if total is None else total
         raise ValueError(

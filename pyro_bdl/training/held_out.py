@@ -13,9 +13,9 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.ensemble import AutoEnsemble
 from pyro_bdl.handlers import WithHandler
 from pyro_bdl.program.batch_norm import keeps_statistics
-from pyro_bdl.program.batches import device_of_rows, leading_size, taken
+from pyro_bdl.program.batches import device_of_rows, leading_size, select_rows
 from pyro_bdl.program.program import Program
-from pyro_bdl.program.rows import along_rows, plate_of_rows, refuse_local_latents
+from pyro_bdl.program.rows import along_rows, plates_of_rows, refuse_local_latents
 from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.training.descent import Training
 from pyro_bdl.utils.module_state import Modules, evaluation_mode
@@ -92,7 +92,7 @@ class HeldOut:
         generator = torch.Generator("cpu").manual_seed(0)
         order = torch.randperm(count, generator=generator, device="cpu").to(device_of_rows(args))
         parts = order[size:], order[:size]
-        kept, back = (tuple(taken(value, rows) for value in args) for rows in parts)
+        kept, back = (tuple(select_rows(value, rows) for value in args) for rows in parts)
         return kept, back
 
 
@@ -121,7 +121,7 @@ class EarlyStopping:
             tensors += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         self.parts = list({id(tensor): tensor for tensor in tensors}.values())
         shares = any(tensor.requires_grad for tensor in self.parts[trained:])
-        self.apart = self.is_ensemble and not shares and not any(map(keeps_statistics, modules))
+        self.separate = self.is_ensemble and not shares and not any(map(keeps_statistics, modules))
         self.scores: list[Tensor] = []
         self.steps: list[int] = []
         self.best: list[Tensor] = []
@@ -144,7 +144,7 @@ class EarlyStopping:
         self.steps.append(step)
         if not self.best:
             self.best = [value.detach().clone() for value in self.parts]
-        elif self.apart:
+        elif self.separate:
             self.best[0][better] = self.parts[0].detach()[better]
         elif bool(better):
             self.best = [value.detach().clone() for value in self.parts]
@@ -161,7 +161,7 @@ class EarlyStopping:
             per_row = per_row[:, self.seen]
         if self.is_ensemble:
             scores = per_row.mean(-1)
-            return scores if self.apart else scores.mean()[None]
+            return scores if self.separate else scores.mean()[None]
         return (per_row.logsumexp(0) - math.log(len(per_row))).mean()[None]
 
     @property
@@ -219,13 +219,14 @@ def _rows_of(program: Program) -> tuple[set[str], dict[str, int], Tensor | None]
     :raises UnsupportedProgramError: for a latent site in one of the plates, and for observed sites
         without a dimension of the rows.
     """
-    rows, plates, dims = leading_size(program.args), set(), {}
+    rows = leading_size(program.args)
     with torch.no_grad():
         observed = program.run(program.initial).observed
-    for name, site in observed.items():
-        if (found := plate_of_rows(site, program.args)) is not None:
-            plates.add(found[0])
-            dims[name] = found[1]
+    places = plates_of_rows(observed, program.args)
+    plates, dims = (
+        {plate for plate, _ in places.values()},
+        {n: dim for n, (_, dim) in places.items()},
+    )
     refuse_local_latents(
         program.latents, plates, "and nothing is learned of those of rows that held_out holds back",
         "train on all rows",

@@ -26,7 +26,7 @@ from pyro_bdl.elbo.step import Terms
 from pyro_bdl.elbo.tempered import TemperedTrace_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.program.batches import as_dicts, taken
+from pyro_bdl.program.batches import as_dicts, select_rows
 from pyro_bdl.tracing.compiled import split
 from pyro_bdl.tracing.jax.ops.registry import aten
 from pyro_bdl.tracing.jax.translate import KEYS, loss_to_jax
@@ -176,7 +176,7 @@ class JaxDescent(Descent):
             left = iter(numbers)
             with ExitStack() as stack:
                 for part, names in self._numbers:
-                    stack.enter_context(part.holding({name: next(left) for name in names}))
+                    stack.enter_context(part.at_parameters({name: next(left) for name in names}))
                 if isinstance(bound, PureLoss):
                     return (bound.pure_loss(model, guide, args, kwargs) * self.scale,)
                 terms = bound.terms(model, guide, args, kwargs)
@@ -373,7 +373,7 @@ class JaxDescent(Descent):
         if not isinstance(bound, PureLoss):
             values: Any = [None if t is None else torch.tensor(t, device=device) for t in terms]
             bound.skip(tried)
-            bound.noted(Terms(*values), last, scheduled[tried - 1][0])
+            bound.record_terms(Terms(*values), last, scheduled[tried - 1][0])
         if not finite:
             self.fail(number + done, last, rows[done])
         return tried
@@ -406,7 +406,7 @@ class JaxDescent(Descent):
 
 
 def _some(args: tuple, rows: slice | Tensor) -> tuple:
-    return tuple(taken(as_dicts(value), rows) for value in args)
+    return tuple(select_rows(as_dicts(value), rows) for value in args)
 
 
 def _array(tensor: Tensor) -> jax.Array:

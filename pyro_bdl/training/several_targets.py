@@ -9,7 +9,7 @@ from torch.distributions import transform_to
 
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.program.observed_arguments import Targets
+from pyro_bdl.program.observed_arguments import TargetArguments
 from pyro_bdl.utils.module_state import vmappable
 from pyro_bdl.utils.progress import shown
 
@@ -30,7 +30,9 @@ class GuidesOfTargets:
     :raises ValueError: for latents in a subsampled plate, or a guide without its own parameters.
     """
 
-    def __init__(self, model: Callable, guide: Guide, targets: Targets, values: _Values) -> None:
+    def __init__(
+        self, model: Callable, guide: Guide, targets: TargetArguments, values: _Values
+    ) -> None:
         self.model, self.guide, self.targets = model, guide, targets
         self.values = dict(values)
         count = len(next(iter(self.values.values())))
@@ -82,7 +84,7 @@ class GuidesOfTargets:
 
         def loss(free: dict[str, Tensor], values: dict[str, Tensor]) -> Tensor:
             args, kwargs = self.targets.with_values(values)
-            with self.guide.holding(self._constrained(free)):
+            with self.guide.at_parameters(self._constrained(free)):
                 terms = elbo.flat_terms(self.model, self.guide, args, kwargs, None)
             return terms.kl - terms.log_likelihood
 
@@ -106,7 +108,7 @@ class GuidesOfTargets:
         """Draws of each copy, site -> (D, num_samples, *shape)."""
 
         def draw(free: dict[str, Tensor]) -> dict[str, Tensor]:
-            with self.guide.holding(self._constrained(free)):
+            with self.guide.at_parameters(self._constrained(free)):
                 return self.guide.sample_latents(num_samples)
 
         return torch.vmap(draw, randomness="different")(self._free)

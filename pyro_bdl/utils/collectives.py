@@ -46,7 +46,7 @@ class Ranks:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def together(self, function: Callable[[], Any]) -> Any:
+    def on_all_ranks(self, function: Callable[[], Any]) -> Any:
         """Call a function on all ranks; an error on one rank is raised on all. Returns its result.
 
         Without this the other ranks would wait forever for the rank that failed.

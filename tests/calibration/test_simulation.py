@@ -12,7 +12,7 @@ import pyro_bdl as bdl
 from pyro_bdl.calibration import Calibration, simulation_based_calibration
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField, MixtureGuide
 from pyro_bdl.program import Program
-from pyro_bdl.program.observed_arguments import Targets
+from pyro_bdl.program.observed_arguments import TargetArguments
 from pyro_bdl.training.several_targets import GuidesOfTargets
 
 N = 5
@@ -121,7 +121,7 @@ def test_guides_trained_together_reach_each_data_sets_posterior():
     guide = AutoMeanField(level).prototype(torch.zeros(N))
     before = {name: value.detach().clone() for name, value in guide.named_parameters()}
     program = Program(level, torch.zeros(N))
-    guides = GuidesOfTargets(level, guide, Targets(program), {"y": y})
+    guides = GuidesOfTargets(level, guide, TargetArguments(program), {"y": y})
     torch.manual_seed(0)
     losses = guides.train(steps=500, learning_rate=0.05, num_particles=8)
     assert losses.shape == (500, 6)
@@ -135,7 +135,7 @@ def test_guides_trained_together_reach_each_data_sets_posterior():
     draws = guides.sample_latents(4000)["w"]
     assert draws.shape == (6, 4000)
     with pytest.raises(ValueError, match="MixtureGuide has no parameters itself"):
-        GuidesOfTargets(level, MixtureGuide([guide]), Targets(program), {"y": y})
+        GuidesOfTargets(level, MixtureGuide([guide]), TargetArguments(program), {"y": y})
     torch.testing.assert_close(draws.mean(1), y.sum(1) / (1 + N), atol=0.05, rtol=0)
 
 

@@ -139,7 +139,7 @@ def test_gradients_are_those_of_finite_differences():
     names = "inducing_0", "targets", "log_precision"
 
     def bound(*values):
-        with guide.holding({**dict(zip(names, values, strict=True)), **others}):
+        with guide.at_parameters({**dict(zip(names, values, strict=True)), **others}):
             draw = guide._vectors(noise)[0]
             latents, log_det = program.constrain(draw)
             run = program.run(latents)
@@ -180,7 +180,7 @@ def test_a_convolution_has_a_row_for_each_position_and_group():
     assert (second.rows, second.outputs, second.columns) == (18, 4, 5)
     draws = guide.sample_vectors(3)
     zero = draws.new_zeros(3)
-    with guide.reading():
+    with guide.cached_parameters():
         densities = torch.vmap(guide.log_density)(draws, zero)
     one_by_one = [guide.log_density(draw, zero[0]) for draw in draws]
     torch.testing.assert_close(densities, torch.stack(one_by_one))

@@ -11,7 +11,7 @@ from pyro_bdl.curvature.config import chosen_config
 from pyro_bdl.curvature.prior import run_at
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program.batches import Batches
-from pyro_bdl.program.saved import few_rows
+from pyro_bdl.program.saved import example_rows
 from pyro_bdl.program.subset import Subset
 
 pytestmark = pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
@@ -28,7 +28,7 @@ def chosen(prior=None, data=None, *, subset=None, full_up_to=40, kernel_up_to=40
     """The structure for 51 latents, with the limits given."""
     guide, own = guide_and_data(prior, **options)
     subset, batches = Subset(guide.layout, subset), Batches(data or own)
-    few = few_rows(guide.program_model, guide.layout, guide.location(), batches.first())
+    few = example_rows(guide.program_model, guide.layout, guide.location(), batches.first())
     run, leaves = run_at(guide.program_model, subset, guide.location().detach(), *few)
     limits = {"full_up_to": full_up_to, "kernel_up_to": kernel_up_to}
     return chosen_config(guide.config, run, leaves, subset, few, batches, **limits).structure.name

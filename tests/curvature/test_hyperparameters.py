@@ -21,7 +21,7 @@ from pyro_bdl.curvature.hyperparameters import (
     scales,
 )
 from pyro_bdl.guides import AutoLaplaceGGN
-from pyro_bdl.program.saved import few_rows
+from pyro_bdl.program.saved import example_rows
 from pyro_bdl.program.subset import select
 
 X = torch.arange(12.0, dtype=torch.float64).reshape(6, 2) / 10
@@ -240,9 +240,9 @@ def test_two_observations_have_no_common_noise():
 def test_two_rows_are_enough_where_the_program_takes_them():
     model = regression()
     guide = AutoLaplaceGGN(model).prototype(X, Y)
-    few, _ = few_rows(model, guide.layout, guide.loc, ((X, Y), {}))
+    few, _ = example_rows(model, guide.layout, guide.loc, ((X, Y), {}))
     assert torch.equal(few[0], X[:2]) and torch.equal(few[1], Y[:2])
-    short, _ = few_rows(model, guide.layout, guide.loc, ((X[:1], Y[:1]), {}))
+    short, _ = example_rows(model, guide.layout, guide.loc, ((X[:1], Y[:1]), {}))
     assert len(short[0]) == 1
     offsets = torch.zeros(6)
 
@@ -250,5 +250,5 @@ def test_two_rows_are_enough_where_the_program_takes_them():
         return model(x, None if y is None else y + offsets)
 
     guide = AutoLaplaceGGN(whole).prototype(X, Y)
-    all_rows, _ = few_rows(whole, guide.layout, guide.loc, ((X, Y), {}))
+    all_rows, _ = example_rows(whole, guide.layout, guide.loc, ((X, Y), {}))
     assert len(all_rows[0]) == 6

@@ -507,6 +507,9 @@ def test_batches_that_differ_for_a_reason_are_left_alone(kind):
     assert not _warnings_of(kind(), _network(), [(X[i], Y[i]) for i in orders])  # the same data
     augmented = [(X + 0.1 * torch.randn_like(X), Y) for _ in range(4)]
     assert not _warnings_of(kind(), _network(), augmented)
+    some = Y.clone()
+    some[1] = torch.nan
+    assert not _warnings_of(kind(), _network(missing_targets=True), [(X, some)] * 3)
     late = [(X[:2], Y[:2])] * 3 + [(X[2:4], Y[2:4])]  # looked for in the first steps alone
     assert not _warnings_of(kind(), _network(), late)
 
@@ -564,6 +567,22 @@ def test_a_batch_without_a_plate_is_refused(kind):
     for particles in (1, 2):
         with pytest.raises(ValueError, match="invalid log_prob shape"):
             kind(num_particles=particles)(model, AutoMeanField(model))(x, x[:, 0])
+
+
+def test_a_batch_of_pyros_guides_without_a_plate_is_refused(kind):
+    """A statement of the guide, as Pyro's own bounds refuse it."""
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    def guide(x, y):
+        pyro.sample("w", dist.Normal(pyro.param("m", torch.zeros(2)), 0.1))
+
+    x = torch.randn(6, 2)
+    with pytest.raises(ValueError, match=r'at site "w", invalid log_prob shape'):
+        kind()(model, guide)(x, x[:, 0])
 
 
 @pytest.mark.parametrize("elbo", [*ELBOS, CompiledELBO])

@@ -162,7 +162,7 @@ def test_it_keeps_few_rows_of_the_data(kind):
     SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TemperedTrace_ELBO()).step(x, y)
     stored = pickle.dumps(guide)
     assert x.numpy().tobytes()[64:] not in stored and y.numpy().tobytes()[64:] not in stored
-    assert [len(rows) for rows in guide.few_rows[0]] == [2, 2]
+    assert [len(rows) for rows in guide.example_rows[0]] == [2, 2]
     del x, y
     gc.collect()
     assert [ref() for ref in held] == [None, None]

@@ -50,7 +50,7 @@ def test_ready_guides_have_the_density_and_the_entropy_of_their_draws(dense):
     center, covariance = draws.mean(0), torch.cov(draws.T)
     narrow = torch.distributions.MultivariateNormal(center, 0.5 * covariance)
     log_det = dense.layout.constrain(draws)[1]
-    with dense.reading():
+    with dense.cached_parameters():
         for value in (dense.log_density, dense.entropy):
             value(draws[0], log_det[0])  # which reads the parameters
         log_q = torch.vmap(dense.log_density)(draws, log_det).detach()

@@ -272,7 +272,7 @@ def test_the_gradient_in_the_scales_is_by_squares(constrained):
         guide.loc.detach() + scale * ((vector - guide.loc) / scale).detach()
     )
     run = program.run(latents, x, y)
-    with guide.holding({"loc": guide.loc.detach(), "scale": scale}):
+    with guide.at_parameters({"loc": guide.loc.detach(), "scale": scale}):
         kl = guide.kl(program.unconstrain(latents), log_det, run)
     (by_kl,) = torch.autograd.grad(kl, scale)
     expected = (squares * scale + by_kl) * torch.sigmoid(guide.scale_unconstrained)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyro_bdl.program.batches import Batches, has_rows, leading_size, taken
+from pyro_bdl.program.batches import Batches, has_rows, leading_size, select_rows
 
 X, Y = torch.randn(6, 2), torch.randn(6)
 
@@ -93,13 +93,13 @@ def test_no_batch(data):
 
 def test_rows():
     batch = ((X, {"a": Y, "b": torch.tensor(2.0), "c": 3.0}), {"d": X})
-    (x, inner), kwargs = taken(batch, torch.tensor([4, 1]))
+    (x, inner), kwargs = select_rows(batch, torch.tensor([4, 1]))
     assert torch.equal(x, X[[4, 1]]) and torch.equal(kwargs["d"], X[[4, 1]])
     assert torch.equal(inner["a"], Y[[4, 1]])
     assert inner["b"] == 2.0 and inner["c"] == 3.0
     assert leading_size(batch) == 6
     with pytest.raises(ValueError, match=r"5 rows beside one of 6.*let the program hold"):
-        taken({"x": X, "class weights": torch.zeros(5)}, slice(2, 4))
+        select_rows({"x": X, "class weights": torch.zeros(5)}, slice(2, 4))
     assert leading_size(((), {})) == leading_size(((torch.tensor(1.0),), {})) == 0
     assert has_rows(((X, Y), {}), 6)
     assert not has_rows(((X, torch.tensor(1.0)), {}), 6)

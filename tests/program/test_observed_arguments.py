@@ -7,7 +7,7 @@ import torch
 
 import pyro_bdl as bdl
 from pyro_bdl.program import Program
-from pyro_bdl.program.observed_arguments import Targets
+from pyro_bdl.program.observed_arguments import TargetArguments
 
 
 def two_sites(x, left=None, right=None):
@@ -25,7 +25,7 @@ def reshaped(x, y=None):
 
 def test_arguments_of_the_same_numbers_are_told_apart():
     x, left, right = torch.ones(4, 1), torch.ones(4), torch.ones(4)
-    targets = Targets(Program(two_sites, x, left, right=right))
+    targets = TargetArguments(Program(two_sites, x, left, right=right))
     assert [targets.site_of(value) for value in (x, left, right)] == [None, "left", "right"]
     (inputs, first), named = targets.with_values(
         {"left": torch.full((4,), 2.0), "right": torch.full((4,), 3.0)}
@@ -46,7 +46,7 @@ def test_an_input_with_the_numbers_of_a_reshaped_target_stays():
 
     x = torch.randn(3, 2, 2)
     for y in (x, x.clone(), x.flatten(1)):  # the same object, equal numbers, a view
-        targets = Targets(Program(model, x, y))
+        targets = TargetArguments(Program(model, x, y))
         (inputs, replaced), _ = targets.with_values({"seen": torch.zeros(3, 4)})
         assert torch.equal(inputs, x) and replaced.shape == y.shape and not replaced.any()
         assert targets.removed()[0][1] is None
@@ -56,10 +56,10 @@ def test_an_input_with_the_numbers_of_a_reshaped_target_stays():
 def test_a_target_that_is_cast_is_found_by_its_name(model):
     model = model(bdl.bayesianize(torch.nn.Linear(1, 1)))
     x = torch.tensor([[0.0], [1.0], [1.0]])
-    targets = Targets(Program(model, x, x[:, 0].long()))
+    targets = TargetArguments(Program(model, x, x[:, 0].long()))
     assert targets.removed()[0][1] is None and targets.removed()[0][0] is x
     with pytest.raises(ValueError, match="'y' are not an argument"):
-        Targets(Program(lambda x, t: model(x, t), x, x[:, 0].long())).require_arguments()
+        TargetArguments(Program(lambda x, t: model(x, t), x, x[:, 0].long())).require_arguments()
 
 
 def test_a_program_that_does_not_run_without_its_targets_keeps_them():
@@ -69,6 +69,6 @@ def test_a_program_that_does_not_run_without_its_targets_keeps_them():
             pyro.sample("y", dist.Normal(w, 1.0), obs=y)
 
     x, y = torch.ones(4), torch.arange(4.0)
-    assert Targets(Program(counts_by_its_target, y)).removed()[0][0] is y
-    targets = Targets(Program(reshaped, x, y[:, None]))
+    assert TargetArguments(Program(counts_by_its_target, y)).removed()[0][0] is y
+    targets = TargetArguments(Program(reshaped, x, y[:, None]))
     assert targets.removed()[0][1] is None and targets.site_of(x) is None

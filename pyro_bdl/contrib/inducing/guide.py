@@ -24,7 +24,7 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.kl import diagonal_normal_kl
 from pyro_bdl.guides.output_quadrature import tags_of
 from pyro_bdl.guides.summaries import DRAWS
-from pyro_bdl.program.batches import Batch, has_rows, leading_size, taken
+from pyro_bdl.program.batches import Batch, has_rows, leading_size, select_rows
 from pyro_bdl.program.layout import Latent, Layout, marginal
 from pyro_bdl.program.linear_ops.last_layer import LastLayer, Path
 from pyro_bdl.program.trace import Run, record
@@ -138,7 +138,7 @@ class AutoInducing(Guide):
         if number < count:
             rows = torch.randperm(count, device="cpu")[:number]
         if has_rows(batch, count):
-            batch = taken(batch, rows)
+            batch = select_rows(batch, rows)
         for name in [n for n in (*self._parameters, *self._buffers) if n.startswith("inducing_")]:
             delattr(self, name)  # of a first run that went wrong
         self.register_buffer("rows", rows)

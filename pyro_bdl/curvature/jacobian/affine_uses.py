@@ -207,7 +207,7 @@ def _product(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
         indices=None if indices is None else indices.reshape(shape),
         shape=shape,
         inputs=op.rows(),
-        to_rows=None if op.output_dim == -1 else op.turned,
+        to_rows=None if op.output_dim == -1 else op.permute_output,
     )
     return [weight, *_bias(mode, op, output)]
 

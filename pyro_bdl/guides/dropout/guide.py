@@ -164,7 +164,7 @@ class AutoMCDropout(Guide):
         model, layout = self.program_model, self.require_layout()
         reader, run = reading_run(
             LayerReader if self._patterns is None else WeightReader,
-            model, layout, start, *self.few_rows, partial=self.subsampled,
+            model, layout, start, *self.example_rows, partial=self.subsampled,
         )  # fmt: skip
         if self._patterns is None:
             rates = rates_of_layers(reader, layout, model)

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.fisher import num_data
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.program.batches import Batch, Batches, device_of_rows, leading_size, taken
+from pyro_bdl.program.batches import Batch, Batches, device_of_rows, leading_size, select_rows
 from pyro_bdl.program.program import Program
-from pyro_bdl.program.rows import plate_of_rows, refuse_local_latents
-from pyro_bdl.training.descent import stated_data
+from pyro_bdl.program.rows import plates_of_rows, refuse_local_latents
+from pyro_bdl.training.descent import counted, stated_data
 from pyro_bdl.utils.validation import whole_number
 
 
@@ -59,7 +58,7 @@ class MinibatchSource:
             yield from self.source
 
     def _rows(self, index: Tensor) -> Batch:
-        return taken(self.whole, index)
+        return select_rows(self.whole, index)
 
     def check_scale(self, program: Program) -> None:
         """Check that a program, built on the first batch, scales its log likelihood by N/B.
@@ -71,12 +70,11 @@ class MinibatchSource:
         with torch.no_grad():
             run = program.run(program.initial)
         sites = run.observed
-        rows = max((num_data(site) for site in sites.values()), default=0)
+        rows, known = counted(sites)
         if self.is_whole:
-            stated = round(max((num_data(s) * s.subsampling for s in sites.values()), default=0))
-            if stated != rows:
+            if known != rows:
                 raise ValueError(
-                    f"the program states {stated} data, but uses {rows} of one batch of "
+                    f"the program states {known} data, but uses {rows} of one batch of "
                     f"{self.size}: pass all of them, (x, y) with batch_size= or an iterable of "
                     "batches, to a program without subsample_size"
                 )
@@ -84,9 +82,8 @@ class MinibatchSource:
         bias = run.bias_of_minibatches()
         if bias is not None:
             raise UnsupportedProgramError(bias)
-        found = [plate_of_rows(site, program.args) for site in sites.values()]
         parts = {plate for plate, (size, present) in program.plates.items() if present < size}
-        parts |= {of_rows[0] for of_rows in found if of_rows is not None}
+        parts |= {plate for plate, _ in plates_of_rows(sites, program.args).values()}
         why = "which minibatches cannot move"
         refuse_local_latents(program.latents, parts, why, "pass all data at once")
         stated = stated_data(sites, self.size, self.num_rows)

@@ -116,7 +116,7 @@ class Layer:
         if op.kind == "convolution":
             positions = values.dim() - op.weight.dim() + 2
             return values.flatten(positions).mT.flatten(0, -2)
-        return op.turned(values).reshape(-1, self.outputs)
+        return op.permute_output(values).reshape(-1, self.outputs)
 
 
 _IN_PLACE = {"__setitem__"} | {

@@ -73,7 +73,7 @@ class AffineOp:
             return weight[None]
         return weight.mT if self.weight_dim == 0 else weight
 
-    def turned(self, output: Tensor) -> Tensor:
+    def permute_output(self, output: Tensor) -> Tensor:
         """Convert the output of a product, or other values of its shape, to (..., out), or back."""
         return output if self.output_dim == -1 else output.mT
 

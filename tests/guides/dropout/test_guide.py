@@ -111,7 +111,7 @@ def test_the_gradient_of_a_learned_rate(model, data):
     guide = AutoMCDropout(model, p=0.2, learn_p=True).prototype(*data)
     elbo = TemperedTraceMeanField_ELBO(num_particles=2)
     elbo.loss(model, guide, *data)
-    with guide.reading():
+    with guide.cached_parameters():
         vector = guide.sample_vectors(1)[0]
         values, log_det = guide.layout.constrain(vector)
         from pyro_bdl.program import record

@@ -101,7 +101,7 @@ def test_products(name):
     assert op.kind == "product" and op.is_plain and op.weight is weight and op.bias is bias
     assert (op.input_dim, op.weight_dim, op.output_dim) == dims
     z = F.linear(op.rows(), op.as_matrix(weight))
-    z = z[..., 0] if weight.dim() == 1 else op.turned(z)
+    z = z[..., 0] if weight.dim() == 1 else op.permute_output(z)
     torch.testing.assert_close(z if bias is None else z + bias, function(*args))
 
 
