@@ -452,7 +452,8 @@ def _coverage(row: Row, points: int, *, alone: bool = False) -> Finding | None:
     low, high = row["coverage_from"], row["coverage_to"]
     chance = _TOO_FEW_POINTS if error > COVERAGE else _AS_CHANCE
     return _COVERAGE.of(
-        Row(coverage=row["coverage"]), low=min(0.9 - error, low), high=max(0.9 + error, high),
+        Row(coverage=row["coverage"]), low=max(0.0, min(0.9 - error, low)),
+        high=min(1.0, max(0.9 + error, high)),
         within=chance if alone else "",
     )  # fmt: skip
 

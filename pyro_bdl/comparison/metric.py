@@ -298,6 +298,13 @@ def total_error(*parts: tuple[float, float]) -> float:
     return math.hypot(*(error for error, _ in parts)) * enlarged(ERRORS, *parts)
 
 
+def error_of_share(share: float, count: int) -> float:
+    """The standard error of a share of N points, with two added of each kind, so that none and all
+    have one too (Agresti & Coull 1998)."""
+    p, n = (share * count + 2) / (count + 4), count + 4
+    return math.sqrt(p * (1 - p) / n)
+
+
 def standard_error_of_mean(values: Tensor) -> float:
     """sd / sqrt(N); NaN for a single value."""
     return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.nan
