@@ -326,7 +326,8 @@ def _group(row: Row, point: float) -> str:
     if math.isnan(row["resolution"]):
         return UNDECIDED
     is_far = distance > row["resolution"] and distance - ERRORS * error > NEAR * point
-    if is_far or row["far_at"] > LOCAL or row["latent_far"] > _MOST_RUNS:
+    far_at, over_runs = row["far_at"], row.get("far_at_se", 0.0)
+    if is_far or far_at - ERRORS * over_runs > LOCAL or row["latent_far"] > _MOST_RUNS:
         return FAR
     if row["latent_beyond"] > 0:
         return UNDECIDED
