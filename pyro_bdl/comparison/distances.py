@@ -36,7 +36,7 @@ from pyro_bdl.comparison.metric import (
     metrics_of,
     of_task,
 )
-from pyro_bdl.comparison.regions import REGIONS
+from pyro_bdl.comparison.setting import REGIONS
 from pyro_bdl.metrics.distances import wasserstein1_at_points, wasserstein1_by_chance
 from pyro_bdl.metrics.joint import median_distance
 from pyro_bdl.metrics.monte_carlo import monte_carlo_error
