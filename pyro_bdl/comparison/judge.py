@@ -183,7 +183,7 @@ _LOCAL = Check(
 _LATENT = Check("latent_w1", "W1 {} of the reference's sds for the latent ")
 _FAR_LATENT = "{latent} is far"
 _POINT = Check("latent_off", "latents held at a point, at most {} sds off the reference's mean")
-_AT_POINT = "{latent_point} held at a point"
+_AT_POINT = "{latent_point} held at a point, {latent_off:.2g} sds off"
 _KHAT = Check(
     "khat_high", "k-hat above 0.7 at {} of the test points", high=LOCAL,
     above="does not cover the reference", style="percent",
