@@ -120,7 +120,7 @@ class Options:
     draws: Annotated[int | None, _fits(help="Draws of each chain; default: 500.", min=2)] = None
     max_tree_depth: Annotated[
         int, _fits(help="NUTS takes at most 2^DEPTH gradient steps per draw.", min=1)
-    ] = 8
+    ] = 10
     baselines: Annotated[
         bool,
         _fits(

@@ -10,7 +10,6 @@ A metric names its inputs by ``of``. Each input is a pair, of the posterior and 
                    not known where that is zero
 ``"moments"``      of a regression mean and variance of the target given the draw,
                    ``(S, N, ..., 2)``
-``"tail"``         at most 1000 of the draws, for k-hat
 =================  ==============================================================================
 """
 
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bdl import importance, metrics
+from pyro_bdl import metrics
 from pyro_bdl.comparison.columns import listed
 from pyro_bdl.comparison.evaluate import Evaluation
 from pyro_bdl.comparison.metric import (
@@ -30,23 +29,23 @@ from pyro_bdl.comparison.metric import (
     ERRORS,
     NUMBERS,
     Metric,
+    error_of_share,
     evenly,
     measure,
     metric,
     metrics_of,
     of_task,
 )
-from pyro_bdl.comparison.regions import REGIONS
+from pyro_bdl.comparison.setting import REGIONS
 from pyro_bdl.metrics.distances import wasserstein1_at_points, wasserstein1_by_chance
 from pyro_bdl.metrics.joint import median_distance
 from pyro_bdl.metrics.monte_carlo import monte_carlo_error
 from pyro_bdl.utils.jackknife import enlarged, number_of_groups
 
-# The largest number of draws of which all pairs are used, and for the fit of a k-hat.
-_MOST_PAIRED, _MOST_TAIL = 500, 1000
+_MOST_PAIRED = 500  # draws, of which all pairs are used
 # The largest number of test points for Monte Carlo errors, which compute each distance ten times.
 _MOST_POINTS = 100
-_LEAST_TAIL, _HIGH_K = 100, 0.7  # a k-hat of fewer draws varies by a half
+_HIGH_K = 0.7
 _LEAST_POINTS = 5  # in a region
 EQUIVALENT, NEAR = 0.25, 0.5  # of the distance of a point: the bands of "alike" and "usable"
 BY_CHANCE = 2.5  # Monte Carlo errors by which the distances of equal posteriors may differ
@@ -78,9 +77,9 @@ def mean_error(a: Tensor, b: Tensor) -> Tensor:
 
 @distance("agree", "function", task=CLASSES, style="percent")
 def agreement(a: Tensor, b: Tensor) -> Tensor:
-    """Share of the test points at which the same class is the most probable, with its Monte Carlo
-    error. The last row compares two halves of the reference's draws: better agreement cannot be
-    seen."""
+    """Share of the test points at which the same class is the most probable, with its error over
+    the points and over the draws. The last row compares two halves of the reference's draws: better
+    agreement cannot be seen."""
     return metrics.agreement(a, b)
 
 
@@ -140,19 +139,6 @@ def kl_of_classes(a: Tensor, b: Tensor) -> Tensor:
     return metrics.categorical_kl(a, b)
 
 
-@distance("k > 0.7", "tail", detail=True, style="percent")
-def khat_high(a: Tensor, b: Tensor) -> Tensor | float:
-    """Share of the test points at which k-hat of the function's distribution against the
-    reference's is above 0.7, with its Monte Carlo error: at a common mean the sd is less than about
-    half."""
-    spread = sd_of_draws(b) > 0
-    if len(a) < _LEAST_TAIL or len(b) < 2 or not spread.any():
-        return torch.nan
-    k = importance.function_khat(a[:, spread], b[:, spread])
-    collapsed = sd_of_draws(a)[spread] == 0  # up to rounding
-    return ((k > _HIGH_K) | collapsed).double().mean()
-
-
 @distance("", "function")
 def mean_shift(a: Tensor, b: Tensor) -> Tensor | float:
     """The difference of the means in sds of the reference, as the draws show it."""
@@ -187,6 +173,13 @@ def latent_off() -> None:
 @metric("at a point", "", group=GROUP, style="text")
 def latent_point() -> None:
     """The named latents that are held at a point, the farthest first."""
+
+
+@metric("k > 0.7", "", group=GROUP, detail=True, style="percent")
+def khat_high() -> None:
+    """Share of the test points at which k of the function against the reference's is above 0.7,
+    with three Monte Carlo errors to spare: its sd is less than about half, and importance weights
+    could not mend it."""
 
 
 @metric("resolved", "", group=GROUP, detail=True)
@@ -239,7 +232,7 @@ def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
     """All distances of a posterior from the reference, by key, and their errors as ``key_se``."""
     inputs, groups = _inputs(evaluation, reference), groups_of(evaluation, reference)
     numbers = measure(ALL_DISTANCES, evaluation.task, inputs)
-    with_error = [m for m in of_task(ALL_DISTANCES, evaluation.task) if m.error]
+    with_error = [m for m in of_task(ALL_DISTANCES, evaluation.task) if m.error and m.of]
     for name, pair in inputs.items():
         numbers |= _errors([m for m in with_error if m.of == name], pair, groups)
     seen = numbers.get("mean_shift", math.nan)
@@ -247,14 +240,19 @@ def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
     # what is taken off is as uncertain as it is large: a mean that agrees must do so with it too
     error = math.hypot(numbers.get("mean_shift_se", math.nan), seen - shift)
     numbers |= {"mean_shift": shift, "mean_shift_se": error}
+    if (share := numbers.get("agreement")) is not None:
+        error = math.hypot(
+            numbers["agreement_se"], error_of_share(share, evaluation.function.shape[1])
+        )
+        numbers["agreement_se"] = error
     numbers |= _shares(*inputs["function"], groups)
     numbers |= worst_latent(evaluation, reference)
     return numbers | {"resolution": resolved(evaluation, reference, numbers["wasserstein_se"])}
 
 
 def _shares(a: Tensor, b: Tensor, groups: int) -> Numbers:
-    """Shares of the points at which the posterior leaves the bands of the groups: an average over
-    the points may hide some where it fails.
+    """Shares of the points at which the posterior leaves the bands of the groups, or k = 1 - r^2 of
+    its sd ratio r is high: an average over the points may hide some where it fails.
 
     Noise of the draws makes distances larger, so that a share of 0 is one with any draws.
     """
@@ -262,17 +260,18 @@ def _shares(a: Tensor, b: Tensor, groups: int) -> Numbers:
     a, b = at_some_points(a), at_some_points(b)
 
     def at_points(a: Tensor, b: Tensor) -> Tensor:
-        distances = wasserstein1_at_points(a, b)
-        return distances.reshape(len(distances), -1).mean(1)
+        both = wasserstein1_at_points(a, b), (sd_of_draws(a) / sd_of_draws(b)).nan_to_num(1.0)
+        return torch.stack([value.reshape(len(value), -1).mean(1) for value in both])
 
-    distances, errors = at_points(a, b), monte_carlo_error(at_points, a, b, groups=groups)
-    errors = errors * enlarged(_ERRORS_AT_POINTS, (1.0, max(1, groups - 1)))
-    points = at_points(b.double().mean(0, keepdim=True), b)
+    (distances, ratios), errors = at_points(a, b), monte_carlo_error(at_points, a, b, groups=groups)
+    errors, of_ratios = errors * enlarged(_ERRORS_AT_POINTS, (1.0, max(1, groups - 1)))
+    points = at_points(b.double().mean(0, keepdim=True), b)[0]
     points = points + 4 * torch.finfo(b.dtype).eps * b.abs().max()  # rounding
     beyond = {
         "not_alike_at": distances > EQUIVALENT * points,
         "not_usable_at": distances > NEAR * points,
         "far_at": distances - _ERRORS_AT_POINTS * errors > NEAR * points,
+        "khat_high": 1 - (ratios + _ERRORS_AT_POINTS * of_ratios) ** 2 > _HIGH_K,
     }
     if errors.isnan().any():
         return dict.fromkeys(beyond, math.nan)
@@ -399,12 +398,8 @@ def at_some_points(draws: Tensor) -> Tensor:
 
 def _inputs(evaluation: Evaluation, reference: Evaluation) -> dict[str, Pair]:
     pair = evaluation, reference
-    few, tail = (
-        tuple(evenly(side.function, side.chains, most) for side in pair)
-        for most in (_MOST_PAIRED, _MOST_TAIL)
-    )
+    few = [evenly(side.function, side.chains, _MOST_PAIRED) for side in pair]
     inputs: dict[str, Pair] = {
-        "tail": (tail[0], tail[1]),
         "function": (evaluation.function, reference.function),
         "few draws": (few[0], few[1]),
     }

@@ -23,9 +23,8 @@ from pyro_bdl.comparison.leave_one_out import (
 )
 from pyro_bdl.comparison.metric import PointScores, mean_of_runs, measure
 from pyro_bdl.comparison.observe import Block, PredictiveDraws, check_draws, known_block, observe
-from pyro_bdl.comparison.regions import regions
 from pyro_bdl.comparison.scores import SCORES, Score
-from pyro_bdl.comparison.setting import Setting, spaced
+from pyro_bdl.comparison.setting import Setting, regions, spaced
 from pyro_bdl.errors import UnusableDrawsError, warn
 from pyro_bdl.guides.draws import (
     DRAWS_AT_ONCE,

@@ -183,7 +183,7 @@ _LOCAL = Check(
 _LATENT = Check("latent_w1", "W1 {} of the reference's sds for the latent ")
 _FAR_LATENT = "{latent} is far"
 _POINT = Check("latent_off", "latents held at a point, at most {} sds off the reference's mean")
-_AT_POINT = "{latent_point} held at a point"
+_AT_POINT = "{latent_point} held at a point, {latent_off:.2g} sds off"
 _KHAT = Check(
     "khat_high", "k-hat above 0.7 at {} of the test points", high=LOCAL,
     above="does not cover the reference", style="percent",
@@ -326,7 +326,8 @@ def _group(row: Row, point: float) -> str:
     if math.isnan(row["resolution"]):
         return UNDECIDED
     is_far = distance > row["resolution"] and distance - ERRORS * error > NEAR * point
-    if is_far or row["far_at"] > LOCAL or row["latent_far"] > _MOST_RUNS:
+    far_at, over_runs = row["far_at"], row.get("far_at_se", 0.0)
+    if is_far or far_at - ERRORS * over_runs > LOCAL or row["latent_far"] > _MOST_RUNS:
         return FAR
     if row["latent_beyond"] > 0:
         return UNDECIDED
@@ -452,7 +453,8 @@ def _coverage(row: Row, points: int, *, alone: bool = False) -> Finding | None:
     low, high = row["coverage_from"], row["coverage_to"]
     chance = _TOO_FEW_POINTS if error > COVERAGE else _AS_CHANCE
     return _COVERAGE.of(
-        Row(coverage=row["coverage"]), low=min(0.9 - error, low), high=max(0.9 + error, high),
+        Row(coverage=row["coverage"]), low=max(0.0, min(0.9 - error, low)),
+        high=min(1.0, max(0.9 + error, high)),
         within=chance if alone else "",
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from pyro_bdl.utils.jackknife import GROUPS, enlarged, jackknife_error, number_o
 
 Inputs = Mapping[str, tuple[Any, ...]]  # of metrics, by ``of``
 NUMBERS, CLASSES = "regression", "classification"
+_OF_PLACES = ("far_at", "khat_high")  # shares of the points, with an error over runs only
 ERRORS = 2.0  # standard errors that count as a difference
 
 
@@ -287,15 +288,22 @@ def mean_of_runs(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for key, several in values.items():
         is_text = isinstance(several[0], str)
         mean[key] = several[0] if is_text else float(sum(several)) / len(several)
-    for key in [key for key in mean if f"{key}_se" in mean]:
+    for key in [key for key in mean if f"{key}_se" in mean or key in _OF_PLACES]:
         error = over_runs(torch.tensor(values[key], dtype=torch.float64, device="cpu"))
-        mean[f"{key}_se"] = math.hypot(mean[f"{key}_se"], error)
+        mean[f"{key}_se"] = math.hypot(mean.get(f"{key}_se", 0.0), error)
     return mean
 
 
 def total_error(*parts: tuple[float, float]) -> float:
     """The error of a difference from its independent parts, each with its degrees of freedom."""
     return math.hypot(*(error for error, _ in parts)) * enlarged(ERRORS, *parts)
+
+
+def error_of_share(share: float, count: int) -> float:
+    """The standard error of a share of N points, with two added of each kind, so that none and all
+    have one too (Agresti & Coull 1998)."""
+    p, n = (share * count + 2) / (count + 4), count + 4
+    return math.sqrt(p * (1 - p) / n)
 
 
 def standard_error_of_mean(values: Tensor) -> float:

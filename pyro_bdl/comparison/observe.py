@@ -2,7 +2,7 @@
 predictions that are known without one."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from pyro_bdl.metrics.uncertainty import Uncertainty, entropy_parts, variance_pa
 from pyro_bdl.predictive.observations import ClosedPredictions
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.utils.validation import check_finite_tensor
+
+_AT_DRAWS = ("mean", "function", "noise", "draws")  # whose first axis is that of the draws
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,13 @@ class Block:
     counts: Tensor | None = None
     log_mean: Tensor | None = None
 
+    def _map(
+        self, function: Callable[[Tensor, int], Tensor], names: Iterable[str]
+    ) -> dict[str, Any]:
+        """A function of each known field and of its axis of rows, 0 or 1 behind the draws."""
+        known = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {name: function(value, int(name in _AT_DRAWS)) for name, value in known.items()}
+
     def counted(self, seen: Seen | None) -> "Block":
         """The predictions for the rows and data of which something was seen."""
         if seen is None:
@@ -59,26 +68,22 @@ class Block:
         device = self.mean.device
         rows, counts = seen.of_rows().to(device), seen.counts.to(device)
 
-        def part(values: Tensor | None, start: int) -> Any:
+        def part(values: Tensor, start: int) -> Tensor:
             """The counted rows along an axis; of labels each row holds several points."""
-            if values is None:
-                return None
             points = rows.repeat_interleave(values.shape[start] // len(rows))
             return values.movedim(start, 0)[points].movedim(0, start)
 
-        cells = seen.numbers.to(device)
+        cells, closed, density = seen.numbers.to(device), self.closed, self.log_density
         if self.y is not None:
             cells = part(cells.reshape(self.y.shape), 0)
-        density = None if self.log_density is None else self.log_density[:, counts > 0]
-        closed = self.closed
         if closed is not None:
             known = closed.log_density
             known = None if known is None else known[counts > 0]
             closed = ClosedPredictions(part(closed.mean, 0), part(closed.variance, 0), known)
-        return Block(
-            int(rows.sum()), part(self.mean, 1), part(self.function, 1), part(self.y, 0),
-            part(self.noise, 1), part(self.draws, 1), density, closed, cells, counts[counts > 0],
-            part(self.log_mean, 0),
+        return replace(
+            self, **self._map(part, (*_AT_DRAWS, "y", "log_mean")), rows=int(rows.sum()),
+            log_density=None if density is None else density[:, counts > 0],
+            closed=closed, seen=cells, counts=counts[counts > 0],
         )  # fmt: skip
 
     @property
@@ -88,9 +93,7 @@ class Block:
 
     def at_draws(self, numbers: Tensor) -> "Block":
         """The predictions of the targets at some of the draws."""
-        names = ("mean", "noise", "draws", "log_density")
-        known = {name: value for name in names if (value := getattr(self, name)) is not None}
-        some = {name: value[numbers] for name, value in known.items()}
+        some = self._map(lambda value, _: value[numbers], ("mean", "noise", "draws", "log_density"))
         if self.log_mean is not None:
             mean = some["mean"].double().mean(0)
             some["log_mean"] = mean.clamp_min(torch.finfo(mean.dtype).tiny).log()
@@ -103,30 +106,24 @@ class Block:
         :param most: draws of which more are thinned, equally many from each chain.
         """
 
-        def part(values: Tensor | None, start: int = 1) -> Any:
-            if values is None:
-                return None
+        def part(values: Tensor, start: int) -> Tensor:
             values = evenly(values, chains, most) if start else values
             points = values.movedim(start, 0).unflatten(0, (self.rows, -1))[rows]
             return points.flatten(0, 1).movedim(0, start)
 
-        seen = None if self.y is None else part(self.seen, 0)
-        names = ("mean", "function", "noise", "draws")
-        fields = {name: part(getattr(self, name)) for name in names}
-        return Block(len(rows), y=None, **fields, seen=seen)
+        names = _AT_DRAWS if self.y is None else (*_AT_DRAWS, "seen")
+        return Block(len(rows), y=None, **self._map(part, names))
 
     @staticmethod
     def joined(blocks: "Sequence[Block]") -> "Block":
         """The draws of several blocks at all of their rows."""
 
-        def together(name: str, axis: int = 1) -> Any:
-            parts = [getattr(block, name) for block in blocks]
-            return None if parts[0] is None else torch.cat(parts, axis)
+        def together(name: str) -> Any:
+            return torch.cat([getattr(block, name) for block in blocks], int(name in _AT_DRAWS))
 
-        names = ("mean", "function", "noise", "draws")
+        names = [n for n in (*_AT_DRAWS, "seen") if getattr(blocks[0], n) is not None]
         rows = sum(block.rows for block in blocks)
-        fields = {name: together(name) for name in names}
-        return Block(rows, y=None, **fields, seen=together("seen", 0))
+        return Block(rows, y=None, **{name: together(name) for name in names})
 
     def uncertainty(self, task: str) -> Uncertainty | None:
         """Aleatoric and epistemic entropy or variance; None if the noise is unknown."""
@@ -138,26 +135,25 @@ class Block:
         """The predictions of ``y * scale + shift``; the density is smaller by log(scale) for each
         number of a target."""
 
-        def moved(values: Tensor | None) -> Any:
-            return None if values is None else values * scale + shift
+        def moved(values: Tensor, _: int = 0) -> Tensor:
+            return values * scale + shift
 
-        density = self.log_density
-        if density is not None and self.y is not None:
-            numbers: Any = self.y.numel() / density.shape[1]
-            numbers = numbers if self.counts is None else self.counts
-            density = density.double() - math.log(scale) * numbers
+        def in_own(density: Tensor | None) -> Tensor | None:
+            """Of the last axis the data."""
+            if density is None or self.y is None:
+                return density
+            numbers: Any = self.y.numel() / density.shape[-1]
+            return density.double() - math.log(scale) * (
+                numbers if self.counts is None else self.counts
+            )
+
         noise, closed = None if self.noise is None else self.noise * scale**2, self.closed
         if closed is not None:
-            of_targets = closed.log_density
-            if of_targets is not None and self.y is not None:
-                numbers = self.y.numel() / of_targets.numel()
-                numbers = numbers if self.counts is None else self.counts
-                of_targets = of_targets.double() - math.log(scale) * numbers
+            of_targets = in_own(closed.log_density)
             closed = ClosedPredictions(moved(closed.mean), closed.variance * scale**2, of_targets)
-        return Block(
-            self.rows, moved(self.mean), moved(self.function), moved(self.y), noise,
-            moved(self.draws), density, closed, self.seen, self.counts, self.log_mean,
-        )  # fmt: skip
+        values = self._map(moved, ("mean", "function", "y", "draws"))
+        density = in_own(self.log_density)
+        return replace(self, **values, noise=noise, log_density=density, closed=closed)
 
 
 def observe(

@@ -298,9 +298,9 @@ def explain_chains(model: Callable, samples: Samples, *args: Any, **kwargs: Any)
     )
     if count := int(samples.stats.get("diverging", torch.zeros(1, device="cpu")).sum()):
         text += (
-            f"{count} draws ended in a divergence, as in a funnel, where the scale of a hierarchy "
-            "comes near 0: write it with standard normal latents (pyro.poutine.reparam with "
-            "LocScaleReparam), then take smaller steps (target_accept). "
+            f"{count} draw{'s' * (count > 1)} ended in a divergence, as in a funnel, where the "
+            "scale of a hierarchy comes near 0: write it with standard normal latents "
+            "(pyro.poutine.reparam with LocScaleReparam), then take smaller steps (target_accept). "
         )
     if function <= limit:
         if size < needed:

@@ -40,7 +40,7 @@ class Options:
     chains: int = 4
     warmup: int = 500
     draws: int = 500
-    max_tree_depth: int = 8
+    max_tree_depth: int = 10
     rounds: int = 4
     snapshots: int = 40
     settling: int = 250

@@ -501,3 +501,11 @@ def test_an_average_does_not_hide_where_a_posterior_fails(share, width, groups):
     is_hidden = share > 0.1 and width == 0.1  # the sd on average is 0.82 of the reference's
     assert ("far_at" in said) == ("khat_high" in said) == is_hidden
     assert (said["sd_ratio"] == ABOVE) == (width == 3.0)
+
+
+def test_limits_of_a_coverage_are_shares():
+    """Of 20 points two errors are 13 %, and no share is above 100 %."""
+    row = Row(coverage=0.7, coverage_from=0.75, coverage_to=0.99)
+    (finding,) = (f for f in findings(row, None, 20) if f.key == "coverage")
+    assert finding.says == BELOW and finding.limits[1] == 1.0
+    assert finding.words.endswith("(limit 75 to 100 %)")

@@ -92,7 +92,7 @@ def test_a_latent_that_is_not_drawn_is_no_distribution_and_decides_nothing(tau):
     posteriors = {"nuts": _draws(0), "held": guide}
     found = bdl.compare(hierarchy, posteriors, X, X, latents=["mu", "tau"])
     assert found.judgments["held"].group in ("alike", "usable")
-    assert "tau held at a point" in found.summary and "far" not in found.summary.lower()
+    assert "tau held at a point, " in found.summary and "far" not in found.summary.lower()
     row, number = found.latents.loc[("held", "tau")], found.table.loc["held", "latent_off"]
     exact = abs(tau - (2 / torch.pi) ** 0.5) / (1 - 2 / torch.pi) ** 0.5
     assert row["off"] == number == pytest.approx(exact, abs=4 * row["off_se"])

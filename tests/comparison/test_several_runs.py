@@ -39,6 +39,22 @@ def test_a_number_is_the_mean_and_its_error_holds_the_runs(comparison, key):
     assert found.loc["one", f"{key}_se"] == singles.loc["a", f"{key}_se"]
 
 
+def test_a_fault_in_places_of_one_run_in_three_is_none_of_the_method():
+    x = torch.linspace(-1, 1, 20)[:, None]
+    basis = torch.cat([torch.ones(20, 1), x], 1).mT
+
+    def run(seed, width=1.0):
+        torch.manual_seed(seed)
+        return bdl.PredictiveDraws(width * torch.randn(400, 2) @ basis)
+
+    sets = {"all": [run(1, 0.1), run(2, 0.1), run(3, 0.1)], "one": [run(1, 0.1), run(2), run(3)]}
+    found = bdl.compare(line, {**sets, "exact": run(4)}, x, x[:, 0], reference="exact")
+    groups = {name: judgment.group for name, judgment in found.judgments.items()}
+    assert groups["all"] == "far" and groups["one"] == "undecided"
+    assert found.table.loc["one", "far_at"] == pytest.approx(1 / 3)
+    assert not any(finding.fault for finding in found.judgments["one"].findings)
+
+
 def test_it_is_said(comparison):
     found, _ = comparison
     assert found.judgments["swag"].verdict.startswith("mean of 3 runs, whose differences are in")

@@ -191,7 +191,7 @@ def test_divergent_chains_are_told_of_funnels_before_anything_else():
     diverging[1, 4] = True
     plain = Samples({"w": torch.randn(2, 100, 1)})
     text = explain_chains(Squared(), Samples(plain.latents, {"diverging": diverging}), X)
-    told = text.index("1 draws ended in a divergence")
+    told = text.index("1 draw ended in a divergence")
     assert told < text.index("LocScaleReparam") < text.index("smaller steps")
     assert "divergence" not in explain_chains(Squared(), plain, X)
 

@@ -82,7 +82,6 @@ def write_page(
             "": [(figures[name], CAPTIONS[name]) for name in first if name in figures],
             "More figures": [(f, CAPTIONS[n]) for n, f in figures.items() if n not in first],
         },
-        verdicts=comparison.verdicts,
         further=further,
         notes=[
             *([units(data)] if data is not None else []),
@@ -131,7 +130,8 @@ def units(data: Dataset) -> str:
 def _answer(comparison: "Comparison") -> dict[str, Any]:
     looks = plots.styles(comparison.evaluations, comparison.reference)
     looks |= {name: {"color": GRAY, "marker": "."} for name in comparison.baselines}
-    return {"summary": comparison.summary, "warnings": comparison.warnings, "looks": looks}
+    answer = {"summary": comparison.summary, "warnings": comparison.warnings, "looks": looks}
+    return answer | {"verdicts": comparison.verdicts}
 
 
 def _inputs(comparison: "Comparison", data: Dataset | None) -> dict[str, str]:

@@ -58,5 +58,11 @@ def test_a_notebook_shows_answer_table_and_picture(comparison):
     shown = comparison._repr_html_()
     assert comparison.summary in html.unescape(shown) and shown.count("<figure>") == 1
     assert "<script" not in shown and "<button" not in shown
+    for name, judgment in comparison.judgments.items():  # the findings are tooltips
+        verdict = html.escape(judgment.verdict, quote=False).replace("'", "&#39;")
+        assert f'title="{verdict}"><svg' in shown, name
+        assert f'<tr class="rank {judgment.group}">' in shown
+    for group in ("alike", "usable", "far"):
+        assert f".{group}" in shown[: shown.index("</style>")]
     assert "@scope (.pyro-bdl)" in shown and not re.search(r"\bbody\s*\{", shown)
     assert len(shown) < 60_000

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison.regions import regions
+from pyro_bdl.comparison.setting import regions
 
 
 def test_two_clusters_on_a_line():
