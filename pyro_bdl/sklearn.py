@@ -18,7 +18,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from pyro_bdl import posteriors, priors
-from pyro_bdl.data.programs import MODELS, perceptron
+from pyro_bdl.data.programs import LIKELIHOODS, perceptron
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import DEFAULT_DRAWS
 from pyro_bdl.guides.saved import load_posterior
@@ -42,12 +42,26 @@ class _BayesianNetwork(BaseEstimator):
     activation: str
     network: Network | None
     prior: Any
+    likelihood: str
     steps: int | None
     options: Mapping[str, Any] | None
     random_state: Any
 
-    def _fit(self, x: np.ndarray, y: Tensor, outputs: int, likelihood: str) -> None:
-        options = self._options()
+    def _task(self, tasks: Sequence[str]) -> str:
+        """The task of the likelihood.
+
+        :raises ValueError: for the likelihood of another one.
+        """
+        known = [name for name, kind in LIKELIHOODS.items() if kind.task in tasks]
+        if self.likelihood not in known:
+            raise ValueError(
+                f"likelihood must be one of {', '.join(known)}, got {self.likelihood!r}"
+            )
+        return LIKELIHOODS[self.likelihood].task
+
+    def _fit(self, x: np.ndarray, y: Tensor, classes: int = 0) -> None:
+        options, kind = self._options(), LIKELIHOODS[self.likelihood]
+        outputs = kind.outputs or classes
         self.scaler_ = StandardScaler().fit(x)
         if not np.isfinite(self.scaler_.scale_).all():
             raise ValueError("the features' squares overflow: give them in larger units")
@@ -62,8 +76,8 @@ class _BayesianNetwork(BaseEstimator):
             else:  # which may be the user's own, and stays as it is
                 net = copy.deepcopy(self.network(x.shape[1], outputs))
             prior = priors.FanIn(1.0) if self.prior is None else self.prior
-            model, _ = MODELS[likelihood]
-            self.model_: Any = model(bayesianize(net.double(), prior), num_data=len(y)).double()
+            network = bayesianize(net.double(), prior)
+            self.model_: Any = kind.build(network, len(y), classes).double()
         options = replace(options, seed=self.seed_)
         fit = posteriors.fit(self.posterior, posteriors.Problem(self.model_, inputs, y, options))
         if fit.interrupted:
@@ -152,8 +166,9 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
     :param network: a function from the numbers of inputs and outputs to a torch module, in place of
         ``hidden`` and ``activation``.
     :param prior: of the weights; by default ``priors.FanIn(1.0)``.
-    :param noise: "normal", "heteroscedastic" (an sd for each input, from a second output of the
-        network) or "robust" (Student-t).
+    :param likelihood: "normal", "heteroscedastic" (an sd for each input, from a second output of
+        the network) or "student_t"; of counts, which are not standardized, "poisson",
+        "negative_binomial", "zero_inflated_poisson" or "zero_inflated_negative_binomial".
     :param steps: of training; by default those of the posterior.
     :param options: of chains: ``chains``, ``warmup``, ``draws``, ``max_tree_depth``.
     :param random_state: of the first weights, training and draws.
@@ -170,28 +185,27 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
         activation: str = "tanh",
         network: Network | None = None,
         prior: Any = None,
-        noise: str = "normal",
+        likelihood: str = "normal",
         steps: int | None = None,
         options: Mapping[str, Any] | None = None,
         random_state: Any = None,
     ) -> None:
         self.posterior, self.hidden, self.activation = posterior, hidden, activation
-        self.network, self.prior, self.noise = network, prior, noise
+        self.network, self.prior, self.likelihood = network, prior, likelihood
         self.steps, self.options, self.random_state = steps, options, random_state
 
     def fit(self, X: Any, y: Any) -> "BayesianRegressor":
         """Fit the posterior to features (N, D) and targets (N,)."""
         x, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
         y = np.asarray(y, dtype=np.float64)
-        size = float(np.abs(y).max()) or 1.0  # whose square may overflow
-        self.mean_ = size * float((y / size).mean())
-        self.sd_ = size * float((y / size).std()) or 1.0
-        if self.noise not in ("normal", "heteroscedastic", "robust"):
-            raise ValueError(
-                f'noise must be "normal", "heteroscedastic" or "robust", got {self.noise!r}'
-            )
-        outputs = 2 if self.noise == "heteroscedastic" else 1
-        self._fit(x, torch.from_numpy((y - self.mean_) / self.sd_), outputs, self.noise)
+        self.mean_, self.sd_ = 0.0, 1.0
+        if self._task(("regression", "count")) == "regression":
+            size = float(np.abs(y).max()) or 1.0  # whose square may overflow
+            self.mean_ = size * float((y / size).mean())
+            self.sd_ = size * float((y / size).std()) or 1.0
+        elif (y < 0).any() or (y != np.round(y)).any():
+            raise ValueError(f"likelihood={self.likelihood!r} needs counts: 0, 1, 2 and so on")
+        self._fit(x, torch.from_numpy((y - self.mean_) / self.sd_))
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
@@ -228,8 +242,9 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
 class BayesianClassifier(ClassifierMixin, _BayesianNetwork):
     """A classifier by a network with a posterior over its weights.
 
-    Arguments and fitted attributes are those of ``BayesianRegressor``, without ``noise``;
-    ``classes_`` are the labels in the order of the columns of ``predict_proba``.
+    Arguments and fitted attributes are those of ``BayesianRegressor``; ``likelihood`` is
+    "categorical", or "ordinal" for labels that are ordered numbers. ``classes_`` are the labels in
+    the order of the columns of ``predict_proba``.
 
     Example::
 
@@ -250,12 +265,13 @@ class BayesianClassifier(ClassifierMixin, _BayesianNetwork):
         activation: str = "tanh",
         network: Network | None = None,
         prior: Any = None,
+        likelihood: str = "categorical",
         steps: int | None = None,
         options: Mapping[str, Any] | None = None,
         random_state: Any = None,
     ) -> None:
         self.posterior, self.hidden, self.activation = posterior, hidden, activation
-        self.network, self.prior = network, prior
+        self.network, self.prior, self.likelihood = network, prior, likelihood
         self.steps, self.options, self.random_state = steps, options, random_state
 
     def fit(self, X: Any, y: Any) -> "BayesianClassifier":
@@ -269,14 +285,23 @@ class BayesianClassifier(ClassifierMixin, _BayesianNetwork):
                 f"the labels have the single class {self.classes_[0]}: at least two are needed"
             )
         labels = torch.from_numpy(encoder.transform(y))
-        self._fit(x, labels, len(self.classes_), "classification")
+        self._task(("classification",))
+        if self.likelihood == "ordinal" and self.classes_.dtype.kind not in "iufb":
+            raise ValueError(
+                "likelihood='ordinal' needs labels that are numbers, which have an order"
+            )
+        self._fit(x, labels, len(self.classes_))
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Probabilities of the classes, (N, C); of a Laplace approximation in closed form
         (``LinearizedPredictive.probabilities``), of others the mean over the draws."""
         x = self._checked(X)
-        p = self._predictive.probabilities(x)["y"].numpy()
+        if self.likelihood == "ordinal":
+            sites, _ = self._predictive.observe(x)
+            p = sites["y"].mean.mean(0).numpy()
+        else:
+            p = self._predictive.probabilities(x)["y"].numpy()
         return p / p.sum(1, keepdims=True)
 
     def predict(self, X: Any) -> np.ndarray:

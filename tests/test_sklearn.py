@@ -62,10 +62,10 @@ def test_a_linear_network_is_bayesian_linear_regression():
     assert ((ratio > 0.999) & (ratio < 1.1)).all()
 
 
-@pytest.mark.parametrize("noise", ["normal", "heteroscedastic", "robust"])
-def test_draws_agree_with_moments(noise):
+@pytest.mark.parametrize("likelihood", ["normal", "heteroscedastic", "student_t"])
+def test_draws_agree_with_moments(likelihood):
     x, y = data()
-    network = BayesianRegressor("mean-field", noise=noise, steps=300, **SMALL).fit(x, y)
+    network = BayesianRegressor("mean-field", likelihood=likelihood, steps=300, **SMALL).fit(x, y)
     mean, sd = network.predict(x[:5], return_std=True)
     draws = network.sample_y(x[:5], 4000)
     assert draws.shape == (5, 4000)
@@ -182,8 +182,44 @@ def test_targets_in_any_unit(unit):
     np.testing.assert_allclose(large, unit * np.array(small), rtol=1e-6)
 
 
+COUNTS = (
+    "poisson",
+    "negative_binomial",
+    "zero_inflated_poisson",
+    "zero_inflated_negative_binomial",
+)
+
+
+@pytest.mark.parametrize("likelihood", COUNTS)
+def test_counts_are_not_standardized_and_have_the_moments_of_their_draws(likelihood):
+    x, y = data()
+    counts = np.random.default_rng(0).poisson(np.exp(1.0 + 0.3 * y / y.std()))
+    network = BayesianRegressor("mean-field", likelihood=likelihood, steps=300, **SMALL)
+    mean, sd = network.fit(x, counts).predict(x, return_std=True)
+    draws = network.sample_y(x, 4000)
+    assert (draws == np.round(draws)).all() and (draws >= 0).all()
+    np.testing.assert_allclose(draws.mean(1), mean, rtol=0.2)
+    np.testing.assert_allclose(draws.std(1), sd, rtol=0.3)
+    with pytest.raises(ValueError, match="needs counts"):
+        network.fit(x, counts - 50)
+
+
+@pytest.mark.parametrize("posterior", ["laplace", "mean-field"])
+def test_ordered_labels(posterior):
+    x, y = data()
+    grades = np.digitize(y, np.quantile(y, [1 / 3, 2 / 3])) - 1.0
+    network = BayesianClassifier(posterior, likelihood="ordinal", steps=300, **SMALL).fit(x, grades)
+    p = network.predict_proba(x)
+    np.testing.assert_allclose(p.sum(1), 1.0)
+    assert network.classes_.tolist() == [-1.0, 0.0, 1.0] and network.score(x, grades) > 0.5
+    with pytest.raises(ValueError, match="needs labels that are numbers"):
+        network.fit(x, np.where(grades > 0, "high", "low"))
+    with pytest.raises(ValueError, match="must be one of categorical, ordinal, got 'normal'"):
+        BayesianClassifier(likelihood="normal").fit(x, grades)
+
+
 REFUSED = {
-    "noise": {"noise": "loud"},
+    "likelihood": {"likelihood": "loud"},
     "did you mean 'laplace'": {"posterior": "laplac"},
     r"hidden must be the units of each hidden layer, as in \(50,\), got 5": {"hidden": 5},
     "hidden must be at least 1": {"hidden": (0,)},

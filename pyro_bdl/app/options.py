@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -13,7 +13,7 @@ from pyro_bdl import posteriors, references
 from pyro_bdl.data.csv import load_csv, read_csv
 from pyro_bdl.data.dataset import Dataset, Imputer, Task, quoted
 from pyro_bdl.data.examples import EXAMPLES
-from pyro_bdl.data.programs import Activation, Noise, program
+from pyro_bdl.data.programs import LIKELIHOODS, Activation, Likelihood, program
 
 _USUAL = {"steps": None, "chains": 4, "warmup": 500, "draws": 500}
 _QUICK = {"steps": 500, "chains": 2, "warmup": 100, "draws": 100}
@@ -27,7 +27,7 @@ _OF_FILES = (
     "impute",
     "missing_targets",
 )
-_OF_PROGRAM = ("hidden", "activation", "noise", "prior_gain")
+_OF_PROGRAM = ("hidden", "activation", "likelihood", "prior_gain")
 
 
 def _units(text: str) -> tuple[int, ...]:
@@ -97,9 +97,12 @@ class Options:
         _network(help="50,50 for two layers; default: 50.", parser=_units, metavar="<units>"),
     ] = None
     activation: Annotated[Activation | None, _network(help="Default: tanh.")] = None
-    noise: Annotated[
-        Noise | None,
-        _network(help="Of a regression: one sd (default), a sd for each input, or Student-t."),
+    likelihood: Annotated[
+        Likelihood | None,
+        _network(
+            help="Default: normal, categorical or poisson, by the task; counts and ordered classes "
+            "need not say --task."
+        ),
     ] = None
     prior_gain: Annotated[
         float | None,
@@ -193,8 +196,11 @@ class Options:
             raise ValueError(
                 f"--data needs --target, the column to predict: {self.data} has {columns}"
             )
+        task = self.task
+        if task is None and self.likelihood is not None:
+            task = cast(Task, LIKELIHOODS[self.likelihood].task)
         return load_csv(
-            self.data, self.target, self.task, separator=separator, decimal=self.decimal,
+            self.data, self.target, task, separator=separator, decimal=self.decimal,
             thousands=self.thousands, dates=self.dates or (), missing=self.missing or (),
             one_hot=self.one_hot, impute=self.impute, missing_targets=self.missing_targets, **split,
         ).to(self.device)  # fmt: skip
@@ -202,12 +208,15 @@ class Options:
     def program(self, data: Dataset) -> tuple[nn.Module, dict[str, str]]:
         """The program of the data, and its parts in words.
 
-        :raises ValueError: for a noise or a network that do not fit the data.
+        :raises ValueError: for a likelihood or a network that do not fit the data.
         """
         if self.reference is not None:
             model, words = program(data, **references.load(self.reference).architecture)
         else:
-            chosen = {"activation": self.activation, "noise": self.noise, "gain": self.prior_gain}
+            chosen: dict[str, Any] = {
+                "activation": self.activation, "likelihood": self.likelihood,
+                "gain": self.prior_gain,
+            }  # fmt: skip
             if self.data is None:
                 chosen["gain"] = self.prior_gain or EXAMPLES[self._example].gain
             known: dict[str, Any] = {

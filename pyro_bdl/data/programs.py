@@ -1,9 +1,10 @@
 """The program of a data set: a network, its prior, and the likelihood of the task."""
 
 import itertools
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
+import pandas as pd
 import torch
 from torch import nn
 
@@ -14,20 +15,80 @@ from pyro_bdl.priors import FanIn
 from pyro_bdl.utils.memory import available_memory
 
 Activation = Literal["tanh", "relu", "silu"]
-Noise = Literal["normal", "heteroscedastic", "robust"]
+Likelihood = Literal[
+    "normal", "heteroscedastic", "student_t", "poisson", "negative_binomial",
+    "zero_inflated_poisson", "zero_inflated_negative_binomial", "categorical", "ordinal",
+]  # fmt: skip
 _ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _PRIOR = {"prior of the noise": "HalfNormal(1), in sds of the target"}
-# The observation model, by the task or, of a regression, by its noise: outputs, and it in words.
-MODELS: dict[str, tuple[type[models.ObservationModel], dict[str, str]]] = {
-    "classification": (models.Classification, {"likelihood": "y ~ Categorical(softmax(f(x)))"}),
-    "count": (models.PoissonRegression, {"likelihood": "y ~ Poisson(exp(f(x)))"}),
-    "normal": (models.Regression, {"likelihood": "y ~ Normal(f(x), noise^2)", **_PRIOR}),
-    "heteroscedastic": (
-        models.HeteroscedasticRegression,
-        {"likelihood": "y ~ Normal(f(x), s(x)^2), s(x) = softplus of a second output"},
+_SPREAD = {"prior of the dispersion": "LogNormal(-0.7, 1)"}
+
+
+class Kind(NamedTuple):
+    """An observation model by its word.
+
+    :param task: whose targets it takes.
+    :param build: of the network with priors, the number of data and that of the classes.
+    :param words: what it says of y, and its own priors.
+    :param outputs: of the network; 0 for one for each class.
+    """
+
+    task: str
+    build: Callable[[Any, int, int], models.ObservationModel]
+    words: dict[str, str]
+    outputs: int = 1
+
+
+def _plain(model: Callable[..., models.ObservationModel], **options: Any) -> Callable[..., Any]:
+    return lambda network, count, _: model(network, num_data=count, **options)
+
+
+def _ordinal(network: Any, count: int, classes: int) -> models.ObservationModel:
+    return models.OrdinalRegression(network, num_classes=classes, num_data=count)
+
+
+_ZERO = " with probability 1 - g(x), else 0"
+LIKELIHOODS: dict[str, Kind] = {
+    "normal": Kind(
+        "regression", _plain(models.Regression),
+        {"likelihood": "y ~ Normal(f(x), noise^2)", **_PRIOR},
     ),
-    "robust": (models.StudentTRegression, {"likelihood": "y ~ StudentT(4, f(x), noise)", **_PRIOR}),
-}
+    "heteroscedastic": Kind(
+        "regression", _plain(models.HeteroscedasticRegression),
+        {"likelihood": "y ~ Normal(f(x), s(x)^2), s(x) = softplus of a second output"}, 2,
+    ),
+    "student_t": Kind(
+        "regression", _plain(models.StudentTRegression),
+        {"likelihood": "y ~ StudentT(4, f(x), noise)", **_PRIOR},
+    ),
+    "categorical": Kind(
+        "classification", _plain(models.Classification),
+        {"likelihood": "y ~ Categorical(softmax(f(x)))"}, 0,
+    ),
+    "ordinal": Kind(
+        "classification", _ordinal,
+        {"likelihood": "P(y <= k) = sigmoid(cutpoint_k - f(x))", "prior of the cut points":
+         "the lowest one and the logs of the gaps ~ Normal around even shares, sd 1"},
+    ),
+    "poisson": Kind(
+        "count", _plain(models.PoissonRegression), {"likelihood": "y ~ Poisson(exp(f(x)))"}
+    ),
+    "zero_inflated_poisson": Kind(
+        "count", _plain(models.PoissonRegression, zero_inflated=True),
+        {"likelihood": "y ~ Poisson(exp(f(x)))" + _ZERO}, 2,
+    ),
+    "negative_binomial": Kind(
+        "count", _plain(models.NegativeBinomialRegression),
+        {"likelihood": "y ~ NB(mean m = exp(f(x)), variance m + (dispersion m)^2)", **_SPREAD},
+    ),
+    "zero_inflated_negative_binomial": Kind(
+        "count", _plain(models.NegativeBinomialRegression, zero_inflated=True),
+        {"likelihood": "y ~ NB(mean m = exp(f(x)), variance m + (dispersion m)^2)" + _ZERO,
+         **_SPREAD}, 2,
+    ),
+}  # fmt: skip
+# The first of each task is its default.
+DEFAULTS = {kind.task: name for name, kind in reversed(LIKELIHOODS.items())}
 _COPIES = 10  # of the weights during a fit: parameters, gradients, moments of Adam, draws
 
 
@@ -53,23 +114,33 @@ def program(
     hidden: Sequence[int],
     activation: str = "tanh",
     *,
-    noise: str = "normal",
+    likelihood: str | None = None,
     gain: float = 1.0,
 ) -> tuple[nn.Module, dict[str, str]]:
     """The program, and its parts in words.
 
     :param hidden: units of each hidden layer.
     :param activation: "tanh", "relu" or "silu".
-    :param noise: of a regression: "normal", a common sd; "heteroscedastic", a sd for each input
-        from the network; "robust", Student-t noise with 4 degrees of freedom.
+    :param likelihood: a word of ``LIKELIHOODS``; by default "normal", a common sd, "categorical" or
+        "poisson", by the task.
     :param gain: of the prior ``FanIn``.
-    :raises ValueError: for the noise of another task, and for a network whose copies during a fit,
-        with the units of all training rows, exceed the free memory.
+    :raises ValueError: for the likelihood of another task; for a network whose copies during a
+        fit, with the units of all training rows, exceed the free memory.
     """
-    if noise != "normal" and data.task != "regression":
-        raise ValueError(f"--noise is of use for a regression only, and this is a {data.task}")
-    model, words = MODELS[noise if data.task == "regression" else data.task]
-    outputs = 2 if noise == "heteroscedastic" else max(1, len(data.class_names))
+    word = DEFAULTS[data.task] if likelihood is None else likelihood
+    kind, classes = LIKELIHOODS[word], len(data.class_names)
+    if kind.task != data.task:
+        known = [name for name, other in LIKELIHOODS.items() if other.task == data.task]
+        raise ValueError(
+            f"likelihood: {word!r} is of a {kind.task}, and {data.target_name} is a {data.task}: "
+            f"choose {quoted(known)} (--likelihood), or another task (--task)"
+        )
+    if word == "ordinal" and pd.to_numeric(pd.Series(data.class_names), errors="coerce").hasnans:
+        raise ValueError(
+            f"likelihood: 'ordinal' needs classes that are numbers, which have an order; "
+            f"{data.target_name} has {quoted(data.class_names)}"
+        )
+    outputs = kind.outputs or classes
     rows, features = data.x_train.shape
     sizes = [features, *hidden, outputs]
     layers = list(itertools.pairwise(sizes))
@@ -83,10 +154,11 @@ def program(
         )
     between = f", {_ACTIVATIONS[activation].__name__}, "
     parts = {
-        **words,
+        **kind.words,
         "network": between.join(f"Linear({before}, {after})" for before, after in layers),
         "weights": str(weights),
         "prior of the weights": f"FanIn({gain:g}): Normal(0, {gain:g}^2 / inputs of the layer); of "
         f"biases Normal(0, {gain:g}^2)",
     }
-    return model(bayesianize(perceptron(sizes, activation), FanIn(gain)), num_data=rows), parts
+    network = bayesianize(perceptron(sizes, activation), FanIn(gain))
+    return kind.build(network, rows, classes), parts

@@ -2,7 +2,7 @@
 
 from pyro_bdl.elbo.compiled import CompiledELBO
 from pyro_bdl.elbo.mean_field_limit import MeanFieldLimit
-from pyro_bdl.elbo.step import Step
+from pyro_bdl.elbo.step import Step, Terms
 from pyro_bdl.elbo.tempered import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 
 __all__ = [
@@ -11,4 +11,5 @@ __all__ = [
     "Step",
     "TemperedTraceMeanField_ELBO",
     "TemperedTrace_ELBO",
+    "Terms",
 ]

@@ -7,6 +7,7 @@ from pyro_bdl.guides.amortized import AutoAmortized
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.dropout.guide import AutoMCDropout
 from pyro_bdl.guides.ensemble import AutoEnsemble
+from pyro_bdl.guides.family import Family
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.guides.last_layer import AutoLastLayer
@@ -41,6 +42,7 @@ __all__ = [
     "AutoSubnetwork",
     "AutoVariationalLastLayer",
     "BernoulliNoise",
+    "Family",
     "GaussianNoise",
     "Guide",
     "LaplaceGuide",

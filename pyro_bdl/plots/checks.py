@@ -1,6 +1,7 @@
 """Posterior predictive checks: draws of the data beside the data, PITs, residuals."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -27,8 +28,8 @@ from pyro_bdl.plots.style import (
 _LEVEL = 0.95
 _MOST_POINTS, _SIMULATIONS = 100, 10_000
 _MOST_VALUES = 30  # of whole numbers with more the density is drawn
-_SHOWN = 40  # draws in a panel
-_GRID = 200
+_SHOWN = 20  # draws in a panel
+_GRID = 100
 _RESIDUAL_BINS = 10
 
 
@@ -78,7 +79,7 @@ def ppc(
         list(draws), 1.8, xlabel=xlabel, ylabel="share" if curves is _shares else "density",
         looks=looks, sharex=True, sharey=True,
     )  # fmt: skip
-    mark = {"marker": "o", "markersize": 3} if curves is _shares else {}
+    mark: dict[str, Any] = {"marker": "o", "markersize": 3} if curves is _shares else {}
     for axis, name in zip(axes, draws, strict=True):
         axis.plot(grid, of_draws[name].T, color=looks[name]["color"], linewidth=0.6, alpha=0.5)
         axis.plot(grid, of_targets, color=INK, linewidth=1.8, **mark)

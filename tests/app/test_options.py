@@ -59,7 +59,7 @@ def test_the_reference_brings_its_data_and_no_other_nuts(options):
 
 
 @pytest.mark.parametrize(
-    "given", ["--task regression", "--hidden 7", "--activation relu", "--noise robust",
+    "given", ["--task regression", "--hidden 7", "--activation relu", "--likelihood student_t",
               "--prior-gain 2", "--folds 3"]
 )  # fmt: skip
 def test_other_data_or_another_network_beside_it_are_refused(given, options):

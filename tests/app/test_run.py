@@ -52,7 +52,7 @@ def regression(tmp_path_factory):
     folder = tmp_path_factory.mktemp("regression")
     table, out = write_table(folder), folder / "out"
     given = ["--data", table, "--target", "price", "--one-hot", "--activation", "relu"]
-    given += ["--noise", "robust", "--prior-gain", "2", "--guides", ",".join(CHOSEN)]
+    given += ["--likelihood", "student_t", "--prior-gain", "2", "--guides", ",".join(CHOSEN)]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert main(["compare", *TINY, *map(str, given), "--out", str(out)]) == 0
@@ -108,7 +108,8 @@ def test_everything_to_make_it_again_is_there(regression):
     "arguments, words",
     [
         ("--example counts", "count: count"),
-        ("--noise heteroscedastic", "softplus of a second output"),
+        ("--likelihood heteroscedastic", "softplus of a second output"),
+        ("--example counts --likelihood negative_binomial", "variance m + (dispersion m)^2"),
         ("--data MIXED --target kind --one-hot", "classification into 3 classes"),
     ],
 )
@@ -179,7 +180,7 @@ def test_the_same_seed_gives_the_same_table_and_details_are_printed_when_asked_f
         ("--dates day", "--dates is of use with --data"),
         ("--example diabetes --data TABLE", "--example and --data name two problems"),
         ("--example wien", "--example: choose 'in-between'"),
-        ("--example breast-cancer --noise robust", "of use for a regression only"),
+        ("--example breast-cancer --likelihood student_t", "is of a regression, and diagnosis is"),
         ("--folds 3", "this problem's test inputs are a grid"),
         ("--example diabetes --folds 500 --max-tree-depth 1", "'--folds': Input should be less"),
         ("--repeats 2", "--repeats is of use with --folds only"),

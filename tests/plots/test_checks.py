@@ -46,8 +46,8 @@ def test_densities_integrate_to_one_and_whole_numbers_have_shares():
     torch.manual_seed(0)
     y = torch.randn(60)
     figure = plots.ppc({"a": torch.randn(100, 60), "b": 3 * torch.randn(20, 60)}, y, reference="b")
-    for axis, count in zip(figure.axes, (40, 20), strict=True):
-        assert len(axis.lines) == count + 2  # with the mark in the title
+    for axis in figure.axes:
+        assert len(axis.lines) == 20 + 2  # draws, targets and the mark in the title
     grid, density = figure.axes[0].lines[-1].get_data()
     assert np.trapezoid(density, grid) == pytest.approx(1.0, abs=1e-3)
     width = 0.9 * min(y.double().std(correction=0), stats.iqr(y) / 1.349) * 60**-0.2
