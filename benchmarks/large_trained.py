@@ -6,14 +6,16 @@ A residual network with BatchNorm, random images and labels; nothing is trained.
 the floating-point operations of a forward pass of the same rows, so that other load on the machine
 does not count; of the frozen module also in seconds of the processor. Memory is the growth of a
 process of its own, in MB, beside the draws that it holds. For all weights ("kron") and the last
-layer: the fit, ``probabilities``, S draws by ``mean``, and the module of ``bdl.freeze`` with S
-draws; and for the last layer ``Predictive`` with S draws.
+layer: the fit, the file of the posterior, ``probabilities``, S draws by ``mean``, and the module of
+``bdl.freeze`` with S draws; and for the last layer ``Predictive`` with S draws.
 """
 
 import copy
 import json
+import tempfile
 import time
 import warnings
+from pathlib import Path
 
 import torch
 from harness import in_own_process, in_turns, memory_of, parse_sizes, parser, show
@@ -87,6 +89,11 @@ def costs(options, subset) -> dict[str, float]:
         return result
 
     posterior = measure("fit", lambda: fitted(model, x, y, subset))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "posterior.safetensors"
+        posterior.save(path)
+        size = path.stat().st_size / sum(4 * value.numel() for value in net.state_dict().values())
+    found["file, networks"] = size
     options_of_draws = {"num_samples": options.draws, "seed": 0}
     linearized = bdl.LinearizedPredictive(model, posterior, **options_of_draws)
     if options.classes <= 20 or subset is not None:

@@ -24,6 +24,7 @@ import argparse
 import copy
 import functools
 import importlib
+import itertools
 import json
 import math
 import sys
@@ -447,6 +448,22 @@ def harms(rows: dict[str, dict[str, Any]]) -> bool:
     return of_loss or default["ECE"] - own["ECE"] > own["ECE error"]
 
 
+def gained(found: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+    """What each method adds to the AUROC of softmax's entropy, by its own entropy and by the
+    disagreement of its draws: mean and sd over the networks, the least and the most."""
+    gains: dict[str, list[float]] = {}
+    for rows in found.values():
+        own = next(iter(rows.values()))["OOD"]
+        for label, row in rows.items():
+            for key, words in (("OOD", "entropy"), ("OOD by draws", "draws")):
+                if key in row:
+                    gains.setdefault(f"{label}, {words}", []).append(row[key] - own)
+    return {
+        label: [float(np.mean(v)), float(np.std(v, ddof=1)) if len(v) > 1 else 0.0, min(v), max(v)]
+        for label, v in gains.items()
+    }
+
+
 def main() -> None:
     parser = harness.parser(__doc__.splitlines()[0])
     parser.add_argument(
@@ -457,7 +474,9 @@ def main() -> None:
     parser.add_argument(
         "--scales", action="store_true", help="what chooses the prior's scale, on narrow networks"
     )
+    parser.add_argument("--methods", nargs="+", help="names of the rows, without the first")
     sizes = {
+        "seeds": (1, 1, "trainings of each network"),
         "epochs": (50, 20, "passes over the data in training"),
         "train": (2000, 800, "images of clothes"),
         "draws": (100, 30, "of the posteriors"),
@@ -476,10 +495,10 @@ def main() -> None:
     if not options.json:
         print(harness.machine())
     for kind, data in sets.items():
-        for name in options.networks:
+        for name, seed in itertools.product(options.networks, range(options.seeds)):
             start = time.perf_counter()
-            network = trained(name, 0, data, options)
-            title = f"{name}, {kind}"
+            network = trained(name, seed, data, options)
+            title = f"{name}, {kind}" + (f", seed {seed}" if seed else "")
             rows = found[title] = {}
             if not options.json:
                 count = sum(parameter.numel() for parameter in network.parameters())
@@ -491,6 +510,8 @@ def main() -> None:
                 )
             own = None
             for label, fit in methods(name, network, data, options):
+                if options.methods and own is not None and label not in options.methods:
+                    continue
                 start = time.perf_counter()
                 try:
                     method = fit()
@@ -503,10 +524,19 @@ def main() -> None:
                     own = loss if own is None else own
                 if not options.json:
                     print(text(label, rows[label]), flush=True)
+    gains = gained(found)
     worse = [title for title, rows in found.items() if harms(rows)]
     if options.json:
-        print(json.dumps({"machine": harness.machine(), "networks": found, "harmed": worse}))
+        print(
+            json.dumps(
+                {"machine": harness.machine(), "networks": found, "harmed": worse, "gains": gains}
+            )
+        )
         return
+    if len(found) > 1:
+        print("AUROC less that of the entropy of softmax: mean and sd over networks, least, most")
+        for label, values in gains.items():
+            print(f"  {label:36} " + "  ".join(f"{value:6.3f}" for value in values))
     print(
         "The default is worse than the network by more than a standard error, in NLL or ECE, on "
         f"{', '.join(worse) or 'none'} of {len(found)} networks."

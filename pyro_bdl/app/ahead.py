@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from pyro_bdl.app.compiled import keep_compiled
 from pyro_bdl.app.fits import Fits
 from pyro_bdl.app.options import Options
 from pyro_bdl.utils.memory import available_memory
@@ -63,6 +64,7 @@ def main() -> None:
     """Fit the splits that standard input names, without a word."""
     options, splits = pickle.load(sys.stdin.buffer)
     torch.set_num_threads(1)
+    keep_compiled()
     logging.disable()
     warnings.simplefilter("ignore")
     for repeat, fold in splits:

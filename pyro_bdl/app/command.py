@@ -18,6 +18,7 @@ from typer.exceptions import TyperException
 
 from pyro_bdl import posteriors
 from pyro_bdl.app import run
+from pyro_bdl.app.compiled import keep_compiled
 from pyro_bdl.app.options import Options
 from pyro_bdl.data.examples import EXAMPLES
 from pyro_bdl.errors import BdlWarning
@@ -61,6 +62,7 @@ def script() -> NoReturn:
             stream.reconfigure(errors="replace")
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    keep_compiled()
     gc.freeze()  # what the imports made stays: collections before each fit need not walk it
     code = main()
     signal.signal(signal.SIGINT, signal.SIG_DFL)

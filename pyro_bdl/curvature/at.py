@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ class _Mapped:
         known to be the same in every row.
     :param observed: tensors of the observed sites, (n, *shape in one row).
     :param deterministic: the deterministic sites, (n, *shape in one row).
+    :param plates: the indices of the data's plates, (n,).
     """
 
     run: Run
@@ -96,6 +98,7 @@ class _Mapped:
     rows: RecordedRows
     observed: dict[str, dict[str, Tensor]]
     deterministic: dict[str, Tensor]
+    plates: Mapping[str, Tensor]
 
 
 class ProgramAtPoint:
@@ -209,9 +212,8 @@ class ProgramAtPoint:
         :param plates: indices of the program's plates.
         """
         batch = tuple(map(as_dicts, args)), as_dicts(kwargs)
-        with torch.enable_grad(), self._mode(), ReadParameters() as parameters:
-            values = self.subset.layout.to_supports(self.leaves)
-            run = record(self.model, {**values, **(plates or {})}, *batch, draw=leave_open)
+        with torch.enable_grad(), ReadParameters() as parameters:
+            run = self._run(batch, plates or {}, self.leaves)
         reading = ParameterReading(run, self.leaves, parameters.learned())
         return Linearization(self, batch, run, None, reading=reading)
 
@@ -255,6 +257,12 @@ class ProgramAtPoint:
         if whole is not None:
             self._facts[key] = facts  # where nothing was refused
             self._first_pass.note(batch, whole)
+
+    def _run(self, batch: Batch, plates: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> Run:
+        """A run over all rows of a batch at the unconstrained latents ``leaves``."""
+        with self._mode():
+            values = self.subset.layout.to_supports(leaves)
+            return record(self.model, {**values, **plates}, *batch, draw=leave_open)
 
     def _mode(self) -> Any:
         return nullcontext() if self.training else evaluation_mode(self._modules)
@@ -344,7 +352,7 @@ class ProgramAtPoint:
         if any(len(r.edges) != len(recorders[0].edges) for r in recorders):
             raise ValueError("the rows use the latents in different ways")
         rows = RecordedRows(self.subset, recorders, count, tensors.pop("inputs"))
-        result = _Mapped(run, parameters, rows, **tensors)
+        result = _Mapped(run, parameters, rows, **tensors, plates=plates)
         form = form_of(batch)
         if form not in self._seen:
             outputs = [v for site in result.observed.values() for v in site.values()]
@@ -401,6 +409,7 @@ class ProgramAtPoint:
             parameters,
             facts.deterministic,
             reading=reading if read else None,
+            together=partial(self._run, batch, mapped.plates) if mapped.rows.together else None,
         )
 
 

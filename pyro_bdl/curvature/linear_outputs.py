@@ -259,9 +259,41 @@ class LinearOutputs:
         """J times S offsets, by name, (S, *shape): S products of J with a vector where these are
         fewer than its columns, and no gradient is taken of them; else the Jacobian's."""
         if self._jacobian is None and not self.at.differentiable and len(offsets) < self.columns:
-            return self.times(offsets.vectors())
+            vectors = offsets.vectors()
+            pushed = self._pushed(vectors)
+            return self.times(vectors) if pushed is None else pushed
         change = self.as_result(offsets.apply(self.jacobian))
         return self.split(change.to(self.mean))
+
+    @torch.no_grad()
+    def _pushed(self, vectors: Tensor) -> dict[str, Tensor] | None:
+        """J times vectors (S, p) in forward mode, by name, (S, *shape): two passes forward for each
+        and one for all. None where an operator has no such form, or is a function of the user's
+        own, or rows were not mapped."""
+        at, site = self.at, self.site
+        if at.together is None or site is None or has_own_functions(self._outputs):
+            return None
+        subset, leaves = at.subset, {n: leaf.detach() for n, leaf in at.leaves.items()}
+        start = {name: leaves[name] for name in subset.parts}
+
+        def parameters(moving: dict[str, Tensor]) -> dict[str, Tensor]:
+            run = at.together({**leaves, **moving})
+            base = base_distribution(run.observed[self.name].distribution)
+            found = unconstrained_parameters(base, recorded_output(run, self.name))
+            return {key: found[key] for key in self.dependent}
+
+        def change(vector: Tensor) -> dict[str, Tensor]:
+            moved = subset.put(torch.zeros_like(at.vector), vector.to(at.vector))
+            by_site = subset.layout.unflatten(moved)
+            tangents = {name: by_site[name] for name in start}
+            return torch.func.jvp(parameters, (start,), (tangents,))[1]
+
+        try:
+            found = torch.func.vmap(change)(vectors)
+        except NotImplementedError:  # as torch says of an operator
+            return None
+        same = all(found[key].shape[1:] == self.values[key].shape for key in self.dependent)
+        return found if same else None
 
     def gaussian(self, precision: Precision) -> "GaussianOutputs":
         """The Gaussian distribution of the outputs if the subset's offset is N(0, precision^-1)."""

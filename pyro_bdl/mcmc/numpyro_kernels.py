@@ -19,7 +19,7 @@ def transition(
     """NumPyro's kernel, which adapts by the number of its iterations."""
     metric = kernel.inverse_mass
     sampler = {"nuts": NUTS, "hmc": HMC}[kernel.name](
-        potential_fn=jax.jit(lambda vector: -log_density(vector)),
+        potential_fn=lambda vector: -log_density(vector),
         dense_mass=kernel.dense_mass or (metric is not None and metric.ndim == 2),
         inverse_mass_matrix=metric,
         **kernel.shared_options(),
@@ -29,6 +29,7 @@ def transition(
         return sampler.init(key, plan.num_warmup, init_params=start, model_args=(), model_kwargs={})
 
     def step(state: Any) -> tuple[Any, dict[str, jax.Array]]:
+        jax.eval_shape(init, state.rng_key, state.z)  # it gives the sampler its adaptation
         if isinstance(kernel, Hmc):  # it takes the length over the step size, rounded up
             longest = (kernel.max_steps - 0.5) * state.adapt_state.step_size
             length = jnp.minimum(kernel.trajectory_length, longest)

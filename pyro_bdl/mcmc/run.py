@@ -25,6 +25,8 @@ from pyro_bdl.mcmc.checkpoint import Journal
 from pyro_bdl.mcmc.kernels import Kernel
 from pyro_bdl.mcmc.starts import Restriction
 from pyro_bdl.tracing.jax.density import jax_density
+from pyro_bdl.tracing.jax.shared import shared
+from pyro_bdl.tracing.jax.translate import JaxFunction
 from pyro_bdl.utils.interrupts import deferred_interrupt
 
 # The number of iterations between two checks of clock and keyboard is chosen to take about this
@@ -75,11 +77,11 @@ def run(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chain
     with deferred_interrupt() as stop, jax.enable_x64(double):
         log_density = jax_density(target.log_density, target.log_density_terms, start[0])
         _raise_if(stop)
-        init, step, warmup = kernel.transition(log_density, plan, start.shape[-1])
         lockstep = method == "vectorized" and len(start) > 1
-        if lockstep:
-            init, step = jax.vmap(init), jax.vmap(step)
-        transition, advance = Transition(init, step, warmup), jax.jit(partial(_advance, step))
+        compiled = _compiled(log_density, kernel, plan, start, lockstep)
+        held = log_density.constants(), jnp.asarray(np.int64(plan.seed))
+        init, advance = (partial(function, held) for function in compiled)
+        warmup = kernel.transition(log_density, plan, start.shape[-1]).warmup
         starts = jnp.asarray(start.detach().cpu().numpy())
         keys = jax.random.split(jax.random.PRNGKey(plan.seed), len(start))
         identity = kernel.options() | {
@@ -95,7 +97,7 @@ def run(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chain
                 folder = plan.checkpoint / ("" if number is None else f"chain-{number}")
                 own = {"starts": np.array(start), "log densities": values}
                 journal = Journal(folder, identity | own)
-            return Chain(transition, advance, key, start, journal, number)
+            return Chain(init, advance, warmup, key, start, journal, number)
 
         if lockstep:
             chains = [chain(keys, starts, None)]
@@ -114,6 +116,35 @@ def run(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chain
         return joined
 
     return drawn(chains, plan.num_samples)
+
+
+def _compiled(
+    log_density: JaxFunction, kernel: Kernel, plan: Plan, start: Tensor, lockstep: bool
+) -> tuple[Callable, Callable]:
+    """``Transition.init`` and ``_advance``, compiled, whose first argument is what the log density
+    closes over, with the seed: chains of other data or seeds share them.
+
+    :param start: (chains, P).
+    """
+    size, pure = start.shape[-1], log_density.pure
+
+    def transition(held: tuple[list[jax.Array], Any]) -> Transition:
+        constants, seed = held
+        return kernel.transition(partial(pure, constants), plan._replace(seed=seed), size)
+
+    def init(held: tuple, *starts: Any) -> Any:
+        own = transition(held).init
+        return (jax.vmap(own) if lockstep else own)(*starts)
+
+    def advance(held: tuple, state: Any, count: Any) -> Any:
+        own = transition(held).step
+        return _advance(jax.vmap(own) if lockstep else own, state, count)
+
+    metric = kernel.inverse_mass
+    options = tuple(sorted((name, repr(value)) for name, value in kernel.options().items()))
+    own = None if metric is None else (metric.shape, np.asarray(metric).tobytes())
+    key = log_density.signature, kernel.name, options, own, plan.num_warmup, size, lockstep
+    return shared(key, lambda: (jax.jit(init), jax.jit(advance)))
 
 
 def warn_of_another_device(device: torch.device) -> None:
@@ -150,28 +181,31 @@ class Chain:
     The number of iterations of a block is an argument of the compiled function, so that all stages
     share one compilation. Single chains take turns on the devices, if there are several.
 
-    :param advance: ``_advance`` of the transition, compiled; the same for all chains.
+    :param init: that of the transition, compiled.
+    :param advance: ``_advance`` of its step, compiled; the same for all chains.
+    :param warmup: the stages before the draws.
     :param journal: where the chain is written as it goes, and read from if it is there.
     :param number: of a single chain; None for several in lockstep.
     """
 
     def __init__(
         self,
-        transition: Transition,
+        init: Callable[[jax.Array, jax.Array], Any],
         advance: Callable[[Any, int], tuple[Any, dict[str, jax.Array]]],
+        warmup: tuple[Stage, ...],
         keys: jax.Array,
         starts: jax.Array,
         journal: Journal | None,
         number: int | None,
     ) -> None:
-        self.transition, self.advance, self.journal = transition, advance, journal
+        self.warmup, self.advance, self.journal = warmup, advance, journal
         devices = jax.devices()
         self.batched = number is None
         self.device = None
         if number is not None and len(devices) > 1:
             self.device = devices[number % len(devices)]
         with self._on_device():
-            self.state = transition.init(keys, starts)
+            self.state = init(keys, starts)
         self.stage = self.done = self.written = 0  # of the warm-up, iterations in it, blocks
         self.blocks: list[Arrays] = []
         self.last_write = time.perf_counter()
@@ -193,7 +227,7 @@ class Chain:
 
     def run(self, num_samples: int, stop: threading.Event, bar: Any) -> Chains:
         """Warm up and draw; Ctrl-C or the event ``stop`` ends the drawing with the draws so far."""
-        warmup, interrupted = self.transition.warmup, False
+        warmup, interrupted = self.warmup, False
         bar.update(sum(stage.iterations for stage in warmup[: self.stage]) + self.done)
         try:
             for stage in warmup[self.stage :]:
@@ -282,7 +316,7 @@ def _in_threads(
     """Run chains, each in a thread of its own if there are several; an error or a second Ctrl-C
     stops all of them."""
     double = bool(jax.config.read("jax_enable_x64"))
-    warmup = sum(stage.iterations for stage in chains[0].transition.warmup)
+    warmup = sum(stage.iterations for stage in chains[0].warmup)
     bar = progress_bar(progress, len(chains) * (warmup + count), name.upper())
 
     def work(chain: Chain) -> Chains:

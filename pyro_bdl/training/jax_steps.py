@@ -6,12 +6,10 @@ differentiates it; the loop over minibatches with the optimizer's update is comp
 Between two stretches of steps the parameters and the optimizer's state are torch's own.
 """
 
-import functools
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -29,6 +27,7 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import as_dicts, select_rows
 from pyro_bdl.tracing.compiled import split
 from pyro_bdl.tracing.jax.ops.registry import aten
+from pyro_bdl.tracing.jax.shared import shared
 from pyro_bdl.tracing.jax.translate import KEYS, loss_to_jax
 from pyro_bdl.training.descent import Descent
 from pyro_bdl.utils.module_state import Modules, without_side_effects
@@ -109,20 +108,6 @@ class PureLoss(Protocol):
     def pure_loss(self, model: Callable, guide: Guide, args: tuple, kwargs: dict) -> Tensor:
         """The loss in nats, a scalar, by a run of the program, which was checked before."""
         ...
-
-
-@dataclass(frozen=True)
-class _Loop:
-    """A loop over steps; loops with the same key compute the same."""
-
-    key: tuple[str, ...]
-    run: Callable[..., Any] = field(compare=False)
-
-
-@functools.lru_cache(maxsize=64)
-def _jitted(loop: _Loop) -> Callable[..., Any]:
-    """The compiled loop, which folds of data, seeds and simulated data share."""
-    return jax.jit(loop.run)
 
 
 class JaxDescent(Descent):
@@ -207,7 +192,7 @@ class JaxDescent(Descent):
             if name not in ("params", "lr")
         ]
         key = translated.signature, self._update.__name__, repr((fixed, self._cut))
-        self._loop = _jitted(_Loop(key, self._compiled(translated.function)))
+        self._loop = shared(key, lambda: jax.jit(self._compiled(translated.function)))
 
     @property
     def _bound(self) -> Any:

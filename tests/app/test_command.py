@@ -1,6 +1,9 @@
 """Help, messages on stderr and exit codes."""
 
+import os
 import signal
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -22,9 +25,29 @@ def heard():
 def test_ctrl_c_while_the_process_exits_is_left_to_the_system(heard, monkeypatch):
     """Python's own handler would print a traceback from whatever cleans up."""
     monkeypatch.setattr(command, "main", lambda: 3)
+    monkeypatch.setattr(command, "keep_compiled", lambda: None)
     with pytest.raises(SystemExit) as stopped:
         script()
     assert stopped.value.code == 3 and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+
+
+_COMPILE = """
+import jax
+from pyro_bdl.app.compiled import keep_compiled
+keep_compiled()
+jax.jit(lambda x: jax.lax.fori_loop(0, 9, lambda i, x: jax.numpy.linalg.qr(x)[0], x))(
+    jax.numpy.eye(9)).block_until_ready()
+"""
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_compiled_functions_are_kept_in_the_users_cache(own, tmp_path):
+    """A folder that the user chose stays."""
+    chosen = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "chosen")} if own else {}
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), **chosen}
+    subprocess.run([sys.executable, "-c", _COMPILE], check=True, env=environment)
+    kept = tmp_path / "cache" / "pyro_bdl" / "jax"
+    assert not kept.exists() if own else any(kept.iterdir())
 
 
 def test_messages_of_the_logger_are_lines_of_ours(capsys):

@@ -1,10 +1,17 @@
-"""How chains share a machine: each device has its chains."""
+"""How chains share a machine and their compiled functions."""
 
 import subprocess
 import sys
 
+import jax
+import pyro
 import pytest
-from helpers.killed_runs import drawn
+import torch
+from helpers.killed_runs import drawn as drawn_by_nuts
+from pyro import distributions as dist
+
+import pyro_bdl as bdl
+from pyro_bdl.mcmc import MAMS, MCLMC, NUTS
 
 _TWO_DEVICES = """
 import sys
@@ -32,5 +39,33 @@ def test_single_chains_take_turns_on_the_devices(monkeypatch):
     command = [sys.executable, "-c", _TWO_DEVICES, *sys.path]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    expected = drawn("nuts").latents["w"].sum().item()
+    expected = drawn_by_nuts("nuts").latents["w"].sum().item()
     assert float(done.stdout.split()[-1]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kernel", [NUTS(max_tree_depth=3), MAMS(), MCLMC()], ids=type)
+def test_chains_of_other_data_and_seeds_compile_nothing(kernel):
+    """Each with its own data and its own random numbers."""
+
+    def drawn(center, seed):
+        data = torch.full((30,), center)
+
+        def program():
+            w = pyro.sample("w", dist.Normal(torch.zeros(2), 10.0).to_event(1))
+            pyro.sample("y", dist.Normal(w[0], 1.0).expand([30]).to_event(1), obs=data)
+
+        found = bdl.mcmc.sample(
+            program, kernel=kernel, num_warmup=200, num_samples=300, num_chains=1, seed=seed
+        )
+        return found.latents["w"][..., 0]
+
+    first = drawn(1.0, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        compiled = []
+        patch.setattr(jax, "jit", lambda function, **_: compiled.append(function) or function)
+        other, far, again = drawn(1.0, 1), drawn(5.0, 0), drawn(1.0, 0)
+    assert not compiled
+    assert again.equal(first) and not other.equal(first)
+    exact = 30 / (30 + 0.01)  # of the data's mean
+    assert far.mean().item() == pytest.approx(5.0 * exact, abs=0.15)
+    assert other.mean().item() == pytest.approx(exact, abs=0.15)

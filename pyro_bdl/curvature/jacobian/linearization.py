@@ -226,6 +226,8 @@ class Linearization:
     :param by_row: of deterministic sites, whether they have a value for each row.
     :param reading: the run with the parameters that the program reads, where they are asked for (a
         ``ParameterReading``).
+    :param together: the program on all rows at once, as a function of the leaves, where single rows
+        were mapped.
     """
 
     def __init__(
@@ -237,6 +239,7 @@ class Linearization:
         parameters: Mapping[str, dict[str, Tensor]] | None = None,
         by_row: Mapping[str, bool] | None = None,
         reading: Any = None,
+        together: Callable[[Mapping[str, Tensor]], Run] | None = None,
     ) -> None:
         self.model, self.subset, self.vector = at.model, at.subset, at.vector
         self.leaves: Mapping[str, Tensor] = at.leaves
@@ -245,6 +248,7 @@ class Linearization:
         self.run, self.rows, self.reading = run, rows, reading
         self._parameters = parameters or {}
         self.by_row = by_row or {}
+        self.together = together
 
     def parameters(self, name: str) -> dict[str, Tensor]:
         """The tensors of an observed site's distribution, by name."""

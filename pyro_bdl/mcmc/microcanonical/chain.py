@@ -92,7 +92,7 @@ class Microcanonical(ABC):
         """One iteration."""
 
     def transition(self) -> Transition:
-        return Transition(jax.jit(self.init), self.step, self.warmup())
+        return Transition(self.init, self.step, self.warmup())
 
     def init(self, key: jax.Array, start: jax.Array) -> State:
         key, first = jax.random.split(key)

@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.errors import MissingOperatorError, UnsupportedProgramError
-from pyro_bdl.tracing.jax.translate import to_jax
+from pyro_bdl.tracing.jax.translate import JaxFunction, to_jax
 
 _WAY_OUT = 'Sample with backend="pyro", which runs any program.'
 Density = Callable[..., Tensor]
 Terms = Callable[[Tensor], dict[str, Tensor]]
 
 
-def jax_density(
-    density: Density, terms: Terms, example: Tensor, *data: Tensor
-) -> Callable[..., jax.Array]:
+def jax_density(density: Density, terms: Terms, example: Tensor, *data: Tensor) -> JaxFunction:
     """A log density in JAX, as a function of vectors with the example's shape and dtype.
 
     Call it under ``jax.enable_x64(True)`` for float64.
@@ -40,7 +38,7 @@ def jax_density(
         return density(vector, *data)
 
     try:
-        log_density: Any = to_jax(function, example, *data)
+        log_density = to_jax(function, example, *data)
         if log_density.detaches and not _has_gradient_of(density, log_density, example, *data):
             return to_jax(function, example, *data, through_detach=True)
         return log_density

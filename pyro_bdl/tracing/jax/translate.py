@@ -101,9 +101,37 @@ class _Constant(NamedTuple):
     shape: tuple[int, ...]
 
 
+class JaxFunction:
+    """A torch function in JAX, see :func:`to_jax`.
+
+    :ivar pure: (constants, *arguments) to the results; it holds no constants itself.
+    :ivar detaches: whether the function has a ``detach``.
+    :ivar operators: the operators of ATen in it.
+    :ivar signature: two functions with the same signature differ in their constants alone.
+    """
+
+    def __init__(self, translated: "_Translation", *, detaches: bool) -> None:
+        function, self._numbers = translated.function, translated.constants
+        self.pure = lambda constants, *arguments: function((), constants, None, *arguments)
+        self.detaches, self.operators = detaches, translated.operators
+        self.signature = translated.signature
+        self._constants: dict[bool, list[jax.Array]] = {}
+
+    def __call__(self, *arguments: jax.Array) -> Any:
+        return self.pure(self.constants(), *arguments)
+
+    def constants(self) -> list[jax.Array]:
+        """What the function closes over, in the present precision."""
+        x64 = bool(jax.config.read("jax_enable_x64"))
+        if x64 not in self._constants:
+            with jax.ensure_compile_time_eval():
+                self._constants[x64] = [jnp.asarray(number) for number in self._numbers]
+        return self._constants[x64]
+
+
 def to_jax(
     function: Callable, example: Tensor, *more_examples: Tensor, through_detach: bool = False
-) -> Callable[..., Any]:
+) -> JaxFunction:
     """The JAX version of a pure torch function of tensors that returns a pytree of tensors.
 
     It takes arrays with the examples' shapes and dtypes and can be jitted, differentiated and
@@ -115,8 +143,7 @@ def to_jax(
     :param more_examples: tensors for the other arguments.
 
     :param through_detach: differentiate through ``detach``. Calls of ``torch.autograd.grad`` inside
-        the function also leave ``detach`` in the graph. The attribute ``detaches`` of the result
-        says whether there is one; ``operators`` has those of the graph.
+        the function also leave ``detach`` in the graph.
     :raises MissingOperatorError: at this call, if an operator has no translation.
     """
     examples = (example, *more_examples)
@@ -127,22 +154,10 @@ def to_jax(
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
     _refuse_randomness(graph)
-    translated = _translation(graph, examples)
-
-    @functools.cache
-    def constants(x64: bool) -> list[jax.Array]:
-        with jax.ensure_compile_time_eval():
-            return [jnp.asarray(constant) for constant in translated.constants]
-
-    def evaluate(*arguments: jax.Array) -> Any:
-        held = constants(jax.config.read("jax_enable_x64"))
-        return translated.function((), held, None, *arguments)
-
-    evaluate.detaches = bool(detached)  # type: ignore[attr-defined]
-    evaluate.operators = translated.operators  # type: ignore[attr-defined]
+    result = JaxFunction(_translation(graph, examples), detaches=bool(detached))
     with jax.enable_x64(any(e.dtype == torch.float64 for e in examples)):
-        jax.eval_shape(evaluate, *map(_spec, examples))
-    return evaluate
+        jax.eval_shape(result, *map(_spec, examples))
+    return result
 
 
 class JaxLoss(NamedTuple):
@@ -241,6 +256,7 @@ def _translation(
     # Integers may be indices or masks, which must stay concrete under jit.
     moving = [i for i, c in enumerate(constants) if np.issubdtype(c.value.dtype, np.inexact)]
     still = {i: c.value for i, c in enumerate(constants) if i not in moving}
+    shapes = [constant.shape for constant in constants]
 
     def evaluate(
         parameters: Sequence[jax.Array], held: Sequence[jax.Array], key: Any, *arguments: jax.Array
@@ -252,7 +268,7 @@ def _translation(
             arrays = {i: jnp.asarray(value) for i, value in still.items()}
         arrays |= zip(moving, held, strict=True)
         for node, i in index.items():
-            shape, value = constants[i].shape, arrays[i]
+            shape, value = shapes[i], arrays[i]
             values[node] = value if value.shape == shape else jnp.broadcast_to(value, shape)
         keys = jax.random.split(key, len(places)) if places else ()
         for node in operators:
@@ -261,7 +277,6 @@ def _translation(
 
     kinds = [(str(n), _kind(n)) for n in graph.graph.nodes]
     numbers = {str(node): i for node, i in (*leaves.items(), *index.items())}
-    shapes = [constant.shape for constant in constants]
     integers = {i: (str(value.dtype), value.tobytes()) for i, value in still.items()}
     signature = repr((str(graph.graph), kinds, numbers, shapes, integers, moving))
     called = frozenset(node.target for node in operators)

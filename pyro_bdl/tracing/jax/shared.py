@@ -1,0 +1,23 @@
+"""Compiled functions that several runs share, since they differ in their arguments alone."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    key: tuple
+    make: Callable[[], Any] = field(compare=False)
+
+
+def shared(key: tuple, make: Callable[[], Any]) -> Any:
+    """What ``make`` returned at the first call with this key, by which it is determined: functions
+    of ``jax.jit``, which folds of data, seeds and simulated data thus compile once."""
+    return _made(_Recipe(key, make))
+
+
+@functools.lru_cache(maxsize=64)
+def _made(recipe: _Recipe) -> Any:
+    return recipe.make()
