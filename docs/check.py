@@ -45,7 +45,7 @@ SEARCHES = {
     "k-hat": "practical/warnings_and_errors.html",
     "trained regression": "tasks/trained_network.html",
     "summarize": "reference/package.html",
-    "cite": "practical/faq.html",
+    "cite": "reference/package.html",
     "deprecation": "practical/stability.html",
 }
 
@@ -55,7 +55,9 @@ _RAW = {
     "a reference of a docstring": re.compile(r":(?:class|func|meth|mod):`"),
     "emphasis between brackets or dots": re.compile(r"[.(\[]<em>"),
     "a private default": re.compile(r"=\s*(?:</span>|<span[^>]*>|\s)*_[A-Za-z]\w*"),
-    "the name of a constant as a default": re.compile(r">=</span>(?:<[^>]*>)*[A-Z][A-Z_]+<"),
+    "the name of a constant as a default": re.compile(
+        r'>=</span>(?:<[^>]*>)*[A-Z][A-Z_]+</(?:a|span)>(?!<span class="p">\()'
+    ),
     "a default by its memory": re.compile(r"object at 0x|&lt;(?:function|class) "),
 }
 

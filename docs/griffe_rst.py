@@ -35,11 +35,12 @@ class PlainMarkdown(griffe.Extension):
         obj.docstring.value = text
 
     def on_function(self, *, func, **kwargs):
-        """Show the value of a default that is a constant of a module."""
+        """Show the value of a default that is a constant of the module."""
         for parameter in func.parameters:
-            if _CONSTANT.match(name := str(parameter.default)):
-                constant = func.module.members[name]
-                constant = constant.final_target if constant.is_alias else constant
+            if not _CONSTANT.match(name := str(parameter.default)):
+                continue
+            constant = func.module.members.get(name)
+            if constant is not None and not constant.is_alias:
                 parameter.default = str(constant.value)
 
 

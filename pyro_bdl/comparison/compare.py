@@ -35,7 +35,7 @@ def compare(
     Distances are in function space, between draws at up to 1000 of the test inputs, each with its
     Monte Carlo error. The draws are of the site ``f``, or of the observation's mean if there is no
     such site, or of the class probabilities. The last row of the table compares two halves of the
-    reference's draws: a smaller distance cannot be told from zero. The same seed gives the same
+    reference's draws: a smaller distance may be zero. The same seed gives the same
     table, but for times.
 
     If the program observes one joint distribution over all rows, NLPD is the joint one, divided by

@@ -54,18 +54,19 @@ class Evaluation:
 
     :param task: ``"regression"`` or ``"classification"``.
     :param rows: the number of test points: rows of the test data of which some target was seen.
-    :param places: the kept test points among the rows of the test data, counted from 0.
-    :param inputs: the kept test points.
+    :param places: the stored test points, at most 1000 and evenly spaced, among the rows of the
+        test data, counted from 0.
+    :param inputs: the stored test points.
     :param y: their targets; NaN where a number was not seen.
     :param regions: which of them are near, between and beyond the training inputs, bool ``(N,)``.
     :param chains: number of Markov chains, whose draws follow each other; 1 for a guide.
     :param function: ``(S, N, ...)``, draws of f or of the observation's mean, or of class
-        probabilities, at the kept points.
+        probabilities, at the stored points.
     :param mean: ``(N, ...)``, the mean prediction, or the mean class probabilities, at all points.
-    :param predictions: ``(S, N)``, draws of the target, including noise, at the kept points; None
+    :param predictions: ``(S, N)``, draws of the target, including noise, at the stored points; None
         for classes.
-    :param expected: ``(S, N, ...)``, E[y | draw] at the kept points; for regression.
-    :param noise: ``(S, N, ...)``, Var[y | draw] at the kept points; for regression.
+    :param expected: ``(S, N, ...)``, E[y | draw] at the stored points; for regression.
+    :param noise: ``(S, N, ...)``, Var[y | draw] at the stored points; for regression.
     :param pit: the probability integral transforms of all test targets; for regression. Where only
         some numbers of a target were seen, those of these, one after another.
     :param scores: the numbers that need no reference, by key.

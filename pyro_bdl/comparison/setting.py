@@ -193,7 +193,7 @@ def _thinned(args: tuple) -> tuple:
 
 
 def spaced(rows: int) -> Tensor:
-    """The places of the kept points: all, or evenly spaced ones of many."""
+    """The places of the stored points: all, or evenly spaced ones of many."""
     count = min(rows, MOST_POINTS)
     return torch.arange(count, device="cpu") * rows // count
 

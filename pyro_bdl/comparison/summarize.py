@@ -46,6 +46,7 @@ from pyro_bdl.utils.random_state import seeded
 if TYPE_CHECKING:
     import pandas as pd
 
+_WIDTH = 100
 _RESAMPLES = 200
 _WRONG = 0.05  # how often one of all differences is called one by chance
 _NOISES = (1.0, 0.8, 0.6, 0.4)  # of the network's error on held-out rows
@@ -73,8 +74,8 @@ class Summary:
 
     def __str__(self) -> str:
         rows = [{"posterior": name, **row.to_dict()} for name, row in self.table.iterrows()]
-        table = to_text(rows, [replace(NAME, title="", key="posterior"), *self.columns])
-        return f"{textwrap.fill(self.answer, 100, break_on_hyphens=False)}\n\n{table}"
+        table = to_text(rows, [replace(NAME, title=""), *self.columns], _WIDTH)
+        return f"{textwrap.fill(self.answer, _WIDTH, break_on_hyphens=False)}\n\n{table}"
 
     __repr__ = __str__
 
@@ -596,15 +597,23 @@ def _answer(numbers: Mapping[str, _Numbers], cheap: tuple[str, ...], *, has_othe
                 words = f"{name} (AUROC higher by {with_error(-gain, error)}{by})"
                 found.append((-gain, words))
         apart += [max(found)[1]] if found else []
-    rows, beside = next(iter(numbers.values())).rows, listed(cheap)
-    text = f"On {rows} test rows, beside {beside}: "
-    text += f"better probabilities by {listed(better)}" if better else "no better probabilities"
+    first = numbers[cheap[0]]
+    what = "probabilities" if "accuracy" in first.values else "predictive densities"
+    beside = listed([name.replace("network", "the network") for name in cheap])
+    text = f"On {first.rows} test rows {_who(better, 'has', 'have')} better {what} than {beside}."
     if worse:
-        text += f", worse ones than the network's by {listed(worse)}"
+        text += f" {_who(worse, 'has', 'have')} worse ones than the network alone."
     if not has_other:
-        return f"{text}. No inputs unlike the data were given, and nothing is said of these."
-    told = f"better by {listed(apart)}" if apart else "no better"
-    text += f"; other inputs are told apart {told}."
+        return f"{text} Inputs unlike the data were not passed, and nothing is said of these."
+    who = _who(apart, "separates", "separate")
+    text += f" {who[0].upper()}{who[1:]} other inputs from test inputs better than the network."
     if not (better or apart):
-        text += " By these rows the network alone will do."
+        text += " By these rows the network alone is enough."
     return text
+
+
+def _who(names: Sequence[str], one: str, several: str) -> str:
+    """The subject of a sentence, with its verb."""
+    if not names:
+        return f"no posterior {one}"
+    return f"{listed(names)} {one if len(names) == 1 else several}"

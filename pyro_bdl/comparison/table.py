@@ -111,7 +111,7 @@ class Comparison:
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """The kept test points."""
+        """The stored test points, at most 1000."""
         return self.first.inputs
 
     @property

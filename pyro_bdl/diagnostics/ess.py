@@ -67,7 +67,7 @@ def ess(
 def within_ess(draws: Tensor, *, kind: str = "bulk") -> Tensor:
     """Effective sample size of each chain on its own.
 
-    For chains that are meant to stay apart, as for ``within_rhat``. The average of M such chains of
+    For chains that stay in separate modes, as for ``within_rhat``. The average of M such chains of
     equal variance has ``M^2 / sum_m 1 / ESS_m`` effective draws, at most the sum of the ESS_m.
 
     :param draws: ``(chains, draws, ...)``.

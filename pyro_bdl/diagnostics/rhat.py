@@ -88,7 +88,7 @@ def rhat(draws: Tensor, *, superchains: int | None = None) -> Tensor:
 def within_rhat(draws: Tensor) -> Tensor:
     """R-hat of each chain on its own: whether its two halves agree.
 
-    For chains that are meant to stay apart, such as those of ``mcmc.ensemble_sample``: their R-hat
+    For chains that stay in separate modes, such as those of ``mcmc.ensemble_sample``: their R-hat
     together is large however well each explores its mode.
 
     :param draws: ``(chains, draws, ...)``.

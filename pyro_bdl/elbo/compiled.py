@@ -40,8 +40,8 @@ class CompiledELBO(TemperedTrace_ELBO):
     again. ``training.train`` begins with a comparison.
 
     The contract: what else the program reads (numbers in closures and globals, objects that are no
-    modules) stays as it is between steps. A change is found by the next comparison, told by a
-    warning, and traced.
+    modules) stays as it is between steps. The next comparison notices a change, warns of it, and
+    traces the program again.
 
     A program that cannot be traced runs uncompiled, with a warning that says why: control flow or
     shapes that depend on values of tensors, or random numbers from outside torch. Steps without

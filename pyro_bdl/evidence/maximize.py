@@ -169,11 +169,11 @@ def maximize(
     (``priors.Hyperprior``, or a ``pyro.factor`` that depends on parameters alone) add its log
     density (type-II MAP) and take the ascent.
 
-    w and the residuals are those at the optimum of the linearized model under the present
-    hyperparameters, and not those of weights whose training may have stopped early (Antoran et al.
-    2022, recommendation 1): in linear regression this is the maximum of the exact evidence. The
-    parameters change in place, and the guide follows; retrain the MAP afterwards, or use
-    ``train_by_evidence``. For a last layer whose mode is found by steps (``AutoLastLayer`` with
+    The weights w and the residuals are taken at the optimum of the linearized model under the
+    present hyperparameters, not at the trained weights, whose training may have stopped early
+    (Antoran et al. 2022, recommendation 1): in linear regression this is the maximum of the exact
+    evidence. The parameters change in place, and the guide follows; retrain the MAP afterwards, or
+    use ``train_by_evidence``. For a last layer whose mode is found by steps (``AutoLastLayer`` with
     classes or counts) the evidence is at its mode, which moves along.
 
     Example::

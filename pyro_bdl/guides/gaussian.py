@@ -158,7 +158,8 @@ class LaplaceGuide(JointGuide, NormalGuide):
         The posterior is then N(u*, t precision^-1), the Laplace approximation of
         (likelihood x prior)^(1/t). At t = 0 it is the network itself, so that the linearized
         predictive is never worse on these rows. ``print(guide.held_out)`` says what was found, see
-        ``HeldOut``. The evidence is that of t = 1 and refuses the guide.
+        ``HeldOut``. The evidence is defined at t = 1 only,
+        and raises an error for this guide.
 
         :param held_out: ``(x, y)`` or an iterable of batches that the weights were not trained on.
         :raises ValueError: for fewer than two rows, rows without targets, that are not finite, or

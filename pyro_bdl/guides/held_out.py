@@ -74,8 +74,8 @@ class HeldOut:
         if self.helps:
             return f"on {self.rows} held-out rows the posterior gains {gain}"
         return (
-            f"on {self.rows} held-out rows the posterior adds nothing sure ({gain} at its best): "
-            "the network is kept, the posterior is for inputs unlike these"
+            f"on {self.rows} held-out rows the posterior adds nothing beyond its error ({gain} at "
+            "its best): the network is kept, the posterior is for inputs unlike these"
         )
 
 

@@ -180,10 +180,9 @@ class MCLMC(Kernel):
 
     :param energy_variance: the target for the variance of a step's energy error per dimension, in
         nats^2. A larger one means longer steps and more bias. A step with an error above 5 sqrt(P
-        energy_variance) is taken in parts; at the kinks of a network the variance reached is then
-        up to 3 times the target.
-    :param thinning: steps in an iteration; each takes two gradients, and more where it is taken in
-        parts.
+        energy_variance) is divided into smaller ones; at the kinks of a network the variance is
+        then up to 3 times the target.
+    :param thinning: steps in an iteration; each takes two gradients, and more where it is divided.
     :param step_size: the step size, then not adapted; in units of the metric.
     :param inverse_mass: the metric, then not adapted; see ``NUTS``.
     """

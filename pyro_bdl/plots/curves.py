@@ -93,7 +93,7 @@ def cost_against_quality(
 ) -> Figure:
     """Seconds to fit against the Wasserstein-1 distance to the reference, on log axes.
 
-    Below the floor the area is shaded: a posterior there cannot be told from the reference.
+    Below the floor the area is shaded: a posterior there may be the reference itself.
 
     :param seconds: wall-clock seconds of each posterior's fit.
     :param distance: distance of each to the reference; the reference itself needs none.
