@@ -1,7 +1,8 @@
 """Simulation-based calibration of every guide and kernel, where its family holds the posterior.
 
-Ranks of the truth among L draws are uniform (Talts et al. 2018). They are judged by the simultaneous
-band of their ECDF (Säilynoja et al. 2022), at an error of 0.01 over all methods and quantities.
+Ranks of the truth among L draws are uniform (Talts et al. 2018). They are judged by the
+simultaneous band of their ECDF (Säilynoja et al. 2022), at an error of 0.01 over all methods and
+quantities.
 """
 
 from functools import partial

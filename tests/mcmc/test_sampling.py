@@ -20,6 +20,12 @@ from pyro_bdl.errors import BdlWarning, MissingOperatorError, UnsupportedProgram
 from pyro_bdl.handlers import cold, temper
 from pyro_bdl.mcmc import HMC, NUTS
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*#divergences"),  # chains of a few draws
+    pytest.mark.filterwarnings("ignore:.*#uncompiled"),  # steps far from any mode
+    pytest.mark.filterwarnings("ignore:.*#stuck-chains"),  # which start where they stay
+]
+
 BACKENDS = ("numpyro", "pyro")
 QUICK = {
     "kernel": NUTS(max_tree_depth=4), "num_warmup": 30, "num_samples": 20, "progress": False,
