@@ -148,14 +148,3 @@ def test_the_exact_optimum_of_a_conjugate_model(conjugate, exact_expectations, e
         noise = 0.25 * torch.eye(8, dtype=D) + 4.0 * conjugate.design @ conjugate.design.T
         evidence = MultivariateNormal(torch.zeros(8, dtype=D), noise).log_prob(conjugate.y)
         torch.testing.assert_close(value, -evidence)
-
-
-@pytest.mark.parametrize("bad", [{"rank": 0}, {"init_scale": 0.0}, {"init_scale": float("nan")}])
-def test_bad_options(bad):
-    with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
-        AutoLowRank(constrained, **bad)
-
-
-def test_a_rank_that_is_no_whole_number():
-    with pytest.raises(TypeError, match="rank must be a whole number"):
-        AutoLowRank(constrained, rank=1.5)
