@@ -122,7 +122,9 @@ def test_a_posterior_whose_draws_are_nan_is_left_out(tiny, out, rows_of, with_dr
     assert tiny(guides="nuts")[0] == 1
 
 
-@pytest.mark.parametrize("name", ["mean-field.safetensors", "mean-field.json"])
+@pytest.mark.parametrize(
+    "name", ["mean-field.safetensors", pytest.param("mean-field.json", marks=pytest.mark.slow)]
+)
 def test_a_damaged_posterior_is_fitted_again(name, tiny, fitted, out, rows_of):
     tiny(**THREE)
     before = rows_of(out, *TIMES)
@@ -143,7 +145,14 @@ def test_scores_are_kept_too(tiny, out, rows_of):
     assert "1234" in tiny()[1]
 
 
-@pytest.mark.parametrize("more", ["--steps 4", "--seed 1", "--hidden 3", "--test-fraction 0.3", ""])
+def slow(case):
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
+# Options of the run, of the network, and other data: one of each kind in the default run
+@pytest.mark.parametrize(
+    "more", ["--steps 4", slow("--seed 1"), "--hidden 3", slow("--test-fraction 0.3"), ""]
+)
 def test_another_command_or_other_data_start_anew_and_lose_nothing(more, tiny, table, fitted, out):
     tiny()
     before = table.read_text()

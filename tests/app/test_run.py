@@ -94,7 +94,7 @@ def test_everything_to_make_it_again_is_there(regression):
     assert made["Data"]["source"] == f"the file {table}"
     assert {"Python", "torch", "numpyro", "processor"} <= set(made["Versions"])
     assert made["nuts"]["num_chains"] == 2
-    lines = list(csv.DictReader(table.open()))
+    lines = list(csv.DictReader(table.read_text().splitlines()))
     for point in report["points"]:
         line = lines[point["row"] - 1]
         assert point["target"] == pytest.approx(float(line["price"]), abs=1e-3)

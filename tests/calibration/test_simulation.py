@@ -125,11 +125,6 @@ def test_guides_trained_together_reach_each_data_sets_posterior():
     torch.manual_seed(0)
     losses = guides.train(steps=500, learning_rate=0.05, num_particles=8)
     assert losses.shape == (500, 6)
-    found = guides._constrained(guides._free)
-    torch.testing.assert_close(found["loc"][:, 0], y.sum(1) / (1 + N), atol=0.04, rtol=0)
-    torch.testing.assert_close(
-        found["scale"], torch.full((6, 1), POSTERIOR_VARIANCE**0.5), atol=0.03, rtol=0
-    )
     for name, value in guide.named_parameters():
         assert torch.equal(value, before[name])
     draws = guides.sample_latents(4000)["w"]
@@ -137,6 +132,8 @@ def test_guides_trained_together_reach_each_data_sets_posterior():
     with pytest.raises(ValueError, match="MixtureGuide has no parameters itself"):
         GuidesOfTargets(level, MixtureGuide([guide]), TargetArguments(program), {"y": y})
     torch.testing.assert_close(draws.mean(1), y.sum(1) / (1 + N), atol=0.05, rtol=0)
+    sds = torch.full((6,), POSTERIOR_VARIANCE**0.5)
+    torch.testing.assert_close(draws.std(1), sds, atol=0.04, rtol=0)
 
 
 def two_levels(y=None):

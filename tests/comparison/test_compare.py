@@ -14,6 +14,11 @@ from pyro_bdl import Samples, compare
 from pyro_bdl.comparison.columns import with_error
 from pyro_bdl.errors import BdlWarning, UnusableDrawsError
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*#not-at-a-maximum"),  # around points that nobody trained
+    pytest.mark.filterwarnings("ignore:.*#one-by-one"),  # networks that torch cannot vectorize
+]
+
 Y, CLASSES = GRID[:, 0], torch.arange(9) % 2
 
 

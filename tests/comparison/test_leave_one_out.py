@@ -17,6 +17,8 @@ from pyro_bdl.comparison.leave_one_out import difference, leave_one_out
 from pyro_bdl.comparison.metric import measure, total_error
 from pyro_bdl.diagnostics.loo import difference_estimate, subsampled_loo
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*#k-hat")  # few draws
+
 N = 20
 OLD = arviz.__version__.startswith("0.")
 

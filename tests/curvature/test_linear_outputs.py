@@ -13,6 +13,9 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program.subset import select
 
+# networks that torch cannot vectorize
+pytestmark = pytest.mark.filterwarnings("ignore:.*#one-by-one")
+
 EYE = torch.eye(3, dtype=torch.float64)
 
 

@@ -18,6 +18,8 @@ from pyro_bdl.nn import with_prior
 from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*#log-prior")  # no curvature of a prior
+
 
 def network(prior, noise=1.0):
     torch.manual_seed(0)

@@ -161,7 +161,7 @@ def test_it_is_the_evidence_of_the_posterior():
     latents = guide.layout.constrain(guide.loc)[0]
     prior = sum(dist.Normal(0, 1).log_prob(latents[name]).sum() for name in ("0.weight", "0.bias"))
     expected = -(evidence.log_marginal_likelihood(posterior) + prior)
-    assert loss == pytest.approx(float(expected))
+    assert loss == pytest.approx(expected.item())
 
 
 def optimize(how, model, guide, x, y, steps=150):

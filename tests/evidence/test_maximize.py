@@ -17,6 +17,11 @@ from pyro_bdl.evidence.formula import formula_of
 from pyro_bdl.evidence.linearized import LinearizedModel
 from pyro_bdl.guides import AutoLaplaceGGN
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*#log-prior"),  # no curvature of a prior
+    pytest.mark.filterwarnings("ignore:.*#not-at-a-maximum"),  # around points that nobody trained
+]
+
 
 @pytest.mark.parametrize("method", ["fixed-point", "gradient"])
 def test_both_reach_the_maximum_of_the_exact_evidence(line, method, values, put):

@@ -11,6 +11,9 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.evidence import train_by_evidence
 from pyro_bdl.guides import AutoLaplaceGGN
 
+# around points that nobody trained
+pytestmark = pytest.mark.filterwarnings("ignore:.*#not-at-a-maximum")
+
 
 def map_guide(line, **options):
     return AutoLaplaceGGN(line.model, **{"structure": "full", **options}).prototype(*line.data)

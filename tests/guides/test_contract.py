@@ -39,6 +39,11 @@ from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoMAP, AutoMeanField
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*#dropout"),  # programs without hidden units to drop
+    pytest.mark.filterwarnings("ignore:.*#last-layer-draws"),  # outputs without a closed form
+]
+
 
 @pytest.fixture(params=ELBOS, ids=lambda elbo: elbo.__name__)
 def elbo(request):

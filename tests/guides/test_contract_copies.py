@@ -19,6 +19,11 @@ from helpers.guide_programs import (
 
 from pyro_bdl.elbo import TemperedTrace_ELBO
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*#dropout"),  # programs without hidden units to drop
+    pytest.mark.filterwarnings("ignore:.*#last-layer-draws"),  # outputs without a closed form
+]
+
 
 @pytest.mark.parametrize("prototyped", [True, False], ids=["made", "fresh"])
 def test_state_dict(kind, prototyped):

@@ -7,6 +7,9 @@ import pytest
 import torch
 from helpers import reference_draws
 
+# around points that nobody trained
+pytestmark = pytest.mark.filterwarnings("ignore:.*#not-at-a-maximum")
+
 # Ready guides, those made from others included
 
 

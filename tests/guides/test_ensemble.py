@@ -93,16 +93,6 @@ def test_members_become_guides_of_other_kinds(kind):
     assert bdl.guides.MixtureGuide(guides).sample_vectors(3).shape == (3, ensemble.locs.shape[1])
 
 
-def test_members_do_not_become_ensembles():
-    model, x, y = problem()
-    ensemble = bdl.guides.AutoEnsemble(model, size=2).prototype(x, y)
-    for kind in (bdl.guides.AutoMultiSWAG, bdl.guides.AutoPathfinder):
-        with pytest.raises(TypeError, match=f"{kind.__name__} starts from several vectors"):
-            ensemble.as_guides(kind)
-    with pytest.raises(ValueError, match="size must be at least 1"):
-        bdl.guides.AutoEnsemble(model, size=0)
-
-
 def test_a_step_trains_all_members_by_default_and_fewer_are_said():
     model, x, y = problem()
     guide = bdl.guides.AutoEnsemble(model, size=3).prototype(x, y)

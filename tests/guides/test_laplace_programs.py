@@ -21,6 +21,9 @@ from pyro_bdl.evidence import log_marginal_likelihood
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program import Program
 
+# around points that nobody trained
+pytestmark = pytest.mark.filterwarnings("ignore:.*#not-at-a-maximum")
+
 
 def test_factors_are_left_out_and_said(conjugate, covariance):
     def model(x, y=None):

@@ -18,6 +18,9 @@ from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer
 from pyro_bdl.guides.mode import find_mode
 
+# around points that nobody trained
+pytestmark = pytest.mark.filterwarnings("ignore:.*#not-at-a-maximum")
+
 D = torch.float64
 N, NOISE = 30, 0.4
 POSITIVE = dist.constraints.positive

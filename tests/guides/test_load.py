@@ -21,6 +21,12 @@ from pyro_bdl.guides import (
 )
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*#draws-without-their-program"),  # draws alone
+    pytest.mark.filterwarnings("ignore:.*#dropout"),  # programs without hidden units to drop
+    pytest.mark.filterwarnings("ignore:.*#not-at-a-maximum"),  # around points that nobody trained
+]
+
 
 def _draws(guide):
     torch.manual_seed(3)

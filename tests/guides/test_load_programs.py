@@ -13,6 +13,9 @@ from torch import nn
 import pyro_bdl as bdl
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
 
+# statistics of the network that they start from
+pytestmark = pytest.mark.filterwarnings("ignore:.*#batchnorm")
+
 X = torch.linspace(-1.0, 1.0, 12)[:, None].expand(12, 2) * torch.tensor([1.0, -0.5])
 Y = X[:, 0].sin()
 

@@ -310,39 +310,8 @@ def test_approximations_that_cannot_be(walked, taken, options, words):
         put_through(guide, vectors[:taken]).swag_approximation(**options)
 
 
-@pytest.mark.parametrize("kind", [AutoSWAG, AutoMultiSWAG])
-def test_ranks_and_calls_before_the_first_run(kind):
-    model, _, _ = problem()
-    for rank in (-1, 1):
-        with pytest.raises(ValueError, match="rank must be at least 2, or 0"):
-            kind(model, rank=rank)
-    fresh = kind(model)
-    for call in (fresh.collect, fresh.discard, fresh.swag_approximation):
-        with pytest.raises(RuntimeError, match="prototype"):
-            call()
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"snapshots": 0}, "at least 1"),
-        ({"every": 0}, "at least 1"),
-        ({"learning_rate": 0.0}, "learning rates must be positive"),
-        ({"learning_rate": 1e-3, "final_learning_rate": -1.0}, "learning rates must be positive"),
-        ({"final_learning_rate": 0.1}, "needs learning_rate"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-    ],
-)
-def test_settings_of_the_loop(settings, words):
-    model, x, y = problem(num_data=40)
-    with pytest.raises(ValueError, match=words):
-        collect_swag(model, AutoSWAG(model, rank=2), x, y, **settings)
-
-
 def test_programs_and_guides_that_the_loop_refuses():
     model, x, y = problem()
-    with pytest.raises(TypeError, match="AutoMAP"):
-        collect_swag(model, bdl.guides.AutoMAP(model), x, y)
     with pytest.raises(ValueError, match="num_data=40"):
         collect_swag(model, AutoSWAG(model), x, y)
 

@@ -289,11 +289,3 @@ def test_the_precision_is_that_of_its_covariance(structure):
     spread = dense.diagonal().sqrt()
     error = (sampled.T.cov() - dense) / torch.outer(spread, spread)
     assert error.abs().max() < 5 * (2 / 30000) ** 0.5
-
-
-@pytest.mark.parametrize(
-    "options", [{"structure": "kron"}, {"features": "none"}, {"init_scale": 0.0}]
-)
-def test_bad_options(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        AutoVariationalLastLayer(linear(), **options)

@@ -37,6 +37,6 @@ def check(name, draws, libraries=("torch",)):
             pytest.skip(f"the draws were written under {library} {stored['releases'][library]}")
     expected = stored["draws"].get(name, [])
     assert numbers == pytest.approx(expected, rel=1e-6, abs=1e-9), (
-        f"{name} draws other numbers at the same seed: if this is meant, name it in the changelog "
-        "and write the file again by PYRO_BDL_WRITE_DRAWS=1"
+        f"{name} draws {numbers} at the seed at which it drew {expected}: if this is meant, name "
+        "it in the changelog and write the file again by PYRO_BDL_WRITE_DRAWS=1"
     )

@@ -17,7 +17,11 @@ from pyro_bdl.mcmc import run as jax_run
 from pyro_bdl.mcmc.chains import Chains, stack_chains
 from pyro_bdl.utils.interrupts import deferred_interrupt
 
-pytestmark = pytest.mark.usefixtures("ctrl_c")
+pytestmark = [
+    pytest.mark.usefixtures("ctrl_c"),
+    pytest.mark.filterwarnings("ignore:.*#divergences"),  # chains of a few draws
+    pytest.mark.filterwarnings("ignore:.*#stuck-chains"),  # which start where they stay
+]
 
 
 def one_mean(y):

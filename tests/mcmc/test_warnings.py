@@ -18,6 +18,8 @@ from pyro_bdl.mcmc.run import warn_of_another_device
 from pyro_bdl.mcmc.starts import Restriction, starting_vectors
 from pyro_bdl.program import Program, record
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*#divergences")  # chains of a few draws
+
 FEW = {
     "kernel": mcmc.NUTS(max_tree_depth=2), "num_warmup": 2, "num_samples": 2, "progress": False,
 }  # fmt: skip

@@ -32,7 +32,10 @@ from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP, MixtureGuide
 from pyro_bdl.program import Program
 from pyro_bdl.utils.random_state import seeded
 
-pytestmark = pytest.mark.usefixtures("double")
+pytestmark = [
+    pytest.mark.usefixtures("double"),
+    pytest.mark.filterwarnings("ignore:.*#not-at-a-maximum"),  # around points that nobody trained
+]
 
 
 # Exact

@@ -46,22 +46,29 @@ def _keys():
     return set(pyro.get_param_store().keys())
 
 
+def _name(module):
+    """The name before a parameter of a module that was called."""
+    return pyro.get_param_store().param_name(module.loc).removesuffix(".loc")
+
+
 def test_two_of_a_class_share_nothing():
     a, b = Own(1.0), Own(5.0)
     assert a() == 2.0
     assert b() == 10.0
     assert len(_keys()) == 4
     names = {pyro.get_param_store().param_name(p) for p in a.parameters()}
-    assert names == {f"{a._own_name}.loc", f"{a._own_name}.scale"}
+    assert names == {f"{_name(a)}.loc", f"{_name(a)}.scale"}
 
 
 def test_the_name_is_kept_inside_other_modules():
     inner = Own(1.0)
-    name = inner._own_name
+    inner()
+    name = _name(inner)
     outer = Outer(inner)
     outer()
-    assert {f"{name}.loc", f"{name}.scale"} < _keys()
-    assert f"{outer._own_name}.part.weight" in _keys()
+    assert _name(inner) == name and {f"{name}.loc", f"{name}.scale"} < _keys()
+    weight = pyro.get_param_store().param_name(outer.part.weight)
+    assert weight.endswith(".part.weight") and not weight.startswith(name)
     both = Plain(Own(1.0), Own(2.0))
     assert both() == 6.0
     assert Plain(Own(3.0), Own(4.0))() == 14.0  # a second root of the same class
@@ -78,7 +85,7 @@ def test_copies_have_parameters_of_their_own():
         difference = clone() - original()
         torch.testing.assert_close(difference, torch.tensor([99.0]))
         assert len(_keys() - before) == 4
-        assert clone.inner._own_name != original.inner._own_name
+        assert _name(clone.inner) != _name(original.inner)
         clone().backward()
     assert original.inner.loc.grad is None
 
@@ -105,17 +112,19 @@ def test_a_cleared_store_does_not_lose_values():
         module.scale_unconstrained.fill_(0.0)
     pyro.clear_param_store()
     assert module() == 8.0
-    assert pyro.get_param_store()[f"{module._own_name}.loc"] is module.loc
+    assert pyro.get_param_store()[f"{_name(module)}.loc"] is module.loc
 
 
 def test_a_name_depends_on_what_else_exists_alone():
     first, second = Own(1.0), Own(2.0)
-    names = first._own_name, second._own_name
+    assert first() == 2.0 and second() == 4.0
+    names = _name(first), _name(second)
     assert names[1] == f"{names[0]}_1"
     del first
     gc.collect()
-    assert Own(3.0)._own_name == names[0]
-    assert second._own_name == names[1]
+    third = Own(3.0)
+    assert third() == 6.0
+    assert (_name(third), _name(second)) == names
 
 
 def test_a_new_name_in_the_middle_of_a_call():

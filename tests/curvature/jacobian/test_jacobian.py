@@ -13,6 +13,9 @@ from pyro_bdl.curvature.jacobian.jacobian import DenseBlock, joint_gram
 from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
 
+# networks that torch cannot vectorize
+pytestmark = pytest.mark.filterwarnings("ignore:.*#one-by-one")
+
 N = 5
 
 

@@ -27,6 +27,9 @@ from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.linear_algebra import cholesky
 
+# networks that torch cannot vectorize
+pytestmark = pytest.mark.filterwarnings("ignore:.*#one-by-one")
+
 
 class Tied(nn.Module):
     """Shared entries, a look-up, a norm, a scale, attention in part, a recurrent layer."""

@@ -88,7 +88,12 @@ def test_the_bound_is_gals_objective(elbo, p, model, data, every_mask):
 
 @pytest.mark.parametrize(
     ("options", "learn_p"),
-    [({}, False), ({}, True), ({"mask": "weights"}, True), ({"noise": GaussianNoise()}, True)],
+    [
+        ({}, False),
+        pytest.param({}, True, marks=pytest.mark.slow),
+        pytest.param({"mask": "weights"}, True, marks=pytest.mark.slow),
+        ({"noise": GaussianNoise()}, True),
+    ],
 )
 def test_every_bound_has_the_same_expectation(options, learn_p, model, data):
     guide = AutoMCDropout(model, p=0.3, sites="all", learn_p=learn_p, **options).prototype(*data)
