@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from lunr.builder import Builder
 from lunr.stop_word_filter import stop_word_filter
+from lunr.trimmer import trimmer
 from names import INTERNAL
 
 SITE = Path(__file__).parent.parent / "build" / "site"
@@ -137,7 +138,7 @@ class Search:
         builder.ref("location")
         for field, boost in {"title": TITLE, "text": 1.0, "tags": TAG}.items():
             builder.field(field, boost)
-        builder.pipeline.add(stop_word_filter)
+        builder.pipeline.add(trimmer, stop_word_filter)
         for place in json.loads(index.read_text(encoding="utf-8"))["docs"]:
             weight = place.get("boost", 1)
             plain = {key: _plain(value) for key, value in place.items() if key != "boost"}
