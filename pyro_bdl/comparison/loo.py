@@ -84,11 +84,11 @@ def _columns(
     parts, densities, transforms = [], [], []
     predictive = Predictive(model, samples)
     with seeded(seed):
-        for part, rows in kind.batches(args, count):
-            parts.append((part, None if seen is None else seen.at(rows)))
-            block = observe(predictive, kind, part, y[rows], parts[-1][1])
+        for part, batch in kind.batches(args, count):
+            parts.append((part, None if seen is None else seen.at(batch)))
+            block = observe(predictive, kind, part, y[batch], parts[-1][1])
             densities.append(cast(Tensor, block.log_density))
-            transforms.append(_pit(block, tuple(end[rows] for end in bounds), samples.num_chains))
+            transforms.append(_pit(block, tuple(end[batch] for end in bounds), samples.num_chains))
     known = [value for value in transforms if value is not None]
     log_likelihood = torch.cat(densities, 1)
     draws = log_likelihood.unflatten(0, (samples.num_chains, samples.num_draws))

@@ -94,7 +94,7 @@ def prior_sensitivity(
             for kept in without_each(torch.arange(len(draws), device="cpu"), groups)
         ]
         errors = jackknife_error(torch.as_tensor(np.array(without))).numpy()
-    rows = {}
+    rows: dict[str, np.ndarray] = {}
     for part, values, error in zip(_PARTS, found, errors, strict=True):
         rows |= {part: values, f"{part}_se": error}
     table = pd.DataFrame(rows, index=names)
@@ -119,7 +119,10 @@ def _log_densities(
                     f"prior={prior!r} matches no site with a prior; there are: "
                     f"{', '.join(run.priors)}"
                 )
-            return {"prior": torch.stack(chosen).sum(), "likelihood": run.log_likelihood()}
+            return {
+                "prior": torch.stack(chosen).sum(),
+                "likelihood": torch.as_tensor(run.log_likelihood()),
+            }
 
         chunk = max(1, DRAWS_AT_ONCE // max(1, program.size))
         values = map_draws(densities, samples.flat(), chunk_size=chunk)

@@ -121,9 +121,9 @@ def _histograms(
         axis.stairs(high, edges, baseline=low, fill=True, color=BAND)
         if len(series) == 1:
             outside = (series[0] < low) | (series[0] > high)
-            color = np.where(outside, COLORS[1], COLORS[0])
+            colors = np.where(outside, COLORS[1], COLORS[0])
             width = end / bins
-            axis.bar(edges[:-1], series[0], width, align="edge", color=color, edgecolor=WHITE)
+            axis.bar(edges[:-1], series[0], width, align="edge", color=colors, edgecolor=WHITE)
         else:
             for chain, heights in enumerate(series):
                 color = COLORS[chain % len(COLORS)]

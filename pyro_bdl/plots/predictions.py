@@ -175,7 +175,8 @@ def _consistency(confidence: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndar
     """The ends between which the share predicted right lies with probability 0.99, in each bin of
     ``metrics.reliability`` that is not empty, if it is right with probability ``confidence``."""
     place = (np.ceil(confidence * bins) - 1).clip(0, bins - 1)
-    low, high = [], []
+    low: list[float] = []
+    high: list[float] = []
     for each in np.unique(place):
         law = law_of_sum(confidence[place == each]).cumsum()
         # the smallest counts at which the distribution function reaches both levels
