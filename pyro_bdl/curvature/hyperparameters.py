@@ -93,6 +93,7 @@ class ParameterReading:
     run: Run
     leaves: dict[str, Tensor]
     parameters: dict[str, Hyperparameter]
+    owners: tuple[Subset, dict[str, str]] | None = None  # the last ``owners_of_priors``
 
     @cached_property
     @torch.enable_grad()
@@ -174,12 +175,15 @@ def prior_normals(reading: ParameterReading, subset: Subset) -> dict[str, tuple[
 def owners_of_priors(reading: ParameterReading, subset: Subset) -> dict[str, str]:
     """The sites with independent Normal priors whose scales are proportional to a parameter of a
     reading, with its name."""
-    return {
-        site: name
-        for site, (_, scale) in prior_normals(reading, subset).items()
-        for name, parameter in reading.parameters.items()
-        if scales(scale, parameter)
-    }
+    if reading.owners is None or reading.owners[0] is not subset:
+        found = {
+            site: name
+            for site, (_, scale) in prior_normals(reading, subset).items()
+            for name, parameter in reading.parameters.items()
+            if scales(scale, parameter)
+        }
+        reading.owners = subset, found
+    return reading.owners[1]
 
 
 class Noise(NamedTuple):
