@@ -19,6 +19,7 @@ from pyro_bdl.guides.draws import (
 )
 from pyro_bdl.program.program import Program
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
 
 __all__ = [
@@ -177,7 +178,7 @@ def function_khat(draws: Tensor, reference: Tensor) -> Tensor:
             f"and {tuple(reference.shape)}"
         )
     _check_number(len(draws))
-    q, p = draws.double(), reference.double().to(draws.device)
+    q, p = double(draws), double(reference).to(draws.device)
     ratios = _normal_log_density(q, p) - _normal_log_density(q, q)
     k = psis(ratios[None]).pareto_k
     return torch.where(q.std(0) > 0, k, torch.inf)
@@ -217,7 +218,7 @@ def _ratios_of_runs(program: Program, guide: Callable, num_samples: int) -> Tens
 
 
 def _summary(ratios: Tensor) -> Importance:
-    ratios = ratios.double()
+    ratios = double(ratios)
     weights, k = psis(ratios[None])
     if k.isnan() and ratios.std() > 1:
         k = torch.full_like(k, torch.inf)  # nearly all of the tail underflows

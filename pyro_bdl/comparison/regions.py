@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.trees import tree_leaves
 
 REGIONS = {
@@ -50,4 +51,4 @@ def regions(test: tuple[Any, ...], train: tuple[Any, ...]) -> dict[str, Tensor]:
 
 
 def _flat(inputs: list[Tensor]) -> Tensor:
-    return torch.cat([x.detach().double().reshape(len(x), -1) for x in inputs], 1)
+    return torch.cat([double(x.detach()).reshape(len(x), -1) for x in inputs], 1)
