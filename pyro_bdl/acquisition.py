@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.metrics.uncertainty import entropy_parts
+from pyro_bdl.utils.precision import double
 
 _ELEMENTS_AT_ONCE = 2**24
 
@@ -63,7 +64,7 @@ def epig(probabilities: Tensor, targets: Tensor) -> Tensor:
             f"targets must come from the {p.shape[0]} draws of the probabilities, not from "
             f"{q.shape[0]}: predict both with the same samples"
         )
-    p, q = p.detach().double(), q.detach().double()
+    p, q = double(p.detach()), double(q.detach())
     alone = _entropy(q.mean(0)).mean()
     rows = max(1, _ELEMENTS_AT_ONCE // (p.shape[2] * q.shape[1] * q.shape[2]))
     parts = []
@@ -94,7 +95,7 @@ def batch_bald(
     Source: Kirsch et al. (2019), BatchBALD, sections 3.2 and 3.3; greedy choice reaches
     1 - 1/e of the best.
     """
-    p = _checked(probabilities, "probabilities").detach().double()
+    p = double(_checked(probabilities, "probabilities").detach())
     draws, count, _ = p.shape
     if not 1 <= size <= count:
         raise ValueError(f"size must be from 1 to the {count} rows, got {size}")

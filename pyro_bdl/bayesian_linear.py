@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.utils.linear_algebra import cholesky
+from pyro_bdl.utils.precision import double
 
 __all__ = [
     "SufficientStatistics",
@@ -63,8 +64,8 @@ class SufficientStatistics:
                 "features must have shape (N, H) and targets (N, K) or (N,), got "
                 f"{tuple(features.shape)} and {tuple(targets.shape)}"
             )
-        phi, y = features.double(), targets.double().reshape(len(features), -1)
-        once = phi.new_ones(len(phi)) if weights is None else weights.double()
+        phi, y = double(features), double(targets).reshape(len(features), -1)
+        once = phi.new_ones(len(phi)) if weights is None else double(weights)
         weighted = phi * once[:, None]
         return cls(weighted.mT @ phi, weighted.mT @ y, once @ y.square(), once.sum())
 

@@ -19,6 +19,7 @@ from pyro_bdl.guides.draws import (
 )
 from pyro_bdl.program.program import Program
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
 
 __all__ = [
@@ -177,7 +178,7 @@ def function_khat(draws: Tensor, reference: Tensor) -> Tensor:
         )
     if min(len(draws), len(reference)) < 2:
         raise ValueError("an sd needs at least 2 draws of the posterior and of the reference")
-    q, p = draws.double().std(0), reference.double().std(0).to(draws.device)
+    q, p = double(draws).std(0), double(reference).std(0).to(draws.device)
     k = (1 - (q / p).square()).where(p > 0, torch.nan)
     return torch.where(q > 0, k, torch.inf)
 
@@ -210,7 +211,7 @@ def _ratios_of_runs(program: Program, guide: Callable, num_samples: int) -> Tens
 
 
 def _summary(ratios: Tensor) -> Importance:
-    ratios = ratios.double()
+    ratios = double(ratios)
     weights, k = psis(ratios[None])
     if k.isnan() and ratios.std() > 1:
         k = torch.full_like(k, torch.inf)  # nearly all of the tail underflows

@@ -24,6 +24,7 @@ from pyro_bdl.program.batch_norm import without_running_statistics
 from pyro_bdl.program.normalized import NORMALIZATIONS, normalized_groups
 from pyro_bdl.program.trace import prior_factor as factor
 from pyro_bdl.scales import Hyperprior, Scale, checked, hyperparameter, present_scope
+from pyro_bdl.utils.precision import double
 
 __all__ = [
     "ARD",
@@ -223,7 +224,7 @@ def _factor(covariance: Tensor | None, argument: str) -> Tensor | None:
         return None
     if covariance.dim() != 2 or covariance.shape[0] != covariance.shape[1]:
         raise ValueError(f"{argument} must be a square matrix, got {tuple(covariance.shape)}")
-    root, failed = torch.linalg.cholesky_ex(covariance.double())
+    root, failed = torch.linalg.cholesky_ex(double(covariance))
     if failed:
         raise ValueError(f"{argument} must be positive definite: add to its diagonal")
     return root

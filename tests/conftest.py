@@ -103,12 +103,22 @@ def pytest_collection_modifyitems(items):
         torch.ones((), device="cpu", requires_grad=True).backward()
 
 
-@pytest.fixture(params=["accel", CUDA])
+@pytest.fixture(params=["accel", "accel without float64", CUDA])
 def device(request):
-    """A device that is not the CPU: a stand-in in host memory, and CUDA where there is one."""
-    if request.param == "accel" and (reason := second_device.register()):
+    """A device that is not the CPU: a stand-in in host memory, with float64 as on CUDA and without
+    as on Apple's GPUs, and CUDA where there is one."""
+    if request.param == "cuda":
+        yield torch.device("cuda")
+        return
+    if reason := second_device.register():
         pytest.skip(f"the second device was not built: {reason}")
-    return torch.device(request.param)
+    if narrow := request.param != "accel":
+        if not hasattr(torch.accelerator, "get_device_capability"):
+            pytest.skip("torch < 2.10 cannot say that a device has no float64")
+        second_device.set_float64(False)
+    yield torch.device(second_device.NAME)
+    if narrow:
+        second_device.set_float64(True)
 
 
 EXACT = [name for name, kind in STRUCTURES.items() if not kind.curvature.is_sampled]

@@ -5,6 +5,9 @@ program's tensors nor, after ``torch.set_default_device``, the CPU.
 """
 
 import ast
+import copy
+import warnings
+from inspect import signature
 from pathlib import Path
 
 import pyro
@@ -15,12 +18,15 @@ from pyro.nn import PyroParam
 from torch import nn
 
 import pyro_bdl as bdl
+from pyro_bdl import metrics
 from pyro_bdl.distributions.copies import moved_like
 from pyro_bdl.guides import AutoMCDropout, AutoMeanField
 from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
 from pyro_bdl.scales import hyperparameter
 from pyro_bdl.utils.random_state import fixed_normal
+from pyro_bdl.utils.trees import tree_leaves
 
+POSITIVE = dist.constraints.positive
 PACKAGE = Path(bdl.__file__).parent
 FACTORIES = (
     "arange as_tensor asarray empty eye full linspace logspace normal ones rand randint randn "
@@ -134,3 +140,90 @@ def test_latents_of_plain_numbers_stand_where_the_others_do():
         assert {value.device.type for value in found.initial.values()} == {"meta"}
         assert {latent.device.type for latent in found.latents.values()} == {"meta"}
         assert found.log_density(torch.empty(5, device="meta")).device.type == "meta"
+
+
+# The second device, with float64 and without
+
+
+def _numbers(device):
+    """Arguments of the metrics, by their names, float32."""
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randn(40, 12, generator=generator)
+    other = draws.flip(0) * 1.3 + 0.2
+    p, q = (value.reshape(40, 4, 3).softmax(-1) for value in (draws, other))
+    known = {
+        "draws": draws, "a": draws, "b": other, "y": other[0], "score": draws[0],
+        "other": other[1], "error": (other[2] > 0).float(), "mean": draws.mean(0),
+        "variance": draws.var(0), "noise": other.square(), "probabilities": p.mean(0),
+        "log_likelihood": -draws.square(),
+    }  # fmt: skip
+    moments = {"a_mean": 0, "a_variance": 1, "b_mean": 2, "b_variance": 3}
+    known |= {name: draws[number].square() + 0.1 for name, number in moments.items()}
+    labels, of_draws = torch.tensor([0, 1, 2, 1]), {"a": p, "b": q, "probabilities": p}
+    known = {name: value.to(device) for name, value in known.items()}
+    return known, labels.to(device), {name: value.to(device) for name, value in of_draws.items()}
+
+
+@pytest.mark.parametrize("name", metrics.__all__)
+def test_a_metric_says_the_same_on_every_device(name, device):
+    function, results = getattr(metrics, name), []
+    for there in ("cpu", device):
+        known, labels, of_draws = _numbers(there)
+        names = [n for n, p in signature(function).parameters.items() if p.default is p.empty]
+        if name in ("agreement", "categorical_kl", "total_variation", "entropy_parts"):
+            known |= of_draws
+        if "probabilities" in names:
+            known["y"] = labels
+        if name == "variance_parts":
+            known["mean"] = known["draws"]
+        torch.manual_seed(0)
+        found = function(*(known[n] for n in names))
+        results.append([value.cpu() for value in tree_leaves(found)])
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12, equal_nan=True)
+
+
+def _problem(task, device):
+    torch.manual_seed(0)
+    x = torch.randn(30, 2)
+    slope = x[:, 0] + 0.3 * torch.randn(30)
+    y = slope if task == "regression" else (slope > 0).long()
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1 if task == "regression" else 2))
+    network = bdl.bayesianize(net, bdl.priors.Normal(PyroParam(torch.tensor(1.0), POSITIVE)))
+    if task == "regression":
+        model = bdl.models.Regression(network, noise=PyroParam(torch.tensor(0.5), POSITIVE))
+    else:
+        model = bdl.models.Classification(network)
+    return model.to(device), x.to(device), y.to(device)
+
+
+@pytest.mark.parametrize("task", ["regression", "classification"])
+@pytest.mark.parametrize("structure", ["full", pytest.param("kron", marks=pytest.mark.slow)])
+def test_approximation_evidence_and_comparison_say_the_same(task, structure, device):
+    results, mode = [], None
+    for there in ("cpu", device):
+        model, x, y = _problem(task, there)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            guide = bdl.guides.AutoLaplaceGGN(model, structure=structure).prototype(x, y)
+            if mode is None:
+                bdl.training.train(model, guide, x, y, steps=300, progress=False)
+                mode = guide.loc.detach().clone()
+                start = copy.deepcopy(model.state_dict())
+            model.load_state_dict(start)
+            with torch.no_grad():
+                guide.loc.copy_(mode)
+            laplace = guide.laplace_approximation((x, y))
+            found = [bdl.evidence.log_marginal_likelihood(laplace)]
+            for options in ({"linearized": True}, {"method": "gradient", "steps": 5}):
+                fitted = guide.laplace_approximation((x, y))
+                found.append(bdl.evidence.maximize(fitted, **options).log_evidence)
+            wide = guide.laplace_approximation((x[:20], y[:20]), held_out=(x[20:], y[20:]))
+            predictive = bdl.LinearizedPredictive(model, laplace, 40)
+            found += [wide.width, predictive.log_density(x, y)["y"].sum()]
+            comparison = bdl.compare(
+                model, {"map": guide, "laplace": laplace}, x, y, reference="laplace", num_samples=40
+            )
+        table = comparison.table
+        assert table.loc[["map", "laplace"], "nlpd"].notna().all()
+        results.append(torch.tensor([float(value) for value in found]))
+    torch.testing.assert_close(*results, rtol=2e-3, atol=2e-3)

@@ -20,6 +20,7 @@ from pyro_bdl.program.vmap import Draws, map_draws
 from pyro_bdl.training.several_targets import GuidesOfTargets
 from pyro_bdl.utils.jobs import results_of
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Calibration:
         from scipy import stats  # imported when needed, it takes long
 
         tail = (1 - level) / 2
-        shares = self.widths(bins).double() / (self.num_draws + 1)
+        shares = double(self.widths(bins)) / (self.num_draws + 1)
         narrow, wide = (stats.binom(len(self.ranks), p.item()) for p in shares.aminmax())
         return int(narrow.ppf(tail)), int(wide.ppf(1 - tail))
 
@@ -107,7 +108,7 @@ class Calibration:
         """The p-value of a chi-squared test of each histogram, ``(Q,)``."""
         from scipy import stats  # imported when needed, it takes long
 
-        expected = len(self.ranks) * self.widths().double() / (self.num_draws + 1)
+        expected = len(self.ranks) * double(self.widths()) / (self.num_draws + 1)
         rows, even = self.counts().tolist(), expected.tolist()
         return torch.tensor(
             [float(stats.chisquare(row, even).pvalue) for row in rows], device="cpu"
@@ -122,7 +123,7 @@ class Calibration:
         """
         from scipy import stats  # imported when needed, it takes long
 
-        columns = (self.probabilities.T.double() - 0.5).cpu().numpy()
+        columns = (double(self.probabilities.T) - 0.5).cpu().numpy()
         return torch.tensor([float(stats.wilcoxon(p).pvalue) for p in columns], device="cpu")
 
     def table(self) -> "pd.DataFrame":
@@ -130,7 +131,7 @@ class Calibration:
         import pandas as pd
 
         uniform, symmetric = self.uniformity().tolist(), self.symmetry().tolist()
-        columns = zip(self.probabilities.T.double(), uniform, symmetric, strict=True)
+        columns = zip(double(self.probabilities.T), uniform, symmetric, strict=True)
         verdicts = [_verdict(*column) for column in columns]
         values = {"uniformity": uniform, "symmetry": symmetric, "verdict": verdicts}
         return pd.DataFrame(values, index=self.names)

@@ -32,6 +32,7 @@ from pyro_bdl.diagnostics.rhat import SHARE, limit_of_rhat
 from pyro_bdl.diagnostics.summary import sampler_statistics
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.program.samples import Samples
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.trees import tree_leaves
 
 _LEAST_DRAWS = 4
@@ -71,7 +72,7 @@ class Costs:
         if mixing is not None and (spent := seconds.function(self, posterior)):
             known["time"] = mixing, spent
         if mixing is not None and "num_steps" in stats:
-            known["gradients"] = mixing, float(stats["num_steps"].double().sum())
+            known["gradients"] = mixing, float(double(stats["num_steps"]).sum())
         return known
 
 
@@ -239,7 +240,7 @@ def num_chains(mixing: Mixing) -> int:
 def divergent(samples: Samples) -> Tensor | None:
     """Share of the draws that diverged."""
     known = samples.stats.get("diverging")
-    return None if known is None else known.double().mean()
+    return None if known is None else double(known).mean()
 
 
 @chains("BFMI", "samples", detail=True)

@@ -41,6 +41,7 @@ from pyro_bdl.metrics.distances import wasserstein1_at_points, wasserstein1_by_c
 from pyro_bdl.metrics.joint import median_distance
 from pyro_bdl.metrics.monte_carlo import monte_carlo_error
 from pyro_bdl.utils.jackknife import enlarged, number_of_groups
+from pyro_bdl.utils.precision import double
 
 _MOST_PAIRED = 500  # draws, of which all pairs are used
 # The largest number of test points for Monte Carlo errors, which compute each distance ten times.
@@ -130,7 +131,7 @@ def kl(a: Tensor, b: Tensor) -> Tensor:
     """KL divergence from the reference's predictive distribution, in nats per test point, between
     the Normals with their means and variances."""
     p, q = (metrics.variance_parts(*draws.unbind(-1)).total for draws in (a, b))
-    return metrics.gaussian_kl(a[..., 0].double().mean(0), p, b[..., 0].double().mean(0), q)
+    return metrics.gaussian_kl(double(a[..., 0]).mean(0), p, double(b[..., 0]).mean(0), q)
 
 
 @distance("KL", "function", task=CLASSES, key="kl", detail=True)
@@ -218,7 +219,7 @@ REGIONAL = tuple(
 
 def sd_of_draws(draws: Tensor) -> Tensor:
     """The sd at each test point; zero if it is only rounding."""
-    centered = (draws - draws[0]).double()
+    centered = double(draws - draws[0])
     deviations = centered - centered.mean(0)
     sd = torch.linalg.vector_norm(deviations, dim=0) / len(draws) ** 0.5  # faster than ``std``
     rounding = 4 * torch.finfo(draws.dtype).eps * draws.abs().max()
@@ -265,7 +266,7 @@ def _shares(a: Tensor, b: Tensor, groups: int) -> Numbers:
 
     (distances, ratios), errors = at_points(a, b), monte_carlo_error(at_points, a, b, groups=groups)
     errors, of_ratios = errors * enlarged(_ERRORS_AT_POINTS, (1.0, max(1, groups - 1)))
-    points = at_points(b.double().mean(0, keepdim=True), b)[0]
+    points = at_points(double(b).mean(0, keepdim=True), b)[0]
     points = points + 4 * torch.finfo(b.dtype).eps * b.abs().max()  # rounding
     beyond = {
         "not_alike_at": distances > EQUIVALENT * points,
@@ -275,7 +276,7 @@ def _shares(a: Tensor, b: Tensor, groups: int) -> Numbers:
     }
     if errors.isnan().any():
         return dict.fromkeys(beyond, math.nan)
-    return {key: float(there.double().mean()) for key, there in beyond.items()}
+    return {key: float(double(there).mean()) for key, there in beyond.items()}
 
 
 class LatentDistances(NamedTuple):
@@ -309,7 +310,7 @@ def latent_distances(evaluation: Evaluation, reference: Evaluation) -> LatentDis
     if not pairs:
         return None
     ours, theirs = map(list, zip(*pairs, strict=True))
-    b = reference.latents[:, theirs].double() / sd[theirs]
+    b = double(reference.latents[:, theirs]) / sd[theirs]
     a = evaluation.latents[:, ours].to(b) / sd[theirs]
     names, groups = tuple(reference.latent_names[k] for k in theirs), groups_of(*sides)
     points = torch.tensor([name in evaluation.at_points for name in names], device=b.device)
@@ -380,7 +381,7 @@ def _errors(chosen: list[Metric], pair: Pair, groups: int) -> Numbers:
 
     def values(*of: Any) -> Tensor:
         numbers = [torch.as_tensor(metric.function(*of), device="cpu") for metric in chosen]
-        return torch.stack([number.double() for number in numbers], -1)
+        return torch.stack([double(number) for number in numbers], -1)
 
     errors = monte_carlo_error(
         values, *map(at_some_points, pair), groups=groups,
@@ -405,7 +406,7 @@ def _inputs(evaluation: Evaluation, reference: Evaluation) -> dict[str, Pair]:
     }
     scale = median_distance(few[1])
     if scale > 0:
-        inputs["scaled"] = few[0].double() / scale, few[1].double() / scale
+        inputs["scaled"] = double(few[0]) / scale, double(few[1]) / scale
     moments = [
         torch.stack([side.expected, side.noise], -1)
         for side in pair
@@ -427,7 +428,7 @@ def resolved(evaluation: Evaluation, reference: Evaluation, error: float) -> flo
 
 def distance_of_point(reference: Evaluation) -> float:
     """W1 of a point at the reference's mean, a scale for the others."""
-    mean = reference.function.double().mean(0, keepdim=True)
+    mean = double(reference.function).mean(0, keepdim=True)
     return float(metrics.wasserstein1(mean, reference.function))
 
 

@@ -36,6 +36,7 @@ from pyro_bdl.metrics.monte_carlo import halves
 from pyro_bdl.predictive.predictor import predictor
 from pyro_bdl.program.batches import select_rows
 from pyro_bdl.program.samples import Samples
+from pyro_bdl.utils.precision import double_device
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
@@ -268,7 +269,8 @@ class _Draws:
         evaluation = replace(evaluation, **self._named())
         inputs["drawing"] = self.seconds, self.count
         if data.ood is not None:
-            block = observe(self.predictive, data.kind, data.ood, None).in_units(*data.units)
+            block = observe(self.predictive, data.kind, data.ood, None)
+            block = block.on(double_device(block.mean.device)).in_units(*data.units)
             there = block.uncertainty(data.kind.task)
             if there is not None and "uncertainty" in inputs:
                 inputs["ood"] = *inputs["uncertainty"], there
@@ -351,7 +353,7 @@ def _scored(
         rows = len(seen_rows)
     places = spaced(rows)
     for block in blocks:
-        block = block.in_units(scale, shift)
+        block = block.on(double_device(block.mean.device)).in_units(scale, shift)
         score.add(block)
         density = block.log_density
         inside = places[(places >= start) & (places < start + block.rows)] - start

@@ -36,6 +36,7 @@ from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.precision import double
 
 _CLASSES = ("Categorical", "Bernoulli", "OneHotCategorical", "OrderedLogistic")
 _BY_CLASS = ("Categorical", "OrderedLogistic")  # a probability for each class
@@ -215,7 +216,7 @@ class Kind:
                 of_site = of_site[..., None].expand(*of_site.shape, classes)
             cells[name] = of_site
             batch: Any = site.distribution.batch_shape
-            counts[name] = of_site.reshape(*batch, -1).sum(-1, dtype=torch.float64)[None]
+            counts[name] = double(of_site.reshape(*batch, -1)).sum(-1)[None]
         if self.has_rows_of_one:
             numbers = next(iter(cells.values()))
         else:

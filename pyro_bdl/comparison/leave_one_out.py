@@ -34,6 +34,7 @@ from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.jackknife import GROUPS, jackknife_error, number_of_groups, without_each
 from pyro_bdl.utils.jobs import results_of
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.precision import double, double_device
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import equal_trees
@@ -258,7 +259,7 @@ def _likelihoods(
             rows = _left_out_rows(count, most)
         inside = (rows >= start) & (rows < end)
         densities.append(density[:, (rows[inside] - start).to(density.device)])
-        density = density.double()
+        density = double(density)
         total = total + density.sum(1)
         means.append(log_mean_exp(density.T))
         start = end
@@ -360,16 +361,16 @@ def _densities(
             args = select_rows(args, slice(0, 2))  # the prior does not depend on the data
         program = Program(model, *args)
         log_p, log_q = log_densities_of(program, guide, samples, program.log_prior)
-    return log_p.double(), None if log_q is None else log_q.double()
+    return double(log_p), None if log_q is None else double(log_q)
 
 
 def _number_of_values(samples: Samples) -> int:
     flat = [value.reshape(len(value), -1) for value in samples.flat().values()]
     most = max(1, DRAWS_AT_ONCE // max(1, sum(value.shape[1] for value in flat)))
-    sums = torch.zeros(len(flat[0]), dtype=torch.float64, device=flat[0].device)
+    sums = torch.zeros(len(flat[0]), dtype=torch.float64, device=double_device(flat[0].device))
     for start in range(0, len(sums), most):  # in parts, since a sum in float64 copies its numbers
         for value in flat:
-            sums[start : start + most] += value[start : start + most].double().sum(1)
+            sums[start : start + most] += double(value[start : start + most]).sum(1)
     return len(sums.cpu().unique())
 
 
@@ -422,7 +423,7 @@ def k_fold(
         order = torch.randperm(rows, device="cpu")
     fold = torch.empty(rows, dtype=torch.int64, device="cpu")
     fold[order] = torch.arange(rows, device="cpu") % folds
-    pointwise, variance = torch.zeros(rows, dtype=torch.float64, device=device), 0.0
+    pointwise, variance = torch.zeros(rows, dtype=torch.float64, device=double_device(device)), 0.0
     seen = torch.ones(rows, dtype=torch.bool, device="cpu")
     jobs = (
         (fit, args, (fold == k).to(device), num_samples, seed + k) for k in range(folds)
@@ -463,7 +464,7 @@ def _log_density(
     parts, tails = [], []
     without: Any = torch.full((GROUPS,), math.nan, device="cpu")
     for part, _ in kind.batches(args, num_samples):
-        density = log_densities(predictive, kind, part).double()
+        density = double(log_densities(predictive, kind, part))
         rows = density.reshape(len(density), leading_size(part), -1).sum(-1)
         parts.append(log_mean_exp(rows.T))
         tails.append(smooth(rows.T, 1.0)[1])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_bdl.comparison.columns import Column
 from pyro_bdl.utils.jackknife import GROUPS, enlarged, jackknife_error, number_of_groups
+from pyro_bdl.utils.precision import double
 
 Inputs = Mapping[str, tuple[Any, ...]]  # of metrics, by ``of``
 NUMBERS, CLASSES = "regression", "classification"
@@ -132,7 +133,7 @@ def measure_points(
         others are left out of the averages.
     """
     known = (m for m in of_task(metrics, task) if m.of in inputs and m.over_points)
-    values = {m.key: m.function(*inputs[m.of]).double() for m in known}
+    values = {m.key: double(m.function(*inputs[m.of])) for m in known}
     if seen is None:
         return {key: value.reshape(len(value), -1).mean(1) for key, value in values.items()}
     return {

@@ -3,7 +3,7 @@ predictions that are known without one."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from pyro_bdl.errors import UnusableDrawsError
 from pyro_bdl.metrics.uncertainty import Uncertainty, entropy_parts, variance_parts
 from pyro_bdl.predictive.observations import ClosedPredictions
 from pyro_bdl.program.batches import leading_size
+from pyro_bdl.utils.precision import double
+from pyro_bdl.utils.trees import tree_map
 from pyro_bdl.utils.validation import check_finite_tensor
 
 _AT_DRAWS = ("mean", "function", "noise", "draws")  # whose first axis is that of the draws
@@ -95,7 +97,7 @@ class Block:
         """The predictions of the targets at some of the draws."""
         some = self._map(lambda value, _: value[numbers], ("mean", "noise", "draws", "log_density"))
         if self.log_mean is not None:
-            mean = some["mean"].double().mean(0)
+            mean = double(some["mean"]).mean(0)
             some["log_mean"] = mean.clamp_min(torch.finfo(mean.dtype).tiny).log()
         return replace(self, **some)
 
@@ -131,6 +133,11 @@ class Block:
             return entropy_parts(self.function)
         return None if self.noise is None else variance_parts(self.mean, self.noise)
 
+    def on(self, device: torch.device) -> "Block":
+        """The predictions on a device."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Block(**tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, values))
+
     def in_units(self, scale: float, shift: float) -> "Block":
         """The predictions of ``y * scale + shift``; the density is smaller by log(scale) for each
         number of a target."""
@@ -143,7 +150,7 @@ class Block:
             if density is None or self.y is None:
                 return density
             numbers: Any = self.y.numel() / density.shape[-1]
-            return density.double() - math.log(scale) * (
+            return double(density) - math.log(scale) * (
                 numbers if self.counts is None else self.counts
             )
 
@@ -184,9 +191,9 @@ def _observed(predictive: Any, kind: Kind, args: tuple, y: Tensor | None) -> Blo
         check_draws("class probabilities", ~p.isfinite())
         rows = leading_size(args) if kind.by_rows else p.shape[1]
         logs = {name: sites[name].log_mean for name in kind.sites}
-        of_draws = kind.log_probabilities(logs) if None not in logs.values() else p.double().log()
+        of_draws = kind.log_probabilities(logs) if None not in logs.values() else double(p).log()
         labels = None if y is None else class_labels(y, p[0])
-        log_mean = log_mean_exp(of_draws.double().movedim(0, -1))
+        log_mean = log_mean_exp(double(of_draws).movedim(0, -1))
         return Block(rows, p, p, labels, log_density=density, log_mean=log_mean)
     mean = kind.numbers(means)
     if kind.mixed:
@@ -306,8 +313,8 @@ def known_block(kind: Kind, known: PredictiveDraws, y: Tensor) -> Block:
                 f"shape {tuple(known.function.shape)}"
             )
         labels = class_labels(y, p[0])
-        of_labels = p.double().gather(-1, labels.expand(len(p), -1)[..., None])[..., 0]
-        rows, log_mean = known.function.shape[1], p.double().mean(0).log()
+        of_labels = double(p).gather(-1, labels.expand(len(p), -1)[..., None])[..., 0]
+        rows, log_mean = known.function.shape[1], double(p).mean(0).log()
         return Block(rows, p, p, labels, log_density=of_labels.log(), log_mean=log_mean)
     mean = p if known.targets is None else known.targets
     density = None if known.log_likelihood is None else known.log_likelihood.flatten(1)

@@ -59,6 +59,7 @@ from pyro_bdl.metrics.scores import effective_draws, log_predictive_density, squ
 from pyro_bdl.metrics.temperature import best_temperature, calibrated_nlpd
 from pyro_bdl.metrics.uncertainty import Uncertainty
 from pyro_bdl.utils.jackknife import number_of_groups, without_each
+from pyro_bdl.utils.precision import double
 
 # Below this many effective draws the density of a mixture says more about their number.
 FEW_DRAWS = 10
@@ -159,7 +160,7 @@ def ece(mean: Tensor, y: Tensor) -> Tensor:
 @calibration("NLPD by few", "density", style="percent", over_points="mean")
 def nlpd_few(density: Tensor, rows: int) -> Tensor:
     """Share of the test points at which NLPD rests on fewer than 10 effective draws."""
-    return (effective_draws(density) < FEW_DRAWS).double()
+    return double(effective_draws(density) < FEW_DRAWS)
 
 
 coverage_50 = _coverage("coverage_50", 50)
@@ -340,7 +341,7 @@ class Score:
             parts["log mean"] = logs
         if seen is not None:
             parts["seen"] = seen
-            parts["weights"] = seen.reshape(len(seen), -1).sum(1, dtype=torch.float64)
+            parts["weights"] = double(seen.reshape(len(seen), -1)).sum(1)
         if y is not None:
             parts["y"] = y
         if self.kind.may_be_censored:
@@ -363,7 +364,7 @@ class Score:
             variance = metrics.variance_parts(block.mean, block.noise).total
             parts["variance"] = variance.reshape(mean.shape)
         elif block.draws is not None:
-            parts["variance"] = block.draws.double().var(0)
+            parts["variance"] = double(block.draws).var(0)
         if self.kind.is_normal and "variance" in parts and y is not None:
             inputs["moments"] = mean, parts["variance"], y
         return parts, inputs

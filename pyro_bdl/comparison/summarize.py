@@ -41,6 +41,7 @@ from pyro_bdl.program.batches import Batches, leading_size
 from pyro_bdl.program.linear_ops.probabilities import Probabilities
 from pyro_bdl.utils.jackknife import enlarged, jackknife_error, number_of_groups, without_each
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
 
 if TYPE_CHECKING:
@@ -205,7 +206,9 @@ def _program(
     if not y.is_floating_point() and output.dim() == y.dim() + 1 and y.dim() == 1:
         return models.Classification(bnn, num_data=num_data)
     if y.is_floating_point() and output.numel() == y.numel():
-        value = torch.tensor(1.0 if noise is None else noise, dtype=output.dtype)
+        value = torch.tensor(
+            1.0 if noise is None else noise, dtype=output.dtype, device=output.device
+        )
         return models.Regression(bnn, noise=PyroParam(value, _POSITIVE), num_data=num_data)
     raise ArgumentError(
         f"outputs of shape {tuple(output.shape)} for targets of shape {tuple(y.shape)} "
@@ -224,7 +227,7 @@ def _held_out_error(net: nn.Module, held_out: tuple) -> float:
     *inputs, y = held_out
     with evaluation_mode(net):
         error = net(*inputs).reshape(y.shape) - y
-    return float(error.double().square().mean().sqrt())
+    return float(double(error).square().mean().sqrt())
 
 
 def _fit_noise(model: Any, posterior: Any, noise: float, held_out: tuple) -> None:
@@ -245,7 +248,7 @@ def _fit_noise(model: Any, posterior: Any, noise: float, held_out: tuple) -> Non
 
 
 def _set_noise(model: Any, posterior: Any, noise: float) -> None:
-    model.network.noise = torch.as_tensor(noise).to(posterior.loc)
+    model.network.noise = torch.as_tensor(noise, device="cpu").to(posterior.loc)
     posterior.refresh()
 
 
@@ -273,7 +276,7 @@ class _Predicted:
     def tempered(self, held_out: "_Predicted") -> "_Predicted":
         """The same after temperature scaling by predictions of held-out rows."""
         mean, variance = held_out.mean[0], held_out.variance
-        logs = mean.double().log() if variance is None else mean
+        logs = double(mean).log() if variance is None else mean
         T, _ = best_temperature(logs, None if variance is None else variance[0], held_out.y)
         other = None if self.other is None else self.other._at_temperature(T)
         return replace(self._at_temperature(T), other=other)
@@ -300,18 +303,18 @@ class _Predicted:
         """What the numbers are made of, at each test row."""
         values: dict[str, Tensor] = {}
         if self.variance is None:
-            p = self.mean.double().mean(0)
+            p = double(self.mean).mean(0)
             chosen = p.gather(1, self.y[:, None])[:, 0]
-            values |= {"p": p, "y": self.y, "accuracy": (p.argmax(1) == self.y).double()}
+            values |= {"p": p, "y": self.y, "accuracy": double(p.argmax(1) == self.y)}
             values["nlpd"] = -chosen.clamp_min(torch.finfo(p.dtype).tiny).log()
         else:
-            mean, sd, y = self.mean.double(), self.variance.double().sqrt(), self.y.double()
+            mean, sd, y = double(self.mean), double(self.variance).sqrt(), double(self.y)
             z = (y - mean) / sd
             density = -0.5 * z.square() - sd.log() - 0.5 * math.log(2 * math.pi)
             values["nlpd"] = math.log(len(mean)) - density.sum(-1).logsumexp(0)
             values["rmse"] = (y - mean.mean(0)).square().mean(-1)
             inside = (2 * torch.special.ndtr(z).mean(0) - 1).abs() <= 0.9
-            values["coverage"] = inside.double().mean(-1)
+            values["coverage"] = double(inside).mean(-1)
             values["crps"] = crps_of_normals(mean, sd, y).mean(-1)
         values["auroc"], values["auroc_epistemic"] = _uncertainties(self)
         return values
@@ -323,8 +326,8 @@ class _Predicted:
         has_draws = len(self.mean) > 1
         other = 0 if self.other is None else self.other.mean.shape[1]
         chosen = [
-            (torch.randint(count, (count,), generator=noise),
-             torch.randint(other, (other,), generator=noise) if other else None)
+            (torch.randint(count, (count,), generator=noise, device="cpu"),
+             torch.randint(other, (other,), generator=noise, device="cpu") if other else None)
             for _ in range(_RESAMPLES)
         ]  # fmt: skip
         values = self._both_values()
@@ -332,15 +335,19 @@ class _Predicted:
         again = [_reduced(*_resampled(values, rows), has_draws=has_draws) for rows in chosen]
         groups: list[dict[str, float]] = []
         if self.are_draws and (number := number_of_groups(len(self.mean))):
-            numbers = torch.arange(len(self.mean))
+            numbers = torch.arange(len(self.mean), device=self.mean.device)
             views = without_each(numbers, number)
             groups = [
                 _reduced(*self.at(view)._both_values(), has_draws=has_draws) for view in views
             ]
-        by_draws = {key: torch.tensor([g[key] for g in groups]).double() for key in found}
+        by_draws = {
+            key: double(torch.tensor([g[key] for g in groups], device="cpu")) for key in found
+        }
+        by_rows = {
+            key: double(torch.tensor([a[key] for a in again], device="cpu")) for key in found
+        }
         return _Numbers(
-            found, {key: torch.tensor([a[key] for a in again]).double() for key in found},
-            by_draws, count, other, self.are_draws,
+            found, by_rows, by_draws, count, other, self.are_draws,
         )  # fmt: skip
 
     def _both_values(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

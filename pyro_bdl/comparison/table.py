@@ -31,6 +31,7 @@ from pyro_bdl.comparison.scores import (
     data_notes,
     differences,
 )
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.trees import equal_trees
 
@@ -139,7 +140,7 @@ class Comparison:
             evaluation = self.evaluations[name]
             if evaluation.latents is None:
                 continue
-            draws = evaluation.latents.double()
+            draws = double(evaluation.latents)
             moments = zip(draws.mean(0).tolist(), draws.std(0).tolist(), strict=True)
             for latent, (mean, sd) in zip(evaluation.latent_names, moments, strict=True):
                 rows[name, latent] = {"mean": mean, "sd": sd}

@@ -19,6 +19,7 @@ from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.validation import whole_number
 
 _RADIUS = 2.0  # of the starts of further paths, as in Stan
@@ -235,14 +236,14 @@ def lbfgs_path(
         with torch.enable_grad():
             value = program.log_density(leaf)
             (gradient,) = torch.autograd.grad(value, leaf)
-        slope = gradient.double().cpu().numpy()
+        slope = double(gradient).cpu().numpy()
         number = float(value)
         if not (math.isfinite(number) and np.isfinite(slope).all()):
             return 1e300, np.zeros_like(slope)
         seen[x.tobytes()] = slope
         return -number, -slope
 
-    points = [start.double().cpu().numpy()]
+    points = [double(start).cpu().numpy()]
 
     def after(x: np.ndarray) -> None:
         points.append(x.copy())

@@ -19,6 +19,7 @@ from pyro_bdl.distributions.families import Cotangent, Roots, family_of, name_of
 from pyro_bdl.distributions.parameters import base_distribution, parameters_of, rebuilt
 from pyro_bdl.program.layout import support_bounds
 from pyro_bdl.program.trace import Site
+from pyro_bdl.utils.precision import double
 
 ESTIMATION_DRAWS = 512  # draws per datum if the information has no closed form
 _DIVERGENCE_UP_TO = 256  # the largest number of parameters of a cell
@@ -220,7 +221,7 @@ def cell_roots(
 
 def _by_divergence(base: Any, parameters: dict[str, Tensor]) -> Roots:
     """F = d^2 KL(p_0 || p_theta) / d theta^2 at theta = theta_0, in float64 (Kullback 1959)."""
-    every = {name: value.detach().double() for name, value in parameters_of(base).items()}
+    every = {name: double(value.detach()) for name, value in parameters_of(base).items()}
     with torch.enable_grad():
         leaves = {name: every[name].clone().requires_grad_() for name in parameters}
         moved = _of_parameters(base, every | leaves)

@@ -33,6 +33,7 @@ from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import has_own_functions, reaches
 from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.memory import bytes_at_once
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import set_torch_states, torch_states
 
@@ -168,7 +169,7 @@ class LikelihoodSums:
         self.log_likelihood: Any = 0.0
         self.num_data = 0
         self.gradient = torch.zeros_like(at.subset.take(at.vector))
-        self.squares = self.cells = torch.zeros((), dtype=torch.float64, device=at.vector.device)
+        self.squares = self.cells = double(at.vector.new_zeros(()))
         self.stated: float = 0.0
         self.scaled = False
 
@@ -222,7 +223,7 @@ class LikelihoodSums:
             )
         if part.requires_grad:
             self.gradient += linearization.gradient(part)
-        self.log_likelihood = self.log_likelihood + part.detach().double()
+        self.log_likelihood = self.log_likelihood + double(part.detach())
         self.num_data += largest
 
     def _add_squares(self, site: Site) -> None:
@@ -230,8 +231,8 @@ class LikelihoodSums:
         if name_of(base) == "Normal":
             weights = cell_weights(site).square()
             offsets = ((site.value - base.loc) / base.scale).detach()
-            self.squares = self.squares + (weights * offsets.square()).sum().double()
-            self.cells = self.cells + weights.sum().double()
+            self.squares = self.squares + double((weights * offsets.square()).sum())
+            self.cells = self.cells + double(weights.sum())
 
     def finish(self) -> None:
         """Add the sums of the other processes, and scale up to the number of data that the program
@@ -242,7 +243,7 @@ class LikelihoodSums:
         self.gradient = self.gradient * factor
         self.squares, self.cells = self.squares * factor, self.cells * factor
         total = self.log_likelihood * factor
-        self.log_likelihood = torch.as_tensor(total, device=self.gradient.device)
+        self.log_likelihood = torch.as_tensor(total, device=self.squares.device)
 
     def _add_up(self, ranks: Ranks) -> None:
         counts = self.squares.new_tensor([self.num_data, float(self.log_likelihood)])

@@ -271,13 +271,14 @@ class LinearOutputs:
         and one for all. None where an operator has no such form, or is a function of the user's
         own, or rows were not mapped."""
         at, site = self.at, self.site
-        if at.together is None or site is None or has_own_functions(self._outputs):
+        together = at.together
+        if together is None or site is None or has_own_functions(self._outputs):
             return None
         subset, leaves = at.subset, {n: leaf.detach() for n, leaf in at.leaves.items()}
         start = {name: leaves[name] for name in subset.parts}
 
         def parameters(moving: dict[str, Tensor]) -> dict[str, Tensor]:
-            run = at.together({**leaves, **moving})
+            run = together({**leaves, **moving})
             base = base_distribution(run.observed[self.name].distribution)
             found = unconstrained_parameters(base, recorded_output(run, self.name))
             return {key: found[key] for key in self.dependent}

@@ -16,6 +16,7 @@ from pyro_bdl.curvature.prior import FactorStatements, hyperpriors
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.utils.memory import Allocations, available_memory, bytes_at_once
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
 
 SHARE_OF_MEMORY = 0.125  # for the rows or the graphs of all data
@@ -47,15 +48,15 @@ class LinearizedBatch:
         return self._values
 
     def log_likelihood(self, offset: Tensor) -> Tensor:
-        total = self.factors + self.slope.double() @ offset.double()
+        total = self.factors + double(self.slope) @ double(offset)
         for outputs, values in zip(self.outputs, self.values(offset), strict=True):
             total = total + log_likelihood_of(outputs, values)
         return total
 
     def value_and_gradient(self, offset: Tensor) -> Tensor:
         """The log likelihood and, after it, its gradient, (1 + p,)."""
-        value = self.factors + self.slope.double() @ offset.double()
-        gradient = self.slope.double()
+        value = self.factors + double(self.slope) @ double(offset)
+        gradient = double(self.slope)
         for outputs, values in zip(self.outputs, self.values(offset), strict=True):
             leaves = {key: values[key].detach().requires_grad_() for key in outputs.dependent}
             with torch.enable_grad():
@@ -64,7 +65,7 @@ class LinearizedBatch:
             if leaves:
                 found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
                 cotangents = dict(zip(leaves, found, strict=True))
-                gradient = gradient + outputs.rmatvec(cotangents).double()
+                gradient = gradient + double(outputs.rmatvec(cotangents))
         return torch.cat([value[None], gradient])
 
     def times(self, offset: Tensor, vectors: Tensor) -> Tensor:
@@ -230,16 +231,16 @@ class GaussNewtonProducts:
 def first_order_factors(at: Linearization, statements: FactorStatements) -> tuple[Tensor, Tensor]:
     """The value of the factors that a batch brings, and their gradient at u* in the subset."""
     statements.read(at.run, hyperpriors(at.run, at.leaves))
-    total = at.vector.new_zeros((), dtype=torch.float64)
+    total = double(at.vector.new_zeros(()))
     slope = torch.zeros_like(at.subset.take(at.vector))
     for site in statements.new:
-        total = total + site.batch_log_prob().double()
+        total = total + double(site.batch_log_prob())
     return total.detach(), at.gradient(total) if total.requires_grad else slope
 
 
 def log_likelihood_of(outputs: LinearOutputs, values: dict[str, Tensor]) -> Tensor:
     """The tempered log likelihood of an observed site, its parameters being ``values``."""
-    return outputs.observed(values).batch_log_prob().double()
+    return double(outputs.observed(values).batch_log_prob())
 
 
 def _of_columns(part: LinearizedBatch) -> float:

@@ -20,6 +20,7 @@ from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.precision import double
 
 
 class PriorPrecision(NamedTuple):
@@ -73,8 +74,9 @@ class PriorPrecision(NamedTuple):
         """Return a matrix (p, p) plus this matrix."""
         every, diagonal = torch.arange(len(matrix), device=matrix.device), self.diagonal.to(matrix)
         if self.indices is not None and self.dense is not None:
-            diagonal = diagonal.index_fill(0, self.indices, 0.0)
-            where = self.indices[:, None], self.indices
+            indices = self.indices.to(matrix.device)
+            diagonal = diagonal.index_fill(0, indices, 0.0)
+            where = indices[:, None], indices
             matrix = matrix.index_put(where, self.dense.to(matrix), accumulate=True)
         return matrix.index_put((every, every), diagonal, accumulate=True)
 
@@ -95,7 +97,7 @@ class PriorPrecision(NamedTuple):
         :param purpose: the words before "inverts the prior precision" in errors.
         :raises ValueError: if the matrix has no inverse, or is indefinite.
         """
-        diagonal = self.diagonal.double()
+        diagonal = double(self.diagonal)
         if not (diagonal > 0).all():
             lowest = int(diagonal.detach().argmin())
             site = next(name for name, part in parts.items() if part.start <= lowest < part.stop)
@@ -107,7 +109,7 @@ class PriorPrecision(NamedTuple):
         root = PriorPrecision(diagonal.sqrt(), uniform={})
         if self.indices is None or self.dense is None:
             return root
-        tril, failed = torch.linalg.cholesky_ex(self.dense.double())
+        tril, failed = torch.linalg.cholesky_ex(double(self.dense))
         if failed:
             inside = self.indices
             sites = [n for n, p in parts.items() if ((inside >= p.start) & (inside < p.stop)).any()]
@@ -116,7 +118,7 @@ class PriorPrecision(NamedTuple):
                 f"{', '.join(sites)}, as under a hyperprior: leave the hyperparameter's site out "
                 'of the subset, or use structure="full"'
             )
-        return root._replace(indices=self.indices, dense=tril)
+        return root._replace(indices=self.indices.to(tril.device), dense=tril)
 
     def log_det(self) -> Tensor:
         """Return log det R R' of a root R."""
@@ -147,9 +149,10 @@ class PriorPrecision(NamedTuple):
         result = of_diagonal(self.diagonal.to(x), x)
         if self.indices is None or self.dense is None:
             return result
-        columns = x[..., self.indices].reshape(-1, len(self.dense)).mT
+        indices = self.indices.to(x.device)
+        columns = x[..., indices].reshape(-1, len(self.dense)).mT
         inside = of_dense(self.dense.to(x), columns).mT.reshape(*x.shape[:-1], -1)
-        return result.index_copy(-1, self.indices, inside)
+        return result.index_copy(-1, indices, inside)
 
 
 def _divided(diagonal: Tensor, x: Tensor) -> Tensor:

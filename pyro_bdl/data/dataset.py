@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.errors import warn
+from pyro_bdl.utils.precision import double
 
 Task = Literal["regression", "classification", "count"]
 Imputer = Literal["mean", "median", "most_frequent"]
@@ -72,7 +73,7 @@ class Dataset:
 
         :param place: its place in the test part.
         """
-        values = self.x_test[place].double().cpu()
+        values = double(self.x_test[place]).cpu()
         if self.x_mean:
             values = values * values.new_tensor(self.x_sd) + values.new_tensor(self.x_mean)
         y = self.y_test[place]

@@ -1,7 +1,7 @@
 """Convergence, importance sampling and cross-validation on draws of shape (chains, draws, ...).
 
-Every function computes in float64 on the device of the draws, for all quantities behind the first
-two axes at once, in blocks that limit the memory.
+Every function computes in float64 on the device of the draws, or on the CPU where that device has
+no float64, for all quantities behind the first two axes at once, in blocks that limit the memory.
 """
 
 from pyro_bdl.diagnostics.convergence import bfmi, convergence

@@ -10,6 +10,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from pyro_bdl.utils.memory import bytes_at_once, keep_freed_blocks
+from pyro_bdl.utils.precision import double
 
 # Bytes of one block of draws; a statistic needs about ten times that for temporaries. A block fits
 # into the cache of a CPU core, and is large enough to occupy a GPU.
@@ -26,7 +27,7 @@ def map_blocks(statistic: Callable[[Tensor], Tensor], draws: Tensor) -> Tensor:
     :param statistic: maps a contiguous float64 tensor ``(block, chains, draws)`` to
         ``(..., block)``.
     :param draws: ``(chains, draws, *trailing)``, any real dtype, on any device.
-    :returns: float64 ``(..., *trailing)``, on the device of ``draws``.
+    :returns: float64 ``(..., *trailing)``, on the device of ``draws``; on the CPU if that has none.
     :raises TypeError: if ``draws`` is not a real tensor.
     :raises ValueError: for fewer than two axes, no chain, or fewer than 4 draws a chain.
     """
@@ -50,7 +51,7 @@ def _quantities_first(part: Tensor) -> Tensor:
     """Transpose ``(chains, draws, block)`` to contiguous float64 ``(block, chains, draws)``."""
     chains, length, block = part.shape
     if not part.is_cpu:
-        return part.permute(2, 0, 1).to(torch.float64).contiguous()
+        return double(part.permute(2, 0, 1)).contiguous()
     rows = part.reshape(chains * length, block)
     result = part.new_empty(block, chains * length, dtype=torch.float64)
     for start in range(0, chains * length, _ROWS):

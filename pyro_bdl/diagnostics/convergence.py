@@ -10,6 +10,7 @@ from pyro_bdl.diagnostics.blocks import check_draws, map_blocks, split_chains
 from pyro_bdl.diagnostics.ess import ess_below, ess_of_chains
 from pyro_bdl.diagnostics.rank import normal_scores, ordered, quantile_of_sorted, sort
 from pyro_bdl.diagnostics.rhat import rhat_of_halves
+from pyro_bdl.utils.precision import double
 
 
 class Convergence(NamedTuple):
@@ -84,7 +85,7 @@ def separate_modes(draws: Tensor) -> int:
     :returns: 1 for chains that all overlap.
     """
     check_draws(draws)
-    numbers = draws.flatten(2).double().cpu().numpy()
+    numbers = double(draws.flatten(2)).cpu().numpy()
     low, high = np.quantile(numbers, (0.05, 0.95), axis=1)
     met = ((low[:, None] <= high) & (low <= high[:, None])).all(-1)
     return len(np.unique(np.linalg.matrix_power(met, len(met)), axis=0))

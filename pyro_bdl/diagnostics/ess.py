@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_bdl.diagnostics.blocks import check_draws, map_blocks, split_chains
 from pyro_bdl.diagnostics.rank import normal_scores, ordered, quantile_of_sorted, sort
+from pyro_bdl.utils.precision import double
 
 # The fixed quantile levels of each kind; other kinds take them from ``prob``.
 _LEVELS: dict[str, tuple[float, ...] | None] = {
@@ -110,7 +111,7 @@ def ess_of_event(happened: Tensor) -> Tensor:
 
     :param happened: bool, whether the event happened at each draw.
     """
-    return ess_of_chains(split_chains(happened.to(torch.float64)))
+    return ess_of_chains(split_chains(double(happened)))
 
 
 def squared_deviations(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from pyro_bdl.diagnostics.ess import ess_of_chains
 from pyro_bdl.diagnostics.psis import check_efficiency, good_k, smooth, tail_size
 from pyro_bdl.errors import warn
 from pyro_bdl.utils.jackknife import jackknife_error, number_of_groups
+from pyro_bdl.utils.precision import double, double_device
 
 
 class Difference(NamedTuple):
@@ -165,8 +166,8 @@ def loo_approximate_posterior(log_likelihood: Tensor, log_p: Tensor, log_q: Tens
                 f"{name} must have the (chains, draws) of log_likelihood, "
                 f"{tuple(log_likelihood.shape[:2])}, but has shape {tuple(value.shape)}"
             )
-    device = log_likelihood.device
-    correction = (log_p.detach().double() - log_q.detach().double()).to(device).flatten()
+    device = double_device(log_likelihood.device)
+    correction = (double(log_p.detach()) - double(log_q.detach())).to(device).flatten()
     correction = correction - correction.amax()
 
     def statistic(x: Tensor) -> Tensor:
@@ -307,7 +308,7 @@ def subsampled_loo(left_out: LOO, approximation: Tensor, rows: Tensor) -> Subsam
     :param approximation: ``(N,)``, log p(y_n | all data) of all observations.
     :param rows: ``(m,)``, places of the m observations among the N.
     """
-    approximation = approximation.detach().double()
+    approximation = double(approximation.detach())
     elpd, subsampling, over_data = difference_estimate(left_out.pointwise, approximation, rows)
     return SubsampledLOO(
         elpd=elpd,
@@ -341,7 +342,7 @@ def difference_estimate(
     Source: Magnusson, Vehtari, Jonasson, Andersen (2020), Leave-one-out cross-validation for
     Bayesian model comparison in large data, eqs. 7 to 9.
     """
-    v, a = values.double().flatten(), approximation.double().flatten()
+    v, a = double(values).flatten(), double(approximation).flatten()
     near = a[rows.to(a.device)]
     n, m = len(a), len(v)
     total = a.sum() + n * (v - near).mean()

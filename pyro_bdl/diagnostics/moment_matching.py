@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pyro_bdl.diagnostics.loo import leave_out
 from pyro_bdl.diagnostics.psis import smooth
+from pyro_bdl.utils.precision import double
 
 _MOST_STEPS = 30
 # Where the weights have three moments. At 0.7 the value is still too high by half its error, which
@@ -63,7 +64,7 @@ def moment_matched(
 
     Source: Paananen, Piironen, Buerkner, Vehtari (2021), Implicitly adaptive importance sampling.
     """
-    u, here, own = draws.double(), log_joint.double(), log_likelihood.double()
+    u, here, own = double(draws), double(log_joint), double(log_likelihood)
     at = _Affine(u.mean(0), torch.zeros_like(u[0]), torch.ones_like(u[0]))
     weights, start = smooth(-own[None], r_eff)
     moved, moved_joint, moved_own, k = u, here, own, start
@@ -72,7 +73,7 @@ def moment_matched(
             break
         for trial in _trials(at, u, moved, weights[0].exp()):
             there = trial(u)
-            joint, likelihood = (value.double() for value in density(there.to(draws.dtype)))
+            joint, likelihood = (double(value) for value in density(there.to(draws)))
             new_weights, new_k = smooth(_usable(joint - likelihood - here)[None], r_eff)
             if new_k < k:
                 at, moved, moved_joint, moved_own = trial, there, joint, likelihood

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_bdl.utils.precision import double_device
+
 
 class Ordered(NamedTuple):
     """Numbers in ascending order along the last axis, NaN last, and their original positions."""
@@ -61,7 +63,8 @@ def average_ranks(x: Ordered) -> Tensor:
     :param x: ``(rows, n)``, without NaN.
     :returns: float64 ``(rows, n)`` in the order before sorting, as ``scipy.stats.rankdata``.
     """
-    halves = torch.arange(2 * x.values.shape[-1] + 1, dtype=torch.float64, device=x.values.device)
+    device = double_device(x.values.device)
+    halves = torch.arange(2 * x.values.shape[-1] + 1, dtype=torch.float64, device=device)
     return _at_twice_the_rank(x, halves / 2)
 
 
@@ -77,7 +80,8 @@ def normal_scores(x: Ordered) -> Tensor:
     the offset 3/8 is Blom's (1958).
     """
     n = x.values.shape[-1]
-    twice_rank = torch.arange(2 * n + 1, dtype=torch.float64, device=x.values.device).clamp_min(2)
+    device = double_device(x.values.device)
+    twice_rank = torch.arange(2 * n + 1, dtype=torch.float64, device=device).clamp_min(2)
     return _at_twice_the_rank(x, torch.special.ndtri((twice_rank / 2 - 0.375) / (n + 0.25)))
 
 

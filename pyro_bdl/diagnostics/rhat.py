@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pyro_bdl.diagnostics.blocks import check_draws, map_blocks, split_chains
 from pyro_bdl.diagnostics.rank import Ordered, folded, normal_scores, ordered
+from pyro_bdl.utils.precision import double_device
 
 # R-hat that counts as disagreement, and how often independent chains may exceed the limit.
 _DISAGREE, _BY_CHANCE = 1.01, 1e-3
@@ -81,7 +82,8 @@ def rhat(draws: Tensor, *, superchains: int | None = None) -> Tensor:
             )
         return map_blocks(lambda x: _rank_rhat(x, superchains), draws)
     if draws.shape[0] == 1:
-        return torch.full(draws.shape[2:], torch.nan, dtype=torch.float64, device=draws.device)
+        device = double_device(draws.device)
+        return torch.full(draws.shape[2:], torch.nan, dtype=torch.float64, device=device)
     return map_blocks(_rank_rhat, draws)
 
 

@@ -17,6 +17,7 @@ from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.utils.jackknife import jackknife_error, number_of_groups, without_each
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.names import chooser
+from pyro_bdl.utils.precision import double
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -83,7 +84,7 @@ def prior_sensitivity(
     for site in [*small, *(functions or {})]:
         value = latents[site]
         names += names_of_numbers(site, value.shape[2:])
-        columns.append(value.detach().cpu().double().reshape(value.shape[:2].numel(), -1).numpy())
+        columns.append(double(value.detach().cpu()).reshape(value.shape[:2].numel(), -1).numpy())
     draws = np.concatenate(columns, 1)
     found = _sensitivities(draws, ratios)
     groups = number_of_groups(len(draws))
@@ -93,7 +94,7 @@ def prior_sensitivity(
             _sensitivities(draws[kept], {key: w[kept] for key, w in ratios.items()})
             for kept in without_each(torch.arange(len(draws), device="cpu"), groups)
         ]
-        errors = jackknife_error(torch.as_tensor(np.array(without))).numpy()
+        errors = jackknife_error(torch.as_tensor(np.array(without), device="cpu")).numpy()
     rows: dict[str, np.ndarray] = {}
     for part, values, error in zip(_PARTS, found, errors, strict=True):
         rows |= {part: values, f"{part}_se": error}
@@ -127,7 +128,7 @@ def _log_densities(
         chunk = max(1, DRAWS_AT_ONCE // max(1, program.size))
         values = map_draws(densities, samples.flat(), chunk_size=chunk)
     leading = samples.num_chains, samples.num_draws
-    return {name: value.double().reshape(leading) for name, value in values.items()}
+    return {name: double(value).reshape(leading) for name, value in values.items()}
 
 
 def _sensitivities(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_bdl.diagnostics.loo import standard_error
 from pyro_bdl.utils.jackknife import jackknife_error, number_of_groups, without_each
+from pyro_bdl.utils.precision import double
 
 _TOLERANCE = 1e-6  # nats of a datum
 
@@ -57,7 +58,7 @@ def stacking_weights(scores: Mapping[str, Any]) -> Stacking:
     distributions, equation 4.
     """
     rows = {
-        name: getattr(one, "pointwise", one).detach().double().cpu().flatten()
+        name: double(getattr(one, "pointwise", one).detach()).cpu().flatten()
         for name, one in scores.items()
     }
     if len(sizes := {len(values) for values in rows.values()}) != 1 or sizes == {0}:

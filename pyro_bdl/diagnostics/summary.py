@@ -17,6 +17,7 @@ from pyro_bdl.diagnostics.rhat import SHARE, limit_of_rhat, rhat, within_rhat
 from pyro_bdl.guides.draws import samples_of_mcmc
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.names import chooser
+from pyro_bdl.utils.precision import double
 
 if TYPE_CHECKING:  # pandas takes long to import, and is imported when it is needed
     import pandas as pd
@@ -151,7 +152,7 @@ def _numbers(site: str, draws: Tensor, found: Convergence) -> "pd.DataFrame":
     import pandas as pd
 
     shape = draws.shape[2:]
-    values = draws.detach().cpu().double().reshape(draws.shape[:2].numel(), -1).numpy()
+    values = double(draws.detach().cpu()).reshape(draws.shape[:2].numel(), -1).numpy()
     low, high = np.quantile(values, (0.05, 0.95), axis=0)
     columns = {
         "mean": values.mean(0), "mcse": mcse(draws), "sd": values.std(0, ddof=1), "5 %": low,
@@ -236,7 +237,7 @@ def sampler_statistics(draws: Samples) -> dict[str, float]:
     if depth is not None:
         most = 2**depth - 1
     if most is not None and "num_steps" in stats and "energy_variance" not in stats:
-        found["saturated"] = float((stats["num_steps"] >= most).double().mean())
+        found["saturated"] = float(double(stats["num_steps"] >= most).mean())
     return found
 
 

@@ -8,6 +8,8 @@ import torch
 from pyro.distributions import TorchDistribution, constraints
 from torch import Tensor
 
+from pyro_bdl.utils.precision import double
+
 LAWS = ("normal", "lognormal", "weibull")
 RIGHT, EXACT, LEFT, INTERVAL = range(4)
 
@@ -114,10 +116,10 @@ class Censored(TorchDistribution):
         (Burridge 1981, Empirical Bayes analysis of survival time data), carried over to the two.
         """
         names = [name for name in ("loc", "scale") if name in parameters]
-        loc, scale = self.loc.detach().double(), self.scale.detach().double()
+        loc, scale = double(self.loc.detach()), double(self.scale.detach())
         with torch.enable_grad():
             natural = (loc / scale).requires_grad_(), scale.reciprocal().requires_grad_()
-            total = self._log_prob(value.detach().double(), *natural).sum()
+            total = self._log_prob(double(value.detach()), *natural).sum()
             gradient = torch.autograd.grad(total, natural, create_graph=True)
             rows = [torch.autograd.grad(g.sum(), natural, retain_graph=True) for g in gradient]
         hessian = -torch.stack([torch.stack(row, -1) for row in rows], -2)

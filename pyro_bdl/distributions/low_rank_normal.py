@@ -5,6 +5,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from pyro_bdl.utils.precision import double
+
 _ROWS_AT_ONCE = 2**16  # the rows of a tall matrix that are copied to float64 at once
 
 
@@ -33,15 +35,15 @@ class DiagonalPlusLowRank:
     @cached_property
     def gram(self) -> Tensor:
         """F' F, (rank, rank)."""
-        return (self.columns.mT @ self.columns).double()
+        return double(self.columns.mT @ self.columns)
 
     @cached_property
     def tril(self) -> Tensor:
         """L, (rank, rank)."""
-        return torch.linalg.cholesky(self.gram.double() + self._eye())
+        return torch.linalg.cholesky(double(self.gram) + self._eye())
 
     def _eye(self) -> Tensor:
-        return torch.eye(len(self.gram), dtype=torch.float64, device=self.gram.device)
+        return torch.eye(len(self.gram), dtype=self.gram.dtype, device=self.gram.device)
 
     def log_det(self) -> Tensor:
         """Return log det M, a scalar."""
@@ -56,15 +58,15 @@ class DiagonalPlusLowRank:
 
         Where rank < P its absolute error is that of float64 relative to s^-2.
         """
-        squares = self.scale.double().square()
+        squares = double(self.scale).square()
         size, rank = self.columns.shape
         if size <= rank:
-            outer = self.columns.double() @ self.columns.double().mT
+            outer = double(self.columns) @ double(self.columns).mT
             root = torch.linalg.cholesky(outer + torch.eye(size, device="cpu").to(outer))
             return (torch.cholesky_inverse(root).diagonal() / squares).to(self.scale)
         parts = []
         for part in self.columns.split(_ROWS_AT_ONCE):
-            inner = torch.linalg.solve_triangular(self.tril.double(), part.double().mT, upper=False)
+            inner = torch.linalg.solve_triangular(double(self.tril), double(part).mT, upper=False)
             parts.append(1.0 - inner.square().sum(0))
         return (torch.cat(parts) / squares).to(self.scale)
 
@@ -98,9 +100,9 @@ class DiagonalPlusLowRank:
 
     def _weights(self, z: Tensor) -> Tensor:
         """K^-1 F' z, (..., rank)."""
-        projected = (z @ self.columns).double()
+        projected = double(z @ self.columns)
         columns = projected[None].flatten(0, -2).mT  # no numbers of sizes, for Pyro's Jit ELBOs
-        return torch.cholesky_solve(columns, self.tril.double()).mT.reshape_as(projected).to(z)
+        return torch.cholesky_solve(columns, double(self.tril)).mT.reshape_as(projected).to(z)
 
     def sample(self, num_samples: int) -> Tensor:
         """Return draws (S, P) of N(0, M)."""
@@ -124,7 +126,7 @@ class DiagonalPlusLowRank:
         It is r(g) = (1 - (1 + g)^(-1/2)) / g of the Gram matrix, computed without the difference
         and the quotient, which would lose digits.
         """
-        values, vectors = torch.linalg.eigh(self.gram.double())
+        values, vectors = torch.linalg.eigh(double(self.gram))
         roots = (1.0 + values.clamp(min=0.0)).sqrt()
         return (vectors / (roots * (1.0 + roots))) @ vectors.mT
 

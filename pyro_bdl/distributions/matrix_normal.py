@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributions import Independent, Normal, register_kl
 
 from pyro_bdl.distributions.parameters import base_distribution
+from pyro_bdl.utils.precision import double
 
 
 class MatrixNormal(TorchDistribution):
@@ -110,7 +111,7 @@ def _inverse(factor: Tensor) -> Tensor:
     """(A A')^-1."""
     if factor.dim() == 1:
         return torch.diag(factor.square().reciprocal())
-    return torch.cholesky_inverse(factor.double()).to(factor).contiguous()
+    return torch.cholesky_inverse(double(factor)).to(factor).contiguous()
 
 
 def _log_det(factor: Tensor) -> Tensor:

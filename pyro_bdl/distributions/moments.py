@@ -17,6 +17,7 @@ from torch.distributions import (
 from torch.nn.functional import logsigmoid
 
 from pyro_bdl.distributions.parameters import base_distribution
+from pyro_bdl.utils.precision import double
 
 _DRAWS = 256
 
@@ -89,10 +90,10 @@ def log_probabilities(distribution: Distribution) -> Tensor | None:
     if isinstance(base, Bernoulli):
         if "logits" in vars(base):
             return logsigmoid(torch.stack([-base.logits, base.logits], -1))
-        return torch.stack([(-base.probs.double()).log1p(), base.probs.double().log()], -1)
+        return torch.stack([(-double(base.probs)).log1p(), double(base.probs).log()], -1)
     if not isinstance(base, Categorical | OneHotCategorical):
         return None
-    return base.logits if "logits" in vars(base) else base.probs.double().log()
+    return base.logits if "logits" in vars(base) else double(base.probs).log()
 
 
 def observation_covariance(distribution: Distribution) -> tuple[Tensor, Tensor]:

@@ -23,10 +23,12 @@ from pyro_bdl.curvature.hyperparameters import (
     read,
 )
 from pyro_bdl.curvature.prior import PriorPrecision, flat_entries, hyperpriors, prior_precision
+from pyro_bdl.curvature.structures.base import beside
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.utils.autograd import reaches, with_gradients
+from pyro_bdl.utils.precision import double
 
 _SMALLEST = 1e-8  # of gamma and of squared weights
 _LOG_2PI = math.log(2 * math.pi)
@@ -133,7 +135,7 @@ class Formula:
         prior = prior_precision(reading.run, reading.leaves, guide.subset, create_graph=True)
         log_prior = _log_prior(guide, reading, point)
         for site in hyperpriors(reading.run, reading.leaves).values():
-            log_prior = log_prior + site.log_prob().sum().double()
+            log_prior = log_prior + double(site.log_prob().sum())
         vector, parts, terms = _vector(guide, point), guide.subset.parts, []
         for name, (loc, scale) in prior_normals(reading, guide.subset).items():
             if name in self._owners:
@@ -159,11 +161,12 @@ class Formula:
 
         :param terms: of ``normal_terms``, those of the priors that hyperparameters scale.
         """
-        guide, half = self.guide, 0.5 * log_determinant
+        guide, half = self.guide, double(0.5 * log_determinant)
         at: Any = guide if point is None else point
         total = at.log_likelihood + log_prior + 0.5 * guide.subset.size * _LOG_2PI - half
         if factor is not None:
-            terms = [*terms, (-0.5 * factor * at.squares, -0.5 * guide.cells * factor.log())]
+            fallen, logs = double(-0.5 * factor) * at.squares, double(factor.log())
+            terms = [*terms, (fallen, -0.5 * guide.cells * logs)]
             total = total + 0.5 * at.squares + terms[-1][0] - terms[-1][1]
         above: Any = sum(quadratic for quadratic, _ in terms)
         return Parts(values, total, above, sum((logs for _, logs in terms), half))
@@ -212,8 +215,9 @@ def normal_terms(
     :param entries: the number of terms in each of them.
     :param power: by which the log density counts.
     """
-    quadratic = -0.5 * (power * squares / scale.square()).double().sum()
-    return quadratic, (power * entries * scale.log()).double().sum()
+    scale = beside(scale, squares)
+    quadratic = -0.5 * double(power * squares / scale.square()).sum()
+    return quadratic, double(power * entries * scale.log()).sum()
 
 
 def log_slopes(total: Any, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -254,11 +258,11 @@ def _log_prior(
     if point is not None:
         vector = subset.put(guide.loc, _vector(guide, point))
         reading = read(guide.program_model, subset, vector, *guide.example_rows)
-    total = guide.loc.new_zeros((), dtype=torch.float64)
+    total = double(guide.loc.new_zeros(()))
     for name, chosen in subset.chosen.items():
         site, latent = reading.run.latents[name], layout.latents[name]
         if chosen is None:
-            total = total + site.log_prob().sum().double()
+            total = total + double(site.log_prob().sum())
         else:
             base: Any = base_distribution(site.distribution)
             density = base.log_prob(site.value).reshape(-1)
@@ -268,17 +272,17 @@ def _log_prior(
                 )
             flat = flat_entries(site, latent.unconstrained_shape, density.device)
             density = density.masked_fill(flat, 0.0)
-            total = total + (site.scale * density[chosen.to(density.device)]).sum().double()
+            total = total + double((site.scale * density[chosen.to(density.device)]).sum())
         if latent.transform is not None:
             leaf = reading.leaves[name]
             volume = latent.transform.log_abs_det_jacobian(leaf, site.value).reshape(-1)
             volume = volume if chosen is None else volume[chosen.to(volume.device)]
-            total = total + volume.sum().double()
+            total = total + double(volume.sum())
     leaves = [reading.leaves[name] for name in subset.chosen]
     for site in reading.run.prior_factors.values():
         value = site.log_prob().sum()
         if reaches(value, leaves):
-            total = total + value.double()
+            total = total + double(value)
     return total
 
 
@@ -383,7 +387,8 @@ class NormalFormula(Formula):
         log_prior: Any = sum(quadratic - logs for quadratic, logs in terms) - constant
         factor = self._factor(values)
         scaled = 1.0 if factor is None else guide.config.noise_factor(factor)
-        log_determinant = self._log_determinant(self._precisions(values), torch.as_tensor(scaled))
+        scaled = torch.as_tensor(scaled, device=guide.squares.device)
+        log_determinant = self._log_determinant(self._precisions(values), scaled)
         return self._sum(values, log_prior, log_determinant, terms, factor, point)
 
     def _precisions(self, values: Mapping[str, Tensor]) -> list[Tensor]:
@@ -418,7 +423,7 @@ class NormalFormula(Formula):
             self._squares = []
             for group in self.groups:
                 offsets = [vector[parts[site]] - loc for site, loc in group.locs.items()]
-                sums = [offset.square().double().sum() for offset in offsets]
+                sums = [double(offset.square()).sum() for offset in offsets]
                 self._squares.append(torch.stack(sums).sum())
         return self._squares
 
@@ -434,11 +439,11 @@ class NormalFormula(Formula):
 def sum_of_logs(values: Tensor) -> Tensor:
     """sum_i log x_i of positive numbers, in float64, by logarithms of products of eight."""
     whole = len(values) - len(values) % 8
-    products = values[:whole].view(8, -1).prod(0, dtype=torch.float64)
-    limits, rest = torch.finfo(torch.float64), values[whole:].double().log().sum()
+    products = double(values[:whole].view(8, -1)).prod(0)
+    limits, rest = torch.finfo(torch.float64), double(values[whole:]).log().sum()
     if bool(((products >= limits.tiny) & (products <= limits.max)).all()):
         return products.log().sum() + rest
-    return values.double().log().sum()  # the products leave the range of the numbers
+    return double(values).log().sum()  # the products leave the range of the numbers
 
 
 def log_determinant(eigenvalues: Tensor, precision: Tensor, factor: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from pyro_bdl.tracing.compiled import Arguments, CompiledLoss, Evaluation, split
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed, reaches
+from pyro_bdl.utils.precision import double
 
 
 class LastLayerEvidence(Trace_ELBO):
@@ -112,11 +113,11 @@ class LastLayerEvidence(Trace_ELBO):
         inside = [values[name] for name in sites]
         try:
             total = log_marginal(run, features, values, checked=checked)
-            total = total + _others(run, sites, inside).double()
+            total = total + double(_others(run, sites, inside))
         except ValueError:
             check_data(model, guide, args, kwargs)  # the data may be the reason
             raise
-        return -(total + log_det).to(vector.dtype)
+        return -(total + double(log_det)).to(vector)
 
     def _sites(self, model: Callable, guide: Any, args: tuple, kwargs: dict) -> list[str]:
         """The last layer's sites; the program is searched once."""
@@ -178,12 +179,12 @@ def log_marginal(
     site, base = _normal_site(run, features, checked=checked)
     means, scales = _prior(run, features)
     shape = len(features.phi), features.outputs
-    sigma = base.scale.expand(base.batch_shape).reshape(shape).double()
-    counts = cell_weights(site).square().reshape(shape).double()
-    offset = (features.coefficients(values).detach() - means).double()
+    sigma = double(base.scale.expand(base.batch_shape).reshape(shape))
+    counts = double(cell_weights(site).square().reshape(shape))
+    offset = double(features.coefficients(values).detach() - means)
     # y - Phi m0' computed from y - Phi W', so that other terms of the location are kept
-    residual = (site.value - base.loc).reshape(shape).double() + features.phi.double() @ offset.mT
-    weights, alpha = counts / sigma.square(), scales.double().square().reciprocal()
+    residual = double((site.value - base.loc).reshape(shape)) + double(features.phi) @ offset.mT
+    weights, alpha = counts / sigma.square(), double(scales).square().reciprocal()
     total = -(counts * (sigma.log() + 0.5 * math.log(2 * math.pi))).sum()
     columns = range(features.outputs)
     shared = features.outputs == 1 or bool((weights == weights[:, :1]).all())

@@ -19,6 +19,7 @@ from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.utils.memory import available_memory
+from pyro_bdl.utils.precision import double
 
 _STEPS = 20
 _PRODUCTS = 200
@@ -80,7 +81,7 @@ class LinearizedModel:
         self._data = LinearizedData(guide.at(), guide.passes, rows=fits)
         self._matrix: Tensor | None = None
         self._solver: Callable[[Tensor], Tensor] | None = None  # at one prior and noise
-        self._offset = torch.zeros_like(guide.subset.take(guide.loc), dtype=torch.float64)
+        self._offset = double(torch.zeros_like(guide.subset.take(guide.loc)))
 
     @property
     def _noise(self) -> Tensor:
@@ -92,7 +93,7 @@ class LinearizedModel:
         """The present precision of the noise in units of that of the outputs."""
         if self.guide.reference_noise is None:
             return 1.0
-        return (self.guide.noise_factor / self._noise).double()
+        return double(self.guide.noise_factor / self._noise)
 
     def point(self, offset: Tensor) -> LinearizedPoint:
         """The point at an offset."""
@@ -116,7 +117,7 @@ class LinearizedModel:
     def _times(self, offset: Tensor, vector: Tensor) -> Tensor:
         """J' F J vector, at the noise of the outputs."""
         rounded = vector.to(self.guide.loc)
-        return self._data.sum(lambda part: part.times(offset, rounded)).double()
+        return double(self._data.sum(lambda part: part.times(offset, rounded)))
 
     def _preconditioner(self, offset: Tensor) -> Callable[[Tensor], Tensor]:
         """About H^-1 x for x (p,): H of the first offset where it is small, else the guide's
@@ -124,13 +125,13 @@ class LinearizedModel:
         guide = self.guide
         if not self._data.rows or guide.subset.size > _DENSE_UP_TO:
             precision = guide.precision
-            return lambda x: precision.precondition(x.to(guide.prior_diagonal)).double()
+            return lambda x: double(precision.precondition(x.to(guide.prior_diagonal)))
         if self._matrix is None:
             columns = torch.eye(guide.subset.size, device=guide.loc.device).split(_COLUMNS)
             self._matrix = torch.cat([self._times(offset, part) for part in columns])
         matrix = (self._factor * self._matrix).to(guide.prior_diagonal)
         full = FullPrecision(guide.prior.added_to(matrix))
-        return lambda x: full.solve(x.to(matrix)).double()
+        return lambda x: double(full.solve(x.to(matrix)))
 
     @torch.no_grad()
     def optimum(
@@ -218,4 +219,4 @@ def _log_prior(guide: LaplaceGuide, offset: Tensor) -> tuple[Tensor, Tensor]:
     vector = subset.put(guide.loc, subset.take(guide.loc) + offset.to(guide.loc))
     run, leaves = run_at(guide.program_model, subset, vector, *guide.example_rows)
     value = log_prior(run, leaves, subset.layout).detach()
-    return value.double(), slope_of_prior(run, leaves, subset).double()
+    return double(value), double(slope_of_prior(run, leaves, subset))

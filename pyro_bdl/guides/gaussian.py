@@ -33,6 +33,7 @@ from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.check import on_whole_data
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.utils import bibliography
+from pyro_bdl.utils.precision import double, keeping_double
 
 
 class LaplaceGuide(JointGuide, NormalGuide):
@@ -117,7 +118,6 @@ class LaplaceGuide(JointGuide, NormalGuide):
         self.num_data += fitted.num_data
         sums = {name: getattr(fitted, name) for name in ("log_likelihood", "squares", "cells")}
         for name, value in {**sums, "score": fitted.gradient}.items():
-            value = value.to(self.loc.device)
             self.register_buffer(name, value if before is None else value + getattr(self, name))
         if self._passes is not None:
             self._passes.append((batches, fitted.factor))
@@ -265,7 +265,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
     @property
     def factor(self) -> Tensor:
         """The factor of the curvature at the present noise."""
-        return self.config.noise_factor(self.noise_factor).to(self.prior_diagonal)
+        return self.config.noise_factor(self.noise_factor).to(self.prior_diagonal.dtype)
 
     def curvature_diagonals(self) -> dict[str, Tensor]:
         """The diagonal of the curvature sum_n J_n' F_n J_n, without the prior, by site.
@@ -298,6 +298,8 @@ class LaplaceGuide(JointGuide, NormalGuide):
 
     def _apply(self, function: Callable, recurse: bool = True) -> Any:
         self._precision = None
+        if self.loc.dtype != torch.float64:  # the sums over data are, where the device has it
+            function = keeping_double(function)
         return super()._apply(function, recurse)
 
     def _shared_on_copy(self) -> tuple[str, ...]:
@@ -412,7 +414,7 @@ def _shift(guide: LaplaceGuide, step: Tensor) -> None:
     """Move by ``step`` (p,), where the log likelihood is quadratic with a matrix."""
     curvature: Any = guide.curvature
     bend = curvature.matrix @ step.to(curvature.matrix)
-    gain = (step.double() * (guide.score.double() - 0.5 * bend.double())).sum()
+    gain = (double(step) * (double(guide.score) - 0.5 * double(bend))).sum()
     guide.log_likelihood = guide.log_likelihood + gain
     guide.squares = guide.squares - 2.0 * gain
     guide.score = guide.score - bend.to(guide.score)

@@ -26,6 +26,7 @@ from pyro_bdl.errors import warn
 from pyro_bdl.program.batches import Batch, Batches, has_rows, leading_size, select_rows
 from pyro_bdl.program.check import check_finite_batches, on_whole_data
 from pyro_bdl.program.trace import Run
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.validation import listed, ranked
 
@@ -160,14 +161,14 @@ def log_densities(sites: list[GaussianOutputs], factor: float) -> Tensor:
         scaled.covariance = factor * gaussian.covariance
         density = closed_forms.log_density(scaled)
         density = _over_draws(scaled) if density is None else density
-        terms.append(density.double().reshape(outputs.num_data, -1).sum(1))
+        terms.append(double(density).reshape(outputs.num_data, -1).sum(1))
     return torch.stack(terms).sum(0)
 
 
 def _over_draws(gaussian: GaussianOutputs) -> Tensor:
     """The log of the mean density over draws of the outputs, the same for every factor."""
     outputs = gaussian.outputs
-    values, vectors = torch.linalg.eigh(gaussian.covariance.double())
+    values, vectors = torch.linalg.eigh(double(gaussian.covariance))
     roots = vectors * values.clamp(min=0.0).sqrt()[:, None]
     with seeded(0):
         noise = torch.randn(_DRAWS, *gaussian.mean.shape, device="cpu").to(roots)
@@ -248,7 +249,7 @@ def _loss_of_a_right_one(gaussian: GaussianOutputs) -> Tensor:
         for column in outputs.unconstrained(outputs.values, exact_columns)
     ]
     if not roots:
-        return gaussian.mean.new_zeros(count).double()
-    root = torch.stack(roots, -1).double()
-    leverages = torch.linalg.eigvalsh(root.mT @ gaussian.covariance.double() @ root).clamp(min=0.0)
+        return double(gaussian.mean.new_zeros(count))
+    root = double(torch.stack(roots, -1))
+    leverages = torch.linalg.eigvalsh(root.mT @ double(gaussian.covariance) @ root).clamp(min=0.0)
     return 0.5 * (torch.log1p(leverages) * (leverages < 1.0)).sum(-1)

@@ -12,6 +12,7 @@ from pyro_bdl.guides.point import JointGuide
 from pyro_bdl.guides.saved import class_path, restored, sites_of
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.utils import bibliography
+from pyro_bdl.utils.precision import double, double_device
 
 _HALVINGS = 60
 
@@ -41,7 +42,7 @@ class MixtureGuide(JointGuide):
         self.members = PyroModuleList(members)
         like = members[0].location().detach()
         given = [1.0] * len(members) if weights is None else weights
-        values = torch.as_tensor(given, dtype=torch.float64, device=like.device)
+        values = torch.as_tensor(given, dtype=torch.float64, device=double_device(like.device))
         if values.shape != (len(members),) or not (values >= 0).all() or not values.sum() > 0:
             raise ValueError(
                 f"weights must be {len(members)} numbers, one for each member, none of them "
@@ -70,7 +71,7 @@ class MixtureGuide(JointGuide):
 
         It is S weight_k rounded up or down at random, with expectation S weight_k.
         """
-        ends = self.weights.double().cumsum(0)
+        ends = double(self.weights).cumsum(0)
         positions = torch.arange(num_samples, dtype=ends.dtype, device=ends.device)
         positions = (positions + torch.rand_like(ends[0])) / num_samples * ends[-1]
         chosen = torch.searchsorted(ends, positions).clamp(max=len(ends) - 1)

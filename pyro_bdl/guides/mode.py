@@ -13,6 +13,7 @@ from pyro_bdl.curvature.prior import FactorStatements, hyperpriors, log_prior
 from pyro_bdl.errors import warn
 from pyro_bdl.program.trace import record, sum_out_discrete
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.precision import double, double_device
 
 if TYPE_CHECKING:
     from pyro_bdl.guides.gaussian import LaplaceGuide
@@ -43,7 +44,7 @@ def find_mode(guide: Any, *, steps: int = STEPS, progress: bool | None = None) -
     for _ in range(steps):
         gradient = guide.gradient()
         step = guide.newton_step(gradient)
-        gain = 0.5 * float((step.double() * gradient.double()).sum())
+        gain = 0.5 * float((double(step) * double(gradient)).sum())
         if not math.isfinite(gain):
             raise ValueError(
                 "the gradient of the log density is not finite at the weights, so that there is no "
@@ -93,12 +94,12 @@ def log_joint(
     with evaluation_mode(guide.program_modules):
         for number, (batches, factor) in enumerate(guide.passes):
             statements = FactorStatements(batches.ranks, earlier=number > 0)
-            part = torch.zeros((), dtype=torch.float64, device=vector.device)
+            part = torch.zeros((), dtype=torch.float64, device=double_device(vector.device))
             for args, kwargs in batches.part():
                 run = record(guide.program_model, values, args, kwargs, draw=sum_out_discrete)
                 statements.read(run, hyperprior_names)
                 for site in (*run.observed.values(), *statements.new):
-                    part = part + site.batch_log_prob().double()
+                    part = part + double(site.batch_log_prob())
                 prior = float(log_prior(run, leaves, layout)) if math.isnan(prior) else prior
             batches.add_up(part)
             total += factor * float(part)
@@ -148,11 +149,11 @@ def _newton(guide: "LaplaceGuide", gradients: Tensor) -> tuple[Tensor, Tensor]:
     precision: Any = guide.precision
     if guide.curvature.is_sampled:  # the covariance of its samples, which takes no pass
         draws = precision.samples
-        along = draws.double() @ gradients.double().mT
-        steps = (along.mT @ draws.double()).to(gradients) / len(draws)
+        along = double(draws) @ double(gradients).mT
+        steps = (along.mT @ double(draws)).to(gradients) / len(draws)
         return steps, along.mT @ along / len(draws)
     steps = torch.stack([guide.newton_step(gradient) for gradient in gradients])
-    return steps, gradients.double() @ steps.double().mT
+    return steps, double(gradients) @ double(steps).mT
 
 
 def _gain_along(

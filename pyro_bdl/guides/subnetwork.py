@@ -27,6 +27,7 @@ from pyro_bdl.program.gaussian_prior import StoredPrecision
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.utils import bibliography
+from pyro_bdl.utils.precision import double
 
 _SHARE, _MOST = 0.1, 1000  # the default size
 
@@ -198,7 +199,7 @@ class SubsetNormal(JointGuide, NormalGuide):
         return self.subset.put(self.fixed, self.parameter("loc"))
 
     def stored_precision(self) -> StoredPrecision:
-        inverse = torch.cholesky_inverse(self.parameter("scale_tril").detach().double())
+        inverse = torch.cholesky_inverse(double(self.parameter("scale_tril").detach()))
         return StoredPrecision(FullPrecision, inverse)
 
 

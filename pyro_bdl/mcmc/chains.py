@@ -10,6 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_bdl.errors import warn
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.progress import hidden
 
 _ENOUGH = 10  # draws needed to judge chains
@@ -91,7 +92,7 @@ def warn_of_energy_variance(chains: Chains, target: float, adapted: bool) -> Non
 
     :param adapted: whether the warm-up adapted the step size.
     """
-    reached = float(chains.stats["energy_variance"].double().mean())
+    reached = float(double(chains.stats["energy_variance"]).mean())
     walls = bool(chains.stats["diverging"].any())  # which shorten the step size
     message = f"the energy variance is {reached:.2g}, {reached / target:.2g} times its target "
     if reached > _BIASED * target:
@@ -118,9 +119,9 @@ def warn_of_stuck_chains(chains: Chains) -> None:
     """
     if chains.vectors.shape[1] < _ENOUGH:
         return
-    length = (chains.stats["step_size"] * chains.stats["num_steps"]).double().median(1).values
+    length = double(chains.stats["step_size"] * chains.stats["num_steps"]).median(1).values
     energy = chains.stats["potential_energy"]
-    rests = (energy == energy[:, :1]).all(1)
+    rests = (energy == energy[:, :1]).all(1).to(length.device)
     stuck = ((length < _SHORTEST) | rests).nonzero().flatten().tolist()
     if not stuck:
         return

@@ -2,7 +2,8 @@
 
 ``draws`` are draws of a prediction, shape (S, N, ...): S draws at N test points. ``probabilities``
 are predictive class probabilities, the mean over the draws, shape (N, C). Every function computes
-on the device of its tensors, in float64, and returns a scalar tensor unless it says otherwise.
+in float64 on the device of its tensors, or on the CPU where that device has no float64, and returns
+a scalar tensor unless it says otherwise.
 """
 
 from pyro_bdl.metrics.calibration import (

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.utils.memory import bytes_at_once
+from pyro_bdl.utils.precision import double, double_device
 
 _BLOCK = 2**25  # bytes processed at once; a metric needs a few times that for temporaries
 
@@ -21,7 +22,7 @@ def blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
 def double_blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
     """Yield ``blocks`` in float64."""
     for parts in blocks(*tensors):
-        yield [part.double() for part in parts]
+        yield [double(part) for part in parts]
 
 
 def mean_of_draws(draws: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ def same_functions(a: Tensor, b: Tensor) -> None:
 
 
 def checked_labels(probabilities: Tensor, y: Tensor) -> Tensor:
-    """y as class indices ``(N,)``.
+    """y as class indices ``(N,)``, where probabilities are float64.
 
     :raises ValueError: if the shapes do not fit, there is no point, or a label is not in 0 ... C -
         1.
@@ -85,4 +86,4 @@ def checked_labels(probabilities: Tensor, y: Tensor) -> Tensor:
             f"y must hold class indices from 0 to {classes - 1}, but holds values from "
             f"{int(labels.min())} to {int(labels.max())}"
         )
-    return labels
+    return labels.to(double_device(labels.device))

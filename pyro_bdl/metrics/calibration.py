@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pyro_bdl.diagnostics.rank import sort
 from pyro_bdl.metrics.blocks import blocks, checked_labels, same_points
+from pyro_bdl.utils.precision import double, double_device
 
 
 def interval_coverage(
@@ -72,11 +73,11 @@ def coverage_range(draws: Tensor, *, level: float = 0.9, probability: float = 0.
         if not 0 <= value <= 1:
             raise ValueError(f"{name} must lie between 0 and 1, but is {value}")
     size, points = draws.shape[0], draws[0].numel()
-    total = torch.zeros(size, dtype=torch.float64, device=draws.device)
+    total = torch.zeros(size, dtype=torch.float64, device=double_device(draws.device))
     for (part,) in blocks(draws):
         ordered = sort(part)
-        start = torch.searchsorted(ordered, part).double() / size
-        stop = torch.searchsorted(ordered, part, right=True).double() / size
+        start = double(torch.searchsorted(ordered, part)) / size
+        stop = double(torch.searchsorted(ordered, part, right=True)) / size
         total += _inside(start, stop, level).sum(0)
     ends = total.new_tensor([(1 - probability) / 2, (1 + probability) / 2])
     return (total / points).quantile(ends)
@@ -99,10 +100,10 @@ def reliability(
     """
     _check_bins(bins)
     labels = checked_labels(probabilities, y)
-    confidence, predicted = probabilities.double().max(-1)
+    confidence, predicted = double(probabilities).max(-1)
     index = ((confidence * bins).ceil().long() - 1).clamp(0, bins - 1)
-    right = (predicted == labels).double()
-    sums = torch.zeros(3, bins, dtype=torch.float64, device=probabilities.device)
+    right = double(predicted == labels)
+    sums = confidence.new_zeros(3, bins)
     sums.index_add_(1, index, torch.stack([confidence, right, torch.ones_like(right)]))
     return sums[0] / sums[2], sums[1] / sums[2], sums[2] / labels.numel()
 
@@ -118,7 +119,7 @@ def mean_confidence(probabilities: Tensor, *, pointwise: bool = False) -> Tensor
 
     Source: Guo et al. (2017), On calibration of modern neural networks, section 2.
     """
-    confidence = probabilities.double().amax(-1)
+    confidence = double(probabilities).amax(-1)
     return confidence if pointwise else confidence.mean()
 
 
@@ -159,9 +160,9 @@ def adaptive_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 
     """
     _check_bins(bins)
     labels = checked_labels(probabilities, y)
-    confidence, predicted = probabilities.double().max(-1)
+    confidence, predicted = double(probabilities).max(-1)
     order = confidence.argsort(stable=True)
-    error = ((predicted == labels).double() - confidence)[order]
+    error = (double(predicted == labels) - confidence)[order]
     parts = error.tensor_split(min(bins, len(error)))
     return torch.stack([part.sum().abs() for part in parts]).sum() / len(error)
 
@@ -206,9 +207,9 @@ def uniformity(values: Tensor) -> Tensor:
     """
     if not values.numel():
         raise ValueError("uniformity needs at least one value")
-    ordered = sort(values.detach().double().flatten())
+    ordered = sort(double(values.detach()).flatten())
     n = len(ordered)
-    above = torch.arange(1, n + 1, dtype=torch.float64, device=ordered.device) / n
+    above = torch.arange(1, n + 1, dtype=ordered.dtype, device=ordered.device) / n
     return torch.maximum((above - ordered).max(), (ordered - above + 1 / n).max())
 
 
@@ -231,7 +232,7 @@ def _stretches(
     size, end = len(draws), y if upper is None else upper
     some = [draws, y[None], end[None], *([] if log_weights is None else [log_weights])]
     for part, target, last, *weights in blocks(*some):
-        counts = size * weights[0].double().exp() if weights else 1
-        below.append(((part < target) * counts).sum(-1).double())
-        up_to.append(((part <= last) * counts).sum(-1).double())
+        counts = size * double(weights[0]).exp() if weights else 1
+        below.append(double(((part < target) * counts).sum(-1)))
+        up_to.append(double(((part <= last) * counts).sum(-1)))
     return torch.cat(below) / (size + 1), (torch.cat(up_to) + 1) / (size + 1)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_bdl.diagnostics.rank import sort
 from pyro_bdl.metrics.blocks import double_blocks, same_functions
+from pyro_bdl.utils.precision import double, double_device
 
 
 def mean_error(a: Tensor, b: Tensor) -> Tensor:
@@ -75,7 +76,8 @@ def wasserstein1_by_chance(draws: Tensor, *sizes: float) -> float:
     Source: del Barrio, Gine, Matran (1999), Central limit theorems for the Wasserstein distance
     between the empirical and the true distributions, theorem 1.1.
     """
-    levels = torch.arange(1, len(draws), dtype=torch.float64, device=draws.device) / len(draws)
+    device = double_device(draws.device)
+    levels = torch.arange(1, len(draws), dtype=torch.float64, device=device) / len(draws)
     weights = (levels * (1 - levels)).sqrt()
     spread = torch.cat([sort(p).diff(dim=-1) @ weights for (p,) in double_blocks(draws)]).mean()
     return float(spread) * math.sqrt(2 / math.pi * sum(1 / size for size in sizes))
@@ -107,10 +109,11 @@ def _quantile_gaps(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     same_functions(a, b)
     m, n = a.shape[0], b.shape[0]
     # Both are constant between these points, which are in units of 1 / (m n).
+    device = double_device(a.device)
     steps = torch.cat(
-        [torch.arange(m + 1, device=a.device) * n, torch.arange(n + 1, device=a.device) * m]
+        [torch.arange(m + 1, device=device) * n, torch.arange(n + 1, device=device) * m]
     ).unique()
-    start, width = steps[:-1], steps.diff().double() / (m * n)
+    start, width = steps[:-1], double(steps.diff()) / (m * n)
     for p, q in double_blocks(a, b):
         yield sort(p)[:, start // n] - sort(q)[:, start // m], width
 

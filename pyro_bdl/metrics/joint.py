@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.metrics.blocks import same_functions
+from pyro_bdl.utils.precision import double
 
 
 def energy_distance(a: Tensor, b: Tensor, groups: int | None = None) -> Tensor:
@@ -61,12 +62,9 @@ def mmd(
 
     Source: Gretton et al. (2012), A kernel two-sample test, lemma 6.
     """
-    scale = torch.as_tensor(
-        median_distance(b) if length_scale is None else length_scale, device=a.device
-    )
+    scale = float(median_distance(b) if length_scale is None else length_scale)
     if not scale > 0:
-        raise ValueError(f"length_scale must be positive, got {float(scale):g}")
-    scale = scale.to(a.device, torch.float64)
+        raise ValueError(f"length_scale must be positive, got {scale:g}")
     return _contrast(lambda d: (-(d / scale).square() / 2).exp(), a, b, groups)
 
 
@@ -121,5 +119,5 @@ def _means(values: Tensor, first: Tensor, second: Tensor, groups: int) -> Tensor
 def _vectors(draws: Tensor, origin: Tensor) -> Tensor:
     """Draws as vectors ``(S, N)`` in float64, scaled so that their Euclidean norm is the root mean
     square."""
-    flat = (draws.detach() - origin.detach()).double().reshape(len(draws), -1)
+    flat = double(draws.detach() - origin.detach()).reshape(len(draws), -1)
     return flat / flat.shape[1] ** 0.5

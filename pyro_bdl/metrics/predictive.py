@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.metrics.blocks import mean_of_draws, same_functions, same_shape
+from pyro_bdl.utils.precision import double
 
 
 def agreement(a: Tensor, b: Tensor) -> Tensor:
@@ -18,7 +19,7 @@ def agreement(a: Tensor, b: Tensor) -> Tensor:
     """
     same_functions(a, b)
     p, q = mean_of_draws(a), mean_of_draws(b)
-    return (p.argmax(-1) == q.argmax(-1)).double().mean()
+    return double(p.argmax(-1) == q.argmax(-1)).mean()
 
 
 def total_variation(a: Tensor, b: Tensor) -> Tensor:
@@ -73,5 +74,5 @@ def gaussian_kl(a_mean: Tensor, a_variance: Tensor, b_mean: Tensor, b_variance: 
     same_shape("a_mean", a_mean, "a_variance", a_variance)
     same_shape("b_mean", b_mean, "b_variance", b_variance)
     same_shape("a_mean", a_mean, "b_mean", b_mean)
-    m_a, v_a, m_b, v_b = (t.double() for t in (a_mean, a_variance, b_mean, b_variance))
+    m_a, v_a, m_b, v_b = (double(t) for t in (a_mean, a_variance, b_mean, b_variance))
     return ((v_b + (m_a - m_b).square()) / v_a - 1 + (v_a / v_b).log()).mean() / 2

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pyro_bdl.diagnostics.rank import sort
 from pyro_bdl.metrics.blocks import blocks, checked_labels, same_points, same_shape
+from pyro_bdl.utils.precision import double, double_device
 
 
 def rmse(mean: Tensor, y: Tensor) -> Tensor:
@@ -28,7 +29,7 @@ def squared_error(mean: Tensor, y: Tensor) -> Tensor:
     :raises ValueError: if the shapes differ.
     """
     same_shape("mean", mean, "y", y)
-    return (mean.double() - y.double()).square()
+    return (double(mean) - double(y)).square()
 
 
 def accuracy(probabilities: Tensor, y: Tensor, *, pointwise: bool = False) -> Tensor:
@@ -40,7 +41,7 @@ def accuracy(probabilities: Tensor, y: Tensor, *, pointwise: bool = False) -> Te
     :raises ValueError: if the shapes do not fit, or a label is not in 0 ... C - 1.
     """
     labels = checked_labels(probabilities, y)
-    return _mean((probabilities.argmax(-1) == labels).double(), pointwise)
+    return _mean(double(probabilities.argmax(-1).to(labels.device) == labels), pointwise)
 
 
 def negative_log_predictive_density(log_likelihood: Tensor, *, pointwise: bool = False) -> Tensor:
@@ -63,7 +64,7 @@ def log_predictive_density(log_likelihood: Tensor) -> Tensor:
     :raises ValueError: if it does not have two axes.
     """
     _check_density(log_likelihood)
-    sums = [part.double().logsumexp(-1) for (part,) in blocks(log_likelihood)]
+    sums = [double(part).logsumexp(-1) for (part,) in blocks(log_likelihood)]
     return torch.cat(sums) - math.log(log_likelihood.shape[0])
 
 
@@ -81,7 +82,7 @@ def expected_negative_log_likelihood(log_likelihood: Tensor, *, pointwise: bool 
     neural networks, section 5.
     """
     _check_density(log_likelihood)
-    return _mean(-log_likelihood.double().mean(0), pointwise)
+    return _mean(-double(log_likelihood).mean(0), pointwise)
 
 
 def gaussian_nlpd(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ def gaussian_nlpd(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
     eq. 25.
     """
     same_shape("mean", mean, "variance", variance)
-    v = variance.double()
+    v = double(variance)
     return ((2 * math.pi * v).log() + squared_error(mean, y) / v) / 2
 
 
@@ -117,7 +118,7 @@ def effective_draws(log_likelihood: Tensor) -> Tensor:
     """
     found = []
     for (part,) in blocks(log_likelihood):
-        log_p = part.double()
+        log_p = double(part)
         found.append((2 * log_p.logsumexp(-1) - (2 * log_p).logsumexp(-1)).exp())
     return torch.cat(found)
 
@@ -145,11 +146,12 @@ def crps(draws: Tensor, y: Tensor, *, pointwise: bool = False) -> Tensor:
     size = draws.shape[0]
     if size < 2:
         raise ValueError("crps needs at least 2 draws, but draws has 1: draw more")
-    weight = torch.arange(1 - size, size, 2, dtype=torch.float64, device=draws.device)
+    device = double_device(draws.device)
+    weight = torch.arange(1 - size, size, 2, dtype=torch.float64, device=device)
     scores = []
     for part, target in blocks(draws, y[None]):
-        ordered = sort(part.double())
-        error = (ordered - target.double()).abs().mean(-1)
+        ordered = sort(double(part))
+        error = (ordered - double(target)).abs().mean(-1)
         scores.append(error - ordered @ weight / (size * (size - 1)))
     return _mean(torch.cat(scores).reshape(y.shape), pointwise)
 
@@ -166,7 +168,7 @@ def brier(probabilities: Tensor, y: Tensor, *, pointwise: bool = False) -> Tenso
     """
     labels = checked_labels(probabilities, y)
     observed = torch.nn.functional.one_hot(labels, probabilities.shape[-1])
-    return _mean((probabilities.double() - observed).square().sum(-1), pointwise)
+    return _mean((double(probabilities) - observed).square().sum(-1), pointwise)
 
 
 def ranked_probability_score(
@@ -185,7 +187,7 @@ def ranked_probability_score(
     """
     labels = checked_labels(probabilities, y)
     observed = torch.nn.functional.one_hot(labels, probabilities.shape[-1])
-    gaps = (probabilities.double() - observed).cumsum(-1)[..., :-1]
+    gaps = (double(probabilities) - observed).cumsum(-1)[..., :-1]
     return _mean(gaps.square().sum(-1), pointwise)
 
 

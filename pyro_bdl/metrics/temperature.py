@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_bdl.metrics.blocks import checked_labels
 from pyro_bdl.metrics.scores import gaussian_nlpd, squared_error
+from pyro_bdl.utils.precision import double, double_device
 
 _COLDEST, _HOTTEST = 0.01, 100.0  # of classes, whose likelihood may have no maximum
 _LEAST = -1e6  # nats, of a class whose probability is zero
@@ -17,7 +18,7 @@ _LEAST = -1e6  # nats, of a class whose probability is zero
 
 def tempered(probabilities: Tensor, temperature: float) -> Tensor:
     """Class probabilities ``(..., C)`` to the power 1 / T, normalized; in float64."""
-    return (probabilities.double().log().clamp_min(_LEAST) / temperature).softmax(-1)
+    return (double(probabilities).log().clamp_min(_LEAST) / temperature).softmax(-1)
 
 
 def best_temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> tuple[float, float]:
@@ -35,9 +36,9 @@ def best_temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> tuple[
     Source: Guo et al. (2017), On calibration of modern neural networks, section 4.2.
     """
     if variance is not None:
-        ratios = (squared_error(mean, y) / variance.double()).reshape(len(y), -1).mean(1)
+        ratios = (squared_error(mean, y) / double(variance)).reshape(len(y), -1).mean(1)
         return float(ratios.mean()), float(ratios.std()) / len(y) ** 0.5
-    logs = mean.double().clamp_min(_LEAST)
+    logs = double(mean).clamp_min(_LEAST)
     observed = logs.gather(1, checked_labels(mean, y)[:, None])[:, 0]
 
     def slopes(inverse: float) -> Tensor:
@@ -69,6 +70,8 @@ def calibrated_nlpd(mean: Tensor, variance: Tensor | None, y: Tensor) -> Tensor:
     Source: Ashukha et al. (2020), Pitfalls of in-domain uncertainty estimation and ensembling in
     deep learning, section 3.
     """
+    mean, y = (value.to(double_device(value.device)) for value in (mean, y))
+    variance = None if variance is None else double(variance)
     order = torch.as_tensor(np.random.default_rng(0).permutation(len(y)), device=y.device)
     halves = order.tensor_split(2)
     parts = []
@@ -76,7 +79,7 @@ def calibrated_nlpd(mean: Tensor, variance: Tensor | None, y: Tensor) -> Tensor:
         rows = [None if part is None else part[fitted] for part in (mean, variance, y)]
         temperature, _ = best_temperature(*rows)  # type: ignore[arg-type]
         if variance is None:
-            logs = mean[scored].double().clamp_min(_LEAST) / temperature
+            logs = double(mean[scored]).clamp_min(_LEAST) / temperature
             parts.append(-logs.log_softmax(1).gather(1, y[scored].long()[:, None])[:, 0])
         else:
             parts.append(gaussian_nlpd(mean[scored], temperature * variance[scored], y[scored]))

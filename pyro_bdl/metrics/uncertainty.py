@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_bdl.diagnostics.rank import average_ranks, ordered
 from pyro_bdl.metrics.blocks import same_shape
+from pyro_bdl.utils.precision import double
 
 
 class Uncertainty(NamedTuple):
@@ -44,7 +45,7 @@ def entropy_parts(probabilities: Tensor) -> Uncertainty:
     Source: Houlsby et al. (2011), Bayesian active learning for classification; Depeweg et al.
     (2018), Decomposition of uncertainty in Bayesian deep learning, section 3.
     """
-    p = probabilities.detach().double()
+    p = double(probabilities.detach())
     aleatoric = _entropy(p).mean(0)
     # Rounding must not make the mutual information of a point mass negative.
     return Uncertainty(aleatoric, (_entropy(p.mean(0)) - aleatoric).clamp_min(0))
@@ -64,8 +65,8 @@ def variance_parts(mean: Tensor, noise: Tensor) -> Uncertainty:
     Source: the law of total variance; Depeweg et al. (2018), Decomposition of uncertainty in
     Bayesian deep learning, section 3.
     """
-    spread = (mean - mean[0]).detach().double().var(0, correction=0)
-    return Uncertainty(noise.detach().double().mean(0), spread)
+    spread = double((mean - mean[0]).detach()).var(0, correction=0)
+    return Uncertainty(double(noise.detach()).mean(0), spread)
 
 
 def auroc(score: Tensor, other: Tensor) -> Tensor:
@@ -150,19 +151,19 @@ def aurc(score: Tensor, error: Tensor) -> Tensor:
     if not score.numel():
         raise ValueError("aurc needs at least one point")
     if score.isnan().any():
-        return score.new_tensor(torch.nan, dtype=torch.float64)
-    _, group, sizes = score.detach().flatten().unique(return_inverse=True, return_counts=True)
-    sums = torch.zeros(len(sizes), dtype=torch.float64, device=score.device)
-    sums.index_add_(0, group, error.detach().double().flatten())
+        return double(score.new_tensor(torch.nan))
+    score, error = (double(value.detach()).flatten() for value in (score, error))
+    _, group, sizes = score.unique(return_inverse=True, return_counts=True)
+    sums = error.new_zeros(len(sizes)).index_add_(0, group, error)
     risks = (sums / sizes).repeat_interleave(sizes).cumsum(0)
-    return (risks / torch.arange(1, len(risks) + 1, device=score.device)).mean()
+    return (risks / torch.arange(1, len(risks) + 1, device=risks.device)).mean()
 
 
 def _both(name: str, score: Tensor, other: Tensor) -> tuple[Tensor, int]:
     """All scores in float64, and how many of them, the first, are at known inputs."""
     if not score.numel() or not other.numel():
         raise ValueError(f"{name} needs at least one score of each kind")
-    return torch.cat([part.detach().double().flatten() for part in (score, other)]), score.numel()
+    return torch.cat([double(part.detach()).flatten() for part in (score, other)]), score.numel()
 
 
 def _by_labels(name: str, function: Callable, score: Tensor, other: Tensor) -> Tensor:

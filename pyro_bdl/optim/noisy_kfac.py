@@ -13,6 +13,7 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.matrix_normal import AutoMatrixNormal
 from pyro_bdl.optim.base import Move, NaturalGradient
 from pyro_bdl.optim.vogn import GaussNewton_ELBO
+from pyro_bdl.utils.precision import double
 
 _ROUNDING = 1e-3  # relative rounding error of a change whose terms almost cancel
 
@@ -157,14 +158,14 @@ class NoisyKFAC(NaturalGradient):
         gradient = free.grad.tril()
         chain = torch.expm1(-diagonal).neg()  # of softplus on the diagonal
         gradient = gradient + torch.diag(gradient.diagonal() * (1 / chain - 1))
-        lower = (factor.mT @ gradient).double().tril() / weight
+        lower = double(factor.mT @ gradient).tril() / weight
         change = lower + lower.tril(-1).mT
         identity = torch.eye(len(change), dtype=change.dtype, device=change.device)
         self._check(bool((change.diagonal() < -1.0 - _ROUNDING).any()))
         root, failed = torch.linalg.cholesky_ex(identity + rate * change)
         self._check(bool(failed))
         inverse = torch.cholesky_inverse(root)
-        return (factor.double() @ torch.linalg.cholesky(inverse)).to(factor).tril()
+        return (double(factor) @ torch.linalg.cholesky(inverse)).to(factor).tril()
 
     def _check(self, failed: bool) -> None:
         if failed:

@@ -29,6 +29,7 @@ from pyro_bdl.plots.style import (
     panels,
     styles,
 )
+from pyro_bdl.utils.precision import double
 
 _MAX_POINTS = 400
 _LEVELS = (0.1, 0.5, 0.9)
@@ -235,7 +236,7 @@ def function_space(
 
 
 def _moments(values: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    flat = values.detach().flatten(1).double()
+    flat = double(values.detach().flatten(1))
     if flat.shape[1] > _MAX_POINTS:
         flat = flat[:, torch.linspace(0, flat.shape[1] - 1, _MAX_POINTS, device="cpu").long()]
     return array(flat.mean(0)), array(flat.std(0, correction=min(1, len(flat) - 1)))

@@ -36,6 +36,7 @@ from pyro_bdl.program.trace import Site
 from pyro_bdl.utils.autograd import wants_gradients
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import tree_map
 
@@ -293,7 +294,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 def _double_rows(outputs: LinearOutputs) -> Tensor:
     """The Jacobian as rows (n K, p), data before columns, in float64."""
-    return outputs.jacobian.rows().double().transpose(0, 1).flatten(0, 1)
+    return double(outputs.jacobian.rows()).transpose(0, 1).flatten(0, 1)
 
 
 # ------------------------------------------------------------------- functions of Gaussian outputs

@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import Tensor, nn
 
+from pyro_bdl.utils.precision import double
+
 NORMALIZATIONS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 _TOLERANCE = 1e-3  # the epsilon of a normalization lets sizes through
@@ -71,7 +73,7 @@ def _without_slope(
     """
 
     def at(names: Collection[str], factor: float) -> Tensor:
-        return torch.cat([value.flatten() for value in outputs(names, factor)]).double().cpu()
+        return double(torch.cat([value.flatten() for value in outputs(names, factor)])).cpu()
 
     size = at((), 1.0).norm()
     slopes = {

@@ -24,6 +24,7 @@ from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
 from pyro_bdl.program.vmap import RowMap, depends_on_row
 from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.trees import constants_of, tree_flatten
 
@@ -303,7 +304,7 @@ def check_repeated(first: Run, second: Run) -> None:
     found = difference(first, second)
     if found is not None:
         site, key, *values = found
-        one, two = (float(v.detach().double().sum()) for v in values)
+        one, two = (float(double(v.detach()).sum()) for v in values)
         raise UnsupportedProgramError(
             f"'{_shown(key)}' of the site '{site}' is {one:.6g} in one run and {two:.6g} in "
             "another at the same latents: the program uses random numbers or a counter besides "

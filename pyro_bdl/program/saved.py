@@ -18,6 +18,7 @@ from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import Run, leave_open, record
 from pyro_bdl.utils.module_state import Modules, device_of, evaluation_mode
 from pyro_bdl.utils.one_thread import OneThread
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.trees import tree_map_only
 
@@ -254,7 +255,7 @@ def _difference(saved: Any, here: Any, scale: Any, slack: float) -> str:
     :param scale: of the site's distribution, in which differences count.
     """
     first, second, size = (
-        torch.as_tensor(value, device="cpu").detach().double()
+        double(torch.as_tensor(value, device="cpu").detach())
         for value in (saved, torch.nan if here is None else here, scale)
     )
     units = first.abs().nan_to_num(0.0, 0.0, 0.0).max() + size.abs().max()

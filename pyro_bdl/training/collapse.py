@@ -18,6 +18,7 @@ from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
 from pyro_bdl.training.descent import counted
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import preserved_buffers
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import own_randomness
 
 _KL = 0.1  # nats per datum
@@ -180,7 +181,7 @@ def _densities(run: Run) -> Tensor | None:
         rows = []
         for shift in (0, *shifts):
             moved = site._replace(value=site.value.roll(shift, 0), mask=_rolled(site.mask, shift))
-            density = moved.unscaled_log_prob().double()
+            density = double(moved.unscaled_log_prob())
             rows.append(density.reshape(count, -1).sum(1).roll(-shift, 0))
         total = total + torch.stack(rows)
     return total

@@ -12,6 +12,7 @@ from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
 from pyro_bdl.program.batches import Batches, leading_size
 from pyro_bdl.training.descent import BATCH, Descent, Training, data_for, rows_of
 from pyro_bdl.utils.module_state import Modules, preserved_buffers, saved_buffers
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import whole_number
 
@@ -103,7 +104,7 @@ def collect_swag(
                     guide.collect()
                 except ValueError as error:
                     raise _TooHigh(f"diverged within {step} steps") from error
-                risen = torch.stack(descent.losses).double().sum().item() - step * start
+                risen = double(torch.stack(descent.losses)).sum().item() - step * start
                 if learning_rate is None and not risen / per_member <= steps * expected:
                     raise _TooHigh(f"left the maximum within {step} steps")
             set_rate(step)

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyro_bdl.utils.precision import double
+
 
 def writes_files() -> bool:
     """Return whether this process writes what all ranks have in common: rank 0, or the only one."""
@@ -152,7 +154,7 @@ def _difference(value: Tensor, reference: Tensor) -> float:
     """The largest difference; 0 if it is only rounding. Equal infinities and NaN differ by 0."""
     if not value.numel():
         return 0.0
-    value, reference = value.double(), reference.double()
+    value, reference = double(value), double(reference)
     finite = reference.where(reference.isfinite(), 0.0).abs()
     rounding = 1e-5 * float(finite.max())
     if torch.allclose(value, reference, rtol=0.0, atol=rounding, equal_nan=True):

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_bdl.utils.precision import double, working_dtype
+
 
 class Solution(NamedTuple):
     """The solutions of H x = b for S right-hand sides.
@@ -99,7 +101,7 @@ def lanczos_quadrature(solution: Solution, function: Callable[[Tensor], Tensor])
     found = []
     for sizes, ratios in zip(solution.sizes.mT, solution.ratios.mT, strict=True):
         count = int((sizes != 0).sum())
-        sizes, ratios = sizes[:count], ratios[:count]
+        sizes, ratios = double(sizes[:count]), double(ratios[:count])
         diagonal = 1.0 / sizes
         diagonal[1:] += ratios[:-1] / sizes[:-1]
         beside = ratios[:-1].sqrt() / sizes[:-1]
@@ -110,5 +112,6 @@ def lanczos_quadrature(solution: Solution, function: Callable[[Tensor], Tensor])
 
 
 def _dots(a: Tensor, b: Tensor) -> Tensor:
-    """Inner products of the rows, in float64."""
-    return torch.einsum("sp,sp->s", a.double(), b.double())
+    """Inner products of the rows, in the working dtype."""
+    dtype = working_dtype(a.device)
+    return torch.einsum("sp,sp->s", a.to(dtype), b.to(dtype))

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from pyro_bdl.errors import warn
 from pyro_bdl.utils.autograd import is_transformed
+from pyro_bdl.utils.precision import double
 
 _HALVED_FROM = 256
 _DOUBLE_UP_TO = 4096  # rows; larger matrices are summed and factorized in their own dtype
@@ -15,7 +16,7 @@ def widened(x: Tensor, size: int) -> Tensor:
 
     A sum in float32 fills a matrix's null space with 1e-7 of its largest eigenvalue.
     """
-    return x.double() if size <= _DOUBLE_UP_TO else x
+    return double(x) if size <= _DOUBLE_UP_TO else x
 
 
 def products(x: Tensor) -> Tensor:

@@ -4,10 +4,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from helpers import second_device
 
 from pyro_bdl import diagnostics as bdl
 from pyro_bdl import working_memory
 from pyro_bdl.diagnostics.blocks import map_blocks, split_chains
+from pyro_bdl.utils.precision import double_device
 
 NAMES = pytest.mark.parametrize("name", ["rhat", "ess", "mcse", "convergence", "psis", "loo"])
 pytestmark = pytest.mark.filterwarnings("ignore::pyro_bdl.errors.BdlWarning")
@@ -94,9 +96,10 @@ def test_same_on_another_device(name, decimals, device):
     x = torch.randn(4, 101, 20, dtype=torch.float64).round(decimals=decimals)
     x[0, 3, 4] = torch.nan
     x[1, 3, 5] = torch.inf
-    function = getattr(bdl, name)
-    for one, other in zip(leaves(function(x.to(device))), leaves(function(x)), strict=True):
-        assert one.device.type == device.type
+    there = second_device.moved(x, device)
+    x, function = there.cpu().double(), getattr(bdl, name)
+    for one, other in zip(leaves(function(there)), leaves(function(x)), strict=True):
+        assert one.device.type == double_device(device).type and one.dtype == torch.float64
         one = one.cpu()
         if name == "psis" and one.dim() > 1:  # which of equal ratios are in the tail is left open
             one, other = (value.flatten(0, 1).sort(0).values for value in (one, other))

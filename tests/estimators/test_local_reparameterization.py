@@ -1,9 +1,12 @@
 """Local reparameterization: a network's outputs, positions and gradients."""
 
+from functools import partial
+
 import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import second_device
 
 from pyro_bdl import handlers
 from pyro_bdl.estimators import local_reparameterization
@@ -81,8 +84,9 @@ def test_bad_positions():
 
 @pytest.mark.parametrize("estimator", [handlers.local_reparameterization, handlers.flipout])
 def test_on_another_device(layer, estimator, device):
-    made = layer(network, torch.tensor([0.7, -1.2], dtype=D).to(device), w=(3, 2), b=3, v=(2, 3))
-    made.q = {n: dist.Normal(q.loc.to(device), q.scale.to(device)) for n, q in made.q.items()}
+    moved = partial(second_device.moved, device=device)
+    made = layer(network, moved(torch.tensor([0.7, -1.2], dtype=D)), w=(3, 2), b=3, v=(2, 3))
+    made.q = {n: dist.Normal(moved(q.loc), moved(q.scale)) for n, q in made.q.items()}
     rows, plain = made.runs(estimator(), 10_000)[:, 0], made.plain(10_000)
     assert rows.device.type == device.type
     error = ((rows.var(0) + plain.var(0)) / 10_000).sqrt()

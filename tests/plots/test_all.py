@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import matplotlib
 import pytest
 import torch
+from helpers import second_device
 from matplotlib import pyplot
 
 from pyro_bdl import plots
@@ -66,7 +67,8 @@ def test_any_dtype_that_wants_gradients_and_matplotlib_is_left_alone():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_tensors_on_another_device(dtype, device):
-    assert all(map(_rendered, _figures(lambda values: values.to(device, dtype))))
+    figures = _figures(lambda values: second_device.moved(values.to(dtype), device))
+    assert all(map(_rendered, figures))
 
 
 def test_colors_are_the_same_in_every_figure(draws, line):

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from helpers import second_device
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
@@ -230,7 +231,8 @@ def test_an_ensemble_trains_at_once_as_one_by_one():
 
 def test_on_another_device(device):
     model, net, x, y = problem()
-    inputs, model, x, y = x, model.to(device), x.to(device), y.to(device)
+    model, x, y = (second_device.moved(value, device) for value in (model, x, y))
+    net, inputs = (net if x.dtype == torch.float64 else net.float()), x.cpu()
     guide = AutoMeanField(model, init_scale=0.3).prototype(x, y)
     draws = {name: value.detach() for name, value in guide.sample_latents(4).items()}
     samples = bdl.Samples({name: value[None] for name, value in draws.items()})

@@ -13,6 +13,7 @@ from pyro_bdl.comparison.observe import class_labels
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.guides.draws import latent_draws, samples_of_mcmc
 from pyro_bdl.program.samples import Samples
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def points(comparison: "Comparison", data: Dataset | None = None) -> dict[str, t
     if comparison.reference is None:
         return {}
     draws = _functions(comparison)[comparison.reference]
-    order = draws.flatten(1).double().std(0, correction=0).argsort(stable=True).cpu().numpy()
+    order = double(draws.flatten(1)).std(0, correction=0).argsort(stable=True).cpu().numpy()
     chosen = order[np.linspace(0, len(order) - 1, min(_POINTS, len(order))).round().astype(int)]
     titles = {}
     for place in chosen:

@@ -16,6 +16,7 @@ from pyro_bdl.program.linear_ops.last_layer import LastLayer
 from pyro_bdl.program.linear_ops.recognize import AffineOp, recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
 from pyro_bdl.program.trace import Site, sum_out_discrete
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.trees import tree_map
 
 
@@ -178,23 +179,23 @@ class InducingForward(Tracker):
         layer, parts = self.layers[site], [product.weight]
         if len(layer.sites) > 1 and product.bias is not None:
             parts.append(product.bias)
-        features = _features(op, product, with_one=len(parts) > 1).double()
-        loc = _matrix([part.loc for part in parts], product.groups).double()
-        scale = _matrix([part.scale for part in parts], product.groups).double()
+        features = double(_features(op, product, with_one=len(parts) > 1))
+        loc = double(_matrix([part.loc for part in parts], product.groups))
+        scale = double(_matrix([part.scale for part in parts], product.groups))
         shape = loc.shape
-        targets = self.targets[site].double().unflatten(1, shape[:2]).movedim(0, 1)
+        targets = double(self.targets[site]).unflatten(1, shape[:2]).movedim(0, 1)
         if not layer.is_shared:  # each output is a group
             features = features.repeat_interleave(shape[1], 0)
             loc, scale = (value.reshape(-1, 1, shape[2]) for value in (loc, scale))
             targets = targets.mT.reshape(-1, layer.rows, 1)
-        root = self.precisions[site].double().sqrt()[:, None]
+        root = double(self.precisions[site]).sqrt()[:, None]
         q = Conditional(root * features * scale[:, :1], root * (targets - features @ loc.mT))
         if self.given:
-            matrix = _matrix([part.value for part in parts], product.groups).double()
+            matrix = double(_matrix([part.value for part in parts], product.groups))
             b = ((matrix.view_as(loc) - loc) / scale).mT
             self.values |= {name: self.given[name] for name in layer.sites}
         else:
-            noise = self.noise[site].double()
+            noise = double(self.noise[site])
             first, last = noise.split(layer.noise)
             b = q.draw(first.view(len(loc), layer.columns, -1), last)
             matrix = (loc + scale * b.mT).view(shape).to(self.noise[site])

@@ -78,11 +78,20 @@ def named(name: str) -> Any:
     return field(default=name, init=False, repr=False)
 
 
+def beside(factor: Any, like: Tensor) -> Any:
+    """A number or tensor on the device of a matrix; one of both may be on the CPU, see
+    `precision`."""
+    elsewhere = isinstance(factor, Tensor) and factor.device != like.device
+    return factor.to(like) if elsewhere else factor
+
+
 Whitened = tuple[Any, Tensor | None]  # a block of a Jacobian, and weights of its entries
 
 
 def whole_rows(jacobian: Jacobian, values: Tensor) -> Whitened:
     """Rows (K, n, q) in other coordinates, as one block."""
+    if values.device != jacobian.like.device:  # from the CPU, where they were float64
+        values = values.to(jacobian.like)
     return DenseBlock(BlockPosition(("", 0), slice(0, jacobian.size)), values), None
 
 

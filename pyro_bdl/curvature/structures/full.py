@@ -21,12 +21,14 @@ from pyro_bdl.curvature.structures.base import (
     Precision,
     Structure,
     Whitened,
+    beside,
     named,
     whole_rows,
 )
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.linear_algebra import add_products, cholesky, products, widened
+from pyro_bdl.utils.precision import double
 
 _EIGENVALUES_UP_TO = 2048  # latents
 _ROUNDING = 1e-6  # of eigenvalues, relative to the largest
@@ -84,13 +86,13 @@ class FullCurvature(Curvature):
     def spectra(self, groups: Sequence[Mapping[str, slice]]) -> list[Tensor] | None:
         if len(groups) > 1 or self.size > _EIGENVALUES_UP_TO:
             return None
-        values = torch.linalg.eigvalsh(self.matrix.double())
+        values = torch.linalg.eigvalsh(double(self.matrix))
         is_psd = bool(values[0] >= -_ROUNDING * values[-1].abs())  # a Hessian may be indefinite
         return [values.clamp(min=0.0).to(self.matrix)] if is_psd else None
 
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> "FullPrecision":
-        matrix = prior.added_to(self.matrix * factor)
-        return FullPrecision(matrix, dtype=prior.diagonal.dtype)
+        matrix = prior.added_to(self.matrix * beside(factor, self.matrix))
+        return FullPrecision(matrix, like=prior.diagonal)
 
 
 @dataclass(frozen=True)
@@ -164,36 +166,36 @@ def _column(block: Block, number: int) -> Block:
 class FullPrecision(Precision):
     """A dense precision matrix (p, p), stored as its Cholesky factor.
 
-    :param dtype: of the results; by default the matrix's.
+    :param like: a tensor of the dtype and device of the results; by default the matrix.
     """
 
     dense = True
 
-    def __init__(self, matrix: Tensor, *, dtype: torch.dtype | None = None) -> None:
-        self.size, self.dtype = len(matrix), dtype or matrix.dtype
+    def __init__(self, matrix: Tensor, *, like: Tensor | None = None) -> None:
+        self.size, self._like = len(matrix), matrix.new_empty(0) if like is None else like
         self.factor = cholesky(matrix, "the posterior precision")
         self._matrix = matrix if matrix.requires_grad else None
 
     def logdet(self) -> Tensor:
         if self._matrix is None:
-            return _log_determinant(self.factor).to(self.dtype)
+            return _log_determinant(self.factor).to(self._like)
         found: Tensor = _LogDeterminant.apply(self._matrix, self.factor)
-        return found.to(self.dtype)
+        return found.to(self._like)
 
     def sample(self, num_samples: int) -> Tensor:
         like = self.factor
         noise = torch.randn(self.size, num_samples, dtype=like.dtype, device=like.device)
-        return torch.linalg.solve_triangular(like.mT, noise, upper=True).mT.to(self.dtype)
+        return torch.linalg.solve_triangular(like.mT, noise, upper=True).mT.to(self._like)
 
     def quadratic(self, x: Tensor) -> Tensor:
-        return (x.to(self.factor) @ self.factor).square().sum(-1).to(self.dtype)
+        return (x.to(self.factor) @ self.factor).square().sum(-1).to(self._like)
 
     def solve(self, x: Tensor) -> Tensor:
         columns = x.to(self.factor).reshape(-1, self.size).mT
-        return torch.cholesky_solve(columns, self.factor).mT.reshape(x.shape).to(self.dtype)
+        return torch.cholesky_solve(columns, self.factor).mT.reshape(x.shape).to(self._like)
 
     def variances(self) -> Tensor:
-        return torch.cholesky_inverse(self.factor).diagonal().to(self.dtype)
+        return torch.cholesky_inverse(self.factor).diagonal().to(self._like)
 
     def whitened(self, jacobian: Jacobian) -> list[Whitened]:
         columns = jacobian.rows().to(self.factor).flatten(0, 1).mT

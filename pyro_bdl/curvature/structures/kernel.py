@@ -26,6 +26,7 @@ from pyro_bdl.curvature.structures.base import (
     Precision,
     Structure,
     Whitened,
+    beside,
     named,
     resize_buffers,
     whole_rows,
@@ -35,6 +36,7 @@ from pyro_bdl.distributions.low_rank_normal import DiagonalPlusLowRank
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils import bibliography
+from pyro_bdl.utils.precision import double, double_device
 
 
 class KernelCurvature(Curvature):
@@ -75,14 +77,15 @@ class KernelCurvature(Curvature):
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> Precision:
         """Return factor times this curvature, plus the prior's; as a matrix (p, p) if R >= p."""
         if len(self.rows) >= self.size:
-            rows = self.rows.double()
-            matrix = prior.added_to(rows.mT @ rows * factor)
-            return FullPrecision(matrix, dtype=prior.diagonal.dtype)
+            rows = double(self.rows)
+            matrix = prior.added_to(rows.mT @ rows * beside(factor, rows))
+            return FullPrecision(matrix, like=prior.diagonal)
         root = prior.root(self.parts, 'structure="kernel"')
         gram = None
         if root.indices is None and prior.uniform.keys() >= self.parts.keys():
-            gram = self._kernel(prior.uniform) * factor
-        return KernelPrecision(self.rows, factor, root, gram, dtype=prior.diagonal.dtype)
+            gram = self._kernel(prior.uniform)
+            gram = gram * beside(factor, gram)
+        return KernelPrecision(self.rows, factor, root, gram, like=prior.diagonal)
 
     def _kernel(self, precisions: Mapping[str, Tensor]) -> Tensor:
         """W' Lambda^-1 W (R, R) under one precision a site, from the kernels of the sites.
@@ -93,9 +96,9 @@ class KernelCurvature(Curvature):
             with torch.no_grad():
                 found = {name: _gram(self.rows[:, part]) for name, part in self.parts.items()}
             self._kernels = self.rows, found
-        total = self.rows.new_zeros(len(self.rows), len(self.rows), dtype=torch.float64)
+        total = double(self.rows.new_zeros(len(self.rows), len(self.rows)))
         for name, kernel in self._kernels[1].items():
-            total = total + kernel / precisions[name].double()
+            total = total + kernel / double(precisions[name])
         return total
 
 
@@ -121,7 +124,7 @@ class KernelPrecision(Precision):
     :param factor: a factor of W W'.
     :param root: R_0.
     :param gram: F' F, (R, R), where it is known.
-    :param dtype: of the results.
+    :param like: a tensor of the dtype and device of the results.
     """
 
     def __init__(
@@ -131,24 +134,24 @@ class KernelPrecision(Precision):
         root: PriorPrecision,
         gram: Tensor | None = None,
         *,
-        dtype: torch.dtype,
+        like: Tensor,
     ) -> None:
-        self.size, self.dtype, self.root = rows.shape[1], dtype, root
-        weight = torch.as_tensor(factor, dtype=torch.float64, device=rows.device)
+        self.size, self._like, self.root = rows.shape[1], like, root
+        weight = torch.as_tensor(factor, dtype=torch.float64, device=double_device(rows.device))
         self.matrix = _WhitenedRows(rows, weight, root, gram)
 
     def logdet(self) -> Tensor:
-        return (self.root.log_det() + self.matrix.log_det()).to(self.dtype)
+        return (self.root.log_det() + self.matrix.log_det()).to(self._like)
 
     def sample(self, num_samples: int) -> Tensor:
-        return self.root.solve_transposed(self.matrix.sample_inverse(num_samples)).to(self.dtype)
+        return self.root.solve_transposed(self.matrix.sample_inverse(num_samples)).to(self._like)
 
     def quadratic(self, x: Tensor) -> Tensor:
-        return self.matrix.quadratic(self.root.rmatvec(x.double())).to(self.dtype)
+        return self.matrix.quadratic(self.root.rmatvec(double(x))).to(self._like)
 
     def solve(self, x: Tensor) -> Tensor:
-        inner = self.matrix.solve(self.root.solve(x.double()))
-        return self.root.solve_transposed(inner).to(self.dtype)
+        inner = self.matrix.solve(self.root.solve(double(x)))
+        return self.root.solve_transposed(inner).to(self._like)
 
     def variances(self) -> Tensor:
         root, indices = self.root, self.root.indices
@@ -157,10 +160,10 @@ class KernelPrecision(Precision):
             units = root.diagonal.new_zeros(len(indices), self.size)
             inside = self.matrix.inverse_root(root.solve(units.scatter_(1, indices[:, None], 1.0)))
             found = found.index_copy(0, indices, inside.square().sum(-1))
-        return found.to(self.dtype)
+        return found.to(self._like)
 
     def whitened(self, jacobian: Jacobian) -> list[Whitened]:
-        rows = self.root.solve(jacobian.rows().double())
+        rows = self.root.solve(double(jacobian.rows()))
         return [whole_rows(jacobian, self.matrix.inverse_root(rows))]
 
 
@@ -176,7 +179,7 @@ class _WhitenedRows(DiagonalPlusLowRank):
 
     @cached_property
     def factor(self) -> Tensor:  # type: ignore[override]
-        return self._prior.solve(self._rows.double()).mul(self._weight.sqrt()).mT
+        return self._prior.solve(double(self._rows)).mul(self._weight.sqrt()).mT
 
     @cached_property
     def columns(self) -> Tensor:
@@ -189,5 +192,5 @@ class _WhitenedRows(DiagonalPlusLowRank):
 
 def _gram(rows: Tensor) -> Tensor:
     """Return rows rows', (R, R), in float64."""
-    rows = rows.double()
+    rows = double(rows)
     return rows @ rows.mT

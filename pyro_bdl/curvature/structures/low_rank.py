@@ -16,6 +16,7 @@ from pyro_bdl.curvature.structures.base import Curvature, Structure, named
 from pyro_bdl.curvature.structures.kernel import KernelPrecision
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils import bibliography
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.validation import whole_number
 
 _OVERSAMPLING = 10
@@ -39,7 +40,7 @@ class LowRankCurvature(Curvature):
         super().__init__()
         size, self.parts = subset.size, subset.parts
         self.size, self.rank = size, min(rank, size)
-        like = like.double()
+        like = double(like)
         self.register_buffer("vectors", like.new_zeros(size, self.rank))
         self.register_buffer("values", like.new_zeros(self.rank))
         width = min(size, self.rank + _OVERSAMPLING)
@@ -91,7 +92,7 @@ class LowRankCurvature(Curvature):
         """Return factor times this curvature, plus the prior's diagonal."""
         root = PriorPrecision(prior.diagonal).root(self.parts, 'structure="low_rank"')
         rows = (self.vectors * self.values.sqrt()).mT
-        return KernelPrecision(rows, factor, root, dtype=prior.diagonal.dtype)
+        return KernelPrecision(rows, factor, root, like=prior.diagonal)
 
 
 @dataclass(frozen=True)

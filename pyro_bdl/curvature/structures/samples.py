@@ -29,6 +29,7 @@ from pyro_bdl.curvature.structures.base import (
     Precision,
     Structure,
     Whitened,
+    beside,
     named,
     whole_rows,
 )
@@ -36,6 +37,7 @@ from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.conjugate_gradients import conjugate_gradients, lanczos_quadrature
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.validation import whole_number
 
 # right-hand sides of some numbers (S, p), and their norms (S,)
@@ -189,9 +191,8 @@ class SamplesPrecision(Precision):
         self._leaves = prior.diagonal, prior.dense, factor
         dense = None if prior.dense is None else prior.dense.detach()
         self.prior = PriorPrecision(prior.diagonal.detach(), prior.indices, dense, uniform={})
-        self.factor = (
-            torch.as_tensor(factor, device=curvature.values.device).detach().to(curvature.values)
-        )
+        values = curvature.values
+        self.factor = torch.as_tensor(factor, dtype=values.dtype, device=values.device).detach()
         self.root = self.prior.root(curvature.parts, 'structure="samples"')
         self.diagonal = self.factor * curvature.values + self.prior.diagonal.to(curvature.values)
 
@@ -212,7 +213,7 @@ class SamplesPrecision(Precision):
     def _prior_draws(self, part: range) -> Tensor:
         """w_0 of some samples."""
         noise = torch.stack([self.curvature.prior_noise(number) for number in part])
-        return self.root.solve_transposed(noise.double()).to(self.diagonal)
+        return self.root.solve_transposed(double(noise)).to(self.diagonal)
 
     def _targets(self, part: range, products: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """J' F^1/2 e - G w_0 of some samples, and sqrt(p), so that errors are in units of the
@@ -222,7 +223,7 @@ class SamplesPrecision(Precision):
         return right, right.new_full((len(part),), self.size**0.5)
 
     def _times_prior(self, x: Tensor) -> Tensor:
-        return self.root.times(self.root.rmatvec(x.double())).to(x)
+        return self.root.times(self.root.rmatvec(double(x))).to(x)
 
     def _times(self, products: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """The precision times vectors (S, p)."""
@@ -245,7 +246,7 @@ class SamplesPrecision(Precision):
 
     def _over_prior(self, x: Tensor) -> Tensor:
         """Lambda^-1 x for x (S, p), the preconditioner."""
-        return self.root.solve_transposed(self.root.solve(x.double())).to(x)
+        return self.root.solve_transposed(self.root.solve(double(x))).to(x)
 
     def _solved(self, right: _RightSides, start: Tensor) -> Tensor:
         """precision^-1 b for the vectors b of some numbers, (S, p)."""
@@ -283,7 +284,7 @@ class SamplesPrecision(Precision):
             signs = torch.stack([self.curvature.probe(number) for number in part])
             solution = conjugate_gradients(
                 partial(self._times, products),
-                self.root.times(signs.double()).to(signs),
+                self.root.times(double(signs)).to(signs),
                 self._over_prior,
                 self.diagonal,
                 limit=self.curvature.tolerance * self.size**0.5,
@@ -296,6 +297,7 @@ class SamplesPrecision(Precision):
     def logdet(self) -> Tensor:
         value, prior = self._log_determinant().to(self.diagonal), self.prior
         diagonal, dense, factor = self._leaves
+        factor = beside(factor, self.diagonal)
         variances = self.variances().to(prior.diagonal)
         slope, inside = variances * diagonal, variances * prior.diagonal  # of C Lambda
         if prior.indices is not None and prior.dense is not None:
@@ -356,7 +358,8 @@ class SamplesPrecision(Precision):
         found = (scale.square() * ours + slope.square() * (1.0 - prior)) / scale.square()
         if self.root.indices is None:
             return found
-        return found.index_copy(0, self.root.indices, ours[self.root.indices])
+        indices = self.root.indices.to(found.device)
+        return found.index_copy(0, indices, ours[indices])
 
     def variances(self) -> Tensor:
         return self._variances

@@ -2,7 +2,8 @@
 //
 // A tensor here says that it is on another device, and an operator that gets tensors of both devices
 // raises, as on a GPU. All arithmetic is done by the CPU's operators on copies. There are no streams
-// and no kernels of its own; random numbers come from the CPU's generator.
+// and no kernels of its own; random numbers come from the CPU's generator. After set_float64(false)
+// it has no float64, as Apple's GPU: it says so, and refuses to make such a tensor.
 
 #include <torch/extension.h>
 
@@ -19,9 +20,21 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
 
+#if __has_include(<c10/core/DeviceCapability.h>)  // from torch 2.10 on
+#include <c10/core/DeviceCapability.h>
+#define DECLARES_CAPABILITY
+#endif
+
 namespace {
 
 constexpr auto kOther = c10::DeviceType::PrivateUse1;
+
+bool has_float64 = true;
+
+void check_dtype(at::ScalarType type) {
+  TORCH_CHECK_TYPE(has_float64 || (type != at::kDouble && type != at::kComplexDouble),
+                   "the second device has no float64, use float32 instead");
+}
 
 // Memory
 
@@ -62,6 +75,14 @@ struct OtherGuard final : c10::impl::DeviceGuardImplInterface {
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
+#ifdef DECLARES_CAPABILITY
+  c10::DeviceCapability getDeviceCapability(c10::Device) const override {
+    c10::DeviceCapability capability;
+    capability.capability_data.supported_scalar_types.has_Double = has_float64;
+    capability.capability_data.supported_scalar_types.has_ComplexDouble = has_float64;
+    return capability;
+  }
+#endif
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, OtherGuard);
@@ -87,6 +108,7 @@ at::Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype,
                  std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>,
                  std::optional<at::MemoryFormat> format) {
   auto type = dtype.value_or(c10::get_default_dtype_as_scalartype());
+  check_dtype(type);
   return at::detail::empty_generic(sizes, &allocator,
                                    c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), type, format);
 }
@@ -95,6 +117,7 @@ at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides,
                          std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                          std::optional<at::Device>, std::optional<bool>) {
   auto type = dtype.value_or(c10::get_default_dtype_as_scalartype());
+  check_dtype(type);
   return at::detail::empty_strided_generic(
       sizes, strides, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), type);
 }
@@ -205,12 +228,6 @@ at::Scalar item(const at::Tensor& tensor) { return host_view(tensor).item(); }
 // Every other operator: on the CPU, but only if its tensors are all on this device. As on a GPU,
 // scalars may be on the host, and so may the indices of x[i].
 
-bool takes_host_tensors(const std::string& name) {
-  static const std::set<std::string> names = {"aten::index", "aten::index_put_",
-                                              "aten::_index_put_impl_", "aten::index_put"};
-  return names.count(name) > 0;
-}
-
 void on_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   std::string name = op.schema().name(), on_cpu;
@@ -224,11 +241,12 @@ void on_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     };
     const auto& value = (*stack)[first + k];
     if (value.isTensor()) look(value.toTensor());
-    if (value.isTensorList()) for (const auto& tensor : value.toTensorVector()) look(tensor);
     if (value.isOptionalTensorList())
-      for (const auto& tensor : value.toOptionalTensorVector()) look(tensor.value_or(at::Tensor()));
+      for (const auto& tensor : value.toOptionalTensorVector())
+        here = here || (tensor && tensor->defined() && tensor->is_privateuseone());
+    if (value.isTensorList()) for (const auto& tensor : value.toTensorVector()) look(tensor);
   }
-  TORCH_CHECK(!here || on_cpu.empty() || takes_host_tensors(name),
+  TORCH_CHECK(!here || on_cpu.empty(),
               "Expected all tensors to be on the same device, but the argument ", on_cpu, " of ",
               name, " is on the CPU and another one on the second device");
   at::native::cpu_fallback(op, stack);
@@ -273,4 +291,5 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {  // m is the macros' name
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("register_hooks", [] { at::RegisterPrivateUse1HooksInterface(new OtherHooks()); });
+  module.def("set_float64", [](bool value) { has_float64 = value; });
 }

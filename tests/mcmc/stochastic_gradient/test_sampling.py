@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers import second_device
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -454,7 +455,7 @@ def test_a_program_without_arguments():
 
 @pytest.mark.parametrize("method", list(KERNELS))
 def test_on_another_device(method, device):
-    x, y = (value.to(device) for value in linear_data())
+    x, y = (second_device.moved(value, device) for value in linear_data())
 
     def program(x, y):
         w = pyro.sample("w", dist.Normal(torch.zeros(5).to(x), 1.0).to_event(1))

@@ -30,7 +30,13 @@ from pyro_bdl.curvature.jacobian.jacobian import (
     ProductBlock,
 )
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.base import Curvature, Precision, Structure, named
+from pyro_bdl.curvature.structures.base import (
+    Curvature,
+    Precision,
+    Structure,
+    beside,
+    named,
+)
 from pyro_bdl.curvature.structures.diagonal import DiagonalPrecision
 from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.curvature.structures.kron.factors import (
@@ -45,6 +51,7 @@ from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.linear_algebra import widened
+from pyro_bdl.utils.precision import double
 
 _DENSE_UP_TO = 1024
 
@@ -80,10 +87,10 @@ class ExactBlock(nn.Module):
     def spectrum(self) -> Tensor:
         if self.values.dim() == 1:
             return self.values
-        return torch.linalg.eigvalsh(self.values.double()).clamp(min=0.0).to(self.values)
+        return torch.linalg.eigvalsh(double(self.values)).clamp(min=0.0).to(self.values)
 
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float) -> Precision:
-        where, values = self.position.indices, self.values * factor
+        where, values = self.position.indices, self.values * beside(factor, self.values)
         added = prior.diagonal[where].to(values)
         if values.dim() == 1:
             return DiagonalPrecision((values + added).to(prior.diagonal))
@@ -92,7 +99,7 @@ class ExactBlock(nn.Module):
             block = prior.within(where).to(values)
             if not torch.linalg.cholesky_ex(block)[1]:  # may be indefinite for hierarchical priors
                 matrix = values + block
-        return FullPrecision(matrix, dtype=prior.diagonal.dtype)
+        return FullPrecision(matrix, like=prior.diagonal)
 
     def sums(self, number: int) -> list[Tensor]:
         """The sums of a pass over the data."""

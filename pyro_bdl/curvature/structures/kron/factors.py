@@ -15,11 +15,12 @@ from pyro_bdl.curvature.jacobian.jacobian import (
     SoftmaxBlock,
 )
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.base import resize_buffers
+from pyro_bdl.curvature.structures.base import beside, resize_buffers
 from pyro_bdl.curvature.structures.diagonal import check_positive
 from pyro_bdl.curvature.structures.kron.precision import KroneckerBlock
 from pyro_bdl.utils.linear_algebra import products
 from pyro_bdl.utils.memory import available_memory
+from pyro_bdl.utils.precision import double
 
 DOUBLE_UP_TO = 1024  # the largest size that is decomposed in float64
 _NEVER_TOO_LARGE = 2**26  # bytes
@@ -135,7 +136,7 @@ class Factor(nn.Module):
             time, for six digits instead of three.
         """
         sums = torch.cat(self.rows, 1) if self.matrix is None else self.matrix
-        precise = sums.double() if sums.shape[1] <= double_up_to else sums
+        precise = double(sums) if sums.shape[1] <= double_up_to else sums
         if self.matrix is None:  # X' = Q T: the eigenvectors of X'X are Q times those of T T'
             q, t = torch.linalg.qr(precise.mT)
             values, turn = torch.linalg.eigh(t @ t.mT)
@@ -191,7 +192,7 @@ class WeightFactors(nn.Module):
         super().__init__()
         self.position, self.shape = position, shape
         (groups, out, into), site = shape, position.key[0]
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64, device=like.device))
+        self.register_buffer("count", double(like.new_zeros(())))
         self.register_buffer("looked_up", like.new_zeros(out) if lookup else None)
         self.register_buffer("corrected", None)
         self.inputs = None if lookup else Factor(groups, into, like, site)
@@ -301,7 +302,7 @@ class WeightFactors(nn.Module):
         one = None if coupled else self._one_number(prior)
         if one is None:
             self.complete()
-        block = self.block().mapped(lambda values: values * factor)
+        block = self.block().mapped(lambda values: values * beside(factor, values))
         if one is None:
             added = prior.within(where) if coupled else prior.diagonal[where].reshape(self.shape)
             added = block.rotated_diagonal(added.to(block.values))

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers import second_device
 
 from pyro_bdl.curvature.structures.kron import factors
 from pyro_bdl.curvature.structures.kron.factors import Factor, Outer, decompose, outer
@@ -14,8 +15,8 @@ GROUPS, SIZE = 2, 8
 def made(count, start=0, device="cpu"):
     """A factor of batches of one or two vectors, and what it adds up to."""
     torch.manual_seed(start)
-    x = torch.randn(count, 1, GROUPS, SIZE).to(device)
-    factor = Factor(GROUPS, SIZE, torch.empty(0, device=device), "w")
+    x = second_device.moved(torch.randn(count, 1, GROUPS, SIZE), torch.device(device))
+    factor = Factor(GROUPS, SIZE, x.new_empty(0), "w")
     for part in x.split([1] + [2] * (count // 2) if count % 2 else 2):
         factor.add(outer(part))
     return factor, torch.einsum("ntgi,ntgj->gij", x, x)
@@ -23,7 +24,7 @@ def made(count, start=0, device="cpu"):
 
 def recomposed(factor):
     values, vectors = factor.values, factor.vectors
-    eye = torch.eye(vectors.shape[2], device=vectors.device).expand(GROUPS, -1, -1)
+    eye = torch.eye(vectors.shape[2]).to(vectors).expand(GROUPS, -1, -1)
     torch.testing.assert_close(vectors.mT @ vectors, eye)
     return (vectors * values[:, None]) @ vectors.mT
 

@@ -1,0 +1,42 @@
+"""Float64, which some devices lack, such as Apple's GPUs."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether tensors of ``device`` may be float64, as torch declares it."""
+    if device.type in ("cpu", "cuda", "meta"):
+        return True
+    if not hasattr(torch.accelerator, "get_device_capability"):  # torch < 2.10
+        return device.type != "mps"
+    return torch.float64 in torch.accelerator.get_device_capability(device)["supported_dtypes"]
+
+
+def working_dtype(device: torch.device) -> torch.dtype:
+    """The widest float of a device: float64, or float32 where there is none."""
+    return torch.float64 if has_float64(device) else torch.float32
+
+
+def double_device(device: torch.device) -> torch.device:
+    """Where numbers of ``device`` are computed with in float64: there, or on the CPU."""
+    return device if has_float64(device) else torch.device("cpu")
+
+
+def double(x: Tensor) -> Tensor:
+    """Return ``x`` in float64, on the CPU if its device has none."""
+    return x.double() if has_float64(x.device) else x.cpu().double()
+
+
+def keeping_double(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The function of ``nn.Module._apply``, which leaves float64 tensors on the CPU where others
+    are moved to a device that has none."""
+
+    def moved(x: Tensor) -> Tensor:
+        if x.dtype != torch.float64 or has_float64(function(x.new_empty(0).float()).device):
+            return function(x)
+        return x.cpu()
+
+    return moved
