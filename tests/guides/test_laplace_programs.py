@@ -366,7 +366,7 @@ def test_a_fit_runs_the_network_twice():
     model = models.Regression(bayesianize(network, priors.Normal(_learned(0.8))), noise=0.3)
     x = torch.randn(9, 2)
     guide = AutoLaplaceGGN(model, structure="kron").prototype(x, x.sum(1))
-    guide.told.add("not at a maximum")  # no pass to see what a step would gain
+    guide.warned_of.add("not at a maximum")  # no pass to see what a step would gain
     _Counted.runs = 0
     guide.laplace_approximation((x, x.sum(1)))
     assert _Counted.runs == 2
