@@ -12,6 +12,8 @@ from torch import Tensor
 from pyro_bdl.metrics.uncertainty import entropy_parts
 from pyro_bdl.utils.precision import double
 
+__all__ = ["Chosen", "bald", "batch_bald", "epig"]
+
 _ELEMENTS_AT_ONCE = 2**24
 
 

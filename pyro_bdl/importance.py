@@ -178,7 +178,8 @@ def function_khat(draws: Tensor, reference: Tensor) -> Tensor:
         )
     if min(len(draws), len(reference)) < 2:
         raise ValueError("an sd needs at least 2 draws of the posterior and of the reference")
-    q, p = double(draws).std(0), double(reference).std(0).to(draws.device)
+    q = double(draws).std(0)
+    p = double(reference).std(0).to(q.device)
     k = (1 - (q / p).square()).where(p > 0, torch.nan)
     return torch.where(q > 0, k, torch.inf)
 

@@ -21,6 +21,7 @@ from pyro_bdl.program.batches import (
 )
 from pyro_bdl.program.check import by_entry, takes_missing
 from pyro_bdl.utils.module_state import device_of
+from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import tree_leaves
 from pyro_bdl.utils.validation import check_finite_tensor
@@ -235,4 +236,4 @@ def regions(test: tuple[Any, ...], train: tuple[Any, ...]) -> dict[str, Tensor]:
 
 
 def _flat(inputs: list[Tensor]) -> Tensor:
-    return torch.cat([x.detach().double().reshape(len(x), -1) for x in inputs], 1)
+    return torch.cat([double(x.detach()).reshape(len(x), -1) for x in inputs], 1)

@@ -122,7 +122,7 @@ def _log_densities(
                 )
             return {
                 "prior": torch.stack(chosen).sum(),
-                "likelihood": torch.as_tensor(run.log_likelihood()),
+                "likelihood": torch.as_tensor(run.log_likelihood(), device=chosen[0].device),
             }
 
         chunk = max(1, DRAWS_AT_ONCE // max(1, program.size))
