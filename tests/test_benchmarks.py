@@ -1,5 +1,6 @@
 """The benchmark scripts run and print what they promise, at a small size."""
 
+import io
 import json
 import subprocess
 import sys
@@ -352,3 +353,75 @@ def test_a_posterior_around_a_large_network():
     assert result["last layer: Predictive, forwards"] < 4
     assert result["all weights: frozen, forwards"] < 2 * 6 + 1
     assert result["all weights: mean of draws, forwards"] < 40
+
+
+def test_published_laplace_prints_both_numbers(digits):
+    options = "--seeds 2 --train 50 --held-out 10 --test 10 --width 4 --steps 3 --draws 2 --data"
+    rows = digits / "rows.jsonl"
+    result = run("published_laplace", options, digits, "--rows", rows)["rows"]
+    assert len(result) == 2 * 10 and len(rows.read_text().splitlines()) == 2 * (2 * 8 + 2)
+    entry = result["mnist: all weights, kron, ours"]
+    assert entry["NLL"]["seeds"] == 2 and entry["published"]["NLL"] == 0.0945
+    again = run("published_laplace", options, digits, "--rows", rows)["rows"]
+    assert again == result
+
+
+def test_published_draws_judges_by_nuts(tmp_path):
+    (tmp_path / "glass").mkdir()
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(40, 3)), generator.integers(0, 3, 40)
+    np.savetxt(tmp_path / "glass" / "X.txt", x)
+    np.savetxt(tmp_path / "glass" / "Y.txt", y, fmt="%d")
+    options = "--quick --sets glass --seeds 2 --width 3 --steps 5 --draws 5 --warmup 5 --chain 5"
+    result = run("published_draws", options, "--data", tmp_path)["sets"]["glass"]
+    assert len(result) == 6 and result["NUTS"]["from NUTS"] == [0.0, 0.0]
+    assert result["linearized, fixed prior"]["published NLPD"] == 1.65
+
+
+def test_published_hmc_measures_agreement(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    generator = np.random.default_rng(0)
+    for part, count in (("train", 20), ("test", 6)):
+        files = []
+        for _ in range(count):
+            file = io.BytesIO()
+            pixels = generator.integers(0, 255, (32, 32, 3), dtype=np.uint8)
+            image.fromarray(pixels).save(file, "JPEG")
+            files.append(file.getvalue())
+        ends = np.cumsum([0, *map(len, files)])
+        more = {"hmc_probs": generator.dirichlet(np.ones(10), count)} if part == "test" else {}
+        np.savez(
+            tmp_path / f"cifar10_{part}.npz", offsets=ends, labels=np.arange(count) % 10,
+            jpeg=np.frombuffer(b"".join(files), np.uint8), **more,
+        )  # fmt: skip
+    options = "--quick --train 20 --width 2 --batch 10 --only MAP ensemble --data"
+    result = run("published_hmc", options, tmp_path)
+    assert result["shortened"] and result["rows"]["HMC"]["agreement"] == 1.0
+    assert 0 <= result["rows"]["ensemble"]["total variation"] <= 1
+
+
+def test_exact_limits_measures_chains_against_the_process():
+    options = "--quick --layers 1 --widths 10 --only NUTS mclmc --warmup 5 --draws 5"
+    result = run("exact_limits", options)
+    assert [row["method"] for row in result["rows"]] == ["NUTS", "mclmc"]
+    assert set(result["check"]) == {"erf, 1 hidden"}
+
+
+def test_active_learning_counts_labels(digits):
+    options = (
+        "--seeds 2 --pool 55 --test 10 --rounds 2 --size 3 --members 2 --steps 3 "
+        "--choices random BatchBALD --data"
+    )
+    figure = digits / "curve.png"
+    result = run("active_learning", options, digits, "--figure", figure)["choices"]
+    assert len(result["BatchBALD"]["accuracy"]) == 3 and is_png(figure)
+
+
+def test_continual_learns_tasks_in_turn(digits):
+    options = (
+        "--seeds 1 --tasks 2 --train 50 --test 10 --width 4 --steps 3 --batch 10 --curvature 20 "
+        "--data"
+    )
+    result = run("continual", options, digits, "--figure", digits / "tasks.png")["methods"]
+    assert len(result) == 4 and all(len(entry["accuracy"]) == 2 for entry in result.values())
+    assert is_png(digits / "tasks.png")
