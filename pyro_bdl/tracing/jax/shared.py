@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass(eq=True, unsafe_hash=True)
 class _Recipe:
     key: tuple
-    make: Callable[[], Any] = field(compare=False)
+    make: Callable[[], Any] | None = field(compare=False)
 
 
 def shared(key: tuple, make: Callable[[], Any]) -> Any:
@@ -20,4 +20,6 @@ def shared(key: tuple, make: Callable[[], Any]) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _made(recipe: _Recipe) -> Any:
-    return recipe.make()
+    make, recipe.make = recipe.make, None  # since the cache keeps the recipe, but not what it holds
+    assert make is not None
+    return make()
