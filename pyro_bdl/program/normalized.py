@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -49,8 +50,11 @@ _PRODUCTS = {
     "inner", "outer", "einsum", "tensordot", "kron", "embedding",
 }  # fmt: skip
 _WITH_BIAS = {"linear"} | {f"conv{t}{d}d" for t in ("", "_transpose") for d in (1, 2, 3)}
-_FUSED = {"layer_norm": 2, "rms_norm": 2, "group_norm": 2, "batch_norm": 3, "instance_norm": 3}
 _POWERS = {"sqrt": 0.5, "square": 2.0, "reciprocal": -1.0, "rsqrt": -0.5}
+# by the function, since torch.batch_norm has another order: the place of the scale, before the bias
+_FUSED: dict[Any, int] = {
+    F.layer_norm: 2, F.rms_norm: 2, F.group_norm: 2, F.batch_norm: 3, F.instance_norm: 3,
+}  # fmt: skip
 
 
 class Exponents(TorchFunctionMode):
@@ -109,7 +113,7 @@ class Exponents(TorchFunctionMode):
         self.used |= torch.stack(exponents).any(0)
         name = getattr(func, "__name__", "")
         before = self.of(args[0]) if args else self.zero
-        after = self._rule(name.strip("_"), args, kwargs)
+        after = self._rule(func, args, kwargs)
         if after is None or kwargs.get("out") is not None:
             for e in exponents:
                 self.ask_for_zero(e)
@@ -124,18 +128,19 @@ class Exponents(TorchFunctionMode):
                 self.known.setdefault(id(leaf), (leaf, exponents))
         return result
 
-    def _rule(self, name: str, args: tuple, kwargs: dict) -> Tensor | None:
+    def _rule(self, func: Any, args: tuple, kwargs: dict) -> Tensor | None:
         """The exponents of a result; None for a function that is not known."""
-        values = [*args, *kwargs.values()]
+        name = getattr(func, "__name__", "").strip("_")
+        values = [*args, *(value for key, value in kwargs.items() if key != "alpha")]
         factors = [self.of(leaf) for leaf in tree_leaves(values)]
         if name in _PRODUCTS:
             return torch.stack(factors).sum(0)
         if name in _SUMS:
-            return self._equal([*args, kwargs.get("other", 0)])
+            return self._equal(values)
         if name in _JOINED:
             return self._equal(values[0])
         if name == "setitem":
-            return self._equal([args[0], args[2]])
+            return self._equal([values[0], values[2]])
         if name in _LIKE_FIRST:
             for e in factors[1:]:
                 self.ask_for_zero(e)
@@ -144,26 +149,26 @@ class Exponents(TorchFunctionMode):
             named = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             product = self.of(named["input"]) + self.of(named["weight"])
             return self._with_bias(product, named.get("bias"))
-        if name in _FUSED:
-            first = _FUSED[name]
-            named = dict(zip(("weight", "bias"), args[first:], strict=False)) | kwargs
-            bias = None if name == "rms_norm" else named.get("bias")
+        if func in _FUSED:
+            named = dict(zip(("weight", "bias"), args[_FUSED[func] :], strict=False)) | kwargs
+            bias = None if func is F.rms_norm else named.get("bias")
             return self._with_bias(self.of(named.get("weight")), bias)
-        if name in ("div", "truediv", "true_divide", "divide", "itruediv"):
-            return self.of(args[0]) - self.of(args[1])
+        if name in ("div", "truediv", "true_divide", "divide", "itruediv") and len(values) == 2:
+            return self.of(values[0]) - self.of(values[1])
         if name in ("rdiv", "rtruediv"):
-            return self.of(args[1]) - self.of(args[0])
-        if name == "pow" and isinstance(args[1], int | float):
-            return args[1] * self.of(args[0])
+            return self.of(values[1]) - self.of(values[0])
+        if name == "pow" and isinstance(values[1], int | float):
+            return values[1] * self.of(values[0])
         if name in _POWERS:
-            return _POWERS[name] * self.of(args[0])
+            return _POWERS[name] * self.of(values[0])
         if name == "normalize":
             return self.zero
         if name == "weight_norm":  # of a direction and a length
-            return self.of(args[1])
+            return self.of(values[1])
         if name == "scaled_dot_product_attention":
-            self.ask_for_zero(self.of(args[0]) + self.of(args[1]))
-            return self.of(args[2])
+            named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+            self.ask_for_zero(self.of(named["query"]) + self.of(named["key"]))
+            return self.of(named["value"])
         return None
 
     def _with_bias(self, exponents: Tensor, bias: Tensor | None) -> Tensor:

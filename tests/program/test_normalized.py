@@ -76,6 +76,29 @@ CASES = {
     "in place": (lambda: Written(in_place, **abc()), {"a + b"}),
     "by hand": (lambda: Written(by_hand, **abc()), {"a + b"}),
     "transformer": (transformer, {"0 + 2.self_attn.out_proj + 2.linear2"}),
+    "keywords": (
+        lambda: Written(
+            lambda n, x: torch.div(input=n.a(x), other=torch.pow(n.a(x), exponent=2).mean().sqrt()),
+            **abc(),
+        ),
+        {"a"},
+    ),
+    "rounded": (
+        lambda: Written(
+            lambda n, x: torch.div(n.a(x), n.a(x).abs().mean(), rounding_mode="floor").cos(),
+            **abc(),
+        ),
+        set(),
+    ),
+    "torch's own order": (
+        lambda: Written(
+            lambda n, x: torch.batch_norm(
+                n.a(x), n.b.bias, n.c.bias, None, None, True, 0.1, 1e-30, False
+            ),
+            **abc(),
+        ),
+        set(),
+    ),
     "tied": (
         lambda: Written(
             lambda n, x: F.layer_norm(n.a(x), (4,)) + n.b(n.a(x)).tanh(),
