@@ -481,3 +481,7 @@ class _DensityEvaluation(Evaluation):
 
     def traced(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return (self.density.function(*tensors),)
+
+    def size(self, loss: Tensor) -> Tensor:
+        """The density may be zero by chance, and is of the order of the number of latents."""
+        return loss.detach().abs() + self.vector.numel()

@@ -126,3 +126,20 @@ def test_a_gradient_that_is_not_finite_is_no_change_of_the_program():
             assert value == (3.0 if point is inside else 1.0)
             assert gradient.isfinite().all() == (point is inside)
     assert density.graphs.num_traces == 1
+
+
+def test_terms_that_cancel_are_compared_by_their_size():
+    """The density is 1e-6 at the point that is compared; the graph's constant is rounded there."""
+    calls = []
+
+    def log_density(x):
+        calls.append(x)  # the program's own value differs by the rounding of terms of 10
+        return x.square().sum() - 10.0 + (1e-6 if len(calls) % 2 else 2e-6)
+
+    density = CompiledDensity(log_density, Modules())
+    point = torch.full((10,), 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(8):
+            value_and_gradients(density, point)
+    assert density.graphs.num_traces == 1
