@@ -167,7 +167,8 @@ def posteriors(
     if seed == 0:
         for size in SIZES[1:]:
             (select,) = found[WASSERSTEIN]
-            samples = guide.sample(*data, select=select, size=size, **_chains(options))
+            subset = guide.laplace_approximation(data, select=select, size=size)
+            samples = bdl.mcmc.sample(problem.model, *data, subset=subset, **_chains(options))
             yield ("NUTS, variance of SWAG", size), [problem.band(problem.functions(samples))]
 
 

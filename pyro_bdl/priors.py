@@ -9,7 +9,7 @@ The networks of a plate (``bayesianize(net, prior, plate=...)``) share these hyp
 
 import copy
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Self
 
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from pyro_bdl.distributions import log_uniform, matrix_normal
-from pyro_bdl.program.batch_norm import without_running_statistics
-from pyro_bdl.program.normalized import NORMALIZATIONS, normalized_groups
+from pyro_bdl.program.normalized import NORMALIZATIONS, Exponents, normalized_groups
 from pyro_bdl.program.trace import prior_factor as factor
 from pyro_bdl.scales import Hyperprior, Scale, checked, hyperparameter, present_scope
 from pyro_bdl.utils.precision import double
+from pyro_bdl.utils.trees import tree_leaves
 
 __all__ = [
     "ARD",
@@ -484,10 +484,9 @@ class PerNormalizedGroup(PerLayer):
 
     A layer before a normalization can be scaled without a change of the outputs. The size of its
     weights is arbitrary, so that a precision shared with other layers would be arbitrary too
-    (Antoran et al. 2022, recommendation 2). Such layers are found by scaling each layer's
-    parameters and comparing the outputs, while normalization layers use the batch's statistics.
-    Of a layer with ``weight_norm`` it is the direction alone that can be scaled: this parameter is
-    a group of its own.
+    (Antoran et al. 2022, recommendation 2). Such layers are found from the operators of one run of
+    the network in evaluation mode; values do not matter. Of a layer with ``weight_norm`` it is the
+    direction alone that can be scaled: this parameter is a group of its own.
 
     :param prior: one of the priors of this module, with a PyroParam or a hyperprior.
     :param network: the network; it is not changed.
@@ -506,31 +505,20 @@ class PerNormalizedGroup(PerLayer):
         return self._group_of.get(name, "")
 
 
-@torch.no_grad()
 def normalized_layers(network: nn.Module, *inputs: Any) -> dict[str, tuple[str, ...]]:
     """The layers, single parameters or layers together whose scale does not change a network's
     outputs, by name, with their parameters."""
-    copied = copy.deepcopy(network).eval()
+    copied = copy.deepcopy(network).eval().requires_grad_()
+    layers: dict[str, list[str]] = {}
     parameters = dict(copied.named_parameters(remove_duplicate=False))
-    layers = {
-        layer: [f"{layer}.{key}" if layer else key for key in own]
-        for layer, module in copied.named_modules()
-        if (own := [key for key, value in module._parameters.items() if value is not None])
-        and not isinstance(module, NORMALIZATIONS)
-    }
-
-    def outputs(names: Collection[str], factor: float) -> list[Tensor]:
-        saved = [(parameters[name], parameters[name].clone()) for name in names]
-        try:
-            for parameter, value in saved:
-                parameter.copy_(factor * value)
-            return [copied(*inputs)]
-        finally:
-            for parameter, value in saved:
-                parameter.copy_(value)
-
-    with without_running_statistics(copied.modules()):
-        return normalized_groups(outputs, layers, joint=True)
+    for name in parameters:
+        layer = name.rpartition(".")[0]
+        if not isinstance(copied.get_submodule(layer), NORMALIZATIONS):
+            layers.setdefault(layer, []).append(name)
+    weights = {name: parameters[name] for own in layers.values() for name in own}
+    with torch.enable_grad(), Exponents(weights) as exponents:
+        outputs = copied(*inputs)
+    return normalized_groups(exponents, tree_leaves(outputs), layers)
 
 
 def learnable(prior: Any) -> Any:

@@ -65,7 +65,11 @@ MEANS = {
     "Pathfinder": lambda: bdl.guides.AutoPathfinder(model).prototype().location().item(),
     "NUTS": lambda: bdl.mcmc.sample(model, **NUTS).latents["w"].mean().item(),
     "chains of a subnetwork": lambda: (
-        trained(bdl.guides.AutoSubnetwork).sample(**NUTS).latents["w"].mean().item()
+        bdl.mcmc.sample(
+            model,
+            subset=trained(bdl.guides.AutoSubnetwork).laplace_approximation([()]),
+            **NUTS,
+        ).latents["w"].mean().item()
     ),
     "train_by_evidence": lambda: (
         bdl.evidence.train_by_evidence(

@@ -1,12 +1,12 @@
 """Hyperparameters that maximize the evidence of a Laplace approximation."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_bdl.curvature.hyperparameters import (
     ParameterReading,
@@ -22,18 +22,14 @@ from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.mode import find_mode
-from pyro_bdl.program.batch_norm import without_running_statistics
-from pyro_bdl.program.batches import Batch, leading_size
+from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.network_sites import OWNER_KEY
-from pyro_bdl.program.normalized import NORMALIZATIONS, normalized_groups
-from pyro_bdl.program.saved import example_rows
+from pyro_bdl.program.normalized import NORMALIZATIONS, Exponents, normalized_groups
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import shown
 
-_BATCH_NORMS = nn.modules.batchnorm._NormBase
-_ROWS = 32  # enough for a BatchNorm layer's statistics
 _SHOWN = 6  # groups in the warning
 METHODS = ("fixed-point", "gradient")
 _ROUNDING = 1e-4  # of the log evidence
@@ -86,33 +82,28 @@ def warn_of_shared_scales(
     )
 
 
-@torch.no_grad()
 def _normalized(guide: Guide, sites: list[str], batch: Batch) -> dict[str, tuple[str, ...]]:
     """Normalized groups among the layers of some sites."""
-    model, layout = guide.program_model, guide.require_layout()
-    vector = guide.location().detach()
-    modules = guide.program_modules
-    statistics = any(isinstance(module, _BATCH_NORMS) for module in modules)
-    args, kwargs = example_rows(model, layout, vector, batch, number=_ROWS if statistics else 2)
     layers: dict[str, list[str]] = {}
     trace: Any = guide.prototype_trace
     for site in sites:  # of ``bayesianize``, with the module that a weight is of
         known = {} if trace is None else trace.nodes[site]["infer"]
         if not isinstance(known.get(OWNER_KEY, (None,))[0], NORMALIZATIONS):
             layers.setdefault(site.rpartition(".")[0], []).append(site)
-    values = layout.constrain(vector)[0]
-    normalizing: Any = modules if leading_size((args, kwargs)) > 1 else []
-    with evaluation_mode(modules), without_running_statistics(normalizing):
-        subsamples = record(model, values, args, kwargs, draw=leave_open).subsamples
-
-        def outputs(names: Collection[str], factor: float) -> list[Tensor]:
-            scaled = {name: factor * values[name] for name in names}
-            run = record(model, values | subsamples | scaled, args, kwargs, draw=leave_open)
-            bases = [base_distribution(site.distribution) for site in run.observed.values()]
-            return [value for base in bases for value in parameters_of(base).values()]
-
-        joint = any(isinstance(module, NORMALIZATIONS) for module in modules)
-        return normalized_groups(outputs, layers, joint=joint)
+    latents = guide.require_layout().constrain(guide.location().detach())[0]
+    weights = {
+        name: latents[name].detach().requires_grad_() for own in layers.values() for name in own
+    }
+    args, kwargs = batch
+    with (
+        torch.enable_grad(),
+        evaluation_mode(guide.program_modules),
+        Exponents(weights) as exponents,
+    ):
+        run = record(guide.program_model, latents | weights, args, kwargs, draw=leave_open)
+    bases = [base_distribution(site.distribution) for site in run.observed.values()]
+    outputs = [value for base in bases for value in parameters_of(base).values()]
+    return normalized_groups(exponents, outputs, layers)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pyro_bdl.curvature.config import check_memory
 from pyro_bdl.curvature.structures.full import FullPrecision
-from pyro_bdl.guides.gaussian import LaplaceGuide, approximate
+from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.guides.point import JointGuide, restored_source
@@ -22,9 +22,8 @@ from pyro_bdl.guides.selectors import (
     checked_size,
     number_of,
 )
-from pyro_bdl.program.batches import Batch, Batches
+from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.gaussian_prior import StoredPrecision
-from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.precision import double
@@ -37,8 +36,8 @@ class AutoSubnetwork(AutoLaplaceGGN):
 
     The other weights stay at the MAP. There are three posteriors over the chosen weights (Daxberger
     et al. 2021): ``laplace_approximation(data)`` is a Gaussian with the full Gauss-Newton matrix,
-    ``variational(data)`` is a Normal guide with full covariance to be trained by SVI, and
-    ``sample(*args)`` runs HMC or NUTS.
+    ``variational(data)`` is a Normal guide with full covariance to be trained by SVI, and HMC or
+    NUTS run over the weights of either, by ``mcmc.sample(..., subset=guide)``.
 
     :param model: a Pyro program with continuous latents.
     :param select: the selector of the weights, see ``pyro_bdl.selectors``; by default
@@ -52,9 +51,6 @@ class AutoSubnetwork(AutoLaplaceGGN):
 
     papers: ClassVar[tuple[str, ...]] = (bibliography.LAPLACE, bibliography.SUBNETWORK)
     saved_parts = (Selector,)
-    chains: ClassVar[
-        Callable[..., Samples]
-    ]  # mcmc.sample, put here by mcmc, which stands on guides
 
     def __init__(
         self,
@@ -129,28 +125,6 @@ class AutoSubnetwork(AutoLaplaceGGN):
         """
         indices = self.choose(data, select=select, size=size)
         return SubsetNormal(self, Subset(self.require_layout(), indices.cpu()), init_scale)
-
-    def sample(
-        self,
-        *args: Any,
-        select: Selector | None = None,
-        size: Size = None,
-        init: Any = None,
-        **options: Any,
-    ) -> Samples:
-        """Draw the chosen weights by ``mcmc.sample``, with the others fixed at the MAP.
-
-        :param args: the program's arguments, targets included.
-        :param init: where the chains start; by default draws of the Laplace approximation.
-        :param options: arguments of ``mcmc.sample``.
-        """
-        model = self.program_model
-        indices = self.choose([args], select=select, size=size)
-        subset = Subset(self.require_layout(), indices.cpu())
-        if init is None:
-            init = approximate(self, self.config, subset, Batches([args]))
-        at = self.location().detach()
-        return self.chains(model, *args, init=init, subset=(subset, at), **options)
 
 
 def _selector(select: Any) -> Selector:

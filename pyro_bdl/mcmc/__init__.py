@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from pyro_bdl.guides.subnetwork import AutoSubnetwork
 from pyro_bdl.mcmc.ensemble import ensemble_sample
 from pyro_bdl.mcmc.kernels import HMC, MAMS, MCLMC, NUTS
 from pyro_bdl.mcmc.sampling import sample
@@ -14,8 +13,6 @@ from pyro_bdl.utils.names import attributes_elsewhere
 
 if TYPE_CHECKING:
     from pyro_bdl.contrib.stochastic_gradient import PSGLD, SGNHT, SMILE
-
-AutoSubnetwork.chains = staticmethod(sample)
 
 __all__ = [
     "HMC",

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.errors import warn
+from pyro_bdl.guides.gaussian import LaplaceGuide
+from pyro_bdl.guides.subnetwork import SubsetNormal
 from pyro_bdl.mcmc.chains import (
     Chains,
     Plan,
@@ -21,7 +23,6 @@ from pyro_bdl.mcmc.kernels import MCLMC, Kernel, as_kernel
 from pyro_bdl.mcmc.starts import Restriction, as_start, checked_program, starting_vectors
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
-from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.validation import whole_number
@@ -45,11 +46,11 @@ def sample(
     num_samples: int = 500,
     num_chains: int = 1,
     seed: int = 0,
-    init: Any = "prior",
+    init: Any = None,
     backend: Literal["numpyro", "pyro"] = "numpyro",
     chain_method: Literal["parallel", "vectorized"] | None = None,
     checkpoint: str | Path | None = None,
-    subset: tuple[Subset, Tensor] | None = None,
+    subset: LaplaceGuide | SubsetNormal | None = None,
     progress: bool | None = None,
 ) -> Samples:
     """Draw from the posterior of a Pyro program by Hamiltonian or microcanonical dynamics.
@@ -76,9 +77,10 @@ def sample(
     :param num_warmup: iterations per chain that adapt step size and metric, not kept.
     :param num_samples: draws per chain.
     :param num_chains: of one chain there is no R-hat; take 4 for a reference of ``compare``.
-    :param init: where the chains start: "prior" (each at a draw of the prior), "uniform"
-        (unconstrained numbers between -2 and 2, as in NumPyro), "network" (the values of the
-        networks' parameters), a guide or ``Samples`` (each at a draw of it), or a dict of latents.
+    :param init: where the chains start: "prior" (each at a draw of the prior, the default),
+        "uniform" (unconstrained numbers between -2 and 2, as in NumPyro), "network" (the values of
+        the networks' parameters), a guide or ``Samples`` (each at a draw of it; by default of
+        ``subset``, if there is one), or a dict of latents.
     :param chain_method: "parallel" (in threads, on separate devices) or "vectorized" (in lockstep
         by ``vmap``, where each iteration takes as long as the slowest chain's); by default parallel
         on a CPU, and vectorized on an accelerator. The draws are the same up to rounding. Pyro's
@@ -86,7 +88,8 @@ def sample(
     :param checkpoint: a folder. Draws and state are written there every few seconds, and the same
         call goes on from what it finds there: killed at any moment, it ends with the same draws as
         an uninterrupted one. A larger ``num_samples`` adds draws.
-    :param subset: the unconstrained numbers to draw, and the vector (P,) that holds the others.
+    :param subset: a guide over some weights, as of ``AutoSubnetwork``: these are drawn, and the
+        others stay at its location.
     :param progress: show a progress bar; by default in terminals and notebooks.
     :returns: draws in the latents' supports, on the program's device, with statistics;
         ``num_steps`` counts gradients. Of MCLMC, ``energy_variance`` is the one reached, averaged
@@ -113,7 +116,7 @@ def sample(
         None if checkpoint is None else Path(checkpoint),
         progress,
     )
-    started, init = time.perf_counter(), as_start(init)
+    started, init = time.perf_counter(), as_start(init, subset)
     with evaluation_mode(model, init), seeded(seed):
         program, usable = checked_program(model, args, {}, init)
         require_all_data(program)

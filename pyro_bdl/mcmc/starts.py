@@ -10,6 +10,8 @@ from torch import Tensor
 
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.draws import as_posterior, latent_draws
+from pyro_bdl.guides.gaussian import LaplaceGuide
+from pyro_bdl.guides.subnetwork import SubsetNormal
 from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.program import Program, check_program, trace_once
@@ -60,20 +62,27 @@ def checked_program(
 class Restriction:
     """A program's log density as a function of some of its latents' numbers (p,).
 
-    :param subset: the free numbers, and the unconstrained vector (P,) that holds the others; None
-        if all are free (then p = P).
+    :param guide: over the free numbers, with the others fixed; None if all are free (then p = P).
+    :raises TypeError: for anything else.
     """
 
     subset: Subset | None
     at: Tensor | None
 
-    def __init__(self, program: Program, subset: tuple[Subset, Tensor] | None) -> None:
-        self.program = program
-        self.subset, self.at = (None, None) if subset is None else subset
-        if self.at is not None and self.at.shape != (program.size,):
+    def __init__(self, program: Program, guide: Any = None) -> None:
+        self.program, self.subset, self.at = program, None, None
+        if guide is None:
+            return
+        if not isinstance(guide, LaplaceGuide | SubsetNormal):
+            raise TypeError(
+                "subset must be a guide over some weights, such as that of "
+                f"AutoSubnetwork(model).laplace_approximation(data), got {type(guide).__name__}"
+            )
+        self.subset, self.at = guide.subset, guide.location().detach()
+        if self.at.shape != (program.size,):
             raise ValueError(
-                f"the vector of subset must have shape ({program.size},), got "
-                f"{tuple(self.at.shape)}"
+                f"subset is a guide of {self.at.numel()} numbers, and the program has "
+                f"{program.size}"
             )
 
     def whole(self, vector: Tensor) -> Tensor:
@@ -118,12 +127,15 @@ class Restriction:
         return result
 
 
-def as_start(init: Any) -> Any:
+def as_start(init: Any, subset: Any = None) -> Any:
     """What a user gives as ``init``, with a guide or ``Samples`` where it is a posterior.
 
+    :param init: by default ``subset``, the guide over the numbers that are drawn, or the prior.
     :raises TypeError: for what is none of the kinds that ``starting_vectors`` takes.
     """
-    return init if init is None or isinstance(init, str | Mapping | Tensor) else as_posterior(init)
+    if init is None:
+        init = "prior" if subset is None else subset
+    return init if isinstance(init, str | Mapping | Tensor) else as_posterior(init)
 
 
 def starting_vectors(

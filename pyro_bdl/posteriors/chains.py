@@ -1,15 +1,12 @@
 """Markov chains."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from pyro_bdl import mcmc
 from pyro_bdl.guides import AutoEnsemble, AutoSubnetwork
 from pyro_bdl.posteriors.registry import Problem, Result, register, trained
-from pyro_bdl.program.samples import Samples
 
 # The largest number of rows that "sghmc" uses at once, and the size of minibatches beyond it.
 _MOST_ROWS, _ROWS = 8192, 1024
@@ -80,16 +77,17 @@ def _sghmc(problem: Problem) -> Result:
     return Result(start, made_with, bool(start.info["interrupted"]))
 
 
-def _nuts(problem: Problem, sample: Callable[..., Samples], kernel: mcmc.NUTS) -> Result:
+def _nuts(problem: Problem, kernel: mcmc.NUTS, **more: Any) -> Result:
     options = problem.options
-    settings = {
+    settings: dict[str, Any] = {
         "num_chains": options.chains,
         "num_warmup": options.warmup,
         "num_samples": options.draws,
     }
-    samples = sample(
-        *problem.data, kernel=kernel, seed=options.seed, progress=problem.progress, **settings
-    )
+    samples = mcmc.sample(
+        problem.model, *problem.data, kernel=kernel, seed=options.seed, progress=problem.progress,
+        **settings, **more,
+    )  # fmt: skip
     settings["max_tree_depth"] = kernel.max_tree_depth
     return Result(samples, settings, bool(samples.info.get("interrupted")))
 
@@ -98,7 +96,7 @@ def _nuts(problem: Problem, sample: Callable[..., Samples], kernel: mcmc.NUTS) -
 def _reference(problem: Problem) -> Result:
     # small steps, since all others are judged by it
     kernel = mcmc.NUTS(max_tree_depth=problem.options.max_tree_depth, target_accept=0.9)
-    made = _nuts(problem, partial(mcmc.sample, problem.model), kernel)
+    made = _nuts(problem, kernel)
     return replace(made, settings={**made.settings, "target_accept": kernel.target_accept})
 
 
@@ -113,5 +111,5 @@ def _subnetwork_nuts(problem: Problem) -> Result:
     if center.interrupted:
         raise KeyboardInterrupt
     kernel = mcmc.NUTS(max_tree_depth=problem.options.max_tree_depth)
-    made = _nuts(problem, guide.sample, kernel)
+    made = _nuts(problem, kernel, subset=guide.laplace_approximation(problem.data))
     return replace(made, settings={**made.settings, "MAP steps": center.settings["steps"]})

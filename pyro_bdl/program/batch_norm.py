@@ -5,13 +5,13 @@ prediction they are computed again for each draw. In training the running statis
 after ``vmap`` over several draws the layers update them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm import trange
 
 from pyro_bdl.program.batches import Batches
@@ -52,24 +52,6 @@ def layers_called(
 
     with hooked(note, None, *owners, kind=_BatchNorm):
         yield layers
-
-
-@contextmanager
-def without_running_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let BatchNorm and InstanceNorm layers normalize by their inputs, in evaluation mode too.
-
-    Their running statistics are as before on exit.
-    """
-    layers = [module for module in modules if isinstance(module, _NormBase)]
-    saved = [(layer._buffers, layer.track_running_stats) for layer in layers]
-    try:
-        for layer in layers:
-            layer._buffers = {**layer._buffers, **dict.fromkeys(_RUNNING)}
-            layer.track_running_stats = False
-        yield
-    finally:
-        for layer, (buffers, tracks) in zip(layers, saved, strict=True):
-            layer._buffers, layer.track_running_stats = buffers, tracks
 
 
 # ----------------------------------------------------------------------------------- prediction

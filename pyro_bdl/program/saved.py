@@ -27,15 +27,14 @@ _FACTOR = "factor (N / B, 1 / temperature)"
 _LOAD_IT = (
     "load it with the prior, the noise and the num_data of the program that it was saved from"
 )
+_FEW = 2  # rows of an example
 _SLACK = 1e-2  # of numbers of another device or of half precision, which differ by rounding
 _SLACKS = {torch.float32: 1e-3, torch.float64: 1e-6}  # of those of the same kind of device
 
 
-def example_rows(
-    model: Callable, layout: Any, vector: Tensor, batch: Batch, *, number: int = 2
-) -> Batch:
+def example_rows(model: Callable, layout: Any, vector: Tensor, batch: Batch) -> Batch:
     """A copy of a batch's first rows, if the program runs on so few; else the batch itself."""
-    few = _first_rows(batch, number)
+    few = _first_rows(batch)
     if few is batch:
         return batch
     try:
@@ -47,11 +46,11 @@ def example_rows(
     return few
 
 
-def _first_rows(batch: Batch, number: int) -> Batch:
+def _first_rows(batch: Batch) -> Batch:
     count = leading_size(batch)
-    if count <= number or not has_rows(batch, count):
+    if count <= _FEW or not has_rows(batch, count):
         return batch
-    return select_rows(batch, slice(number))
+    return select_rows(batch, slice(_FEW))
 
 
 def described_at(program: Program, latents: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -62,7 +61,7 @@ def described_at(program: Program, latents: Mapping[str, Tensor]) -> dict[str, A
     check_sites(program, latents)
     point = {name: latents[name].detach().to(own.device) for name, own in program.latents.items()}
     batch = program.args, program.kwargs
-    few = _first_rows(batch, 2)
+    few = _first_rows(batch)
     if few is not batch:
         with suppress(*NOT_ON_SOME):
             return described_program(program.model, few, point)

@@ -393,6 +393,10 @@ class CompiledLoss:
             return loss
         with without_hooks(outcome.leaves):
             gradients = torch.autograd.grad(loss, outcome.leaves, allow_unused=True)
+        result = with_gradients(loss.detach(), gradients, outcome.leaves)
+        if not all(g.norm().isfinite() for g in gradients if g is not None):
+            graph.evaluations -= 1
+            return result
         pairs = [(outcome.results[0], loss.detach(), evaluation.size(loss))]
         pairs += [
             (ours, theirs, theirs.norm())
@@ -406,7 +410,7 @@ class CompiledLoss:
         else:
             losses = float(outcome.results[0]), float(loss.detach())
             self._differ(owner, graph, evaluation, losses)
-        return with_gradients(loss.detach(), gradients, outcome.leaves)
+        return result
 
     def _differ(
         self, owner: Owner, graph: Graph, evaluation: Evaluation, losses: tuple[float, float]
@@ -477,3 +481,7 @@ class _DensityEvaluation(Evaluation):
 
     def traced(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return (self.density.function(*tensors),)
+
+    def size(self, loss: Tensor) -> Tensor:
+        """The density may be zero by chance, and is of the order of the number of latents."""
+        return loss.detach().abs() + self.vector.numel()

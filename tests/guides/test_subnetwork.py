@@ -1,11 +1,15 @@
 """Subnetworks: all indices is full Laplace, NUTS and VI on a conjugate part."""
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 
 import pyro_bdl as bdl
+from pyro_bdl import Program
 from pyro_bdl.guides import selectors
+from pyro_bdl.mcmc.starts import Restriction
 
 NOISE, SCALE = 0.4, 0.8
 
@@ -79,9 +83,11 @@ def test_variational_finds_the_covariance_of_the_part(data, exact_expectations, 
 def test_nuts_samples_the_part_and_holds_the_rest(data):
     model, mean, precision = linear(data)
     guide = at_mode(model, mean, data, select=selectors.Random(3), size=2)
-    samples = guide.sample(
-        *data, num_warmup=100, num_samples=250, num_chains=2, progress=False, seed=1
-    )
+    subset = guide.laplace_approximation(data)
+    samples = bdl.mcmc.sample(
+        model, *data, subset=subset, num_warmup=100, num_samples=250, num_chains=2, progress=False,
+        seed=1,
+    )  # fmt: skip
     flat = guide.layout.flatten(samples.flat())
     chosen = guide.choose(data)
     others = torch.ones(4, dtype=torch.bool)
@@ -94,6 +100,16 @@ def test_nuts_samples_the_part_and_holds_the_rest(data):
     assert ((flat[:, chosen].mean(0) - mean[chosen]).abs() < 5 * error).all()
     error = ((torch.outer(variances, variances) + expected.square()) / draws).sqrt()
     assert ((torch.cov(flat[:, chosen].T) - expected).abs() < 5 * error).all()
+
+
+def test_chains_take_the_part_of_a_guide_of_the_same_program(data):
+    model, mean, _ = linear(data)
+    guide = at_mode(model, mean, data, size=2)
+    with pytest.raises(TypeError, match="subset must be a guide over some weights"):
+        bdl.mcmc.sample(model, *data, subset=guide)
+    other = Program(lambda: pyro.sample("w", dist.Normal(torch.zeros(7), 1.0).to_event(1)))
+    with pytest.raises(ValueError, match="of 4 numbers, and the program has 7"):
+        Restriction(other, guide.laplace_approximation(data))
 
 
 def test_bad_options(data):

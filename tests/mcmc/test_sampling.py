@@ -318,7 +318,6 @@ def test_bad_programs(program, error, words):
         ({"kernel": NUTS(inverse_mass=torch.ones(5))}, "inverse_mass must have shape"),
         ({"kernel": "mams", "backend": "pyro"}, "JAX only"),
         ({"init": "unifrom"}, "init must be .*'uniform'.* got 'unifrom'"),
-        ({"init": None}, "init must be .* got NoneType"),
         ({"init": torch.zeros(3)}, "init must be .* got Tensor"),
         ({"init": {"v": torch.zeros(3)}}, "no value for the latent site 'w'"),
         ({"init": {"w": torch.full((3,), math.inf).double()}}, "no starting point with a finite"),

@@ -1,5 +1,7 @@
 """A program's log density as a graph: values, gradients, and when the program itself runs."""
 
+import warnings
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -9,6 +11,8 @@ from pyro.nn import PyroModule, PyroParam
 import pyro_bdl as bdl
 from pyro_bdl import Program
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.tracing.compiled import CompiledDensity
+from pyro_bdl.utils.module_state import Modules
 
 
 class Chain(PyroModule):
@@ -105,3 +109,37 @@ def test_a_graph_that_does_not_run_leaves_the_program():
             for a, b in zip(ours, value_and_gradients(program.log_density, vector), strict=True):
                 torch.testing.assert_close(a, b)
     assert compiled.graphs.num_replays == 0
+
+
+def test_a_gradient_that_is_not_finite_is_no_change_of_the_program():
+    """The root of a negative number that ``where`` leaves out: the gradient is NaN."""
+
+    def log_density(x):
+        return x[0] + torch.where(x[1] > 0.0, x[1].sqrt(), 0.0)
+
+    density = CompiledDensity(log_density, Modules())
+    inside, outside = torch.tensor([1.0, 4.0]), torch.tensor([1.0, -1.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for point in (inside, inside, inside, outside, outside, inside, inside):
+            value, gradient = value_and_gradients(density, point)
+            assert value == (3.0 if point is inside else 1.0)
+            assert gradient.isfinite().all() == (point is inside)
+    assert density.graphs.num_traces == 1
+
+
+def test_terms_that_cancel_are_compared_by_their_size():
+    """The density is 1e-6 at the point that is compared; the graph's constant is rounded there."""
+    calls = []
+
+    def log_density(x):
+        calls.append(x)  # the program's own value differs by the rounding of terms of 10
+        return x.square().sum() - 10.0 + (1e-6 if len(calls) % 2 else 2e-6)
+
+    density = CompiledDensity(log_density, Modules())
+    point = torch.full((10,), 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(8):
+            value_and_gradients(density, point)
+    assert density.graphs.num_traces == 1

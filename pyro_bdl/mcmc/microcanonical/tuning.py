@@ -204,7 +204,8 @@ def metric(moments: Moments, tuned: Tuned) -> Tuned:
 
 
 def autocorrelation_time(trace: np.ndarray) -> np.ndarray:
-    """tau (chains,): the number of steps of one independent draw, averaged over the numbers.
+    """tau (chains,): the number of steps of one independent draw, averaged over the numbers that
+    moved; NaN if none did.
 
     :param trace: positions (chains, steps, numbers).
     """
@@ -213,13 +214,13 @@ def autocorrelation_time(trace: np.ndarray) -> np.ndarray:
     padded = next_fast_len(2 * count, real=True)
     spectrum = np.fft.rfft(centered, padded, axis=1)
     covariance = np.fft.irfft(np.abs(spectrum) ** 2, padded, axis=1)[:, :count]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rho = covariance / covariance[:, :1]
+    moved = covariance[:, 0] > 0
+    rho = covariance / np.where(moved, covariance[:, 0], 1)[:, None]
     pairs = rho[:, 0 : count - 1 : 2] + rho[:, 1:count:2]
     positive = np.minimum.accumulate(pairs > 0, axis=1)  # Geyer's initial sequence
     pairs = np.minimum.accumulate(np.where(positive, pairs, 0), axis=1)
     tau = np.maximum(2 * pairs.sum(1) - 1, 1.0)
-    return np.nanmean(np.where(np.isfinite(rho[:, 0]), tau, np.nan), axis=1)
+    return np.where(moved, tau, 0).sum(1) / np.where(moved.any(1), moved.sum(1), np.nan)
 
 
 def traced_numbers(size: int) -> slice:

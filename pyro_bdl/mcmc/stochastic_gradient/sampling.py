@@ -18,7 +18,6 @@ from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
 from pyro_bdl.mcmc.stochastic_gradient.walk import Walk
 from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.samples import Samples
-from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.memory import available_memory
 from pyro_bdl.utils.module_state import device_of, evaluation_mode, vmappable
 from pyro_bdl.utils.random_state import own_randomness, seeded
@@ -38,9 +37,9 @@ def sgmcmc(
     num_chains: int = 1,
     batch_size: int | None = None,
     seed: int = 0,
-    init: Any = "prior",
+    init: Any = None,
     checkpoint: str | Path | None = None,
-    subset: tuple[Subset, Tensor] | None = None,
+    subset: Any = None,
     progress: bool | None = None,
 ) -> Samples:
     """Draw from the posterior of a Pyro program by stochastic-gradient MCMC.
@@ -69,7 +68,7 @@ def sgmcmc(
     :param init: where the chains start, as of ``mcmc.sample``.
     :param checkpoint: a folder, as of ``mcmc.sample``. The order of an iterable's batches must come
         from torch's random numbers or be fixed.
-    :param subset: the unconstrained numbers to draw, and the vector (P,) that holds the others.
+    :param subset: as of ``mcmc.sample``.
     :param progress: show a progress bar; by default in terminals and notebooks.
     :returns: draws in the latents' supports, with statistics: ``step_size``; ``potential_energy``
         (nats, on the minibatch that followed the draw, scaled to all data);
@@ -88,7 +87,7 @@ def sgmcmc(
     num_samples = whole_number(num_samples, "num_samples")
     num_chains = whole_number(num_chains, "num_chains")
     num_warmup = whole_number(num_warmup, "num_warmup", least=2 if kernel.settles else 0)
-    started, init = time.perf_counter(), as_start(init)
+    started, init = time.perf_counter(), as_start(init, subset)
     with evaluation_mode(model, init), seeded(seed):
         batches = MinibatchSource(data, batch_size, device=device_of(model))
         restriction = checked_restriction(model, batches, subset, init)
@@ -123,7 +122,7 @@ def sgmcmc(
 def checked_restriction(
     model: Callable,
     batches: MinibatchSource,
-    subset: tuple[Subset, Tensor] | None,
+    subset: Any,
     init: Any = None,
 ) -> Restriction:
     """The program on the first minibatch, at first run at ``init`` where that says values.

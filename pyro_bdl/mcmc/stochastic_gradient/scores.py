@@ -8,10 +8,10 @@ from torch import Tensor
 
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.vmap import DrawMap
+from pyro_bdl.tracing.compiled import Arguments, split
 from pyro_bdl.tracing.step import agree, compiled
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.random_state import own_randomness
-from pyro_bdl.utils.trees import tree_flatten, tree_unflatten
 
 _MOST_GRAPHS = 4
 
@@ -38,17 +38,19 @@ class Scores:
     def __call__(self, vectors: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         if not self.traced:
             return self._run(vectors, batch)
-        leaves, structure = tree_flatten(batch)
-        key = (structure, *map(_kind, leaves))
-        if key not in self.graphs:
+        try:
+            arguments = split(*batch)
+        except NotTraceable:  # a program that cannot be traced can still be run
+            return self._run(vectors, batch)
+        if arguments.key not in self.graphs:
             room = len(self.graphs) < _MOST_GRAPHS
             with own_randomness():
-                self.graphs[key] = self._graph(vectors, batch) if room else None
-        graph = self.graphs[key]
+                self.graphs[arguments.key] = self._graph(vectors, arguments) if room else None
+        graph = self.graphs[arguments.key]
         if graph is None:
             return self._run(vectors, batch)
         with torch.no_grad():
-            return graph(vectors, *_tensors(leaves))
+            return graph(vectors, *arguments.tensors)
 
     def _run(self, vectors: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         args, kwargs = batch
@@ -63,35 +65,22 @@ class Scores:
             (gradient,) = torch.autograd.grad(values.sum(), leaf)
         return values.detach(), gradient
 
-    def _graph(self, vectors: Tensor, batch: Batch) -> Callable[..., Any] | None:
+    def _graph(self, vectors: Tensor, arguments: Arguments) -> Callable[..., Any] | None:
         """The graph, if there is one that gives the program's results here."""
-        leaves, structure = tree_flatten(batch)
 
         def scores(vectors: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-            rest = iter(tensors)
-            whole = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            return self._run(vectors, tree_unflatten(whole, structure))
+            return self._run(vectors, arguments.rebuild(tensors))
 
+        inputs = [vectors, *arguments.tensors]
         try:
-            run, outside, *_ = compiled(scores, [vectors, *_tensors(leaves)])
-        except (NotTraceable, RuntimeError):  # a program that cannot be traced can still be run
+            run, outside, *_ = compiled(scores, inputs)
+        except (NotTraceable, RuntimeError):
             return None
 
         def graph(*tensors: Tensor) -> tuple[Tensor, ...]:
             return run(*tensors, *outside)
 
         with torch.no_grad():
-            results = graph(vectors, *_tensors(leaves))
-        pairs = zip(results, self._run(vectors, batch), strict=True)
+            results = graph(*inputs)
+        pairs = zip(results, scores(*inputs), strict=True)
         return graph if all(agree(ours, exact, exact.norm()) for ours, exact in pairs) else None
-
-
-def _tensors(leaves: list[Any]) -> list[Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _kind(leaf: Any) -> Any:
-    """The properties of an argument for which a traced graph is valid."""
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.device
-    return type(leaf), repr(leaf)

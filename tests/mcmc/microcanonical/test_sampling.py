@@ -167,6 +167,16 @@ def test_autocorrelation_time_of_an_autoregressive_chain():
     assert tuning.autocorrelation_time(x)[0] == pytest.approx((9 + 1) / 2, rel=0.1)
 
 
+@pytest.mark.filterwarnings("error")
+def test_numbers_that_do_not_move_have_no_autocorrelation_time():
+    moving = np.random.default_rng(0).standard_normal((1, 400))
+    x = np.stack([np.concatenate([moving, np.zeros((1, 400))]), np.zeros((2, 400))])
+    x = x.transpose(0, 2, 1)  # (chains, steps, numbers)
+    first, second = tuning.autocorrelation_time(x)
+    assert first == tuning.autocorrelation_time(x[:1, :, :1])[0] and np.isnan(second)
+    assert np.isnan(tuning.autocorrelation_time(x[:, :1])).all()
+
+
 def one_number(y):
     w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
     pyro.sample("y", dist.Normal(w, 1.0), obs=y)

@@ -7,11 +7,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 from helpers import second_device
+from pyro.infer.autoguide.initialization import init_to_value
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.guides.subnetwork import SubsetNormal
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
 from pyro_bdl.program import Program
@@ -400,12 +402,11 @@ def test_each_chain_starts_from_its_own_draw_of_samples():
 
 
 def test_subset_moves_and_the_rest_stays(exact_posterior):
-    program = Program(Linear(), X, Y)
-    at = torch.linspace(-1, 1, 5, dtype=X.dtype)
-    subset = Subset(program.layout, torch.tensor([1, 3]))
-    samples = sampled(
-        Linear(), (X, Y), subset=(subset, at), num_chains=800, num_samples=15, **EXACT["sghmc"]
-    )
+    model, at = Linear(), torch.linspace(-1, 1, 5, dtype=X.dtype)
+    source = bdl.guides.AutoSubnetwork(model, init_loc_fn=init_to_value(values={"w": at}))
+    source.prototype(X, Y)
+    guide = SubsetNormal(source, Subset(source.layout, torch.tensor([1, 3])), 0.1)
+    samples = sampled(model, (X, Y), subset=guide, num_chains=800, num_samples=15, **EXACT["sghmc"])
     draws = samples.latents["w"]
     fixed = torch.tensor([0, 2, 4])
     assert torch.equal(draws[..., fixed], at[fixed].expand(800, 15, 3))
