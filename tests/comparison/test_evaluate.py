@@ -56,12 +56,18 @@ def test_laplace_is_scored_as_the_linear_model():
     assert ((found.predictions.var(0) / variance - 1).abs() < 0.1).all()
     exact = -dist.Normal(mean, variance.sqrt()).log_prob(Y).mean()
     rmse = (mean - Y).square().mean().sqrt().item()
+    z, normal = (Y - mean) / variance.sqrt(), dist.Normal(0.0, 1.0)
+    crps = z * (2 * normal.cdf(z) - 1) + 2 * normal.log_prob(z).exp() - math.pi**-0.5
+    crps = float((variance.sqrt() * crps).mean())
     few = evaluate(model, posterior, GRID, Y, num_samples=50, seed=1)
     for scores in (found, few):  # in closed form, for any draws
         assert scores.scores["nlpd"] == pytest.approx(exact.item(), rel=1e-5)
         assert scores.scores["nlpd_normal"] == pytest.approx(exact.item(), rel=1e-5)
         assert scores.scores["rmse"] == pytest.approx(rmse, rel=1e-5)
-        assert scores.points["nlpd"].over_draws == 0.0
+        assert scores.scores["crps"] == pytest.approx(crps, rel=1e-5)
+        assert scores.scores["coverage"] == float((z.abs() < 1.6449).double().mean())
+        torch.testing.assert_close(scores.pit, normal.cdf(z).double(), atol=1e-5, rtol=0)
+        assert scores.points["nlpd"].over_draws == scores.points["crps"].over_draws == 0.0
 
 
 @pytest.mark.parametrize(
