@@ -72,7 +72,7 @@ class Evaluation:
     :param pit: the probability integral transforms of all test targets; for regression. Where only
         some numbers of a target were seen, those of these, one after another.
     :param scores: the numbers that need no reference, by key.
-    :param points: the scores that are means over all test points, with their errors.
+    :param points: the scores that are means over all test points, or AUROCs, with their errors.
     :param loo: leave-one-out on the training data, if these are given, or cross-validation.
     :param seen: how many numbers of the test targets were seen, and how many there are; those that
         masks leave out of the likelihood count in no score.

@@ -146,3 +146,20 @@ def test_units_scale_every_number(make):
 def test_forty_draws_give_the_range_of_a_coverage(draws, known):
     scores = evaluate(line, weights(2, chains=1, count=draws), GRID, Y).scores
     assert ("coverage_from" in scores) == known
+
+
+def test_separation_has_an_error_over_the_draws():
+    """That of one evaluation is the spread over the seeds of many."""
+    torch.manual_seed(0)
+    x, other = torch.randn(60, 3), 2 * torch.randn(50, 3)
+    model = models.Classification(bayesianize(torch.nn.Linear(3, 3)))
+    guide = guides.AutoMeanField(model, init_scale=1.0).prototype(x, torch.arange(60) % 3)
+    data = {"ood": other, "num_samples": 40}
+    found = [
+        evaluate(model, guide, x, torch.arange(60) % 3, seed=seed, **data) for seed in range(30)
+    ]
+    for key in ("auroc", "auroc_epistemic"):
+        spread = torch.tensor([of.scores[key] for of in found]).std()
+        errors = torch.tensor([of.points[key].over_draws for of in found])
+        assert errors.mean() == pytest.approx(float(spread), rel=0.4)
+        assert found[0].scores[f"{key}_se"] > found[0].points[key].over_points
