@@ -149,7 +149,7 @@ def summarize(
     if is_network and isinstance(program(net_or_model), models.Regression):
         noise = networks.held_out_error(net_or_model, held_out)
     started = time.perf_counter()
-    model, point = network = at_point(program(net_or_model, noise))
+    model, _ = network = at_point(program(net_or_model, noise))
     found, kind = evaluated(model, Members([network]), held_out)
     name = "softmax" if kind.task == CLASSES else "network"
     posteriors[name] = network
@@ -157,8 +157,8 @@ def summarize(
     if noise is None:
         started = time.perf_counter()
         scaled = networks.at_temperature(model, found.scores["temperature"], kind.sites)
-        posteriors["temperature scaling"] = scaled, point
-        add("temperature scaling", started, scaled, Members([(scaled, point)]))
+        posteriors["temperature scaling"] = at_T = at_point(scaled)
+        add("temperature scaling", started, scaled, Members([at_T]))
     cheap = tuple(evaluations)
     for name, options in (_LAPLACE if laplace is None else laplace).items():
         started = time.perf_counter()
@@ -244,9 +244,10 @@ def _answer(evaluations: Mapping[str, Evaluation], cheap: Sequence[str]) -> str:
         for key in ("auroc", "auroc_epistemic") if has_other else ():
             if (own := points.get(key)) is None:
                 continue
-            chance = [gap(own, _constant(0.5, own))]
+            chance = replace(own, number=0.5, over_points=0.0, influence=0 * own.influence)
             gaps = [gap(own, rival["auroc"]) for rival in alone]
-            if all(found.says == ABOVE for found in chance + gaps):
+            beyond = [*gaps, gap(own, replace(chance, groups=torch.zeros_like(own.groups)))]
+            if all(found.says == ABOVE for found in beyond):
                 by = ", by the disagreement of its draws" if key == "auroc_epistemic" else ""
                 ways.setdefault(own.number, f"{name} (AUROC higher by {_least(gaps)}{by})")
         apart += [ways[max(ways)]] if ways else []
@@ -263,11 +264,6 @@ def _answer(evaluations: Mapping[str, Evaluation], cheap: Sequence[str]) -> str:
     if not (better or apart):
         text += " By these rows the network alone is enough."
     return text
-
-
-def _constant(number: float, like: PointScores) -> PointScores:
-    influence, groups = torch.zeros_like(like.influence), torch.zeros_like(like.groups)
-    return PointScores(number, 0.0, influence, groups)
 
 
 def _least(gaps: Sequence[Finding]) -> str:

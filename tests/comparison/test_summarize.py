@@ -80,6 +80,9 @@ def test_rows_of_a_classifier(classifier):
     assert table.loc["temperature scaling", "nlpd"] == pytest.approx(
         float(-tempered.log().mean()), rel=1e-4
     )
+    compared = bdl.compare(model, dict(summary.posteriors), x, y, reference=None, num_samples=20)
+    cheap = ["softmax", "temperature scaling"]
+    assert list(compared.table.loc[cheap, "nlpd"]) == pytest.approx(list(table.loc[cheap, "nlpd"]))
     drawn = bdl.evaluate(model, posterior, x, y, num_samples=1000).scores["nlpd"]
     laplace = table.loc["Laplace"]
     assert abs(laplace["nlpd"] - drawn) < 4 * laplace["nlpd_se"]
