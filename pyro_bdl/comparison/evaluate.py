@@ -22,8 +22,9 @@ from pyro_bdl.comparison.leave_one_out import (
     state_of,
 )
 from pyro_bdl.comparison.metric import PointScores, mean_of_runs, measure
+from pyro_bdl.comparison.networks import Members
 from pyro_bdl.comparison.observe import Block, PredictiveDraws, check_draws, known_block, observe
-from pyro_bdl.comparison.scores import SCORES, Score
+from pyro_bdl.comparison.scores import SCORES, Score, separation
 from pyro_bdl.comparison.setting import Setting, regions, spaced
 from pyro_bdl.errors import UnusableDrawsError, warn
 from pyro_bdl.guides.draws import (
@@ -71,7 +72,7 @@ class Evaluation:
     :param pit: the probability integral transforms of all test targets; for regression. Where only
         some numbers of a target were seen, those of these, one after another.
     :param scores: the numbers that need no reference, by key.
-    :param points: the scores that are means over all test points, with their errors.
+    :param points: the scores that are means over all test points, or AUROCs, with their errors.
     :param loo: leave-one-out on the training data, if these are given, or cross-validation.
     :param seen: how many numbers of the test targets were seen, and how many there are; those that
         masks leave out of the likelihood count in no score.
@@ -203,7 +204,7 @@ def evaluate_in(
         if isinstance(posterior, PredictiveDraws):
             block, chains = known_block(setting.kind, posterior, setting.y), posterior.chains
             block = block.counted(setting.seen)
-            evaluation, inputs, _ = _scored(setting, [block], chains)
+            evaluation, inputs, *_ = _scored(setting, [block], chains)
             if chains > 1:
                 inputs["mixing"] = (Mixing.of(evaluation.function, chains),)
         else:
@@ -245,8 +246,14 @@ class _Draws:
     def __init__(self, setting: Setting, posterior: Any) -> None:
         kind, args, model = setting.kind, setting.test, setting.model
         rows = args if kind.most_rows is None else select_rows(args, slice(0, kind.most_rows))
-        self.setting, self.posterior = setting, as_posterior(posterior, model, rows)
         started = time.perf_counter()
+        self.setting, self.chains, self.are_draws = setting, 1, not isinstance(posterior, Members)
+        if isinstance(posterior, Members):
+            self.posterior, self.count = posterior, len(posterior.members)
+            self.predictive: Any = posterior.predictor(without_targets(args), setting.seed)
+            self.seconds = time.perf_counter() - started
+            return
+        self.posterior = as_posterior(posterior, model, rows)
         self.predictive = predictor(
             model, self.posterior, setting.num_samples, args=without_targets(args),
             seed=setting.seed, unknown=kind.unknown, batch_norm_data=setting.batch_norm_data,
@@ -254,7 +261,7 @@ class _Draws:
         )  # fmt: skip
         check_program(model, self.posterior)
         self.seconds = time.perf_counter() - started
-        self.count, self.chains = setting.num_samples, 1
+        self.count = setting.num_samples
         if (samples := self.predictive.samples) is not None:
             for site, values in samples.flat().items():
                 check_draws(f"values of the site {site!r}", _not_finite(values))
@@ -265,15 +272,21 @@ class _Draws:
     def evaluation(self) -> tuple[Evaluation, dict[str, tuple]]:
         """The evaluation without its numbers but the points', and the inputs of metrics."""
         data, chains = self.setting, self.chains
-        evaluation, inputs, density = _scored(data, self._blocks(), chains)
+        evaluation, inputs, here, density = _scored(
+            data, self._blocks(), chains, are_draws=self.are_draws
+        )
         evaluation = replace(evaluation, **self._named())
         inputs["drawing"] = self.seconds, self.count
         if data.ood is not None:
-            block = observe(self.predictive, data.kind, data.ood, None)
-            block = block.on(double_device(block.mean.device)).in_units(*data.units)
-            there = block.uncertainty(data.kind.task)
-            if there is not None and "uncertainty" in inputs:
-                inputs["ood"] = *inputs["uncertainty"], there
+            there = observe(self.predictive, data.kind, data.ood, None)
+            there = there.on(double_device(there.mean.device)).in_units(*data.units)
+            every_row = torch.arange(there.rows, device=there.mean.device)
+            there = there.at(every_row, chains, len(here.mean))  # the draws that are kept of here
+            points = separation(here, there, data.kind.task, are_draws=self.are_draws)
+            evaluation = replace(evaluation, points={**evaluation.points, **points})
+            uncertainty = there.uncertainty(data.kind.task)
+            if uncertainty is not None and "uncertainty" in inputs:
+                inputs["ood"] = *inputs["uncertainty"], uncertainty
         if isinstance(self.posterior, Samples):
             # noisy draws of the target always seem to mix
             function = (
@@ -287,16 +300,16 @@ class _Draws:
 
         Chains draw all of them: what does not move there has not mixed.
         """
-        predictive: Any = self.predictive
-        samples, chosen = predictive.samples, self.setting.latents
+        predictive, chosen = self.predictive, self.setting.latents
+        if not chosen:
+            return {}
+        samples = predictive.samples
         values = predictive.latents() if samples is None else samples.flat()
         numbers, names = [], []
         for site in chosen:
             shape = values[site].shape[1:]
             numbers.append(values[site].reshape(len(values[site]), -1))
             names += [f"{site}{list(index) if index else ''}" for index in np.ndindex(*shape)]
-        if not names:
-            return {}
         places = spaced(len(names))
         kept = torch.cat(numbers, 1)[:, places.to(numbers[0].device)]
         named = tuple(names[place] for place in places.tolist())
@@ -341,12 +354,13 @@ def _not_finite(draws: Tensor) -> Tensor:
 
 
 def _scored(
-    data: Setting, blocks: Iterable[Block], chains: int
-) -> tuple[Evaluation, dict[str, tuple], Tensor | None]:
+    data: Setting, blocks: Iterable[Block], chains: int, *, are_draws: bool = True
+) -> tuple[Evaluation, dict[str, tuple], Block, Tensor | None]:
     """The scores of all rows of which something was seen, with the draws at some of them, the
-    inputs of the other metrics, and the last batch's density."""
+    inputs of the other metrics, the predictions at the stored points, and the last batch's
+    density."""
     kind, rows, (scale, shift) = data.kind, len(data.y), data.units
-    score, chosen_blocks, density, start = Score(kind), [], None, 0
+    score, chosen_blocks, density, start = Score(kind, are_draws=are_draws), [], None, 0
     seen_rows = torch.arange(rows, device="cpu")
     if data.seen is not None:
         seen_rows = data.seen.of_rows().cpu().nonzero().flatten()
@@ -396,4 +410,4 @@ def _scored(
     if block.draws is not None and len(block.draws) >= _LEAST_FOR_RANGE:
         draws = block.draws if block.seen is None else block.draws[:, block.seen]
         inputs["coverage range"] = tuple(coverage_range(draws).tolist())
-    return evaluation, inputs, density
+    return evaluation, inputs, block, density

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scipy.special import ndtri
-
 from pyro_bdl.comparison.columns import Column, listed, with_error
 from pyro_bdl.comparison.distances import EQUIVALENT, NEAR
 from pyro_bdl.comparison.evaluate import Evaluation
@@ -346,10 +344,9 @@ def _from_best(evaluation: Evaluation, best: Evaluation, count: int) -> dict[str
     """
     if evaluation is best or not all(SCORE in side.points for side in (evaluation, best)):
         return {}
-    gap, error = evaluation.points[SCORE].difference(best.points[SCORE])
-    pairs = count * (count - 1) / 2
-    larger = float(ndtri(1 - 0.025 / pairs) / ndtri(0.975))
-    return {f"{SCORE}_diff": gap, f"{SCORE}_diff_se": larger * error}
+    pairs = count * (count - 1) // 2
+    gap, error = evaluation.points[SCORE].difference(best.points[SCORE], of=pairs)
+    return {f"{SCORE}_diff": gap, f"{SCORE}_diff_se": error}
 
 
 def _group_by_score(row: Row) -> str:

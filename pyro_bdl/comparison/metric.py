@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from scipy.special import ndtri
 from torch import Tensor
 
 from pyro_bdl.comparison.columns import Column
@@ -39,10 +40,11 @@ class Metric:
     :param task: ``"regression"`` or ``"classification"``; None for both.
     :param style: style of the column, see ``Column``; ``digits`` are its digits.
     :param error: whether the rows hold its Monte Carlo error, under ``key_se``. Distances only.
-    :param over_points: for a score that is a mean over the test points: ``"mean"``, or ``"root"``
-        for the square root of a mean. The function then returns the value of each point, ``(N,
-        ...)``; the rows hold the standard error over points and draws under ``key_se``, and the
-        paired difference from the reference under ``key_diff`` with its error.
+    :param over_points: for a score that is a mean over the test points: ``"mean"``, ``"share"`` for
+        the mean of zeros and ones, or ``"root"`` for the square root of a mean. The function then
+        returns the value of each point, ``(N, ...)``; the rows hold the standard error over points
+        and draws under ``key_se``, and the paired difference from the reference under ``key_diff``
+        with its error.
     """
 
     key: str
@@ -200,7 +202,7 @@ class PointScores:
         if metric.over_points == "root":
             influence = values / (2 * number) if number > 0 else torch.zeros_like(values)
         of_error = influence
-        if metric.style == "percent":
+        if metric.over_points == "share":
             of_error = torch.cat([values, values.new_tensor([0.0, 0.0, 1.0, 1.0])])
         apart = values.new_zeros(GROUPS)
         if groups is not None:
@@ -245,14 +247,27 @@ class PointScores:
         is_known = number_of_groups(draws) >= len(self.groups) or not self.groups.any()
         return self if is_known else replace(self, groups=self.groups[:0])
 
-    def difference(self, other: "PointScores") -> tuple[float, float]:
+    def difference(self, other: "PointScores", *, of: int = 1) -> tuple[float, float]:
         """This score minus another at the same points, and the standard error, enlarged for few
-        points or groups so that a difference is beyond two of them in 5 % of the cases."""
+        points or groups so that a difference is beyond two of them in 5 % of the cases.
+
+        :param of: how many differences are looked at, of which one or more are then beyond two of
+            their errors in at most 5 % of the cases (Bonferroni).
+        """
         gap = self.influence - other.influence.to(self.influence.device)
-        return self.number - other.number, total_error(
+        limit = ERRORS * float(ndtri(1 - 0.025 / of) / ndtri(0.975))
+        error = total_error(
             (standard_error_of_mean(gap), len(gap) - 1),
+            *((side._at_an_end, len(gap) - 1) for side in (self, other)),
             *(part for side in (self, other) for part in (side.of_draws, side.of_the_runs)),
+            limit=limit,
         )
+        return self.number - other.number, error * limit / ERRORS
+
+    @property
+    def _at_an_end(self) -> float:
+        """The error over the points of a share to which all of them add alike; 0 of others."""
+        return self.over_points if standard_error_of_mean(self.influence) == 0 else 0.0
 
     @property
     def of_draws(self) -> tuple[float, int]:
@@ -295,9 +310,10 @@ def mean_of_runs(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return mean
 
 
-def total_error(*parts: tuple[float, float]) -> float:
-    """The error of a difference from its independent parts, each with its degrees of freedom."""
-    return math.hypot(*(error for error, _ in parts)) * enlarged(ERRORS, *parts)
+def total_error(*parts: tuple[float, float], limit: float = ERRORS) -> float:
+    """The error of a difference from its independent parts, each with its degrees of freedom, for
+    a limit of so many errors."""
+    return math.hypot(*(error for error, _ in parts)) * enlarged(limit, *parts)
 
 
 def error_of_share(share: float, count: int) -> float:

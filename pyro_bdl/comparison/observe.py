@@ -130,7 +130,7 @@ class Block:
     def uncertainty(self, task: str) -> Uncertainty | None:
         """Aleatoric and epistemic entropy or variance; None if the noise is unknown."""
         if task == "classification":
-            return entropy_parts(self.function)
+            return entropy_parts(self.mean)
         return None if self.noise is None else variance_parts(self.mean, self.noise)
 
     def on(self, device: torch.device) -> "Block":

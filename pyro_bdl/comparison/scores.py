@@ -10,6 +10,8 @@ A metric names its inputs by ``of``:
                         probabilities ``(N, C)`` and the class numbers ``(N,)``
 ``"ordered"``           the mean probabilities of ordered classes ``(N, C)`` and their numbers
 ``"draws"``             draws of the target ``(S, N, ...)``, noise included, and the targets
+                        ``(N, ...)``; where the prediction is a mixture of few Normals, or one in
+                        closed form, ``Normals`` in place of the draws
 ``"density"``           log p(y_n | draw) ``(S, N)`` and the number of rows
 ``"log predictive"``    log p(y_n), its mean over the draws or in closed form ``(N,)``, and the
                         number of rows
@@ -22,20 +24,24 @@ A metric names its inputs by ``of``:
 ``"coverage range"``    both ends of the range of the coverage at 90 %
 ``"uncertainty"``       the parts of the uncertainty, an ``Uncertainty``
 ``"ood"``               the ``Uncertainty`` at test inputs and at inputs from elsewhere
+``"labels"``            as ``"mean"``, of classes, at all points
 ======================  =========================================================================
 
 ``"draws"`` and ``"density"`` are known of one batch of test data at a time, since they need much
-memory: their metrics are means over the test points (``over_points``); those of ``"halves"`` are
-such means too, of all points at once. Numbers are in the target's units.
+memory: their metrics are means over the test points (``over_points``); those of ``"halves"`` and
+``"labels"`` are such means too, of all points at once, and AUROC is one over the points of both
+kinds. Numbers are in the target's units.
 
 Means over the test points are computed again without each of ten groups of draws, which gives their
 error over the draws: of ``"density"`` and ``"mean"`` at all points, of the others at up to 100 of
 each batch, since the draws of the function are common to all points.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -52,12 +58,18 @@ from pyro_bdl.comparison.metric import (
     metric,
     metrics_of,
     of_task,
+    standard_error_of_mean,
 )
 from pyro_bdl.comparison.observe import Block
 from pyro_bdl.metrics.calibration import mean_confidence, uniformity
-from pyro_bdl.metrics.scores import effective_draws, log_predictive_density, squared_error
+from pyro_bdl.metrics.scores import (
+    crps_of_normals,
+    effective_draws,
+    log_predictive_density,
+    squared_error,
+)
 from pyro_bdl.metrics.temperature import best_temperature, calibrated_nlpd
-from pyro_bdl.metrics.uncertainty import Uncertainty
+from pyro_bdl.metrics.uncertainty import Uncertainty, placements
 from pyro_bdl.utils.jackknife import number_of_groups, without_each
 from pyro_bdl.utils.precision import double
 
@@ -65,12 +77,14 @@ from pyro_bdl.utils.precision import double
 FEW_DRAWS = 10
 _LEAST_FOR_HALVES = 20  # test points
 _BY_NUMBER = ("mean", "ordered", "draws", "moments")  # have a value for each number of a target
-_OF_HALVES = {"log mean", "mean", "variance", "y"}
+_AT_ALL = ("halves", "labels")  # need all points at once
+_OF_ALL = {"log mean", "mean", "variance", "y"}
 _MOST_POINTS = 100  # of a batch, for errors over draws that would take long at all of them
 
 TEST_DATA, CALIBRATION = "test data", "calibration"
 whole = partial(metric, group=TEST_DATA)
 score = partial(metric, group=TEST_DATA, over_points="mean")
+share = partial(metric, over_points="share", style="percent")
 calibration = partial(metric, group=CALIBRATION, detail=True)
 uncertainty = partial(metric, group="uncertainty", detail=True)
 
@@ -84,7 +98,7 @@ def rmse(mean: Tensor, y: Tensor) -> Tensor:
     return squared_error(mean, y)
 
 
-@score("accuracy", "mean", task=CLASSES, style="percent")
+@share("accuracy", "mean", group=TEST_DATA, task=CLASSES)
 def accuracy(mean: Tensor, y: Tensor) -> Tensor:
     """Share of the classes predicted correctly."""
     return metrics.accuracy(mean, y, pointwise=True)
@@ -114,9 +128,22 @@ def nlpd_calibrated(mean: Tensor, variance: Tensor | None, y: Tensor) -> Tensor:
     return calibrated_nlpd(mean, variance, y)
 
 
+class Normals(NamedTuple):
+    """A prediction that is the mixture of S Normals, of mean and sd ``(S, N, ...)``."""
+
+    mean: Tensor
+    sd: Tensor
+
+    def pit(self, y: Tensor) -> Tensor:
+        """P(Y < y), as y."""
+        return torch.special.ndtr((double(y) - double(self.mean)) / double(self.sd)).mean(0)
+
+
 @score("CRPS", "draws", task=NUMBERS)
-def crps(draws: Tensor, y: Tensor) -> Tensor:
+def crps(draws: Tensor | Normals, y: Tensor) -> Tensor:
     """Continuous ranked probability score, in units of the target; smaller is better."""
+    if isinstance(draws, Normals):
+        return crps_of_normals(double(draws.mean), double(draws.sd), double(y))
     return metrics.crps(draws, y, pointwise=True)
 
 
@@ -125,10 +152,15 @@ def _coverage(key: str, percent: int, group: str = CALIBRATION) -> Metric:
         f"Share of the targets inside the central {percent} % interval, noise included; less is "
         "overconfident about the targets."
     )
-    share = partial(metrics.interval_coverage, level=percent / 100, pointwise=True)
+
+    def inside(draws: Tensor | Normals, y: Tensor) -> Tensor:
+        if isinstance(draws, Normals):
+            return double((2 * draws.pit(y) - 1).abs() <= percent / 100)
+        return metrics.interval_coverage(draws, y, level=percent / 100, pointwise=True)
+
     return Metric(
-        key, f"in {percent} %", help, share, "draws", group, group == CALIBRATION, NUMBERS,
-        style="percent", over_points="mean",
+        key, f"in {percent} %", help, inside, "draws", group, group == CALIBRATION, NUMBERS,
+        style="percent", over_points="share",
     )  # fmt: skip
 
 
@@ -148,16 +180,16 @@ def ranked_probability_score(mean: Tensor, y: Tensor) -> Tensor:
     return metrics.ranked_probability_score(mean, y, pointwise=True)
 
 
-@whole("ECE", "mean", task=CLASSES, style="percent")
+@score("ECE", "labels", task=CLASSES, style="percent")
 def ece(mean: Tensor, y: Tensor) -> Tensor:
     """Expected calibration error, in 15 bins: how far confidence is from accuracy."""
-    return metrics.expected_calibration_error(mean, y)
+    return metrics.expected_calibration_error(mean, y, pointwise=True)
 
 
 # ---------------------------------------------------------------------------------- calibration
 
 
-@calibration("NLPD by few", "density", style="percent", over_points="mean")
+@share("NLPD by few", "density", group=CALIBRATION, detail=True)
 def nlpd_few(density: Tensor, rows: int) -> Tensor:
     """Share of the test points at which NLPD rests on fewer than 10 effective draws."""
     return double(effective_draws(density) < FEW_DRAWS)
@@ -256,11 +288,11 @@ def ood_entropy(here: Uncertainty, there: Uncertainty) -> Tensor:
     return there.total.mean()
 
 
-@uncertainty("AUROC", "ood")
+@uncertainty("AUROC", "ood", over_points="mean")
 def auroc(here: Uncertainty, there: Uncertainty) -> Tensor:
     """Probability that the predictive uncertainty is higher at an out-of-distribution input than at
     a test input; 0.5 means no separation."""
-    return metrics.auroc(here.total, there.total)
+    return _over_both(here.total, there.total)
 
 
 @uncertainty("AUPR", "ood")
@@ -277,10 +309,10 @@ def fpr95(here: Uncertainty, there: Uncertainty) -> Tensor:
     return metrics.fpr95(here.total, there.total)
 
 
-@uncertainty("epist. AUROC", "ood")
+@uncertainty("epist. AUROC", "ood", over_points="mean")
 def auroc_epistemic(here: Uncertainty, there: Uncertainty) -> Tensor:
-    """The same with the epistemic uncertainty."""
-    return metrics.auroc(here.epistemic, there.epistemic)
+    """AUROC of the epistemic uncertainty, the disagreement of the draws."""
+    return _over_both(here.epistemic, there.epistemic)
 
 
 @uncertainty("AURC", "mean", task=CLASSES)
@@ -299,6 +331,62 @@ def _per_row(values: Tensor, rows: int) -> Tensor:
     return values / rows if len(values) == 1 else values
 
 
+# --------------------------------------------------------------------- inputs of two kinds
+
+
+def _over_both(here: Tensor, there: Tensor) -> Tensor:
+    """Values ``(N + M,)`` whose mean is the AUROC and whose spread is its influence, at N test
+    points and M others: A + (N + M) / N (a_n - A) of the placements a_n of one kind, and M likewise
+    (DeLong et al. 1988). The numbers of a target are averaged."""
+    kinds = _placed(here, there)
+    area, count = kinds[1].mean(), len(here) + len(there)
+    return torch.cat([area + count / len(kind) * (kind - area) for kind in kinds])
+
+
+def _placed(here: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+    """The placements of each point."""
+    of_numbers = placements(here, there)
+    first, second = (
+        part.reshape(len(kind), -1).mean(1)
+        for part, kind in zip(of_numbers, (here, there), strict=True)
+    )
+    return first, second
+
+
+def separation(
+    here: Block, there: Block, task: str, *, are_draws: bool = True
+) -> dict[str, PointScores]:
+    """How well uncertainty separates inputs from elsewhere from test inputs, with its errors over
+    the points of both kinds and over the draws. As of shares, two points are added to each kind
+    that are placed right and two that are not.
+
+    :param here: at the test inputs; ``there`` at the others, at the same draws.
+    :param are_draws: whether the predictions are of draws, which could be others.
+    """
+    views = [here.draw_numbers, *_groups_of(here, are_draws)]
+    parts = [[side.at_draws(view).uncertainty(task) for side in (here, there)] for view in views]
+    if None in parts[0]:
+        return {}
+    found = {}
+    several = len(here.mean) > 1  # one prediction cannot disagree with itself
+    for area, name in ((auroc, "total"), (auroc_epistemic, "epistemic"))[: 1 + several]:
+        both = [[getattr(part, name) for part in sides] for sides in parts]
+        values = torch.stack([_over_both(*sides) for sides in both])
+        ends = values.new_tensor([0.0, 0.0, 1.0, 1.0])
+        errors = (standard_error_of_mean(torch.cat([kind, ends])) for kind in _placed(*both[0]))
+        found[area.key] = replace(
+            PointScores.of(area, values[0], values if are_draws else None),
+            over_points=math.hypot(*errors),
+        )
+    return found
+
+
+def _groups_of(block: Block, are_draws: bool) -> Iterator[Tensor]:
+    """The draws of a block without each of some groups of them, where they could be others."""
+    groups = number_of_groups(len(block.mean)) if are_draws else 0
+    return without_each(block.draw_numbers, groups) if groups else iter(())
+
+
 # -------------------------------------------------------------------------------- of predictions
 
 
@@ -306,10 +394,12 @@ class Score:
     """The scores of predictions that come batch by batch.
 
     :param kind: what the program observes.
+    :param are_draws: whether the predictions are of draws, which could be others; if not, they are
+        in equal parts the whole prediction, which then has no error over draws.
     """
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind = kind
+    def __init__(self, kind: Kind, *, are_draws: bool = True) -> None:
+        self.kind, self.are_draws = kind, are_draws
         self._parts: dict[str, list[Tensor]] = {}
         self._groups: dict[str, list[Tensor]] = {}
 
@@ -318,11 +408,13 @@ class Score:
         parts, inputs = self._read(block)
         seen = parts.get("seen")
         if "draws" in inputs:
-            parts["transforms"] = metrics.pit(*inputs["draws"])
+            draws, y = inputs["draws"]
+            exact = isinstance(draws, Normals)
+            parts["transforms"] = draws.pit(y) if exact else metrics.pit(draws, y)
         parts |= measure_points(SCORES, self.kind.task, inputs, seen)
         for name, values in parts.items():
             self._parts.setdefault(name, []).append(values)
-        if block.y is None and block.log_density is None:
+        if not self.are_draws or (block.y is None and block.log_density is None):
             return
         for name, several in self._of_groups(block).items():
             self._groups.setdefault(name, []).append(several)
@@ -357,7 +449,12 @@ class Score:
                 log_predictive = log_predictive_density(block.log_density)
             inputs["log predictive"] = log_predictive, block.rows
         if block.draws is not None and y is not None:
-            inputs["draws"] = block.draws, y
+            draws: Tensor | Normals = block.draws
+            if self.kind.is_normal and closed is not None:
+                draws = Normals(closed.mean[None], closed.variance.sqrt()[None])
+            elif self.kind.is_normal and not self.are_draws and block.noise is not None:
+                draws = Normals(block.mean, block.noise.sqrt())
+            inputs["draws"] = draws, y
         if closed is not None:
             parts["variance"] = closed.variance
         elif block.noise is not None:
@@ -373,10 +470,7 @@ class Score:
         """The values ``(1 + G, n)`` of metrics with all draws, and without each group of them, and
         what ``"halves"`` takes, at some of the points."""
         several: dict[str, list[Tensor]] = {}
-        views = [block.draw_numbers]
-        if groups := number_of_groups(len(block.mean)):
-            views += without_each(block.draw_numbers, groups)
-        for view in views:
+        for view in (block.draw_numbers, *_groups_of(block, self.are_draws)):
             parts, inputs = self._read(block.at_draws(view))
             seen = parts.get("seen")
             some = slice(None, None, -(-len(parts["mean"]) // _MOST_POINTS))
@@ -384,10 +478,12 @@ class Score:
             values = {}
             if "draws" in inputs:
                 draws, y = inputs.pop("draws")
-                thinned: dict[str, tuple] = {"draws": (draws[:, some], y[some])}
+                exact = isinstance(draws, Normals)
+                few = Normals(*(part[:, some] for part in draws)) if exact else draws[:, some]
+                thinned: dict[str, tuple] = {"draws": (few, y[some])}
                 values = measure_points(SCORES, self.kind.task, thinned, at_some)
             values |= measure_points(SCORES, self.kind.task, inputs, seen)
-            for name in _OF_HALVES & parts.keys():
+            for name in _OF_ALL & parts.keys():
                 values[name] = parts[name][some]
             if "labeled mean" in parts:
                 values["mean"] = parts["labeled mean"][some]
@@ -427,21 +523,24 @@ class Score:
             inputs["predictions"] = mean, whole.get("variance"), whole["y"]
             if (classes or self.kind.is_normal) and len(whole["y"]) >= _LEAST_FOR_HALVES:
                 inputs["halves"] = inputs["predictions"]
+        if classes:
+            inputs["labels"] = inputs["mean"]
         return inputs
 
     def points(self) -> dict[str, PointScores]:
         """The scores that are means over the test points."""
         known, whole = of_task(SCORES, self.kind.task), self.whole()
         groups = {name: torch.cat(parts, 1) for name, parts in self._groups.items()}
-        whole |= self._of_halves(self.of_seen())
+        whole |= self._at_all(self.of_seen())
         if "mean" in groups:
-            names = (*_OF_HALVES, "seen")
+            names = (*_OF_ALL, "seen")
             views = [
-                self._of_halves(_of_seen({n: groups[n][g] for n in names if n in groups}))
+                self._at_all(_of_seen({n: groups[n][g] for n in names if n in groups}))
                 for g in range(len(groups["mean"]))
             ]
             groups |= {key: torch.stack([view[key] for view in views]) for key in views[0]}
-        none = torch.zeros(1, 1, device="cpu")  # no group: the error over draws is unknown
+        # Without a group the error over draws is unknown, and without draws there is none.
+        none = torch.zeros(1, 1, device="cpu") if self.are_draws else None
 
         def scores(metric: Metric) -> PointScores:
             values, several = whole[metric.key], groups.get(metric.key, none)
@@ -454,9 +553,9 @@ class Score:
 
         return {metric.key: scores(metric) for metric in known if metric.key in whole}
 
-    def _of_halves(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _at_all(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         inputs = self._inputs_of(whole)
-        inputs = {"halves": inputs["halves"]} if "halves" in inputs else {}
+        inputs = {name: inputs[name] for name in _AT_ALL if name in inputs}
         return measure_points(SCORES, self.kind.task, inputs)
 
 

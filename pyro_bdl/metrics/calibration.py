@@ -101,11 +101,15 @@ def reliability(
     _check_bins(bins)
     labels = checked_labels(probabilities, y)
     confidence, predicted = double(probabilities).max(-1)
-    index = ((confidence * bins).ceil().long() - 1).clamp(0, bins - 1)
+    index = _bin_of(confidence, bins)
     right = double(predicted == labels)
     sums = confidence.new_zeros(3, bins)
     sums.index_add_(1, index, torch.stack([confidence, right, torch.ones_like(right)]))
     return sums[0] / sums[2], sums[1] / sums[2], sums[2] / labels.numel()
+
+
+def _bin_of(confidence: Tensor, bins: int) -> Tensor:
+    return ((confidence * bins).ceil().long() - 1).clamp(0, bins - 1)
 
 
 def mean_confidence(probabilities: Tensor, *, pointwise: bool = False) -> Tensor:
@@ -123,7 +127,9 @@ def mean_confidence(probabilities: Tensor, *, pointwise: bool = False) -> Tensor
     return confidence if pointwise else confidence.mean()
 
 
-def expected_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 15) -> Tensor:
+def expected_calibration_error(
+    probabilities: Tensor, y: Tensor, *, bins: int = 15, pointwise: bool = False
+) -> Tensor:
     """Expected calibration error, sum_b share_b |accuracy_b - confidence_b|, from 0 (best) to 1.
 
     Example::
@@ -136,12 +142,18 @@ def expected_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 
     :param probabilities: ``(N, C)``.
     :param y: ``(N,)``, class indices.
     :param bins: see :func:`reliability`.
+    :param pointwise: return what each point adds, ``(N,)``, in place of the mean: correct less
+        confidence, with the sign that their sum has in the point's bin.
     :raises ValueError: as :func:`reliability`.
 
     Source: Guo et al. (2017), On calibration of modern neural networks, eq. 3.
     """
     confidence, right, share = reliability(probabilities, y, bins=bins)
-    return ((right - confidence).abs() * share).nansum()
+    if not pointwise:
+        return ((right - confidence).abs() * share).nansum()
+    surest, predicted = double(probabilities).max(-1)
+    signs = (right - confidence).sign()[_bin_of(surest, bins)]
+    return signs * (double(predicted == checked_labels(probabilities, y)) - surest)
 
 
 def adaptive_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 15) -> Tensor:

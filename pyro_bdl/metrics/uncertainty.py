@@ -82,12 +82,23 @@ def auroc(score: Tensor, other: Tensor) -> Tensor:
 
     Source: Hanley & McNeil (1982), The meaning and use of the area under a ROC curve.
     """
-    both, known = _both("auroc", score, other)
-    if both.isnan().any():
-        return both.new_tensor(torch.nan)
-    new = len(both) - known
-    ranks = average_ranks(ordered(both[None]))[0, known:]
-    return (ranks.sum() - new * (new + 1) / 2) / (known * new)
+    below = _right(score, other)[1]
+    return below.sum() / (len(below) * score.numel())
+
+
+def placements(score: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """The share of the other set that each score is on the right side of, ties by half; the mean of
+    either set's is the AUROC, and their variances over the sizes add up to its variance.
+
+    Arguments and errors are those of ``auroc``.
+
+    :returns: P(s < s') of each s, ``(N,)`` (all numbers of ``score``), and of each s', ``(M,)``.
+
+    Source: DeLong, DeLong & Clarke-Pearson (1988), Comparing the areas under two or more correlated
+    receiver operating characteristic curves.
+    """
+    above, below = _right(score, other)
+    return above / len(below), below / len(above)
 
 
 def aupr(score: Tensor, other: Tensor) -> Tensor:
@@ -164,6 +175,18 @@ def _both(name: str, score: Tensor, other: Tensor) -> tuple[Tensor, int]:
     if not score.numel() or not other.numel():
         raise ValueError(f"{name} needs at least one score of each kind")
     return torch.cat([double(part.detach()).flatten() for part in (score, other)]), score.numel()
+
+
+def _right(score: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of the other set each score is on the right side of, ties by half."""
+    both, known = _both("auroc", score, other)
+    sets = both[:known], both[known:]
+    if both.isnan().any():
+        return torch.full_like(sets[0], torch.nan), torch.full_like(sets[1], torch.nan)
+    # The rank in both sets less that in its own is the number of the others that are below.
+    own = torch.cat([average_ranks(ordered(part[None]))[0] for part in sets])
+    below = average_ranks(ordered(both[None]))[0] - own
+    return len(sets[1]) - below[:known], below[known:]
 
 
 def _by_labels(name: str, function: Callable, score: Tensor, other: Tensor) -> Tensor:

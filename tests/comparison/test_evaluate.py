@@ -56,12 +56,18 @@ def test_laplace_is_scored_as_the_linear_model():
     assert ((found.predictions.var(0) / variance - 1).abs() < 0.1).all()
     exact = -dist.Normal(mean, variance.sqrt()).log_prob(Y).mean()
     rmse = (mean - Y).square().mean().sqrt().item()
+    z, normal = (Y - mean) / variance.sqrt(), dist.Normal(0.0, 1.0)
+    crps = z * (2 * normal.cdf(z) - 1) + 2 * normal.log_prob(z).exp() - math.pi**-0.5
+    crps = float((variance.sqrt() * crps).mean())
     few = evaluate(model, posterior, GRID, Y, num_samples=50, seed=1)
     for scores in (found, few):  # in closed form, for any draws
         assert scores.scores["nlpd"] == pytest.approx(exact.item(), rel=1e-5)
         assert scores.scores["nlpd_normal"] == pytest.approx(exact.item(), rel=1e-5)
         assert scores.scores["rmse"] == pytest.approx(rmse, rel=1e-5)
-        assert scores.points["nlpd"].over_draws == 0.0
+        assert scores.scores["crps"] == pytest.approx(crps, rel=1e-5)
+        assert scores.scores["coverage"] == float((z.abs() < 1.6449).double().mean())
+        torch.testing.assert_close(scores.pit, normal.cdf(z).double(), atol=1e-5, rtol=0)
+        assert scores.points["nlpd"].over_draws == scores.points["crps"].over_draws == 0.0
 
 
 @pytest.mark.parametrize(
@@ -140,3 +146,20 @@ def test_units_scale_every_number(make):
 def test_forty_draws_give_the_range_of_a_coverage(draws, known):
     scores = evaluate(line, weights(2, chains=1, count=draws), GRID, Y).scores
     assert ("coverage_from" in scores) == known
+
+
+def test_separation_has_an_error_over_the_draws():
+    """That of one evaluation is the spread over the seeds of many."""
+    torch.manual_seed(0)
+    x, other = torch.randn(60, 3), 2 * torch.randn(50, 3)
+    model = models.Classification(bayesianize(torch.nn.Linear(3, 3)))
+    guide = guides.AutoMeanField(model, init_scale=1.0).prototype(x, torch.arange(60) % 3)
+    data = {"ood": other, "num_samples": 40}
+    found = [
+        evaluate(model, guide, x, torch.arange(60) % 3, seed=seed, **data) for seed in range(30)
+    ]
+    for key in ("auroc", "auroc_epistemic"):
+        spread = torch.tensor([of.scores[key] for of in found]).std()
+        errors = torch.tensor([of.points[key].over_draws for of in found])
+        assert errors.mean() == pytest.approx(float(spread), rel=0.4)
+        assert found[0].scores[f"{key}_se"] > found[0].points[key].over_points

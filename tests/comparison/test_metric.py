@@ -153,3 +153,14 @@ def test_scores_in_closed_form_have_no_error_over_draws_and_few_draws_an_unknown
     assert math.isnan(slow.with_effective(30.0).error) and slow.with_effective(40.0) is slow
     point = Samples({"w": torch.ones(1, 60, 2)})
     assert evaluate.evaluate(line, point, GRID, GRID[:, 0]).points["nlpd"].over_draws == 0.0
+
+
+def test_of_many_differences_one_is_beyond_two_errors_as_rarely_as_is_said():
+    """By ten groups of draws alone it is Student's distribution with nine degrees of freedom."""
+    groups = torch.randn(10, generator=torch.Generator().manual_seed(0))
+    score = PointScores(0.0, 0.0, torch.zeros(50), groups)
+    none = PointScores(0.0, 0.0, torch.zeros(50), torch.zeros(10))
+    for count in (1, 3, 20):
+        limit = 2 * score.difference(none, of=count)[1] / score.over_draws
+        rare = 2 * stats.t.sf(limit, 9)
+        assert 0.8 * 0.05 / count < rare <= 0.05 / count

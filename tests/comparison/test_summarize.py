@@ -1,16 +1,15 @@
 """A trained network beside posteriors around it: numbers, errors, the answer, refusals."""
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison.summarize import (
-    _answer,
-    _Predicted,
-    crps_of_normals,
-)
+from pyro_bdl.comparison.networks import at_temperature
+from pyro_bdl.comparison.summarize import _answer
 from pyro_bdl.errors import ArgumentError, UnsupportedProgramError
 
 DATA = torch.Generator().manual_seed(0)
@@ -67,6 +66,12 @@ def test_rows_of_a_classifier(classifier):
     )
     entropy = [-torch.xlogy(part, part).sum(1) for part in (p, q)]
     assert own["auroc"] == pytest.approx(float(bdl.metrics.auroc(*entropy)), abs=1e-4)
+    above = (entropy[0][:, None] < entropy[1]).double()  # DeLong et al. (1988)
+    error = (above.mean(1).var() / 300 + above.mean(0).var() / 100).sqrt()
+    assert own["auroc_se"] == pytest.approx(float(error), rel=0.1)
+    chosen = torch.randint(300, (300, 300), generator=DATA)
+    again = [bdl.metrics.expected_calibration_error(p[rows], y[rows]) for rows in chosen]
+    assert own["ece_se"] == pytest.approx(float(torch.stack(again).std()), rel=0.3)
 
     model, posterior = summary.posteriors["Laplace"]
     point = bdl.guides.AutoMAP(model).prototype(*train)
@@ -75,6 +80,9 @@ def test_rows_of_a_classifier(classifier):
     assert table.loc["temperature scaling", "nlpd"] == pytest.approx(
         float(-tempered.log().mean()), rel=1e-4
     )
+    compared = bdl.compare(model, dict(summary.posteriors), x, y, reference=None, num_samples=20)
+    cheap = ["softmax", "temperature scaling"]
+    assert list(compared.table.loc[cheap, "nlpd"]) == pytest.approx(list(table.loc[cheap, "nlpd"]))
     drawn = bdl.evaluate(model, posterior, x, y, num_samples=1000).scores["nlpd"]
     laplace = table.loc["Laplace"]
     assert abs(laplace["nlpd"] - drawn) < 4 * laplace["nlpd_se"]
@@ -127,16 +135,6 @@ def test_noise_that_depends_on_the_input():
     assert "nothing is said of these" in summary.answer
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_crps_of_a_mixture_of_normals(count):
-    mean, sd = randn(count, 5).double(), randn(count, 5).double().abs() + 0.1
-    y = randn(5).double()
-    grid = torch.linspace(-20, 20, 40001, dtype=torch.float64)[:, None]
-    share = torch.distributions.Normal(mean[:, None], sd[:, None]).cdf(grid).mean(0)
-    expected = torch.trapezoid((share - (grid >= y).double()).square(), grid[:, 0], dim=0)
-    torch.testing.assert_close(crps_of_normals(mean, sd, y), expected, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize(
     ("end", "name"), [(nn.Softmax(-1), "softmax"), (nn.Sequential(nn.Sigmoid()), "sigmoid")]
 )
@@ -160,28 +158,81 @@ def test_refusals():
         bdl.summarize(model, counts, held_out=counts, test=counts)
 
 
-def _numbers(logits, y, other=None):
-    return _Predicted(logits.softmax(-1), None, y, other, are_draws=len(logits) > 1).numbers()
+def classified(logits, y):
+    """The evaluation of draws of logits (S, N, C); of a network alone, 20 equal ones."""
+    net = nn.Linear(1, logits.shape[-1])
+    known = bdl.PredictiveDraws(logits.expand(max(len(logits), 20), -1, -1).softmax(-1))
+    model = bdl.models.Classification(bdl.bayesianize(net))
+    return bdl.evaluate(model, known, torch.zeros(len(y), 1), y)
 
 
 def test_what_is_better_is_said():
     torch.manual_seed(0)
     f = 2 * randn(1, 400, 3)
     y = torch.distributions.Categorical(logits=f[0]).sample()
-    found = {"softmax": _numbers(4 * f, y), "Laplace": _numbers(f + 0.1 * randn(40, 400, 3), y)}
-    answer = _answer(found, ("softmax",), has_other=False)
+    draws = f + 0.1 * randn(40, 400, 3)
+    found = {"softmax": classified(4 * f, y), "Laplace": classified(draws, y)}
+    answer = _answer(found, ["softmax"])
     assert "rows Laplace (NLPD lower by" in answer
     assert "has better probabilities than softmax." in answer
     swapped = {"softmax": found["Laplace"], "Laplace": found["softmax"]}
-    answer = _answer(swapped, ("softmax",), has_other=False)
+    answer = _answer(swapped, ["softmax"])
     assert "no posterior has better probabilities than softmax. Laplace (NLPD higher by" in answer
 
 
 def test_a_share_of_one_has_an_error():
     logits, y = 5.0 * torch.eye(3).repeat(10, 1)[None], torch.arange(3).repeat(10)
-    found = _numbers(logits, y)
-    assert found.values["accuracy"] == 1.0
-    assert found.error("accuracy") == pytest.approx((32 / 34 * 2 / 34 / 34) ** 0.5)
+    found = classified(logits, y).points["accuracy"]
+    assert found.number == 1.0
+    error = (32 / 34 * 2 / 34 / 33) ** 0.5
+    assert found.error == pytest.approx(error)
+    assert found.difference(found)[1] > error
+
+
+def test_members_are_the_whole_prediction():
+    net, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    x, y = classes(80)
+    summary = bdl.summarize(
+        net, classes(60), held_out=classes(50), test=(x, y), ensemble=[second], laplace={}
+    )
+    with torch.no_grad():
+        p = torch.stack([n(x).double().softmax(-1) for n in (net, second)]).mean(0)
+    losses = -p.gather(1, y[:, None])[:, 0].log()
+    row = summary.table.loc["ensemble of 2"]
+    assert row["nlpd"] == pytest.approx(float(losses.mean()), rel=1e-5)
+    assert row["nlpd_se"] == pytest.approx(float(losses.std()) / 80**0.5, rel=1e-5)
+    with pytest.raises(ArgumentError, match="network 1 of the ensemble predicts"):
+        bdl.summarize(
+            net, classes(60), held_out=classes(50), test=(x, y), ensemble=[nn.Linear(3, 4)],
+            laplace={},
+        )  # fmt: skip
+
+
+LOGITS, LABELS = randn(20, 3), torch.arange(20) % 3
+OBSERVATIONS = {
+    "categorical": (lambda f: dist.Categorical(logits=f), LABELS),
+    "probabilities": (lambda f: dist.Categorical(f.softmax(-1)), LABELS),
+    "one-hot": (lambda f: dist.OneHotCategorical(logits=f), torch.eye(3)[LABELS]),
+    "bernoulli": (lambda f: dist.Bernoulli(logits=f).to_event(1), torch.eye(3)[LABELS]),
+    "normal": (lambda f: dist.Normal(f, f.exp()).to_event(1), LOGITS + 1),
+}
+
+
+@pytest.mark.parametrize("name", OBSERVATIONS)
+def test_an_observation_at_a_temperature(name):
+    """p(y)^(1 / T), normalized; of a Normal T times the variance."""
+    observation, y = OBSERVATIONS[name]
+
+    def model(f, y):
+        with pyro.plate("rows", len(f)):
+            pyro.sample("y", observation(f), obs=y)
+
+    if name == "normal":
+        expected = dist.Normal(LOGITS, 2**0.5 * LOGITS.exp()).to_event(1).log_prob(y)
+    else:
+        expected = observation(LOGITS / 2).log_prob(y)
+    site = pyro.poutine.trace(at_temperature(model, 2.0, ["y"])).get_trace(LOGITS, y).nodes["y"]
+    torch.testing.assert_close(site["fn"].log_prob(y), expected)
 
 
 @pytest.mark.slow
@@ -193,7 +244,7 @@ def test_how_often_a_difference_is_said_of_equal_predictions():
         f = 2 * torch.randn(300, 3, generator=made)
         y = torch.distributions.Categorical(logits=f).sample()
         alone, draws = (f + 0.5 * torch.randn(1, 300, 3, generator=made) for _ in range(2))
-        found = {"softmax": _numbers(alone, y), "Laplace": _numbers(draws.repeat(40, 1, 1), y)}
-        answer = _answer(found, ("softmax",), has_other=False)
+        found = {"softmax": classified(alone, y), "Laplace": classified(draws, y)}
+        answer = _answer(found, ["softmax"])
         said += "rows no posterior has better probabilities than softmax. In" not in answer
     assert said <= 12  # 5 % are meant

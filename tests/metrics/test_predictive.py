@@ -8,6 +8,7 @@ from sklearn.metrics import roc_auc_score
 from torch.distributions import Categorical, Normal, kl_divergence
 
 from pyro_bdl import metrics
+from pyro_bdl.metrics.uncertainty import placements
 
 
 def test_class_distances_by_hand():
@@ -86,6 +87,23 @@ def test_auroc_equals_scikit_learn_with_ties():
     assert metrics.auroc(known, new) == pytest.approx(expected, rel=1e-12)
     assert metrics.auroc(known, known) == 0.5 and metrics.auroc(known, new + 99) == 1
     assert metrics.auroc(known, torch.tensor([1.0, torch.nan])).isnan()
+
+
+def test_placements_are_shares_of_pairs_and_give_the_variance_of_the_auroc():
+    known, new = torch.tensor([0.0, 1.0, 1.0, 3.0]), torch.tensor([1.0, 2.0, 0.5])
+    pairs = (known[:, None] < new).double() + 0.5 * (known[:, None] == new)
+    here, there = placements(known, new)
+    torch.testing.assert_close(here, pairs.mean(1))
+    torch.testing.assert_close(there, pairs.mean(0))
+    made = torch.Generator().manual_seed(0)
+    areas, variances = [], []
+    for _ in range(500):
+        here, there = placements(
+            torch.randn(60, generator=made), 1 + torch.randn(40, generator=made)
+        )
+        areas.append(here.mean())
+        variances.append(here.var() / 60 + there.var() / 40)
+    assert torch.stack(variances).mean() == pytest.approx(float(torch.stack(areas).var()), rel=0.2)
 
 
 def test_precision_and_false_positives_by_hand():
