@@ -167,8 +167,8 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
         ``hidden`` and ``activation``.
     :param prior: of the weights; by default ``priors.FanIn(1.0)``.
     :param likelihood: "normal", "heteroscedastic" (an sd for each input, from a second output of
-        the network) or "student_t"; of counts, which are not standardized, "poisson",
-        "negative_binomial", "zero_inflated_poisson" or "zero_inflated_negative_binomial".
+        the network) or "student_t"; of counts, which are not standardized, "poisson" or
+        "negative_binomial", each also after "zero_inflated_" or "hurdle_".
     :param steps: of training; by default those of the posterior.
     :param options: of chains: ``chains``, ``warmup``, ``draws``, ``max_tree_depth``.
     :param random_state: of the first weights, training and draws.

@@ -16,6 +16,7 @@ from pyro_bdl.curvature.fisher import cell_roots, exact_columns, sampled_columns
 from pyro_bdl.distributions.censored import Censored
 from pyro_bdl.distributions.ordered_logistic import OrderedLogistic
 from pyro_bdl.distributions.parameters import parameters_of, rebuilt
+from pyro_bdl.distributions.zero_truncated import ZeroTruncated
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.program import Site
 
@@ -39,12 +40,13 @@ PROGRAMS = {
         network(), cutpoints=[-1.0, 0.5], num_data=ROWS
     ),
     "negative binomial": lambda: models.NegativeBinomialRegression(network(), num_data=ROWS),
-    "zero-inflated Poisson": lambda: models.PoissonRegression(
-        network(2), zero_inflated=True, num_data=ROWS
-    ),
-    "zero-inflated negative binomial": lambda: models.NegativeBinomialRegression(
-        network(2), zero_inflated=True, num_data=ROWS
-    ),
+    **{
+        f"{zeros} {kind.__name__}": lambda kind=kind, zeros=zeros: kind(
+            network(2), zeros=zeros, num_data=ROWS
+        )
+        for zeros in ("inflated", "hurdle")
+        for kind in (models.PoissonRegression, models.NegativeBinomialRegression)
+    },
 }
 
 CENSORED = ("normal", "lognormal", "weibull")
@@ -64,7 +66,8 @@ def data(make, rows=ROWS):
     return x, y
 
 
-SLOW = ("ordinal, fixed", "zero-inflated Poisson", "censored, normal")
+COUNTS_SLOW = ("inflated PoissonRegression", "hurdle PoissonRegression")
+SLOW = ("ordinal, fixed", "censored, normal", *COUNTS_SLOW)
 
 
 @pytest.mark.parametrize(
@@ -178,41 +181,78 @@ def test_cut_points_that_do_not_fit_are_refused():
 COUNTS = torch.arange(2000, dtype=D)
 
 
-@pytest.mark.parametrize("zero_inflated", [False, True])
+@pytest.mark.parametrize("zeros", [None, "inflated", "hurdle"])
 @pytest.mark.parametrize("dispersion", [None, 0.8])
-def test_counts_by_hand(zero_inflated, dispersion):
+def test_counts_by_hand(zeros, dispersion):
     """A negative binomial has the mean m and the variance m + (dispersion m)^2 (Cameron & Trivedi
-    1998), its probabilities are those of Poisson counts with a Gamma rate, and a share of zeros
-    more shrinks the rest."""
+    1998), its probabilities are those of Poisson counts with a Gamma rate; a share of zeros more
+    shrinks the rest, and behind a hurdle the rest is what is left of one without zero."""
     f = T([[0.7, -0.4], [2.0, 0.9]])
-    share = f[:, 1].sigmoid() if zero_inflated else torch.zeros(2, dtype=D)
-    options = {"zero_inflated": zero_inflated}
+    share = torch.zeros(2, dtype=D) if zeros is None else f[:, 1].sigmoid()
     if dispersion is None:
-        model = models.PoissonRegression(network(), **options)
+        model = models.PoissonRegression(network(), zeros=zeros)
     else:
-        model = models.NegativeBinomialRegression(network(), dispersion=dispersion, **options)
-    base = model.likelihood(f if zero_inflated else f[:, 0])
+        model = models.NegativeBinomialRegression(network(), dispersion=dispersion, zeros=zeros)
+    base = model.likelihood(f[:, 0] if zeros is None else f)
     m, squared = f[:, 0].exp(), (dispersion or 0.0) ** 2
-    p = base.log_prob(COUNTS[:, None]).exp()
     if dispersion is None:
         inner = dist.Poisson(m).log_prob(COUNTS[:, None]).exp()
+        second = m + m.square()
     else:
-        rates = torch.linspace(0.0, 120.0, 200_001, dtype=D)[1:]
+        rates = torch.linspace(0.0, 120.0, 2_000_001, dtype=D)[1:] - 3e-5  # of the midpoints
         weights = dist.Gamma(1 / squared, 1 / squared / m).log_prob(rates[:, None]).exp()
-        some = torch.stack([dist.Poisson(rates).log_prob(k).exp() for k in COUNTS[1:12]])
-        inner = torch.cat([p[:1], some @ weights * rates[0]])
-        inner = inner if not zero_inflated else torch.cat([inner[:1] * 0, inner[1:]])
-    n = 12 if dispersion is not None else len(p)
-    by_hand = (1 - share) * inner[1:n]
-    torch.testing.assert_close(p[1:n], by_hand, rtol=1e-5, atol=1e-12)
+        some = torch.stack([dist.Poisson(rates).log_prob(k).exp() for k in COUNTS[:12]])
+        inner = some @ weights * (rates[1] - rates[0])
+        second = m + (1 + squared) * m.square()
+    left = 1 - inner[0] if zeros == "hurdle" else torch.ones(2, dtype=D)
+    by_hand = (1 - share) * inner / left
+    by_hand[0] = share if zeros == "hurdle" else share + (1 - share) * inner[0]
+    p = base.log_prob(COUNTS[:, None]).exp()
+    torch.testing.assert_close(p[: len(inner)], by_hand, rtol=1e-4, atol=1e-12)
     torch.testing.assert_close(p.sum(0), torch.ones(2, dtype=D))
     mean = (COUNTS[:, None] * p).sum(0)
-    torch.testing.assert_close(mean, (1 - share) * m)
+    torch.testing.assert_close(mean, (1 - share) * m / left, rtol=1e-4, atol=0.0)
     torch.testing.assert_close(base.mean, mean)
     variance = ((COUNTS[:, None] - mean) ** 2 * p).sum(0)
-    second = m + (1 + squared) * m.square()
-    torch.testing.assert_close(variance, (1 - share) * second - mean.square())
+    expected = (1 - share) * second / left - mean.square()
+    torch.testing.assert_close(variance, expected, rtol=1e-4, atol=0.0)
     torch.testing.assert_close(base.variance, variance)
+
+
+TRUNCATED = [
+    ZeroTruncated(dist.Poisson(T(1.7))),
+    ZeroTruncated(dist.NegativeBinomial(T(2.5), logits=T(0.4))),
+]
+
+
+@pytest.mark.parametrize(
+    "base", [*TRUNCATED, ZeroTruncated(dist.Poisson(T(0.05))),
+             ZeroTruncated(dist.NegativeBinomial(T(0.3), logits=T(-1.0)))],
+)  # fmt: skip
+def test_draws_behind_a_hurdle_have_its_probabilities(base):
+    torch.manual_seed(0)
+    draws = base.sample((100_000,))
+    shares = torch.stack([(draws == k).double().mean() for k in range(8)])
+    p = base.log_prob(COUNTS[:8]).exp()
+    assert shares[0] == p[0] == 0
+    assert ((shares - p).abs() <= 4.5 * (p * (1 - p) / len(draws)).sqrt()).all(), (shares, p)
+
+
+def test_a_hurdle_has_gradients_at_zero_and_at_small_rates():
+    f = torch.tensor([-30.0, 0.3, -30.0, 4.0], dtype=D, requires_grad=True)
+    g = torch.zeros(4, dtype=D, requires_grad=True)
+    y = T([0.0, 0.0, 1.0, 3.0])
+    for make in (lambda: dist.Poisson(f.exp()), lambda: dist.NegativeBinomial(T(1.5), logits=f)):
+        base = dist.ZeroInflatedDistribution(ZeroTruncated(make()), gate_logits=g)
+        log_p = base.log_prob(y)
+        torch.testing.assert_close(log_p[:3].exp(), torch.cat([T([0.5, 0.5]), T([0.5])]))
+        found = torch.autograd.grad(log_p.sum(), [f, g])
+        assert all(gradient.isfinite().all() for gradient in found)
+        torch.testing.assert_close(found[0][:3], torch.zeros(3, dtype=D), atol=1e-9, rtol=0.0)
+    with pytest.raises(ValueError, match="takes a Poisson or a NegativeBinomial, got Geometric"):
+        ZeroTruncated(dist.Geometric(T(0.5)))
+    with pytest.raises(ValueError, match="zeros must be 'inflated', 'hurdle' or None"):
+        models.PoissonRegression(network(2), zeros="none")
 
 
 @pytest.mark.parametrize(
@@ -223,8 +263,9 @@ def test_counts_by_hand(zero_inflated, dispersion):
         dist.ZeroInflatedDistribution(
             dist.NegativeBinomial(T(2.5), logits=T(0.4)), gate_logits=T(-0.5)
         ),
+        *TRUNCATED,
+        *(dist.ZeroInflatedDistribution(base, gate_logits=T(-0.5)) for base in TRUNCATED),
     ],
-    ids=["negative binomial", "zero-inflated Poisson", "zero-inflated negative binomial"],
 )
 def test_the_information_of_counts_is_a_sum(base):
     found, names = information(base, parameters_of(base))

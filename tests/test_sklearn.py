@@ -187,6 +187,8 @@ COUNTS = (
     "negative_binomial",
     "zero_inflated_poisson",
     "zero_inflated_negative_binomial",
+    "hurdle_poisson",
+    "hurdle_negative_binomial",
 )
 
 

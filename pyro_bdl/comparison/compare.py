@@ -72,8 +72,8 @@ def compare(
     :param reference: name of the posterior with which the others are compared; None for no
         reference.
     :param train: the inputs and, last, the targets that the posteriors were fitted to. They are
-        used for leave-one-out, and to sort test inputs into near, between and beyond the training
-        inputs.
+        used for leave-one-out, for the prior sensitivity of named latents of chains, and to sort
+        test inputs into near, between and beyond the training inputs.
     :param ood: out-of-distribution inputs, to score how well the uncertainty separates them from
         the test inputs.
     :param num_samples: draws of each guide, at least 2; of ``Samples`` all draws are used.

@@ -10,12 +10,14 @@ A metric names its inputs by ``of``:
 ``"time"``         their ``Mixing`` and the seconds of the fit
 ``"gradients"``    their ``Mixing`` and how many gradients the draws took
 ``"samples"``      the ``Samples``
+``"sensitivity"``  of chains, the named latent that moves most with the prior, and its row of
+                   ``diagnostics.prior_sensitivity``
 =================  ==============================================================================
 """
 
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl import diagnostics
+from pyro_bdl.comparison.columns import listed, with_error
 from pyro_bdl.comparison.metric import evenly, metric, metrics_of
 from pyro_bdl.diagnostics.convergence import separate_modes
 from pyro_bdl.diagnostics.rhat import SHARE, limit_of_rhat
@@ -270,7 +273,47 @@ def modes(samples: Samples) -> int | None:
     return separate_modes(torch.cat(thin, -1))
 
 
+@chains("prior sens.", "sensitivity", error=True)
+def prior_sensitivity(latent: str, row: Mapping[str, Any]) -> float:
+    """How fast the named latent that moves most does so as the prior of all that depends on no
+    other latent is raised to a power, by ``diagnostics.prior_sensitivity`` on the training data;
+    above 0.05 the answer depends on the prior."""
+    return float(row["prior"])
+
+
+@chains("", "sensitivity")
+def prior_sensitivity_se(latent: str, row: Mapping[str, Any]) -> float:
+    """The standard error of ``prior_sensitivity`` over the draws, without a column."""
+    return float(row["prior_se"])
+
+
+@chains("of", "sensitivity", style="text")
+def prior_sensitive(latent: str, row: Mapping[str, Any]) -> str:
+    """The named latent that moves most as the prior is raised to a power."""
+    return latent
+
+
 COSTS = metrics_of(globals())
+
+
+def sensitivity_notes(evaluations: Mapping[str, Any]) -> list[str]:
+    """A sentence for each posterior with latents that depend on the prior."""
+    notes = []
+    for name, evaluation in evaluations.items():
+        words = [
+            f"{latent} ({with_error(row['prior'], row['prior_se'])} to the prior, "
+            f"{with_error(row['likelihood'], row['likelihood_se'])} to the likelihood: "
+            f"{row['diagnosis']})"
+            for latent, row in evaluation.sensitivity.items()
+            if row["diagnosis"]
+        ]
+        if words:
+            notes.append(
+                f"Latents of {name} depend on the prior, by power scaling with the limit 0.05: "
+                f"{listed(words)}."
+            )
+    return notes
+
 
 # --------------------------------------------------------------------------- numbers and memory
 

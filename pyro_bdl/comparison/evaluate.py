@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_bdl import diagnostics
 from pyro_bdl.comparison.costs import COSTS, Costs, Mixing
 from pyro_bdl.comparison.kind import without_targets
 from pyro_bdl.comparison.leave_one_out import (
@@ -26,6 +27,7 @@ from pyro_bdl.comparison.networks import Members
 from pyro_bdl.comparison.observe import Block, PredictiveDraws, check_draws, known_block, observe
 from pyro_bdl.comparison.scores import SCORES, Score, separation
 from pyro_bdl.comparison.setting import Setting, regions, spaced
+from pyro_bdl.diagnostics.summary import listed_sites
 from pyro_bdl.errors import UnusableDrawsError, warn
 from pyro_bdl.guides.draws import (
     DRAWS_AT_ONCE,
@@ -80,6 +82,8 @@ class Evaluation:
     :param latents: ``(S, K)``, draws of at most 1000 numbers of the named latents; None without.
     :param latent_names: their names, as "tau" or "theta[3]".
     :param at_points: those of them that a guide holds at one value in all draws.
+    :param sensitivity: of chains, name of a named latent to its row of
+        ``diagnostics.prior_sensitivity`` on the training data; of sites of at most 12 numbers.
     :param may_be_censored: whether some targets may be limits, which the log score alone
         can take.
     """
@@ -105,6 +109,7 @@ class Evaluation:
     latents: Tensor | None = None
     latent_names: tuple[str, ...] = ()
     at_points: tuple[str, ...] = ()
+    sensitivity: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     may_be_censored: bool = False
 
     @property
@@ -211,6 +216,9 @@ def evaluate_in(
             drawn = _Draws(setting, posterior)
             evaluation, inputs = drawn.evaluation()
             posterior = drawn.posterior
+            if setting.train is not None and (found := drawn.sensitivity(setting.train)):
+                evaluation = replace(evaluation, sensitivity=found)
+                inputs["sensitivity"] = max(found.items(), key=lambda item: item[1]["prior"])
             if left_out is None and setting.train is not None:
                 inputs |= drawn.left_out(setting.train)
         if left_out is not None:
@@ -331,6 +339,17 @@ class _Draws:
             block = observe(self.predictive, data.kind, args, data.y[rows], seen)
             self.seconds += time.perf_counter() - started
             yield block
+
+    def sensitivity(self, train: tuple) -> dict[str, dict[str, Any]]:
+        """``prior_sensitivity`` of named latents, by name; none of guides, which are not exact."""
+        samples = self.posterior
+        if not isinstance(samples, Samples):
+            return {}
+        sites = [s for s in listed_sites(samples.latents, None) if s in self.setting.latents]
+        if not sites:
+            return {}
+        table = diagnostics.prior_sensitivity(self.setting.model, samples, *train, sites=sites)
+        return {str(name): row for name, row in table.to_dict("index").items()}
 
     def left_out(self, train: tuple) -> dict[str, tuple]:
         """Leave-one-out on the training data as an input of metrics; empty where there is none."""

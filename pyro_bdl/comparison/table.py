@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_bdl.comparison import judge
 from pyro_bdl.comparison.columns import Column, to_text
-from pyro_bdl.comparison.costs import COSTS
+from pyro_bdl.comparison.costs import COSTS, sensitivity_notes
 from pyro_bdl.comparison.distances import (
     ALL_DISTANCES,
     REGIONAL,
@@ -131,7 +131,8 @@ class Comparison:
         """A row for each posterior and number of a named latent, in the posteriors' order: ``mean``
         and ``sd`` of its draws, and beside the reference ``w1``, W1 in sds of the reference's, with
         its Monte Carlo error ``w1_se``; of a latent that is held at a point instead its distance
-        from the reference's mean, ``off`` and ``off_se``."""
+        from the reference's mean, ``off`` and ``off_se``. Of chains also the columns of
+        ``diagnostics.prior_sensitivity`` on the training data."""
         import pandas as pd
 
         rows: dict[tuple[str, str], dict[str, float]] = {}
@@ -144,6 +145,7 @@ class Comparison:
             moments = zip(draws.mean(0).tolist(), draws.std(0).tolist(), strict=True)
             for latent, (mean, sd) in zip(evaluation.latent_names, moments, strict=True):
                 rows[name, latent] = {"mean": mean, "sd": sd}
+                rows[name, latent] |= evaluation.sensitivity.get(latent, {})
             found = None if reference is None else latent_distances(evaluation, reference)
             if found is not None and name != self.reference:
                 numbers = found.distances.tolist(), found.errors.tolist()
@@ -294,6 +296,7 @@ def compare_evaluations(
         notes=(
             *data_notes(first),
             *withheld_notes({name: rows[name] for name in judgments}),
+            *sensitivity_notes({name: one[name] for name in judgments}),
         ),
         left_out=left_out or {},
         baselines={name: words for name, (_, words) in (baselines or {}).items()},

@@ -17,11 +17,11 @@ from pyro_bdl.utils.memory import available_memory
 Activation = Literal["tanh", "relu", "silu"]
 Likelihood = Literal[
     "normal", "heteroscedastic", "student_t", "poisson", "negative_binomial",
-    "zero_inflated_poisson", "zero_inflated_negative_binomial", "categorical", "ordinal",
+    "zero_inflated_poisson", "zero_inflated_negative_binomial", "hurdle_poisson",
+    "hurdle_negative_binomial", "categorical", "ordinal",
 ]  # fmt: skip
 _ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _PRIOR = {"prior of the noise": "HalfNormal(1), in sds of the target"}
-_SPREAD = {"prior of the dispersion": "LogNormal(-0.7, 1)"}
 
 
 class Kind(NamedTuple):
@@ -47,7 +47,19 @@ def _ordinal(network: Any, count: int, classes: int) -> models.ObservationModel:
     return models.OrdinalRegression(network, num_classes=classes, num_data=count)
 
 
-_ZERO = " with probability 1 - g(x), else 0"
+_COUNTS: dict[str, tuple[Any, str, dict[str, str]]] = {
+    "poisson": (models.PoissonRegression, "Poisson(exp(f(x)))", {}),
+    "negative_binomial": (
+        models.NegativeBinomialRegression,
+        "NB(mean m = exp(f(x)), variance m + (dispersion m)^2)",
+        {"prior of the dispersion": "LogNormal(-0.7, 1)"},
+    ),
+}
+_ZEROS: dict[str, tuple[str | None, str]] = {
+    "": (None, ""),
+    "zero_inflated_": ("inflated", " with probability 1 - g(x), else 0"),
+    "hurdle_": ("hurdle", " given y > 0 with probability 1 - g(x), else 0"),
+}
 LIKELIHOODS: dict[str, Kind] = {
     "normal": Kind(
         "regression", _plain(models.Regression),
@@ -70,22 +82,14 @@ LIKELIHOODS: dict[str, Kind] = {
         {"likelihood": "P(y <= k) = sigmoid(cutpoint_k - f(x))", "prior of the cut points":
          "the lowest one and the logs of the gaps ~ Normal around even shares, sd 1"},
     ),
-    "poisson": Kind(
-        "count", _plain(models.PoissonRegression), {"likelihood": "y ~ Poisson(exp(f(x)))"}
-    ),
-    "zero_inflated_poisson": Kind(
-        "count", _plain(models.PoissonRegression, zero_inflated=True),
-        {"likelihood": "y ~ Poisson(exp(f(x)))" + _ZERO}, 2,
-    ),
-    "negative_binomial": Kind(
-        "count", _plain(models.NegativeBinomialRegression),
-        {"likelihood": "y ~ NB(mean m = exp(f(x)), variance m + (dispersion m)^2)", **_SPREAD},
-    ),
-    "zero_inflated_negative_binomial": Kind(
-        "count", _plain(models.NegativeBinomialRegression, zero_inflated=True),
-        {"likelihood": "y ~ NB(mean m = exp(f(x)), variance m + (dispersion m)^2)" + _ZERO,
-         **_SPREAD}, 2,
-    ),
+    **{
+        f"{word}{name}": Kind(
+            "count", _plain(model, zeros=zeros),
+            {"likelihood": f"y ~ {law}{says}", **words}, 1 if zeros is None else 2,
+        )
+        for name, (model, law, words) in _COUNTS.items()
+        for word, (zeros, says) in _ZEROS.items()
+    },
 }  # fmt: skip
 # The first of each task is its default.
 DEFAULTS = {kind.task: name for name, kind in reversed(LIKELIHOODS.items())}

@@ -1,5 +1,6 @@
 """Sensitivity of a posterior to its prior and its likelihood, by power scaling."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -7,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bdl.diagnostics.psis import psis
+from pyro_bdl.diagnostics.psis import good_k, psis
 from pyro_bdl.diagnostics.summary import check_sites, listed_sites, names_of_numbers
 from pyro_bdl.guides.draws import DRAWS_AT_ONCE, as_posterior
-from pyro_bdl.program.batches import as_dicts
+from pyro_bdl.program.batches import as_dicts, leading_size
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.vmap import map_draws
+from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.jackknife import jackknife_error, number_of_groups, without_each
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.names import chooser
@@ -33,7 +35,7 @@ def prior_sensitivity(
     *data: Any,
     functions: Mapping[str, Tensor] | None = None,
     sites: str | Sequence[str] | None = None,
-    prior: str | Sequence[str] = "*",
+    prior: str | Sequence[str] | None = None,
 ) -> "pd.DataFrame":
     """How fast each number's posterior moves as the prior, or the likelihood, is raised to a power.
 
@@ -43,15 +45,16 @@ def prior_sensitivity(
         sensitivity = (D(p, p_1.01) / log2(1.01) - D(p, p_0.99) / log2(0.99)) / 2
 
     Where the prior's is above 0.05 the answer depends on it: with a likelihood's above 0.05 too
-    they may be in conflict, else the prior is strong or the data say little. Scale the priors whose
-    numbers you chose: of a hierarchy those of its hyperparameters (``prior=``).
+    they may be in conflict, else the prior is strong or the data say little. Where Pareto's k of
+    the weights is too high for these draws, the numbers are NaN.
 
     :param posterior: ``Samples``, an MCMC after its run, or a dict of draws.
     :param data: the inputs and, last, the targets.
     :param functions: predictions along the chains, of ``function_draws``, as further rows.
     :param sites: names or patterns of the latents with a row for each number; by default those of
         at most 12 numbers.
-    :param prior: names or patterns of the sites whose prior is scaled.
+    :param prior: names or patterns of the sites whose prior is scaled; by default those whose prior
+        depends on no other latent: of a hierarchy its hyperparameters.
     :returns: a row for each number: ``prior``, ``prior_se`` (over the draws, by the jackknife),
         ``likelihood``, ``likelihood_se``, ``diagnosis``, which is empty where nothing is found.
     :raises TypeError: for a guide, whose draws are not of the posterior.
@@ -75,11 +78,14 @@ def prior_sensitivity(
     if not small and not functions:
         raise ValueError(f"sites={sites!r} matches no site; there are: {', '.join(latents)}")
     logs = _log_densities(model, samples, args, prior)
-    ratios = {
-        (part, alpha): psis((alpha - 1) * logs[part]).log_weights.flatten().exp().cpu().numpy()
-        for part in _PARTS
-        for alpha in _ALPHAS
-    }
+    limit = good_k(logs["prior"].numel())
+    ratios = {}
+    for part, alpha in itertools.product(_PARTS, _ALPHAS):
+        smoothed = psis((alpha - 1) * logs[part])
+        weights = smoothed.log_weights.flatten().exp()
+        if (smoothed.pareto_k > limit).any():
+            weights = torch.full_like(weights, torch.nan)
+        ratios[part, alpha] = weights.cpu().numpy()
     names, columns = [], []
     for site in [*small, *(functions or {})]:
         value = latents[site]
@@ -105,12 +111,12 @@ def prior_sensitivity(
 
 @torch.no_grad()
 def _log_densities(
-    model: Callable, samples: Samples, args: tuple, prior: str | Sequence[str]
+    model: Callable, samples: Samples, args: tuple, prior: str | Sequence[str] | None
 ) -> dict[str, Tensor]:
     """log p(w) of the chosen sites and log p(y | w), ``(chains, draws)`` each."""
-    is_scaled = chooser(prior, "prior")
     with evaluation_mode(model, samples):
         program = Program(model, *args)
+        is_scaled = chooser(_independent(program) if prior is None else prior, "prior")
 
         def densities(draw: dict[str, Tensor]) -> dict[str, Tensor]:
             run = program.run(draw)
@@ -125,10 +131,22 @@ def _log_densities(
                 "likelihood": torch.as_tensor(run.log_likelihood(), device=chosen[0].device),
             }
 
-        chunk = max(1, DRAWS_AT_ONCE // max(1, program.size))
+        chunk = max(1, DRAWS_AT_ONCE // max(1, program.size + leading_size(args)))
         values = map_draws(densities, samples.flat(), chunk_size=chunk)
     leading = samples.num_chains, samples.num_draws
     return {name: double(value).reshape(leading) for name, value in values.items()}
+
+
+@torch.enable_grad()
+def _independent(program: Program) -> list[str]:
+    """The sites whose prior autograd traces back to no other latent."""
+    leaves = {n: v.detach().clone().requires_grad_() for n, v in program.initial.items()}
+    priors = program.run(leaves).priors
+    return [
+        name
+        for name, site in priors.items()
+        if not reaches(site.log_prob().sum(), [v for n, v in leaves.items() if n != name])
+    ]
 
 
 def _sensitivities(

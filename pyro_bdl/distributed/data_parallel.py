@@ -27,7 +27,7 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_bdl.distributed.joint_batch import check_joint_batch, read_batch
-from pyro_bdl.elbo.checks import CheckedLoss, check_data, step_of
+from pyro_bdl.elbo.checks import CheckedLoss, check_data, require_differentiable, step_of
 from pyro_bdl.elbo.step import Step
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import Batches, leading_size
@@ -126,11 +126,7 @@ class DataParallel_ELBO(CheckedLoss):
         check_every: int = 100,
         group: Any = None,
     ) -> None:
-        if not hasattr(elbo, "differentiable_loss"):
-            raise TypeError(
-                f"{type(elbo).__name__} has no differentiable_loss: use an ELBO that has one, such "
-                "as TemperedTraceMeanField_ELBO or pyro.infer.Trace_ELBO"
-            )
+        require_differentiable(elbo)
         if check_every < 1:
             raise ValueError(f"check_every must be at least 1, got {check_every}")
         super().__init__(num_particles=elbo.num_particles)

@@ -23,6 +23,7 @@ from torch.distributions import (
 )
 
 from pyro_bdl.distributions.censored import Censored
+from pyro_bdl.distributions.zero_truncated import ZeroTruncated
 
 Cotangent = dict[str, Tensor]
 Roots = Iterable[Cotangent]
@@ -58,8 +59,8 @@ def name_of(base: Distribution) -> str:
     for kind in (MixtureSameFamily, ZeroInflatedDistribution):
         if isinstance(base, kind):
             return kind.__name__
-    name = type(base).__name__
-    known = (getattr(torch.distributions, name, None), getattr(dist, name, None), Censored)
+    name, ours = type(base).__name__, (Censored, ZeroTruncated)
+    known = (getattr(torch.distributions, name, None), getattr(dist, name, None), *ours)
     return name if type(base) in known else ""
 
 
@@ -266,6 +267,7 @@ FAMILIES: dict[str, Family] = {
     "ContinuousBernoulli": Family(constants={"lims": "_lims"}),
     "MixtureSameFamily": Family(parts=("mixture_distribution", "component_distribution")),
     "ZeroInflatedDistribution": Family(parts=("base_dist",)),
+    "ZeroTruncated": Family(parts=("base_dist",)),
     "TransformedDistribution": Family(parts=("base_dist",)),
     "Censored": Family(constants={"law": "law"}, curvature=Censored.curvature_roots),
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_bdl.elbo.draw import values_of
 from pyro_bdl.elbo.step import Step
-from pyro_bdl.errors import warn
+from pyro_bdl.errors import ArgumentError, warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import run_at_draw
 from pyro_bdl.program.check import check_finite
@@ -42,6 +42,19 @@ def require_gradients() -> None:
         raise RuntimeError(
             "torch.inference_mode() turns off the gradients that a training step needs: train "
             "outside of it"
+        )
+
+
+def require_differentiable(elbo: Any) -> None:
+    """Check that a bound gives a loss to differentiate.
+
+    :raises ArgumentError: for one that only makes gradients, as ``pyro.infer.RenyiELBO``.
+    """
+    if not hasattr(elbo, "differentiable_loss"):
+        raise ArgumentError(
+            f"{type(elbo).__name__} has no differentiable_loss: use an ELBO that has one, such as "
+            "TemperedTraceMeanField_ELBO or pyro.infer.Trace_ELBO, or train with this one by "
+            "pyro.infer.SVI and an optimizer of Pyro"
         )
 
 

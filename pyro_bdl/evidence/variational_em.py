@@ -17,6 +17,7 @@ from pyro_bdl.curvature.hyperparameters import (
     read_at_center,
 )
 from pyro_bdl.distributions.parameters import base_distribution
+from pyro_bdl.elbo.checks import require_differentiable
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
 from pyro_bdl.evidence.formula import log_slopes, normal_terms, rescaled
 from pyro_bdl.guides.base import Guide
@@ -67,6 +68,7 @@ def variational_em(
     :raises ValueError: if the program has no parameter of its own.
     """
     batches, elbo = Batches(data), elbo or TemperedTraceMeanField_ELBO()
+    require_differentiable(elbo)
     args, kwargs = batches.first()
     e_step, m_step = _groups(model, guide, elbo, args, kwargs)
     optimizers: dict[bool, torch.optim.Optimizer] = {}

@@ -1,6 +1,6 @@
 """Programs of counts."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pyro
 import pyro.distributions as dist
@@ -8,31 +8,42 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from pyro_bdl.distributions.zero_truncated import ZeroTruncated
 from pyro_bdl.models.base import ObservationModel, Scales, halves
 
 
 class PoissonRegression(ObservationModel):
     """y ~ Poisson(exp(f(x))) for counts y.
 
-    :param zero_inflated: whether y is zero besides with probability sigmoid(g(x)). The last
-        dimension of the network's output is then split into two halves, f and g, and the
-        deterministic site ``gate`` is this probability.
+    :param zeros: "inflated", zero besides with probability sigmoid(g(x)); "hurdle", zero with this
+        probability, and otherwise a count that is not zero. The last dimension of the network's
+        output is then split into two halves, f and g, and the deterministic site ``gate`` is this
+        probability. None: as many zeros as a Poisson has.
     :param options: ``num_data``, ``output`` and ``missing_targets``, see ``ObservationModel``.
+    :raises ValueError: for other ``zeros``.
 
-    Source: Lambert (1992), Zero-inflated Poisson regression.
+    Source: Lambert (1992), Zero-inflated Poisson regression; Mullahy (1986), Specification and
+    testing of some modified count data models.
     """
 
     def __init__(
-        self, network: nn.Module | None = None, *, zero_inflated: bool = False, **options: Any
+        self,
+        network: nn.Module | None = None,
+        *,
+        zeros: Literal["inflated", "hurdle"] | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(network, **options)
-        self.zero_inflated = zero_inflated
+        if zeros not in (None, "inflated", "hurdle"):
+            raise ValueError(f"zeros must be 'inflated', 'hurdle' or None, got {zeros!r}")
+        self.zeros = zeros
 
     def likelihood(self, output: Tensor) -> Distribution:
-        f, gate = halves(self, output) if self.zero_inflated else (output, None)
+        f, gate = (output, None) if self.zeros is None else halves(self, output)
         counts: Any = self._counts(self.record(f))
         if gate is not None:
             pyro.deterministic(self._site("gate"), gate.sigmoid())
+            counts = ZeroTruncated(counts) if self.zeros == "hurdle" else counts
             counts = dist.ZeroInflatedDistribution(counts, gate_logits=gate)
         return counts.to_event(f.dim() - 1)
 
@@ -40,7 +51,7 @@ class PoissonRegression(ObservationModel):
         return dist.Poisson(f.exp())
 
     def observation_shape(self, output: Tensor) -> torch.Size:
-        return halves(self, output)[0].shape if self.zero_inflated else output.shape
+        return output.shape if self.zeros is None else halves(self, output)[0].shape
 
     def _checked_targets(self, output: Tensor, y: Tensor) -> Tensor:
         return super()._checked_targets(output, y).to(output.dtype)
@@ -53,7 +64,7 @@ class NegativeBinomialRegression(PoissonRegression):
     :param dispersion: the sd of the rate, as a share of m: a number, a ``PyroParam`` or a
         distribution (then a latent site of that name; by default a LogNormal with median 0.5), for
         all targets or, as in ``Regression``, for each.
-    :param zero_inflated: as of ``PoissonRegression``.
+    :param zeros: as of ``PoissonRegression``.
     :param options: ``num_data``, ``output`` and ``missing_targets``, see ``ObservationModel``.
 
     Source: Cameron & Trivedi (1998), Regression analysis of count data, the model NB2.
@@ -64,10 +75,10 @@ class NegativeBinomialRegression(PoissonRegression):
         network: nn.Module | None = None,
         *,
         dispersion: Scales | None = None,
-        zero_inflated: bool = False,
+        zeros: Literal["inflated", "hurdle"] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(network, zero_inflated=zero_inflated, **options)
+        super().__init__(network, zeros=zeros, **options)
         self._declare("dispersion", dist.LogNormal(-0.7, 1.0) if dispersion is None else dispersion)
 
     def _counts(self, f: Tensor) -> Distribution:

@@ -32,7 +32,7 @@ from pyro.infer.elbo import ELBO
 from pyro.infer.util import zero_grads
 from torch import Tensor
 
-from pyro_bdl.elbo.checks import CheckedLoss, step_of
+from pyro_bdl.elbo.checks import CheckedLoss, require_differentiable, step_of
 from pyro_bdl.elbo.step import Step, StepOptimizer
 from pyro_bdl.guides.mean_field import AutoMeanField
 
@@ -243,6 +243,7 @@ class InSVI(SVI):
         elbo: ELBO,
         others: pyro.optim.PyroOptim | None = None,
     ) -> None:
+        require_differentiable(elbo)
         rest = others or pyro.optim.PyroOptim(torch.optim.SGD, {"lr": 0.0})
         super().__init__(model, guide, rest, elbo)
         self.elbo, self.optimizer, self.others = elbo, optimizer, others

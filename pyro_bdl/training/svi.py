@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.elbo.checks import check_data, require_gradients
+from pyro_bdl.elbo.checks import check_data, require_differentiable, require_gradients
 from pyro_bdl.elbo.tempered import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import ArgumentError, MissingOperatorError, UnsupportedProgramError, warn
 from pyro_bdl.guides.base import Guide
@@ -108,7 +108,7 @@ def train(
         step, or a minibatch for a program that does not state N, which would give its log
         likelihood too little weight.
     :raises TypeError: for a guide of Pyro, or data that are not tensors, or of another dtype than
-        the weights.
+        the weights; for an ELBO without ``differentiable_loss``, as ``pyro.infer.RenyiELBO``.
     """
     require_gradients()
     if backend not in ("torch", "jax", "auto"):
@@ -139,6 +139,7 @@ def train(
         for batch in batches:
             check_data(model, guide, *batch)
     elbo = TemperedTraceMeanField_ELBO(num_particles=guide.num_members) if elbo is None else elbo
+    require_differentiable(elbo)
     if isinstance(elbo, TemperedTrace_ELBO):
         elbo.begin_training()
     objective: Any = elbo(model if stopping is None else stopping.of_kept(args), guide)

@@ -162,3 +162,40 @@ def test_weights_of_networks_are_left_out(model, named, tmp_path):
     again = bdl.Evaluation.load(evaluation.save(tmp_path / "evaluation"))
     assert again.latent_names == evaluation.latent_names
     assert torch.equal(again.latents, evaluation.latents)
+
+
+def centered_at(mean, sd):
+    def program(y=None):
+        mu = pyro.sample("mu", dist.Normal(torch.tensor(mean).double(), sd))
+        with pyro.plate("data", 20):
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+    return program
+
+
+@pytest.mark.parametrize(("mean", "sd"), [(0.0, 10.0), (4.0, 0.3)])
+def test_prior_sensitivity_of_chains_and_what_is_said_of_it(mean, sd, tmp_path):
+    """Draws of the exact posterior; the numbers are those of ``diagnostics.prior_sensitivity``."""
+    torch.manual_seed(0)
+    y = (1.0 + torch.randn(20)).double()
+    precision = sd**-2 + 20
+    at = (mean / sd**2 + y.sum()) / precision
+    mu = at + precision**-0.5 * torch.randn(4, 500).double()
+    program, samples = centered_at(mean, sd), bdl.Samples({"mu": mu})
+    guide = bdl.guides.AutoMeanField(program).prototype(y)
+    found = bdl.compare(program, {"nuts": samples, "vi": guide}, y, train=(y,))
+    alone = bdl.diagnostics.prior_sensitivity(program, samples, y).loc["mu"]
+    row = found.table.loc["nuts"]
+    assert row["prior_sensitivity"] == pytest.approx(alone["prior"])
+    assert row["prior_sensitivity_se"] == pytest.approx(alone["prior_se"])
+    assert row["prior_sensitive"] == "mu"
+    columns = ["prior", "prior_se", "likelihood", "likelihood_se", "diagnosis"]
+    assert found.latents.loc[("nuts", "mu"), columns].to_list() == alone[columns].to_list()
+    assert math.isnan(found.table.loc["vi", "prior_sensitivity"])
+    said = [note for note in found.notes if "depend on the prior" in note]
+    assert len(said) == (sd == 0.3)
+    assert all("mu (" in note and "may be in conflict" in note for note in said)
+    path = found.evaluations["nuts"].save(tmp_path / "nuts.safetensors")
+    assert bdl.Evaluation.load(path).sensitivity == found.evaluations["nuts"].sensitivity
+    without = bdl.compare(program, {"nuts": samples}, y)
+    assert "prior_sensitivity" not in without.table and without.notes == ()

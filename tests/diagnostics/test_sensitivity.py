@@ -108,15 +108,21 @@ def test_the_prior_of_some_sites_and_refusals():
     y = torch.tensor([0.5, -1.0, 2.0]).double()
     tau = torch.rand(2, 200).double() + 0.5
     samples = bdl.Samples({"tau": tau, "theta": torch.randn(2, 200, 3).double()})
-    both = prior_sensitivity(hierarchy, samples, y)
+    both = prior_sensitivity(hierarchy, samples, y, prior="*")
     assert list(both.index) == ["tau", "theta[0]", "theta[1]", "theta[2]"]
     top = prior_sensitivity(hierarchy, samples, y, prior="tau", sites="tau")
     assert list(top.index) == ["tau"] and top.loc["tau", "prior"] != both.loc["tau", "prior"]
     torch.testing.assert_close(top.loc["tau", "likelihood"], both.loc["tau", "likelihood"])
+    by_default = prior_sensitivity(hierarchy, samples, y)  # theta's prior is of tau
+    torch.testing.assert_close(by_default.loc["tau", "prior"], top.loc["tau", "prior"])
     few = prior_sensitivity(
         hierarchy, bdl.Samples({k: v[:, :8] for k, v in samples.latents.items()}), y
     )
     assert few["prior_se"].isna().all() and (few["diagnosis"] == "").all()
+    with_far = tau.clone()
+    with_far[0, 0] = 200.0  # 0.01 log p differs by hundreds: one draw has all the weight
+    far = prior_sensitivity(hierarchy, bdl.Samples({**samples.latents, "tau": with_far}), y)
+    assert far["prior"].isna().all() and far["likelihood"].notna().all()
     with pytest.raises(ValueError, match="prior='sigma' matches no site"):
         prior_sensitivity(hierarchy, samples, y, prior="sigma")
     with pytest.raises(ValueError, match="matches no site; there are: tau, theta"):

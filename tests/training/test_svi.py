@@ -11,7 +11,7 @@ import torch
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoNormal
 
-from pyro_bdl import bayesianize, guides, models, priors, training
+from pyro_bdl import bayesianize, evidence, guides, models, optim, priors, training
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
 
@@ -41,6 +41,22 @@ def test_another_loss(conjugate):
     loc, scale = guide.loc.detach().clone(), guide.scale.detach().clone()
     training.train(conjugate.model, guide, conjugate.x, conjugate.y, steps=20, elbo=Wide())
     assert torch.equal(guide.loc, loc) and (guide.scale > scale).all()
+
+
+def test_bounds_without_a_loss_are_refused_before_the_first_step(conjugate):
+    """Those of Pyro that make gradients alone; SVI takes them."""
+    guide = guides.AutoMeanField(conjugate.model).prototype(conjugate.x, conjugate.y)
+    bound = pyro.infer.RenyiELBO(num_particles=2)
+    arguments = conjugate.model, guide, conjugate.x, conjugate.y
+    for train in (
+        lambda: training.train(*arguments, steps=1, elbo=bound),
+        lambda: evidence.variational_em(*arguments[:2], arguments[2:], elbo=bound),
+        lambda: optim.InSVI(conjugate.model, guide, optim.IVON(guide), bound),
+    ):
+        with pytest.raises(TypeError, match=r"RenyiELBO has no differentiable_loss.*SVI"):
+            train()
+    svi = SVI(conjugate.model, guide, pyro.optim.Adam({"lr": 0.01}), bound)
+    assert math.isfinite(svi.step(conjugate.x, conjugate.y))
 
 
 def test_no_training_without_gradients(conjugate):
