@@ -76,7 +76,9 @@ class Ahead(contextlib.AbstractContextManager):
     def __exit__(self, *error: object) -> None:
         if self.names or self.splits:
             self._process.terminate()
-            self._process.communicate()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._process.wait()
 
 
 def _cores() -> int:

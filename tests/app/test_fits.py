@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pyro_bdl import Evaluation
+from pyro_bdl.app import ahead
 from pyro_bdl.app import run as app
 from pyro_bdl.app.fits import Fits
 from pyro_bdl.app.options import Options
@@ -198,6 +199,22 @@ def test_fits_of_another_process_are_found_and_are_the_same(tiny, table, fitted,
     assert tiny(**chosen)[0] == 0 and fitted == ["map"]
     tiny(**chosen, folder="alone")
     assert rows_of(out, *TIMES) == rows_of(tmp_path / "alone", *TIMES)
+
+
+def test_another_process_ends_with_the_block_that_started_it(table, tmp_path, monkeypatch):
+    monkeypatch.setattr(ahead.torch, "get_num_threads", lambda: 1)
+    script = tmp_path / "reads-and-ends"
+    script.write_text("#!/bin/sh\ncat > /dev/null\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(ahead.sys, "executable", str(script))
+    monkeypatch.setattr(ahead, "available_memory", lambda device: 2**40)
+    monkeypatch.setattr(ahead, "_cores", lambda: 2)
+    options = Options(data=table, target="price", device=torch.device("cpu"), out=tmp_path)
+    with ahead.Ahead(options, ["map", "swag", "laplace", "nuts"], []) as other:
+        assert other.names == ["map", "laplace"]
+        other.wait()
+    with ahead.Ahead(options, ["map", "swag", "nuts"], []) as other:
+        assert not other.names
 
 
 def test_posteriors_of_another_process_come_last_and_keep_their_place(tiny, fitted, table, out):
