@@ -1,4 +1,4 @@
-"""Splits that another process fits into the folder of results, where ``Fits`` finds them."""
+"""Fits that another process makes into the folder of results, where ``Fits`` finds them."""
 
 import contextlib
 import logging
@@ -15,43 +15,70 @@ import torch
 from pyro_bdl.app.compiled import keep_compiled
 from pyro_bdl.app.fits import Fits
 from pyro_bdl.app.options import Options
+from pyro_bdl.errors import BdlWarning
 from pyro_bdl.utils.memory import available_memory
 
 Split = tuple[int, int]  # the number of the repeat and of the fold
 _BYTES = 3 * 2**30  # free memory beside which a process is started
+_POSTERIORS = 4  # with fewer to fit, starting a process takes longer than it saves
 
 
 class Ahead(contextlib.AbstractContextManager):
-    """Another process that fits the last half of the splits while this one fits the rest.
+    """Another process that fits every second posterior, then the last half of the splits, while
+    this one fits the rest.
 
     There is one where it pays: fits of the usual length, in one thread each, on another core. What
-    it does not finish is left to the caller, and so is what there is to say of a fit.
+    it does not finish is left to the caller. The last posterior is the caller's, since the chains
+    of NUTS take both cores once the other one is free.
+
+    ``names`` are the posteriors and ``splits`` the splits that it fits.
+
+    :param unfinished: the posteriors of the command that are still to fit.
+    :param splits: those of ``--folds``.
     """
 
-    def __init__(self, options: Options, splits: Sequence[Split]) -> None:
+    def __init__(
+        self, options: Options, unfinished: Sequence[str], splits: Sequence[Split]
+    ) -> None:
+        self.names: Sequence[str] = ()
         self.splits: Sequence[Split] = ()
+        self._done = 0
         usual = options.settings().steps is None and options.device == torch.device("cpu")
         free = available_memory(torch.device("cpu"))
         roomy = free is not None and free > _BYTES
         if not (usual and roomy and _cores() > 1 and torch.get_num_threads() == 1):
             return
+        if len(unfinished) >= _POSTERIORS:
+            self.names = unfinished[len(unfinished) % 2 :: 2]
         self.splits = splits[len(splits) // 2 :]
-        if self.splits:
+        if self.names or self.splits:
             command = [sys.executable, "-m", __name__]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             assert self._process.stdin is not None
             with self._process.stdin as pipe:
-                pickle.dump((replace(options, baselines=False), self.splits), pipe)
+                job = replace(options, baselines=False), tuple(self.names), tuple(self.splits)
+                pickle.dump(job, pipe)
 
-    def wait(self) -> None:
-        """Wait until the process has ended."""
-        if self.splits:
-            self._process.wait()
+    def wait(self, split: Split | None = None) -> None:
+        """Wait until a split, by default the posteriors of the whole data, is fitted, or the
+        process has ended; warn of what it warned of."""
+        asked = [*([None] if self.names else []), *self.splits]
+        while split in asked[self._done :]:
+            assert self._process.stdout is not None
+            try:
+                messages = pickle.load(self._process.stdout)
+            except EOFError:
+                return
+            self._done += 1
+            for message in messages:
+                warnings.warn(message, stacklevel=2)
 
     def __exit__(self, *error: object) -> None:
-        if self.splits:
+        if self.names or self.splits:
             self._process.terminate()
-        self.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._process.wait()
 
 
 def _cores() -> int:
@@ -61,17 +88,30 @@ def _cores() -> int:
 
 
 def main() -> None:
-    """Fit the splits that standard input names, without a word."""
-    options, splits = pickle.load(sys.stdin.buffer)
+    """Make the fits that standard input names, without a word; write after the posteriors, and
+    after each split, the warnings that the caller has not for itself."""
+    options, names, splits = pickle.load(sys.stdin.buffer)
     torch.set_num_threads(1)
     keep_compiled()
     logging.disable()
-    warnings.simplefilter("ignore")
-    for repeat, fold in splits:
-        fits = Fits(options, options.load((fold, options.folds), repeat), shown=False)
-        fits.fit_all()
+    jobs = [(options, place) for place in splits]
+    if names:
+        jobs.insert(0, (replace(options, guides=",".join(names), fresh=False), None))
+    for chosen, place in jobs:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", BdlWarning)
+            if place is None:
+                data = chosen.load()
+            else:
+                data = chosen.load((place[1], chosen.folds), place[0])
+            fits = Fits(chosen, data, shown=False)
+            fits.fit_all()
         if fits.interrupted:
             return
+        said = [each.message for each in caught] if place is None else []
+        pickle.dump(said, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ import json
 import shutil
 import time
 import zlib
+from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -28,6 +29,7 @@ from pyro_bdl.utils.progress import hidden, logger
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.version import __version__
 
+T = TypeVar("T")
 _NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 # Errors that say what is wrong with program, data or options; others show their traceback.
 _EXPLAINED = (
@@ -84,17 +86,31 @@ class Fits:
         with atomic_write(self.folder / "run.json") as part:
             part.write_text(text, encoding="utf-8")
 
-    def fit_all(self) -> None:
-        """Fit and evaluate all posteriors; Ctrl-C ends it, a failure does not."""
-        finished = [name for name in self.names if (self.folder / f"{name}.json").exists()]
+    def unfinished(self) -> list[str]:
+        """The posteriors that are not in the folder."""
+        return [name for name in self.names if not (self.folder / f"{name}.json").exists()]
+
+    def fit_all(
+        self, elsewhere: Collection[str] = (), wait: Callable[[], None] = lambda: None
+    ) -> None:
+        """Fit and evaluate all posteriors; Ctrl-C ends it, a failure does not.
+
+        :param elsewhere: posteriors that another process fits into the folder meanwhile, which come
+            last.
+        :param wait: waits for them.
+        """
+        unfinished = {*self.unfinished(), *elsewhere}
+        finished = [name for name in self.names if name not in unfinished]
         if finished and self.shown:
             logger.warning(
                 "goes on from %s, where %s finished; --fresh fits anew",
                 self.folder,
                 ", ".join(finished) + (" is" if len(finished) == 1 else " are"),
             )
-        for name in self.names:
+        for name in sorted(self.names, key=elsewhere.__contains__):
             try:
+                if name in elsewhere:
+                    wait()
                 fit = self._load(name) or self._fit(name)
                 evaluation = self._evaluation(fit)
                 self.fits[name], self.evaluations[name] = fit, evaluation
@@ -111,8 +127,14 @@ class Fits:
                 left = ", ".join(name for name in self.names if name not in done)
                 logger.warning("interrupted; not fitted: %s", left or "none")
                 break
+        self.fits = self._in_order(self.fits)
+        self.evaluations = self._in_order(self.evaluations)
+        self.left_out = self._in_order(self.left_out)
         if self.options.baselines and not self.interrupted:
             self._fit_baselines()
+
+    def _in_order(self, of: dict[str, T]) -> dict[str, T]:
+        return {name: of[name] for name in self.names if name in of}
 
     def _fit_baselines(self) -> None:
         """Fit and score the baselines; none of them loses a posterior."""

@@ -64,9 +64,9 @@ def run(options: Options, line: str) -> int:
     with (
         seeded(options.seed),
         limited_threads(len(data.x_train) * max(options.hidden or (50,))),
-        Ahead(options, places) as ahead,
+        Ahead(options, fits.unfinished(), places) as ahead,
     ):
-        fits.fit_all()
+        fits.fit_all(ahead.names, ahead.wait)
         evaluations = dict(fits.evaluations)
         if not evaluations:
             return FAILED if fits.left_out else INTERRUPTED
@@ -125,7 +125,7 @@ def _splits(options: Options, places: list[Split], ahead: Ahead) -> Table | None
         repeat, fold = place
         try:
             if place in ahead.splits:
-                ahead.wait()
+                ahead.wait(place)
             fresh = options.fresh and place not in ahead.splits
             fits = Fits(
                 replace(options, fresh=fresh), options.load((fold, folds), repeat), shown=False

@@ -1,6 +1,7 @@
 """Finished posteriors are kept, and the same command fits only what is missing."""
 
 import errno
+import io
 import os
 import pickle
 import signal
@@ -12,8 +13,11 @@ import pytest
 import torch
 
 from pyro_bdl import Evaluation
+from pyro_bdl.app import ahead
 from pyro_bdl.app import run as app
+from pyro_bdl.app.fits import Fits
 from pyro_bdl.app.options import Options
+from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoMAP, AutoMeanField
 from pyro_bdl.posteriors import registry
 
@@ -181,14 +185,51 @@ def test_a_full_disk_loses_no_other_posterior(tiny, fitted, monkeypatch):
 
 
 @pytest.mark.slow
-def test_splits_of_another_process_are_found(tiny, table, fitted, out):
-    options = Options(
-        data=table, target="price", steps=3, hidden=(2,), guides="map", folds=2, out=out
-    )
+def test_fits_of_another_process_are_found_and_are_the_same(tiny, table, fitted, tmp_path, rows_of):
+    out = tmp_path / "out"
+    options = Options(data=table, target="price", steps=3, hidden=(2,), folds=2, out=out)
+    job = pickle.dumps((options, ("mean-field", "laplace"), ((0, 1),)))
     command = [sys.executable, "-m", "pyro_bdl.app.ahead"]
-    done = subprocess.run(command, input=pickle.dumps((options, [(0, 1)])), capture_output=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"") and len(folders(out)) == 1
-    assert tiny("--folds", "2")[0] == 0 and fitted == ["map"] * 2
+    done = subprocess.run(command, input=job, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"") and len(folders(out)) == 2
+    said = io.BytesIO(done.stdout)
+    warned, of_splits = pickle.load(said), pickle.load(said)
+    assert all(isinstance(message, BdlWarning) for message in warned) and of_splits == []
+    chosen = {"guides": "mean-field,map,laplace"}
+    assert tiny(**chosen)[0] == 0 and fitted == ["map"]
+    tiny(**chosen, folder="alone")
+    assert rows_of(out, *TIMES) == rows_of(tmp_path / "alone", *TIMES)
+
+
+def test_another_process_ends_with_the_block_that_started_it(table, tmp_path, monkeypatch):
+    monkeypatch.setattr(ahead.torch, "get_num_threads", lambda: 1)
+    script = tmp_path / "reads-and-ends"
+    script.write_text("#!/bin/sh\ncat > /dev/null\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(ahead.sys, "executable", str(script))
+    monkeypatch.setattr(ahead, "available_memory", lambda device: 2**40)
+    monkeypatch.setattr(ahead, "_cores", lambda: 2)
+    options = Options(data=table, target="price", device=torch.device("cpu"), out=tmp_path)
+    with ahead.Ahead(options, ["map", "swag", "laplace", "nuts"], []) as other:
+        assert other.names == ["map", "laplace"]
+        other.wait()
+    with ahead.Ahead(options, ["map", "swag", "nuts"], []) as other:
+        assert not other.names
+
+
+def test_posteriors_of_another_process_come_last_and_keep_their_place(tiny, fitted, table, out):
+    options = Options(
+        data=table, target="price", steps=3, hidden=(2,), guides="mean-field,map,swag", out=out
+    )
+    before = []
+
+    def wait():
+        before.append(list(fitted))
+
+    fits = Fits(options, options.load(), shown=False)
+    fits.fit_all(["mean-field"], wait)
+    assert before == [["map", "swag"]] and fitted == ["map", "swag", "mean-field"]
+    assert list(fits.evaluations) == list(fits.fits) == ["mean-field", "map", "swag"]
 
 
 def test_the_splits_of_folds_are_kept_too(tiny, fitted, out):
