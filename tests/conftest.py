@@ -4,6 +4,7 @@ import gc
 import math
 import os
 import signal
+import warnings
 from pathlib import Path
 
 import jaxlib
@@ -24,7 +25,9 @@ def pytest_configure():
     programs of the tests run no slower. Only versions that are known to have them get them: XLA
     ends the process at others.
     """
-    import arviz  # noqa: F401
+    with warnings.catch_warnings():  # it also says once a day that 1.x differs
+        warnings.simplefilter("ignore")
+        import arviz  # noqa: F401
 
     if jaxlib.__version__.startswith("0.10."):
         options = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
