@@ -1,5 +1,6 @@
 """``evaluate``: the scores, function draws and diagnostics of one posterior on test data."""
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -218,7 +219,9 @@ def evaluate_in(
             posterior = drawn.posterior
             if setting.train is not None and (found := drawn.sensitivity(setting.train)):
                 evaluation = replace(evaluation, sensitivity=found)
-                inputs["sensitivity"] = max(found.items(), key=lambda item: item[1]["prior"])
+                known = [item for item in found.items() if math.isfinite(item[1]["prior"])]
+                if known:
+                    inputs["sensitivity"] = max(known, key=lambda item: item[1]["prior"])
             if left_out is None and setting.train is not None:
                 inputs |= drawn.left_out(setting.train)
         if left_out is not None:
@@ -343,7 +346,7 @@ class _Draws:
     def sensitivity(self, train: tuple) -> dict[str, dict[str, Any]]:
         """``prior_sensitivity`` of named latents, by name; none of guides, which are not exact."""
         samples = self.posterior
-        if not isinstance(samples, Samples):
+        if not isinstance(samples, Samples) or samples.num_draws < 4:  # the least of a diagnostic
             return {}
         sites = [s for s in listed_sites(samples.latents, None) if s in self.setting.latents]
         if not sites:

@@ -86,7 +86,9 @@ class Exponents(TorchFunctionMode):
         if known is not None:
             return known[1]
         if value.requires_grad and not value.is_leaf:  # of a function that modes do not see
-            self.conditions |= {tuple(row.tolist()) for row in torch.eye(len(self.zero))}
+            self.conditions |= {
+                tuple(row.tolist()) for row in torch.eye(len(self.zero), device="cpu")
+            }
         return self.zero
 
     def ask_for_zero(self, exponents: Tensor) -> None:
