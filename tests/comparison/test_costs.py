@@ -59,7 +59,7 @@ def test_draws_of_all_weights_are_held_once(use, monkeypatch):
         use(model, guide, x, y)  # what is allocated once only
         with peak_memory(torch.device("cpu")) as peak:
             use(model, guide, x, y)
-    # a copy would make it twice the draws; what other tests left in this process moves it by a fifth
+    # a copy would make it twice the draws; what other tests left in the process, a fifth more
     assert peak.bytes < 1.5 * draws + 10 * 2**20
 
 
