@@ -13,8 +13,6 @@ the labels that each choice needs for the accuracy that random ones reach with a
 
 import argparse
 import json
-import math
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -87,13 +85,7 @@ def table(done: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, 
             continue
         entry: dict[str, Any] = {}
         for name in ("accuracy", "NLL"):
-            columns = list(zip(*(row[name] for row in mine), strict=True))
-            many = len(mine) > 1
-            entry[name] = [statistics.mean(column) for column in columns]
-            entry[f"{name} error"] = [
-                statistics.stdev(column) / len(mine) ** 0.5 if many else math.nan
-                for column in columns
-            ]
+            entry[name], entry[f"{name} error"] = harness.curve_over_seeds(mine, name)
         found[choice] = entry
     if "random" in found:
         goal = found["random"]["accuracy"][-1]
@@ -103,19 +95,6 @@ def table(done: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, 
                 20 + options.size * reached[0] if reached else None
             )
     return found
-
-
-def draw(found: dict[str, Any], path: Path, options: argparse.Namespace) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.0, 3.6), layout="constrained")
-    for choice, entry in found.items():
-        labels = [20 + options.size * number for number in range(options.rounds + 1)]
-        axes.errorbar(labels, entry["accuracy"], entry["accuracy error"], label=choice, capsize=2)
-    axes.set(xlabel="labels", ylabel="accuracy on test images")
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def main() -> None:
@@ -148,7 +127,9 @@ def main() -> None:
                     print(json.dumps(row), flush=True)
     found = table(done, options)
     if options.figure:
-        draw(found, options.figure, options)
+        labels = [20 + options.size * number for number in range(options.rounds + 1)]
+        curves = {c: (labels, e["accuracy"], e["accuracy error"]) for c, e in found.items()}
+        harness.draw_curves(options.figure, curves, "labels", "accuracy on test images")
     if options.json:
         print(json.dumps({"machine": harness.machine(), "choices": found}))
         return

@@ -16,7 +16,6 @@ synaptic intelligence (Nguyen et al. 2018, section 6.1), trained for 100 passes 
 
 import argparse
 import json
-import math
 import statistics
 import time
 import warnings
@@ -126,27 +125,12 @@ def table(done: list[dict[str, Any]]) -> dict[str, Any]:
     for method in [*METHODS, TRAINED_ON]:
         mine = [row for row in done if row["method"] == method]
         if mine:
-            columns = list(zip(*(row["accuracy"] for row in mine), strict=True))
-            root = len(mine) ** 0.5
-            errors = [statistics.stdev(c) / root if len(mine) > 1 else math.nan for c in columns]
+            accuracy, error = harness.curve_over_seeds(mine, "accuracy")
             found[method] = {
-                "accuracy": [statistics.mean(column) for column in columns], "error": errors,
+                "accuracy": accuracy, "error": error,
                 "seconds": statistics.mean(row["seconds"] for row in mine),
             }  # fmt: skip
     return found
-
-
-def draw(found: dict[str, Any], path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.0, 3.6), layout="constrained")
-    for method, entry in found.items():
-        counts = range(1, len(entry["accuracy"]) + 1)
-        axes.errorbar(counts, entry["accuracy"], entry["error"], label=method, capsize=2)
-    axes.set(xlabel="tasks so far", ylabel="mean accuracy on their test images")
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def main() -> None:
@@ -180,7 +164,10 @@ def main() -> None:
                     print(json.dumps(row), flush=True)
     found = table(done)
     if options.figure:
-        draw(found, options.figure)
+        counts = range(1, options.tasks + 1)
+        curves = {m: (counts, e["accuracy"], e["error"]) for m, e in found.items()}
+        text = "mean accuracy on their test images"
+        harness.draw_curves(options.figure, curves, "tasks so far", text)
     if options.json:
         print(json.dumps({"machine": harness.machine(), "methods": found}))
         return

@@ -156,3 +156,26 @@ def show(title: str, results: dict[str, Any], as_json: bool) -> None:
     for name, value in results.items():
         text = f"{value:.4g}" if isinstance(value, float) else value
         print(f"  {name:<{width}}  {text}")
+
+
+def curve_over_seeds(rows: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    """Mean and standard error over seeds of each number of a list, such as accuracies by step."""
+    columns = list(zip(*(row[name] for row in rows), strict=True))
+    root = len(rows) ** 0.5
+    errors = [statistics.stdev(c) / root if len(rows) > 1 else math.nan for c in columns]
+    return [statistics.mean(column) for column in columns], errors
+
+
+def draw_curves(
+    path: Path, curves: dict[str, tuple[Any, Any, Any]], xlabel: str, ylabel: str
+) -> None:
+    """A figure of curves (x, y, standard error) by name."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.0, 3.6), layout="constrained")
+    for name, (x, y, error) in curves.items():
+        axes.errorbar(x, y, error, label=name, capsize=2)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

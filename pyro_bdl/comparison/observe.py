@@ -146,7 +146,7 @@ class Block:
             return values * scale + shift
 
         def in_own(density: Tensor | None) -> Tensor | None:
-            """Of the last axis the data."""
+            """A density in nats of the new units, whose last axis is that of the data."""
             if density is None or self.y is None:
                 return density
             numbers: Any = self.y.numel() / density.shape[-1]

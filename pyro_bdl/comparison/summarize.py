@@ -180,7 +180,7 @@ def summarize(
     keys = [key for column in shown for key in (column.key, column.error)]
     table = table.loc[list(evaluations), [*keys, "seconds"]]
     table.attrs = {}
-    return Summary(_answer(evaluations, cheap), table, (*shown, _SECONDS), posteriors)
+    return Summary(answer_of(evaluations, cheap), table, (*shown, _SECONDS), posteriors)
 
 
 def _evaluated(
@@ -217,7 +217,7 @@ def _evaluated(
 # ---------------------------------------------------------------------------------- answer
 
 
-def _answer(evaluations: Mapping[str, Evaluation], cheap: Sequence[str]) -> str:
+def answer_of(evaluations: Mapping[str, Evaluation], cheap: Sequence[str]) -> str:
     """Sentences on each posterior, with what is beyond the errors.
 
     Each is compared with all of the network's own predictions, by errors so enlarged that of all

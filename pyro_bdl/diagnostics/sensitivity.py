@@ -152,7 +152,7 @@ def _independent(program: Program) -> list[str]:
 def _sensitivities(
     draws: np.ndarray, weights: Mapping[tuple[str, float], np.ndarray]
 ) -> list[np.ndarray]:
-    """Of each number of draws ``(S, K)``, to the prior and to the likelihood."""
+    """The sensitivities of K numbers, draws ``(S, K)``, to the prior and to the likelihood."""
     order = draws.argsort(0)
     ordered = np.take_along_axis(draws, order, 0)
     found = []
@@ -186,7 +186,7 @@ def _distances(steps: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def _diagnosis(prior: float, prior_se: float, likelihood: float, likelihood_se: float) -> str:
-    """What the two say where they are beyond the limit by two standard errors."""
+    """The sentence for both sensitivities, where they are beyond the limit by two errors."""
     if not prior - 2 * prior_se > _LIMIT:
         return ""
     if likelihood - 2 * likelihood_se > _LIMIT:

@@ -128,7 +128,7 @@ class Restriction:
 
 
 def as_start(init: Any, subset: Any = None) -> Any:
-    """What a user gives as ``init``, with a guide or ``Samples`` where it is a posterior.
+    """Return the user's ``init``, with a guide or ``Samples`` where it is a posterior.
 
     :param init: by default ``subset``, the guide over the numbers that are drawn, or the prior.
     :raises TypeError: for what is none of the kinds that ``starting_vectors`` takes.

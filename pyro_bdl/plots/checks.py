@@ -96,7 +96,7 @@ def _evenly(count: int, most: int) -> np.ndarray:
 
 
 def _are_few(targets: np.ndarray, draws: Mapping[str, np.ndarray]) -> bool:
-    """Whether all are whole numbers of a small range."""
+    """Return True for whole numbers of a small range, such as counts."""
     every = [targets, *draws.values()]
     if any((values != np.round(values)).any() for values in every):
         return False

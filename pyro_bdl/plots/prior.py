@@ -1,4 +1,4 @@
-"""What priors say of the function, before any fit."""
+"""Figures of a prior predictive check: the function before any fit."""
 
 from collections.abc import Mapping
 

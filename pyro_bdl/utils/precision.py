@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def has_float64(device: torch.device) -> bool:
-    """Whether tensors of ``device`` may be float64, as torch declares it."""
+    """Return True if tensors of ``device`` may be float64, as torch declares it."""
     if device.type in ("cpu", "cuda", "meta"):
         return True
     if not hasattr(torch.accelerator, "get_device_capability"):  # torch < 2.10

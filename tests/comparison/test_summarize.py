@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_bdl as bdl
 from pyro_bdl.comparison.networks import at_temperature
-from pyro_bdl.comparison.summarize import _answer
+from pyro_bdl.comparison.summarize import answer_of
 from pyro_bdl.errors import ArgumentError, UnsupportedProgramError
 
 DATA = torch.Generator().manual_seed(0)
@@ -172,11 +172,11 @@ def test_what_is_better_is_said():
     y = torch.distributions.Categorical(logits=f[0]).sample()
     draws = f + 0.1 * randn(40, 400, 3)
     found = {"softmax": classified(4 * f, y), "Laplace": classified(draws, y)}
-    answer = _answer(found, ["softmax"])
+    answer = answer_of(found, ["softmax"])
     assert "rows Laplace (NLPD lower by" in answer
     assert "has better probabilities than softmax." in answer
     swapped = {"softmax": found["Laplace"], "Laplace": found["softmax"]}
-    answer = _answer(swapped, ["softmax"])
+    answer = answer_of(swapped, ["softmax"])
     assert "no posterior has better probabilities than softmax. Laplace (NLPD higher by" in answer
 
 
@@ -245,6 +245,6 @@ def test_how_often_a_difference_is_said_of_equal_predictions():
         y = torch.distributions.Categorical(logits=f).sample()
         alone, draws = (f + 0.5 * torch.randn(1, 300, 3, generator=made) for _ in range(2))
         found = {"softmax": classified(alone, y), "Laplace": classified(draws, y)}
-        answer = _answer(found, ["softmax"])
+        answer = answer_of(found, ["softmax"])
         said += "rows no posterior has better probabilities than softmax. In" not in answer
     assert said <= 12  # 5 % are meant

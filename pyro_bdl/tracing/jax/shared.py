@@ -13,8 +13,10 @@ class _Recipe:
 
 
 def shared(key: tuple, make: Callable[[], Any]) -> Any:
-    """What ``make`` returned at the first call with this key, by which it is determined: functions
-    of ``jax.jit``, which folds of data, seeds and simulated data thus compile once."""
+    """Return the value of ``make`` at the first call with this key, by which it is determined.
+
+    It is a function of ``jax.jit``, which folds of data, seeds and simulated data compile once.
+    """
     return _made(_Recipe(key, make))
 
 

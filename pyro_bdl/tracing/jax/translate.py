@@ -121,7 +121,7 @@ class JaxFunction:
         return self.pure(self.constants(), *arguments)
 
     def constants(self) -> list[jax.Array]:
-        """What the function closes over, in the present precision."""
+        """The constants that the function closes over, in the present precision."""
         x64 = bool(jax.config.read("jax_enable_x64"))
         if x64 not in self._constants:
             with jax.ensure_compile_time_eval():
