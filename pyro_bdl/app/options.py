@@ -15,7 +15,7 @@ from pyro_bdl.data.dataset import Dataset, Imputer, Task, quoted
 from pyro_bdl.data.examples import EXAMPLES
 from pyro_bdl.data.programs import LIKELIHOODS, Activation, Likelihood, program
 
-_USUAL = {"steps": None, "chains": 4, "warmup": 500, "draws": 500}
+_USUAL = {"steps": None, "chains": 4, "warmup": 250, "draws": 300}
 _QUICK = {"steps": 500, "chains": 2, "warmup": 100, "draws": 100}
 _OF_FILES = (
     "target",
@@ -118,9 +118,9 @@ class Options:
     steps: Annotated[int | None, _fits(help="Gradient steps of each guide.", min=1)] = None
     chains: Annotated[int | None, _fits(help="Markov chains; default: 4.", min=1)] = None
     warmup: Annotated[
-        int | None, _fits(help="Adapting iterations of each chain; default: 500.", min=0)
+        int | None, _fits(help="Adapting iterations of each chain; default: 250.", min=0)
     ] = None
-    draws: Annotated[int | None, _fits(help="Draws of each chain; default: 500.", min=2)] = None
+    draws: Annotated[int | None, _fits(help="Draws of each chain; default: 300.", min=2)] = None
     max_tree_depth: Annotated[
         int, _fits(help="NUTS takes at most 2^DEPTH gradient steps per draw.", min=1)
     ] = 10

@@ -11,7 +11,7 @@ from pyro_bdl.posteriors.registry import Problem, Result, register, trained
 # The largest number of rows that "sghmc" uses at once, and the size of minibatches beyond it.
 _MOST_ROWS, _ROWS = 8192, 1024
 # Steps between draws, largest friction per step, curvature times step size.
-_THINNING, _FRICTION, _REACH = 20, 0.02, 0.5
+_THINNING, _FRICTION, _REACH = 30, 0.02, 0.5
 
 
 @register(
@@ -49,7 +49,7 @@ def _sghmc(problem: Problem) -> Result:
     for share, warmup, draws, thinning in (
         (0.01, options.settling, 1, 1),
         (0.1, options.settling, 1, 1),
-        (1.0, 8 * options.warmup, options.draws, _THINNING),
+        (1.0, 16 * options.warmup, options.draws, _THINNING),
     ):
         step_size = mcmc.suggest_step_size(
             problem.model, data, at=start, fraction=share * reach, num_points=chains,

@@ -38,8 +38,8 @@ class Options:
     seed: int = 0
     steps: int | None = None
     chains: int = 4
-    warmup: int = 500
-    draws: int = 500
+    warmup: int = 250
+    draws: int = 300
     max_tree_depth: int = 10
     rounds: int = 4
     snapshots: int = 40

@@ -33,7 +33,7 @@ def test_all_and_default_posteriors(options):
 
 def test_quick_and_given_options(options):
     usual = options().settings()
-    assert (usual.chains, usual.warmup, usual.draws, usual.steps) == (4, 500, 500, None)
+    assert (usual.chains, usual.warmup, usual.draws, usual.steps) == (4, 250, 300, None)
     quick = options("--quick", "--draws", "7").settings()
     assert (quick.chains, quick.warmup, quick.draws, quick.steps) == (2, 100, 7, 500)
     assert options("--hidden", "50,20").hidden == (50, 20)
