@@ -374,8 +374,20 @@ def test_published_draws_judges_by_nuts(tmp_path):
     np.savetxt(tmp_path / "glass" / "Y.txt", y, fmt="%d")
     options = "--quick --sets glass --seeds 2 --width 3 --steps 5 --draws 5 --warmup 5 --chain 5"
     result = run("published_draws", options, "--data", tmp_path)["sets"]["glass"]
-    assert len(result) == 6 and result["NUTS"]["from NUTS"] == [0.0, 0.0]
+    assert len(result) == 6 and 0 < result["NUTS"]["from NUTS"][0] < 1  # between its chains
     assert result["linearized, fixed prior"]["published NLPD"] == 1.65
+
+
+def test_where_it_pays_pairs_the_seeds(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [
+        {"set": "glass", "seed": seed, "method": method, "NLPD": shared + own}
+        for seed, shared in enumerate((1.0, 5.0))
+        for method, own in (("MAP", 0.5), ("NUTS", 0.25 + 0.01 * seed))
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    (found,) = run("where_it_pays", "--rows", file)
+    assert found["NLL"] == pytest.approx({"gain": 0.245, "error": 0.005, "seeds": 2})
 
 
 def test_published_hmc_measures_agreement(tmp_path):
