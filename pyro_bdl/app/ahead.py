@@ -43,7 +43,7 @@ class Ahead(contextlib.AbstractContextManager):
         self.names: Sequence[str] = ()
         self.splits: Sequence[Split] = ()
         self._done = 0
-        usual = options.settings().steps is None and options.device == torch.device("cpu")
+        usual = options.settings().steps is None and torch.device(options.device).type == "cpu"
         free = available_memory(torch.device("cpu"))
         roomy = free is not None and free > _BYTES
         if not (usual and roomy and _cores() > 1 and torch.get_num_threads() == 1):
