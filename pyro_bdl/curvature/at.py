@@ -17,11 +17,13 @@ from pyro_bdl.curvature.jacobian.linearization import Linearization, RecordedRow
 from pyro_bdl.curvature.structures import STRUCTURES
 from pyro_bdl.distributions.copies import masks_of
 from pyro_bdl.distributions.parameters import is_known, parameters_of, rebuilt
+from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.batches import Batch, as_dicts, has_rows, leading_size, select_rows
 from pyro_bdl.program.rows import (
     AllRows,
     FirstPass,
     check_repeated,
+    differing_prior,
     form_of,
     site_tensors,
     template_of,
@@ -180,9 +182,11 @@ class ProgramAtPoint:
             and number of rows.
         :param every_output: choose the pieces' size for Jacobians of all outputs at once.
         :param as_rows: as rows over all latents, in float64.
-        :param read: the first one has a ``reading``.
-        :raises UnsupportedProgramError: for rows that depend on each other.
+        :param read: the first one has a ``reading``, with the priors of its whole batch.
+        :raises UnsupportedProgramError: for rows that depend on each other, and if ``read``, for
+            priors that differ between batches.
         """
+        priors: list[Run] = []  # of the first batch
 
         def size(batch: Batch, outputs: float) -> int:
             found = self._numbers.get(form_of(batch))
@@ -190,8 +194,8 @@ class ProgramAtPoint:
             makes = "entries" if config is None else config().kind.makes
             return _rows_at_once(self.subset, self.vector, batch, found, makes, outputs, per_output)
 
-        for number, batch in enumerate(batches):
-            yield from self._pieces(batch, size, compared=compared, read=read and number == 0)
+        for batch in batches:
+            yield from self._pieces(batch, size, compared=compared, priors=priors if read else None)
 
     def linearize(
         self, args: tuple, kwargs: Mapping[str, Any], *, compared: bool = True
@@ -223,7 +227,7 @@ class ProgramAtPoint:
         size: Callable[[Batch, float], int],
         *,
         compared: bool = True,
-        read: bool = False,
+        priors: list[Run] | None = None,
     ) -> Iterator[Linearization]:
         batch = tuple(map(as_dicts, batch[0])), as_dicts(batch[1])
         count = leading_size(batch)
@@ -237,6 +241,11 @@ class ProgramAtPoint:
             numbers = sum(tensor.numel() for tensor in tensors) / max(1, count)
             if alone and not whole.are_joint:
                 facts = _Facts(tuple(whole.plates), numbers)
+        read = priors == []
+        if priors and whole is not None:
+            _check_priors(priors[0], whole.run)
+        elif priors is not None and whole is not None:
+            priors.append(Run(whole.run.latents, prior_factors=whole.run.prior_factors))
         if facts is None:
             linearization = self.whole(*batch, {} if whole is None else whole.run.subsamples)
             if whole is not None:
@@ -252,7 +261,12 @@ class ProgramAtPoint:
             if whole is not None:
                 facts.compare(mapped, whole, start)
             self._numbers[key[1]] = mapped.rows.numbers
-            yield self._of_rows(part, mapped, facts, read=read and start == 0)
+            linearization = self._of_rows(part, mapped, facts, read=read and start == 0)
+            if read and start == 0 and whole is not None:
+                found = linearization.reading.run
+                if differing_prior(whole.run, found, found.priors) is not None:
+                    linearization.reading = self.whole(*batch).reading  # of all rows
+            yield linearization
             start += at_once
         if whole is not None:
             self._facts[key] = facts  # where nothing was refused
@@ -440,6 +454,16 @@ def _rows_at_once(
     budget = bytes_at_once(max(_BUDGET, _PER_WEIGHT * item * subset.layout.size))
     rows = max(1, int(budget / max(per_row, 1.0)))
     return rows if numbers else min(rows, _FIRST)
+
+
+def _check_priors(first: Run, other: Run) -> None:
+    """Check that the priors of a batch are those of the first one."""
+    name = differing_prior(first, other, first.priors)
+    if name is not None:
+        raise UnsupportedProgramError(
+            f"the prior of site '{name}' depends on the data, and differs from batch to batch: "
+            "pass all data as one batch"
+        )
 
 
 def _has_one_law(site: Site, lane: Tensor) -> bool:

@@ -18,6 +18,7 @@ from pyro_bdl.curvature.fisher import (
     num_data,
     site_parameters,
 )
+from pyro_bdl.curvature.hyperparameters import Noise, noise_of, shares_noise
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.jacobian.linearization import VJP, Linearization
 from pyro_bdl.curvature.linearized_data import GaussNewtonProducts
@@ -148,12 +149,15 @@ class LikelihoodSums:
     and ``cells`` the number of its terms, both weighted by the tempering; ``num_data`` counts along
     the leading axes of the observed sites. ``finish`` multiplies all by ``factor``. ``curvature``
     is that of the same data, and ``config`` says which; ``first`` is the pass's first run.
+    ``noise`` is that of a Normal observation, if it is the same number, or multiples of the same
+    parameter, in all rows.
 
     :param earlier: whether these are added to the sums over earlier data.
     """
 
     curvature: Curvature
     first: Linearization
+    noise: Noise | None = None
     factor: float = 1.0
 
     def __init__(
@@ -212,6 +216,8 @@ class LikelihoodSums:
             self.stated = max(self.stated, round(count * site.subsampling, 3))  # N / B * B
             self.scaled = self.scaled or site.subsampling != 1
             part = part + site.batch_log_prob()
+        if self.noise is not None and not shares_noise(run, self.noise):
+            self.noise = None
         self.factors.read(run, hyperpriors(run, linearization.leaves))
         for factor in self.factors.new:
             part = part + factor.batch_log_prob()
@@ -250,7 +256,9 @@ class LikelihoodSums:
         self.squares, self.cells = self.squares.clone(), self.cells.clone()
         ranks.add_up([counts, self.gradient, self.squares, self.cells])
         self.num_data, self.log_likelihood = round(counts[0].item()), counts[1]
-        stated, scaled = zip(*ranks.gather((self.stated, self.scaled)), strict=True)
+        own = self.stated, self.scaled, self.noise is not None
+        stated, scaled, noisy = zip(*ranks.gather(own), strict=True)
+        self.noise = self.noise if all(noisy) else None
         self.stated, self.scaled = max(stated), any(scaled)
         if self.scaled and self.num_data > self.stated:
             warn(
@@ -302,6 +310,7 @@ def fit_curvature(
     config: CurvatureConfig,
     *,
     before: Any = None,
+    has_noise: bool = False,
     progress: bool | None = None,
 ) -> LikelihoodSums:
     """Compute the curvature of minus the tempered log likelihood at a point, and the other sums.
@@ -314,6 +323,7 @@ def fit_curvature(
     :param data: the program's arguments, or an iterable of batches of them.
     :param config: with "auto" for a structure that the first run chooses.
     :param before: a curvature of earlier data to include in the result's.
+    :param has_noise: whether those have a ``LikelihoodSums.noise``, which these must have too.
     """
     batches = data if isinstance(data, Batches) else Batches(data)
     batches.check_same("location", at.vector)
@@ -357,9 +367,15 @@ def fit_curvature(
     sums.finish()
     if before is not None and sums.factor != 1.0:
         raise ValueError(SCALED_UP)
+    if before is not None and has_noise and sums.noise is None:
+        raise ValueError(
+            "the noise of these data depends on the program's parameters otherwise than that of "
+            "the data before: call laplace_approximation with all data"
+        )
     curvature.scale(sums.factor)
     if sums.config.structure.takes_products:
-        curvature.connect(GaussNewtonProducts(at, [(batches, sums.factor)]))
+        products = GaussNewtonProducts(at, [(batches, sums.factor)], sums.noise is not None)
+        curvature.connect(products)
     sums.curvature = curvature.finish(before)
     return sums
 
@@ -374,7 +390,7 @@ def _begin(sums: LikelihoodSums, first: Linearization, before: Any) -> None:
     stored = config.structure.stores_rows
     num_rows = rows_of(reading.run, batch, batches, config) if stored else 0
     check_memory(config, subset.size, like, num_rows=num_rows)
-    sums.first, sums.config = first, config
+    sums.first, sums.config, sums.noise = first, config, noise_of(reading)
     sums.curvature = config.structure.empty(subset, like, before)
     sums.curvature.start_pass(0)
 

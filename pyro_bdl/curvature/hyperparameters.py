@@ -1,6 +1,6 @@
 """The hyperparameters of a program: positive ``PyroParam``s that scale its priors or its noise."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,9 +14,11 @@ from torch.distributions import transform_to
 from pyro_bdl.curvature.prior import hyperpriors, independent_normal, is_one_number, run_at
 from pyro_bdl.distributions.families import name_of
 from pyro_bdl.distributions.parameters import base_distribution
+from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.program.trace import Run, Site
+from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.utils.autograd import reaches
+from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.one_thread import OneThread
 
 
@@ -88,11 +90,16 @@ class ReadParameters(OneThread):
 
 @dataclass
 class ParameterReading:
-    """A run of a program at fixed latents, and the parameters that it read."""
+    """A run of a program at fixed latents, and the parameters that it read.
+
+    :param has_noise: whether other rows of the data may have the noise of this run's, see
+        ``noise_of``; False where they were seen not to.
+    """
 
     run: Run
     leaves: dict[str, Tensor]
     parameters: dict[str, Hyperparameter]
+    has_noise: bool = True
     owners: tuple[Subset, dict[str, str]] | None = None  # the last ``owners_of_priors``
 
     @cached_property
@@ -117,10 +124,22 @@ class ParameterReading:
         return [name for name, p in found if any(reaches(term, [p.value]) for term in terms)]
 
 
-def read_at_center(model: Callable, guide: Any) -> ParameterReading:
-    """Read the program's parameters at a guide's center, on a few of its data."""
-    subset, vector = Subset(guide.require_layout()), guide.location().detach()
-    return read(model, subset, vector, *guide.example_rows)
+def read_at_center(
+    model: Callable, guide: Any, data: Iterable[Batch] | None = None
+) -> ParameterReading:
+    """Read the program's parameters at a guide's center, on a few of its data.
+
+    :param data: all batches, whose rows must all have the noise of the few for ``noise_of``.
+    """
+    layout, vector = guide.require_layout(), guide.location().detach()
+    reading = read(model, Subset(layout), vector, *guide.example_rows)
+    noise = noise_of(reading)
+    if data is not None and noise is not None and noise.value is not None:
+        values = layout.constrain(vector)[0]
+        with torch.enable_grad(), evaluation_mode(guide.program_modules):
+            runs = (record(model, values, *batch, draw=leave_open) for batch in data)
+            reading.has_noise = all(shares_noise(run, noise) for run in runs)
+    return reading
 
 
 def read(
@@ -215,12 +234,35 @@ def noise_of(reading: ParameterReading) -> Noise | None:
         return None
     if not normal.scale.requires_grad:
         return Noise(site, None, None)
+    if not reading.has_noise:
+        return None
     moved = [p for p in reading.parameters.values() if reaches(normal.scale, [p.value])]
     if len(moved) == 1 and moved[0].value.numel() == 1 and scales(normal.scale, *moved):
         return Noise(site, moved[0], moved[0].value.reshape(()))
     if is_one_number(normal.scale):
         return Noise(site, None, normal.scale.reshape(-1)[0])
     return None
+
+
+@torch.enable_grad()
+def shares_noise(run: Run, noise: Noise) -> bool:
+    """Return whether a run on other rows has the noise of a reading, entry by entry: the same
+    number, or multiples of the same parameter."""
+    (site,) = run.observed.values()
+    normal: Any = base_distribution(site.distribution)
+    scale, owner = normal.scale, noise.owner
+    if owner is None and noise.value is None:
+        return not scale.requires_grad
+    if owner is None:
+        return is_one_number(scale) and bool(scale.reshape(-1)[0] == noise.value.detach())
+    if not reaches(scale, [owner.leaf]):
+        return False
+    value, probe = owner.now(), torch.ones_like(scale, requires_grad=True)
+    (slope,) = torch.autograd.grad(value.sum(), owner.leaf)
+    (pulled,) = torch.autograd.grad(scale, owner.leaf, probe, create_graph=True, retain_graph=True)
+    (slopes,) = torch.autograd.grad(pulled.sum(), probe)  # of each entry
+    expected = scale.detach() * (slope.sum() / value.detach().sum())
+    return bool(((slopes - expected).abs() <= 1e-4 * expected).all())
 
 
 def learned_noise(reading: ParameterReading) -> Tensor | None:

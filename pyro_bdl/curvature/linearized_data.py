@@ -190,22 +190,28 @@ class GaussNewtonProducts:
     F is at the noise that a Normal observation has when this is made, whatever it is later.
 
     :param passes: the data, and the factor of the sums over them.
+    :param has_noise: as in ``ParameterReading``.
     """
 
-    def __init__(self, at: ProgramAtPoint, passes: Sequence[tuple[Batches, float]]) -> None:
-        self.at, self.passes = at, passes
+    def __init__(
+        self, at: ProgramAtPoint, passes: Sequence[tuple[Batches, float]], has_noise: bool
+    ) -> None:
+        self.at, self.passes, self.has_noise = at, passes, has_noise
         self.noise = self._noise()
 
     def __add__(self, other: "GaussNewtonProducts") -> "GaussNewtonProducts":
         """The products over the data of both."""
-        return GaussNewtonProducts(self.at, [*self.passes, *other.passes])
+        both = self.has_noise and other.has_noise
+        return GaussNewtonProducts(self.at, [*self.passes, *other.passes], both)
 
     def __deepcopy__(self, memo: Any) -> "GaussNewtonProducts":
         return self  # the program and the data are shared
 
     def _noise(self) -> Tensor | None:
         first = self.passes[0][0].first()
-        noise = learned_noise(read(self.at.model, self.at.subset, self.at.vector, *first))
+        reading = read(self.at.model, self.at.subset, self.at.vector, *first)
+        reading.has_noise = self.has_noise
+        noise = learned_noise(reading)
         return None if noise is None else noise.detach().clone()
 
     def prepared(self) -> Callable[[Tensor], Tensor]:

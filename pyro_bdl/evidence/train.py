@@ -61,7 +61,7 @@ def train_by_evidence(
     :raises MemoryError: if the guide's structure does not fit in memory.
     """
     data = data_for(model, guide, args)
-    reading = read_at_center(model, guide)
+    reading = read_at_center(model, guide, data)
     tuned = followed(reading)
     partial = guide.subset is not None
     if not partial:  # raise errors before training, not after it

@@ -71,6 +71,8 @@ def variational_em(
     require_differentiable(elbo)
     args, kwargs = batches.first()
     e_step, m_step = _groups(model, guide, elbo, args, kwargs)
+    ours = isinstance(guide, Guide)
+    has_noise = ours and read_at_center(model, guide, batches).has_noise
     optimizers: dict[bool, torch.optim.Optimizer] = {}
 
     def climb(is_e_step: bool, parameters: list[Any], steps: int) -> None:
@@ -86,7 +88,7 @@ def variational_em(
     history = []
     for _ in trange(rounds, desc="variational EM", disable=hidden(progress), leave=False, delay=1):
         climb(True, e_step, steps)
-        closed = _closed_forms(model, guide, batches) if isinstance(guide, Guide) else {}
+        closed = _closed_forms(model, guide, batches, has_noise) if ours else {}
         for name, value in closed.items():
             m_step[name].set(value)
         rest = [parameter.leaf for name, parameter in m_step.items() if name not in closed]
@@ -132,9 +134,15 @@ def _groups(
 
 
 @torch.enable_grad()
-def _closed_forms(model: Callable, guide: Guide, batches: Batches) -> dict[str, Tensor]:
-    """The maxima of the ELBO in the scales of Normal priors and of a Normal noise, by name."""
+def _closed_forms(
+    model: Callable, guide: Any, batches: Batches, has_noise: bool
+) -> dict[str, Tensor]:
+    """The maxima of the ELBO in the scales of Normal priors and of a Normal noise, by name.
+
+    :param has_noise: see ``ParameterReading``.
+    """
     reading, subset = read_at_center(model, guide), Subset(guide.require_layout())
+    reading.has_noise = has_noise
     mean, variance = guide.location().detach(), guide.variances().detach()
     normals, noise = prior_normals(reading, subset), noise_of(reading)
     owners = owners_of_priors(reading, subset)

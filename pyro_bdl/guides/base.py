@@ -24,7 +24,12 @@ from pyro_bdl.program.layout import Latent, Layout
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.saved import example_rows
-from pyro_bdl.program.trace import distribution_of_targets, is_marked_imputed, is_recording
+from pyro_bdl.program.trace import (
+    Run,
+    distribution_of_targets,
+    is_marked_imputed,
+    is_recording,
+)
 from pyro_bdl.utils.module_state import Modules, device_of, outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.trees import tree_map_only
@@ -129,8 +134,10 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         }
         try:
             with own_randomness():
-                model, arguments = self.program_model, (args, kwargs)
-                self.example_rows = example_rows(model, self.layout, start, arguments)
+                model, arguments, whole = self.program_model, (args, kwargs), Run()
+                for name in self.layout.latents.keys() - self.subsampled:
+                    whole.add(trace.nodes[name])
+                self.example_rows = example_rows(model, self.layout, start, arguments, whole)
             self.create_parameters(start)
             if self._loaded is not None:
                 self.load_state_dict(self._loaded)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.curvature.fit import SCALED_UP, check_factors, fit_curvature
+from pyro_bdl.curvature.fit import SCALED_UP, LikelihoodSums, check_factors, fit_curvature
 from pyro_bdl.curvature.hyperparameters import (
     ParameterReading,
     followed,
@@ -29,11 +29,13 @@ from pyro_bdl.guides.held_out import HeldOut, is_worse_than_network, search
 from pyro_bdl.guides.mode import check_maximum, find_mode
 from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.guides.point import JointGuide, restored_source
-from pyro_bdl.program.batches import Batch, Batches
+from pyro_bdl.program.batches import Batch, Batches, leading_size
 from pyro_bdl.program.check import on_whole_data
+from pyro_bdl.program.saved import FEW
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.precision import double, keeping_double
+from pyro_bdl.utils.trees import tree_map_only
 
 
 class LaplaceGuide(JointGuide, NormalGuide):
@@ -80,6 +82,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
         self.subset, self.config = subset, config
         self.register_buffer("loc", source.location().detach().clone())
         self.register_buffer("width", self.loc.new_ones(()))
+        self.register_buffer("reference_noise", None)
 
     @property
     def linearized(self) -> bool:
@@ -99,8 +102,11 @@ class LaplaceGuide(JointGuide, NormalGuide):
         :returns: the first of their runs, which holds the prior.
         """
         self._passes, self.num_data, self._in_likelihood = [], 0, {}
-        first = self._add(data[0], None, progress)
-        reading = first.reading
+        fitted = self._add(data[0], None, progress)
+        first, reading = fitted.first, fitted.first.reading
+        reading.has_noise = fitted.noise is not None
+        if leading_size(self.example_rows) > FEW:  # it needs all of its data
+            self.example_rows = tree_map_only(Tensor, torch.clone, data[0].first())
         for batches in data[1:]:
             self._add(batches, self.curvature, progress)
         self._in_likelihood = _likelihood_parameters(reading)
@@ -112,8 +118,11 @@ class LaplaceGuide(JointGuide, NormalGuide):
 
     def _add(
         self, batches: Batches, before: Curvature | None, progress: bool | None
-    ) -> Linearization:
-        fitted = fit_curvature(self.at(), batches, self.config, before=before, progress=progress)
+    ) -> LikelihoodSums:
+        fitted = fit_curvature(
+            self.at(), batches, self.config,
+            before=before, has_noise=self.reference_noise is not None, progress=progress,
+        )  # fmt: skip
         self.config, self.curvature = fitted.config, fitted.curvature
         self.num_data += fitted.num_data
         sums = {name: getattr(fitted, name) for name in ("log_likelihood", "squares", "cells")}
@@ -121,7 +130,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
             self.register_buffer(name, value if before is None else value + getattr(self, name))
         if self._passes is not None:
             self._passes.append((batches, fitted.factor))
-        return fitted.first
+        return fitted
 
     @property
     def passes(self) -> list[tuple[Batches, float]]:
@@ -189,6 +198,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
         :raises ValueError: where a parameter of the likelihood has changed since the fit.
         """
         reading = read(self.program_model, self.subset, self.loc, *self.example_rows)
+        reading.has_noise = self.reference_noise is not None
         _check_unchanged(reading, self._in_likelihood)
         return reading
 
@@ -350,7 +360,6 @@ def _restore(guide: LaplaceGuide, saved: Mapping[str, Any]) -> None:
     guide.curvature = guide.config.structure.empty(guide.subset, like, None)
     guide.curvature.build(saved["plan"])
     guide.curvature.connect(None)
-    guide.register_buffer("reference_noise", None)
     for name, value in saved["state"].items():
         if name != "_extra_state" and "." not in name:
             guide.register_buffer(name, value.to(device))

@@ -7,7 +7,7 @@ statement about the rows alone against it, entry by entry, relative to the size 
 the rows.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -320,9 +320,22 @@ def difference(first: Run, second: Run) -> tuple[str, str, Tensor, Tensor] | Non
     others = _all_tensors(second)
     for (site, key), value in _all_tensors(first).items():
         other = others.get((site, key), value.new_empty(0, 0))
-        same = other.shape == value.shape
-        if not same or not _agree(value, other, _slack(torch.atleast_1d(other))).all():
+        if not _same(value, other):
             return site, key, value, other
+    return None
+
+
+def differing_prior(first: Run, second: Run, names: Iterable[str]) -> str | None:
+    """The first prior that two runs of a program at the same latents, on different data, do not
+    share, entry by entry; None if they share all.
+
+    :param names: the sites and prior factors to compare.
+    """
+    for name in names:
+        own, other = first.priors[name], second.priors[name]
+        one, two = ({**site_tensors(s), "log_prob": s.log_prob()} for s in (own, other))
+        if one.keys() != two.keys() or not all(_same(one[key], two[key]) for key in one):
+            return name
     return None
 
 
@@ -345,6 +358,12 @@ def _slack(values: Tensor) -> Tensor:
     size = values.detach().abs().nan_to_num(0.0, 0.0)
     share = _HALF if castings() else _SHARE.get(values.dtype, _HALF)
     return (share * size.amax(0)).clamp(min=torch.finfo(values.dtype).eps * size.max())
+
+
+def _same(value: Tensor, other: Tensor) -> bool:
+    if value.shape != other.shape:
+        return False
+    return bool(_agree(value, other, _slack(torch.atleast_1d(other))).all())
 
 
 def _agree(some: Tensor, other: Tensor, slack: Tensor) -> Tensor:

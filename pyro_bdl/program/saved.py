@@ -15,6 +15,7 @@ from pyro_bdl.program.batches import NOT_ON_SOME, Batch, has_rows, leading_size,
 from pyro_bdl.program.check import without_handlers
 from pyro_bdl.program.layout import describe_mismatch, shape_mismatches
 from pyro_bdl.program.program import Program, trace_once
+from pyro_bdl.program.rows import differing_prior
 from pyro_bdl.program.trace import Run, leave_open, record
 from pyro_bdl.utils.module_state import Modules, device_of, evaluation_mode
 from pyro_bdl.utils.one_thread import OneThread
@@ -27,30 +28,38 @@ _FACTOR = "factor (N / B, 1 / temperature)"
 _LOAD_IT = (
     "load it with the prior, the noise and the num_data of the program that it was saved from"
 )
-_FEW = 2  # rows of an example
+FEW = 2  # rows of an example
 _SLACK = 1e-2  # of numbers of another device or of half precision, which differ by rounding
 _SLACKS = {torch.float32: 1e-3, torch.float64: 1e-6}  # of those of the same kind of device
 
 
-def example_rows(model: Callable, layout: Any, vector: Tensor, batch: Batch) -> Batch:
-    """A copy of a batch's first rows, if the program runs on so few; else the batch itself."""
+def example_rows(
+    model: Callable, layout: Any, vector: Tensor, batch: Batch, whole: Run | None = None
+) -> Batch:
+    """A copy of a batch's first rows, if the program runs on so few, with the priors that it has on
+    the batch; else the batch itself.
+
+    :param whole: the priors of a run on the batch at ``vector``, those that are to be compared.
+    """
     few = _first_rows(batch)
     if few is batch:
         return batch
     try:
         few = tree_map_only(Tensor, torch.clone, few)
         with torch.no_grad(), evaluation_mode(model):
-            record(model, layout.constrain(vector)[0], *few, draw=leave_open).log_likelihood()
+            run = record(model, layout.constrain(vector)[0], *few, draw=leave_open)
+            run.log_likelihood()
     except NOT_ON_SOME:  # it needs all of its data, or they have no rows, as sparse tensors
         return batch
-    return few
+    needs_all = whole is not None and differing_prior(whole, run, whole.priors) is not None
+    return batch if needs_all else few
 
 
 def _first_rows(batch: Batch) -> Batch:
     count = leading_size(batch)
-    if count <= _FEW or not has_rows(batch, count):
+    if count <= FEW or not has_rows(batch, count):
         return batch
-    return select_rows(batch, slice(_FEW))
+    return select_rows(batch, slice(FEW))
 
 
 def described_at(program: Program, latents: Mapping[str, Tensor]) -> dict[str, Any]:
