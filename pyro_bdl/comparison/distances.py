@@ -26,7 +26,6 @@ from pyro_bdl.comparison.columns import listed
 from pyro_bdl.comparison.evaluate import Evaluation
 from pyro_bdl.comparison.metric import (
     CLASSES,
-    ERRORS,
     NUMBERS,
     Metric,
     error_of_share,
@@ -40,7 +39,7 @@ from pyro_bdl.comparison.setting import REGIONS
 from pyro_bdl.metrics.distances import wasserstein1_at_points, wasserstein1_by_chance
 from pyro_bdl.metrics.joint import median_distance
 from pyro_bdl.metrics.monte_carlo import monte_carlo_error
-from pyro_bdl.utils.jackknife import enlarged, number_of_groups
+from pyro_bdl.utils.jackknife import ERRORS, enlarged, number_of_groups
 from pyro_bdl.utils.precision import double
 
 _MOST_PAIRED = 500  # draws, of which all pairs are used

@@ -344,9 +344,11 @@ class _Draws:
             yield block
 
     def sensitivity(self, train: tuple) -> dict[str, dict[str, Any]]:
-        """``prior_sensitivity`` of named latents, by name; none of guides, which are not exact."""
+        """``prior_sensitivity`` of named latents, by name; none of guides and of chains that walk
+        by minibatches, whose draws are not weighted by the program's density."""
         samples = self.posterior
-        if not isinstance(samples, Samples) or samples.num_draws < 4:  # the least of a diagnostic
+        exact = isinstance(samples, Samples) and "batch_size" not in samples.info
+        if not exact or samples.num_draws < 4:  # the least of a diagnostic
             return {}
         sites = [s for s in listed_sites(samples.latents, None) if s in self.setting.latents]
         if not sites:

@@ -14,8 +14,8 @@ from typing import Any
 from pyro_bdl.comparison.columns import Column, listed, with_error
 from pyro_bdl.comparison.distances import EQUIVALENT, NEAR
 from pyro_bdl.comparison.evaluate import Evaluation
-from pyro_bdl.comparison.metric import ERRORS
 from pyro_bdl.diagnostics.summary import ESS_LIMIT
+from pyro_bdl.utils.jackknife import ERRORS
 
 ALIKE, USABLE, UNDECIDED, FAR, WORSE = "alike", "usable", "undecided", "far", "worse"
 REFERENCE = "reference"

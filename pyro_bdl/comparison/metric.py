@@ -7,17 +7,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from scipy.special import ndtri
 from torch import Tensor
 
 from pyro_bdl.comparison.columns import Column
-from pyro_bdl.utils.jackknife import GROUPS, enlarged, jackknife_error, number_of_groups
+from pyro_bdl.utils.jackknife import (
+    ERRORS,
+    GROUPS,
+    enlarged,
+    jackknife_error,
+    number_of_groups,
+    of_many,
+)
 from pyro_bdl.utils.precision import double
 
 Inputs = Mapping[str, tuple[Any, ...]]  # of metrics, by ``of``
 NUMBERS, CLASSES = "regression", "classification"
 _OF_PLACES = ("far_at", "khat_high")  # shares of the points, with an error over runs only
-ERRORS = 2.0  # standard errors that count as a difference
 
 
 @dataclass(frozen=True)
@@ -255,7 +260,7 @@ class PointScores:
             their errors in at most 5 % of the cases (Bonferroni).
         """
         gap = self.influence - other.influence.to(self.influence.device)
-        limit = ERRORS * float(ndtri(1 - 0.025 / of) / ndtri(0.975))
+        limit = of_many(of)
         error = total_error(
             (standard_error_of_mean(gap), len(gap) - 1),
             *((side._at_an_end, len(gap) - 1) for side in (self, other)),

@@ -16,7 +16,13 @@ from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.utils.autograd import reaches
-from pyro_bdl.utils.jackknife import jackknife_error, number_of_groups, without_each
+from pyro_bdl.utils.jackknife import (
+    ERRORS,
+    enlarged,
+    jackknife_error,
+    number_of_groups,
+    of_many,
+)
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.names import chooser
 from pyro_bdl.utils.precision import double
@@ -45,8 +51,8 @@ def prior_sensitivity(
         sensitivity = (D(p, p_1.01) / log2(1.01) - D(p, p_0.99) / log2(0.99)) / 2
 
     Where the prior's is above 0.05 the answer depends on it: with a likelihood's above 0.05 too
-    they may be in conflict, else the prior is strong or the data say little. Where Pareto's k of
-    the weights is too high for these draws, the numbers are NaN.
+    they may be in conflict, else the prior is strong or the data say little. What other latents
+    add by chance is taken off; where Pareto's k of the weights is too high, the numbers are NaN.
 
     :param posterior: ``Samples``, an MCMC after its run, or a dict of draws.
     :param data: the inputs and, last, the targets.
@@ -55,8 +61,9 @@ def prior_sensitivity(
         at most 12 numbers.
     :param prior: names or patterns of the sites whose prior is scaled; by default those whose prior
         depends on no other latent: of a hierarchy its hyperparameters.
-    :returns: a row for each number: ``prior``, ``prior_se`` (over the draws, by the jackknife),
-        ``likelihood``, ``likelihood_se``, ``diagnosis``, which is empty where nothing is found.
+    :returns: a row for each number: ``prior``, ``prior_se`` (over the draws, enlarged for few),
+        ``likelihood``, ``likelihood_se``, and ``diagnosis``: empty, or what is beyond the limit by
+        two errors, and by more of several numbers, of which one in twenty tables has a false one.
     :raises TypeError: for a guide, whose draws are not of the posterior.
     :raises ValueError: if ``prior`` or ``sites`` match no site.
 
@@ -92,20 +99,14 @@ def prior_sensitivity(
         names += names_of_numbers(site, value.shape[2:])
         columns.append(double(value.detach().cpu()).reshape(value.shape[:2].numel(), -1).numpy())
     draws = np.concatenate(columns, 1)
-    found = _sensitivities(draws, ratios)
-    groups = number_of_groups(len(draws))
-    errors = np.full((len(_PARTS), len(names)), np.nan)
-    if groups:
-        without = [
-            _sensitivities(draws[kept], {key: w[kept] for key, w in ratios.items()})
-            for kept in without_each(torch.arange(len(draws), device="cpu"), groups)
-        ]
-        errors = jackknife_error(torch.as_tensor(np.array(without), device="cpu")).numpy()
     rows: dict[str, np.ndarray] = {}
-    for part, values, error in zip(_PARTS, found, errors, strict=True):
-        rows |= {part: values, f"{part}_se": error}
+    groups = number_of_groups(len(draws))
+    for part, values, error in zip(_PARTS, *_without_noise(draws, ratios, groups), strict=True):
+        rows |= {part: values, f"{part}_se": error * enlarged(ERRORS, (1.0, groups - 1))}
     table = pd.DataFrame(rows, index=names)
-    table["diagnosis"] = [_diagnosis(*row) for row in table.itertuples(index=False)]
+    limit = of_many(len(names))
+    beyond = limit * enlarged(limit, (1.0, groups - 1)) / enlarged(ERRORS, (1.0, groups - 1))
+    table["diagnosis"] = [_diagnosis(*row, beyond) for row in table.itertuples(index=False)]
     return table
 
 
@@ -149,34 +150,55 @@ def _independent(program: Program) -> list[str]:
     ]
 
 
-def _sensitivities(
-    draws: np.ndarray, weights: Mapping[tuple[str, float], np.ndarray]
-) -> list[np.ndarray]:
-    """The sensitivities of K numbers, draws ``(S, K)``, to the prior and to the likelihood."""
-    order = draws.argsort(0)
-    ordered = np.take_along_axis(draws, order, 0)
-    found = []
-    for part in _PARTS:
-        slopes = []
-        for alpha in _ALPHAS:
-            w = weights[part, alpha]
-            distance = _distances(np.diff(ordered, axis=0), (w / w.sum())[order])
-            slopes.append(distance / np.log2(alpha) * np.sign(alpha - 1))
-        found.append(np.abs(slopes).mean(0))
-    return found
+def _without_noise(
+    draws: np.ndarray, weights: Mapping[tuple[str, float], np.ndarray], groups: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The sensitivities ``(2, K)`` of K numbers to the prior and to the likelihood, and their
+    errors; without the errors those that the draws show, where they are too few to say more.
 
+    What other latents add to the log density weights the draws of a number at random, which adds
+    c / S to the squared distance. The jackknife takes it off, and what is taken off is as uncertain
+    as it is large.
 
-def _distances(steps: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Cumulative Jensen-Shannon distances of sorted draws from the same with weights; the larger
-    one of the draws and of their negatives.
-
-    :param steps: ``(S - 1, K)``, between sorted draws; ``weights`` ``(S, K)`` in their order.
+    Source: Quenouille (1956), Notes on bias in estimation.
     """
-    count = len(weights)
-    p = (np.arange(1, count) / count)[:, None]
-    q = weights.cumsum(0)[:-1].clip(1e-300, 1.0)
+    count = len(draws)
+    order = draws.argsort(0)
+    steps = np.diff(np.take_along_axis(draws, order, 0), axis=0)
+
+    def sensitivities(kept: np.ndarray) -> np.ndarray:
+        found = []
+        for part in _PARTS:
+            slopes = [
+                _distances(steps, kept[order], (kept * weights[part, alpha])[order])
+                / np.log2(alpha)
+                for alpha in _ALPHAS
+            ]
+            found.append(np.abs(slopes).mean(0))
+        return np.stack(found)
+
+    seen = sensitivities(np.ones(count))
+    if not groups:
+        return seen, np.full_like(seen, np.nan)
+    parts = np.array_split(np.arange(count), groups)
+    # All draws stay ends of the range, to which the distances are relative.
+    without = np.stack([sensitivities(1.0 * ~np.isin(np.arange(count), part)) for part in parts])
+    noise = (groups - 1) * ((without**2).mean(0) - seen**2)
+    values = np.sqrt(np.clip(seen**2 - np.clip(noise, 0.0, None), 0.0, None))
+    errors = jackknife_error(torch.as_tensor(without, device="cpu")).numpy()
+    return values, np.hypot(errors, seen - values)
+
+
+def _distances(steps: np.ndarray, ours: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Cumulative Jensen-Shannon distances of sorted draws with two kinds of weights; the larger one
+    of the draws and of their negatives.
+
+    :param steps: ``(S - 1, K)``, between sorted draws; the weights ``(S, K)`` in their order.
+    """
+    p, q = (w.cumsum(0)[:-1] / w.sum(0) for w in (ours, others))
     values = []
-    for a, b in ((p, q), (1 - p, (1 - q).clip(1e-300))):
+    for sides in ((p, q), (1 - p, 1 - q)):
+        a, b = (side.clip(1e-300, 1.0) for side in sides)
         middle = np.log2((a + b) / 2)
         entropy = a * (np.log2(a) - middle) + b * (np.log2(b) - middle)
         bound = (steps * (a + b)).sum(0)
@@ -185,12 +207,14 @@ def _distances(steps: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return np.maximum(*values)
 
 
-def _diagnosis(prior: float, prior_se: float, likelihood: float, likelihood_se: float) -> str:
-    """The sentence for both sensitivities, where they are beyond the limit by two errors."""
-    if not prior - 2 * prior_se > _LIMIT:
+def _diagnosis(
+    prior: float, prior_se: float, likelihood: float, likelihood_se: float, errors: float
+) -> str:
+    """The sentence for both sensitivities, where they are so many errors beyond the limit."""
+    if not prior - errors * prior_se > _LIMIT:
         return ""
-    if likelihood - 2 * likelihood_se > _LIMIT:
+    if likelihood - errors * likelihood_se > _LIMIT:
         return "prior and data may be in conflict"
-    if likelihood + 2 * likelihood_se < _LIMIT:
+    if likelihood + errors * likelihood_se < _LIMIT:
         return "strong prior or weak data"
     return "depends on the prior"

@@ -4,10 +4,11 @@ import math
 from collections.abc import Iterator
 
 import torch
-from scipy.special import ndtr, stdtrit
+from scipy.special import ndtr, ndtri, stdtrit
 from torch import Tensor
 
 GROUPS = 10
+ERRORS = 2.0  # standard errors that count as a difference
 _LEAST_DRAWS, _LEAST_GROUPS = 4, 5
 
 
@@ -47,3 +48,9 @@ def enlarged(errors: float, *parts: tuple[float, float]) -> float:
         return 1.0
     degrees = total**2 / sum(e**4 / max(1.0, nu) for e, nu in parts)
     return float(stdtrit(degrees, ndtr(errors))) / errors
+
+
+def of_many(count: int) -> float:
+    """The number of errors beyond which of some deviations one or more are as rarely as a single
+    one is beyond two (Bonferroni)."""
+    return ERRORS * float(ndtri(1 - 0.025 / count) / ndtri(0.975))

@@ -183,7 +183,8 @@ def test_prior_sensitivity_of_chains_and_what_is_said_of_it(mean, sd, tmp_path):
     mu = at + precision**-0.5 * torch.randn(4, 500).double()
     program, samples = centered_at(mean, sd), bdl.Samples({"mu": mu})
     guide = bdl.guides.AutoMeanField(program).prototype(y)
-    found = bdl.compare(program, {"nuts": samples, "vi": guide}, y, train=(y,))
+    walk = bdl.Samples(samples.latents, info={"kernel": "sghmc", "batch_size": 5})
+    found = bdl.compare(program, {"nuts": samples, "vi": guide, "walk": walk}, y, train=(y,))
     alone = bdl.diagnostics.prior_sensitivity(program, samples, y).loc["mu"]
     row = found.table.loc["nuts"]
     assert row["prior_sensitivity"] == pytest.approx(alone["prior"])
@@ -191,7 +192,7 @@ def test_prior_sensitivity_of_chains_and_what_is_said_of_it(mean, sd, tmp_path):
     assert row["prior_sensitive"] == "mu"
     columns = ["prior", "prior_se", "likelihood", "likelihood_se", "diagnosis"]
     assert found.latents.loc[("nuts", "mu"), columns].to_list() == alone[columns].to_list()
-    assert math.isnan(found.table.loc["vi", "prior_sensitivity"])
+    assert found.table.loc[["vi", "walk"], "prior_sensitivity"].isna().all()
     said = [note for note in found.notes if "depend on the prior" in note]
     assert len(said) == (sd == 0.3)
     assert all("mu (" in note and "may be in conflict" in note for note in said)

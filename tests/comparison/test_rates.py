@@ -6,6 +6,7 @@ equal in truth; a set that is narrowed or shifted is off by a known amount.
 
 import collections
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -15,9 +16,10 @@ from pyro_bdl.comparison.distances import worst_latent
 from pyro_bdl.comparison.judge import ALIKE, FAR, USABLE, WITHIN, WORSE
 from pyro_bdl.comparison.kind import Kind
 from pyro_bdl.comparison.leave_one_out import difference
-from pyro_bdl.comparison.metric import ERRORS, standard_error_of_mean
+from pyro_bdl.comparison.metric import standard_error_of_mean
 from pyro_bdl.comparison.observe import Block
 from pyro_bdl.comparison.scores import Score
+from pyro_bdl.utils.jackknife import ERRORS
 
 WEIGHTS, NOISE, DATA = 10, 0.5, 30
 MOST = 0.07  # a nominal 5 %, and what 200 repetitions may be off by (1.3 standard errors)
@@ -278,3 +280,58 @@ def test_the_errors_of_several_runs_hold_their_differences(runs):
     told, off = of_seeds(60, runs)
     assert told <= MOST and off <= MOST
     assert of_seeds(30, 1)[1] > 0.3
+
+
+# ------------------------------------------------------------------- sensitivity to the prior
+
+SHARE = 0.05  # of the posterior's precision that is the prior's
+
+
+def sensitive(mean, draws, latents=1, others=0, rho=0.0):
+    """The table of chains of a posterior of Normals of sd 1, with more numbers that have nothing
+    to do with them, whose draws weight theirs at random."""
+
+    def program(y=None):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(latents).double(), SHARE**-0.5).to_event(1))
+        pyro.sample("z", dist.Normal(torch.zeros(max(1, others)), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(mu, (1 - SHARE) ** -0.5).to_event(1), obs=y)
+
+    z = torch.randn(*draws, latents + max(1, others)).double()
+    for t in range(1, draws[1] if rho else 0):
+        z[:, t] = rho * z[:, t - 1] + (1 - rho**2) ** 0.5 * z[:, t]
+    latent = {"mu": mean + z[..., :latents], "z": z[..., latents:]}
+    y = torch.full((latents,), mean / (1 - SHARE)).double()
+    return bdl.diagnostics.prior_sensitivity(program, bdl.Samples(latent), y, sites="mu")
+
+
+# Means of which evenly spaced draws show 0.049, just below the limit; it falls with their number.
+BELOW = {40: 5.1, 200: 5.6, 2000: 6.2}
+CHAINS = {
+    "few": ((4, 10), {}),
+    "short": ((4, 50), {"latents": 12}),
+    "noise": ((4, 50), {"others": 100}),
+    "much noise": ((4, 500), {"others": 1000}),
+    "correlated": ((4, 500), {"latents": 12, "others": 100, "rho": 0.9}),
+}
+
+
+def said_of(mean, draws, options, repetitions):
+    said = 0
+    for seed in range(repetitions):
+        torch.manual_seed(seed)
+        said += (sensitive(mean, draws, **options)["diagnosis"] != "").any()
+    return said / repetitions
+
+
+@pytest.mark.parametrize("chains", [pytest.param(n, marks=SLOW) for n in CHAINS] + ["quick"])
+def test_what_hardly_depends_on_the_prior_is_not_said_to(chains):
+    """Without the noise that other latents add, and its errors, it is said in 30 to 90 %."""
+    draws, options = CHAINS["noise" if chains == "quick" else chains]
+    mean = BELOW[draws[0] * draws[1]]
+    repetitions = 20 if chains == "quick" else 60
+    assert said_of(mean, draws, options, repetitions) <= MOST
+
+
+def test_what_depends_on_the_prior_is_said_to():
+    """A posterior 25 sds from the prior's mean, whose sensitivity is 0.2."""
+    assert said_of(25.0, (4, 250), {}, 10) == 1.0
