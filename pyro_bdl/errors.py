@@ -1,6 +1,7 @@
 """The package's own exceptions and its warning."""
 
 import warnings
+from functools import partial
 
 __all__ = [
     "ArgumentError",
@@ -66,6 +67,10 @@ class MissingOperatorError(NotImplementedError):
         self.op = op
         self.site = site
 
+    def __reduce__(self) -> tuple:
+        """For pickle, by which an error comes back from another process."""
+        return partial(type(self), op=self.op), self.args, vars(self)
+
 
 class FailedStepError(RuntimeError):
     """A training step that went wrong; the message names the step, the batch and the reason.
@@ -76,3 +81,7 @@ class FailedStepError(RuntimeError):
     def __init__(self, message: str, *, step: int) -> None:
         super().__init__(message)
         self.step = step
+
+    def __reduce__(self) -> tuple:
+        """For pickle, by which an error comes back from another process."""
+        return partial(type(self), step=self.step), self.args, vars(self)

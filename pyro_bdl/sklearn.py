@@ -2,10 +2,8 @@
 
 import copy
 import difflib
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,7 @@ from pyro_bdl import posteriors, priors
 from pyro_bdl.data.programs import LIKELIHOODS, perceptron
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import DEFAULT_DRAWS
-from pyro_bdl.guides.saved import load_posterior
+from pyro_bdl.guides.saved import from_bytes, to_bytes
 from pyro_bdl.nn import bayesianize
 from pyro_bdl.predictive.predictor import predictor
 from pyro_bdl.predictive.sampled import Predictive
@@ -132,18 +130,13 @@ class _BayesianNetwork(BaseEstimator):
         """The state for pickle and copies, with the posterior as the bytes of its file."""
         state = dict(super().__getstate__())
         if state.pop("_predictive", None) is not None:
-            with tempfile.TemporaryDirectory() as folder:
-                path = state["posterior_"].save(Path(folder) / "posterior.safetensors")
-                state["posterior_"] = Path(path).read_bytes()
+            state["posterior_"] = to_bytes(state["posterior_"])
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if isinstance(state.get("posterior_"), bytes):
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "posterior.safetensors"
-                path.write_bytes(state["posterior_"])
-                self.posterior_ = load_posterior(path, self.model_)
+            self.posterior_ = from_bytes(state["posterior_"], self.model_)
             self._set_predictive()
 
 

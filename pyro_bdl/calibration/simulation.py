@@ -18,7 +18,7 @@ from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.program.vmap import Draws, map_draws
 from pyro_bdl.training.several_targets import GuidesOfTargets
-from pyro_bdl.utils.jobs import results_of
+from pyro_bdl.utils.jobs import Job, results_of
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
@@ -222,13 +222,14 @@ def simulation_based_calibration(
         if isinstance(inference, Guide):
             draws = ({n: value[i] for n, value in drawn.items()} for i in range(num_simulations))
         else:
-            jobs = (
-                (
-                    inference, model, num_draws, seed + 1 + i,
-                    targets.with_values({n: value[i] for n, value in data.items()})[0],
-                )
+            each = (
+                targets.with_values({n: value[i] for n, value in data.items()})[0]
                 for i in range(num_simulations)
-            )  # fmt: skip
+            )
+            jobs = (
+                Job(f"simulation {i}", seed + 1 + i, (inference, model, num_draws, simulated))
+                for i, simulated in enumerate(each)
+            )
             draws = results_of(_inferred, jobs, "simulations", n_jobs=n_jobs, progress=progress)
         ranks = [_ranks(h, true, of_one, i) for i, of_one in enumerate(draws)]
     return Calibration(torch.stack(ranks), num_draws, tuple(true))
@@ -326,11 +327,9 @@ def _warn_unless_settled(losses: Tensor) -> None:
         )
 
 
-def _inferred(
-    inference: Callable[..., Any], model: Callable, num_draws: int, seed: int, args: tuple
-) -> Draws:
+def _inferred(inference: Callable[..., Any], model: Callable, num_draws: int, args: tuple) -> Draws:
     """Draws of the posterior that a function infers from one simulation's data."""
-    with seeded(seed), evaluation_mode(model):
+    with evaluation_mode(model):
         return _draws_of(as_posterior(inference(model, *args), model, args), num_draws, args)
 
 

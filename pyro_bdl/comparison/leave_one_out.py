@@ -32,7 +32,7 @@ from pyro_bdl.program.batches import as_dicts, device_of_rows, has_rows, leading
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.jackknife import GROUPS, jackknife_error, number_of_groups, without_each
-from pyro_bdl.utils.jobs import results_of
+from pyro_bdl.utils.jobs import Job, results_of
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.precision import double, double_device
 from pyro_bdl.utils.progress import shown
@@ -426,7 +426,8 @@ def k_fold(
     pointwise, variance = torch.zeros(rows, dtype=torch.float64, device=double_device(device)), 0.0
     seen = torch.ones(rows, dtype=torch.bool, device="cpu")
     jobs = (
-        (fit, args, (fold == k).to(device), num_samples, seed + k) for k in range(folds)
+        Job(f"fold {k}", seed + k, (fit, args, (fold == k).to(device), num_samples))
+        for k in range(folds)
     )  # independent draws, whose errors do not add up
     results = results_of(without_fold, jobs, "folds", n_jobs=n_jobs, progress=progress)
     for k, (density, over_draws, seen_rows, _) in enumerate(results):
@@ -439,13 +440,12 @@ def k_fold(
 
 
 def without_fold(
-    fit: Callable[..., Any], args: tuple, held: Tensor, num_samples: int, seed: int
+    fit: Callable[..., Any], args: tuple, held: Tensor, num_samples: int
 ) -> tuple[Tensor, float, Tensor, Tensor]:
     """``_log_density`` of the rows that are held back, fitted to the others."""
     train, test = (select_rows(args, mask.nonzero().flatten()) for mask in (~held, held))
-    with seeded(seed):
-        model, posterior = fit(*train)
-        return _log_density(model, posterior, test, num_samples)
+    model, posterior = fit(*train)
+    return _log_density(model, posterior, test, num_samples)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.batches import as_dicts, leading_size
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
-from pyro_bdl.utils.jobs import results_of
+from pyro_bdl.utils.jobs import Job, results_of
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
@@ -116,7 +116,9 @@ def _columns(
                 "that were seen: use k_fold"
             )
         every = torch.arange(rows, device=log_likelihood.device)
-        jobs = ((refit, args, every == n, count, seed + n) for n in bad)
+        jobs = (
+            Job(f"the fit without row {n}", seed + n, (refit, args, every == n, count)) for n in bad
+        )
         results = results_of(without_fold, jobs, "refits", n_jobs=n_jobs, progress=progress)
         for n, (value, over_draws, _, k) in zip(bad, results, strict=True):
             if not k[0] >= columns[2, n]:

@@ -1,6 +1,7 @@
 """States and files of guides, and posteriors from files."""
 
 import json
+import tempfile
 from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from pathlib import Path
@@ -210,6 +211,21 @@ def load_posterior(path: str | Path, model: Callable) -> Any:
         if program["statements"]:
             check_same(model, program, guide.require_layout().constrain(guide.location())[0])
     return guide
+
+
+def to_bytes(posterior: Any) -> bytes:
+    """The file of a posterior, in memory: a pickled guide holds no program."""
+    with tempfile.TemporaryDirectory() as folder:
+        path: Path = posterior.save(Path(folder) / "posterior.safetensors")
+        return path.read_bytes()
+
+
+def from_bytes(data: bytes, model: Callable) -> Any:
+    """The posterior of ``to_bytes``, see ``load_posterior``."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "posterior.safetensors"
+        path.write_bytes(data)
+        return load_posterior(path, model)
 
 
 def _loaded_samples(samples: Samples, model: Callable) -> Samples:

@@ -12,7 +12,7 @@ from sklearn.model_selection import GridSearchCV
 
 import pyro_bdl as bdl
 from pyro_bdl.comparison.leave_one_out import k_fold
-from pyro_bdl.utils.jobs import results_of
+from pyro_bdl.utils.jobs import Job, results_of
 
 D = {"dtype": torch.float64}
 
@@ -71,9 +71,46 @@ def test_a_fold_does_not_depend_on_what_was_drawn_before(data):
 
 def test_results_come_in_order_and_leave_the_random_state():
     before = torch.get_rng_state()
-    found = results_of(divmod, ((n, 3) for n in range(5)), "", n_jobs=None, progress=False)
+    jobs = (Job(f"job {n}", n, (n, 3)) for n in range(5))
+    found = results_of(divmod, jobs, "", n_jobs=None, progress=False)
     assert list(found) == [divmod(n, 3) for n in range(5)]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_folds_in_threads_run_one_after_another_with_the_same_numbers(data):
+    """Pyro has one stack for all threads, so that the caller runs them itself."""
+    with joblib.parallel_config(backend="threading", n_jobs=2):
+        found = folds(*data), simulated(*data)
+    assert torch.equal(found[0].pointwise, folds(*data, n_jobs=1).pointwise)
+    assert torch.equal(found[1].ranks, simulated(*data, n_jobs=1).ranks)
+
+
+def with_a_parameter(x, y):
+    """A fit that goes on from the parameter that the fit before it left in Pyro's store."""
+    scale = pyro.param("start", torch.tensor(1.0, **D))
+    with torch.no_grad():
+        scale.mul_(3.0)
+    return program, bdl.Samples({"w": scale.detach() * torch.ones(1, 4, 2, **D)})
+
+
+def test_a_fold_does_not_start_from_the_parameters_of_another_one(data):
+    pyro.clear_param_store()
+    start = pyro.param("start", torch.tensor(2.0, **D))
+    found = k_fold(with_a_parameter, *data, folds=3, progress=False)
+    x, y = data
+    expected = dist.Normal(x @ torch.full((2,), 6.0, **D), 0.3).log_prob(y)
+    torch.testing.assert_close(found.pointwise, expected)
+    assert start.item() == pyro.param("start").item() == 2.0
+    pyro.clear_param_store()
+
+
+def test_an_error_names_its_fold(data):
+    def fails(x, y):
+        raise bdl.errors.FailedStepError("the loss is NaN", step=3)
+
+    with pytest.raises(bdl.errors.FailedStepError, match="loss is NaN") as caught:
+        k_fold(fails, *data, folds=3, progress=False)
+    assert caught.value.__notes__ == ["(in fold 0, which starts from seed 0)"]
 
 
 @pytest.mark.slow
