@@ -86,9 +86,10 @@ def _columns(
     with seeded(seed):
         for part, batch in kind.batches(args, count):
             parts.append((part, None if seen is None else seen.at(batch)))
-            block = observe(predictive, kind, part, y[batch], parts[-1][1])
+            ends = None if bounds is None else bounds[:, batch]
+            block = observe(predictive, kind, part, y[batch], parts[-1][1], ends)
             densities.append(cast(Tensor, block.log_density))
-            transforms.append(_pit(block, tuple(end[batch] for end in bounds), samples.num_chains))
+            transforms.append(_pit(block, samples.num_chains))
     known = [value for value in transforms if value is not None]
     log_likelihood = torch.cat(densities, 1)
     draws = log_likelihood.unflatten(0, (samples.num_chains, samples.num_draws))
@@ -126,24 +127,22 @@ def _columns(
     return columns, draws, variance**0.5, torch.cat(known) if known else None
 
 
-def _pit(block: Block, bounds: tuple[Tensor, ...], chains: int) -> Tensor | None:
+def _pit(block: Block, chains: int) -> Tensor | None:
     """The PITs of a batch's numbers without each of them; None of classes, and where a datum has
-    several numbers.
-
-    :param bounds: of targets that may be censored, the two ends of what is known of each.
-    """
+    several numbers."""
     density = cast(Tensor, block.log_density)
     if block.draws is None or block.y is None:
         return None
     draws = block.draws.flatten(1)
-    low, *end = (values.flatten() for values in bounds or (block.y,))
+    ends = (block.y, block.y) if block.bounds is None else block.bounds
+    low, end = (values.flatten() for values in ends)
     if block.seen is not None:
         cells = block.seen.flatten()
-        draws, low = draws[:, cells], low[cells]
+        draws, low, end = draws[:, cells], low[cells], end[cells]
     if draws.shape != density.shape:
         return None
     weights = psis(-density.unflatten(0, (chains, -1))).log_weights.flatten(0, 1)
-    return pit(draws, low, upper=end[0] if end else None, log_weights=weights)
+    return pit(draws, low, upper=end, log_weights=weights)
 
 
 def _density(
