@@ -31,7 +31,7 @@ from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.costs import Costs
 from pyro_bdl.comparison.evaluate import Evaluation, evaluate
 from pyro_bdl.comparison.leave_one_out import KFold, k_fold
-from pyro_bdl.comparison.loo import loo
+from pyro_bdl.comparison.loo import loo, loo_mixture
 from pyro_bdl.comparison.observe import PredictiveDraws
 from pyro_bdl.comparison.summarize import Summary, summarize
 from pyro_bdl.comparison.table import Comparison, compare_evaluations
@@ -90,6 +90,7 @@ __all__ = [
     "k_fold",
     "load_posterior",
     "loo",
+    "loo_mixture",
     "mcmc",
     "metrics",
     "models",

@@ -161,7 +161,9 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
     :param prior: of the weights; by default ``priors.FanIn(1.0)``.
     :param likelihood: "normal", "heteroscedastic" (an sd for each input, from a second output of
         the network) or "student_t"; of counts, which are not standardized, "poisson" or
-        "negative_binomial", each also after "zero_inflated_" or "hurdle_".
+        "negative_binomial", each also after "zero_inflated_" or "hurdle_"; of shares between 0 and
+        1 "beta"; "censored_normal", "censored_lognormal" or "censored_weibull" of targets (N, 2),
+        value and status, or (N, 3), with upper ends (see ``models.CensoredRegression``).
     :param steps: of training; by default those of the posterior.
     :param options: of chains: ``chains``, ``warmup``, ``draws``, ``max_tree_depth``.
     :param random_state: of the first weights, training and draws.
@@ -188,17 +190,39 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
         self.steps, self.options, self.random_state = steps, options, random_state
 
     def fit(self, X: Any, y: Any) -> "BayesianRegressor":
-        """Fit the posterior to features (N, D) and targets (N,)."""
-        x, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
-        y = np.asarray(y, dtype=np.float64)
+        """Fit the posterior to features (N, D) and targets (N,), censored ones (N, 2) or (N, 3)."""
+        task = self._task(("regression", "count", "share", "censored"))
+        x, y = validate_data(
+            self, X, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2,
+            multi_output=task == "censored",
+        )  # fmt: skip
+        y = np.array(y, dtype=np.float64)
         self.mean_, self.sd_ = 0.0, 1.0
-        if self._task(("regression", "count")) == "regression":
-            size = float(np.abs(y).max()) or 1.0  # whose square may overflow
-            self.mean_ = size * float((y / size).mean())
-            self.sd_ = size * float((y / size).std()) or 1.0
-        elif (y < 0).any() or (y != np.round(y)).any():
+        values = y
+        if task == "censored":
+            if y.ndim != 2 or y.shape[1] not in (2, 3) or not np.isin(y[:, 1], range(4)).all():
+                raise ValueError(
+                    f"likelihood={self.likelihood!r} needs targets (N, 2), values and status (0 to "
+                    f"3), or (N, 3), with the upper ends of intervals, got shape {y.shape}"
+                )
+            values = y[:, 0]
+        is_positive = self.likelihood in ("censored_lognormal", "censored_weibull")
+        if is_positive and not (values > 0).all():
+            raise ValueError(f"likelihood={self.likelihood!r} needs values above 0")
+        if is_positive:
+            self.sd_ = float(np.exp(np.log(values).mean()))
+        elif task in ("regression", "censored"):
+            size = float(np.abs(values).max()) or 1.0  # whose square may overflow
+            self.mean_ = size * float((values / size).mean())
+            self.sd_ = size * float((values / size).std()) or 1.0
+        elif task == "count" and ((y < 0).any() or (y != np.round(y)).any()):
             raise ValueError(f"likelihood={self.likelihood!r} needs counts: 0, 1, 2 and so on")
-        self._fit(x, torch.from_numpy((y - self.mean_) / self.sd_))
+        elif task == "share" and not ((y > 0) & (y < 1)).all():
+            raise ValueError(f"likelihood={self.likelihood!r} needs shares between 0 and 1")
+        numbers = y[:, ::2] if task == "censored" else y  # without the status
+        numbers -= self.mean_
+        numbers /= self.sd_
+        self._fit(x, torch.from_numpy(y))
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:

@@ -5,6 +5,7 @@ import math
 import warnings
 
 import numpy as np
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_every_method_takes_it(name):
         posteriors["NUTS"] = bdl.mcmc.sample(model, x, y, num_warmup=10, num_samples=10)
         table = bdl.compare(model, posteriors, x, y, reference="NUTS", num_samples=40)
     score = "ranked_probability_score" if "ordinal" in name else "crps"
-    score = "expected_nll" if "censored" in name else score
+    score = "crps_censored" if "censored" in name else score
     found = table.table.loc[[*posteriors], ["nlpd", score]]
     assert ("may be censored" in str(table.notes)) == ("censored" in name)
     assert np.isfinite(found.to_numpy(dtype=float)).all(), found
@@ -316,6 +317,32 @@ def test_censored_targets_by_quadrature(law):
     torch.testing.assert_close(base.mean[0], mean, rtol=1e-4, atol=1e-8)
     variance = (p * (t - mean) ** 2).sum() * step
     torch.testing.assert_close(base.variance[0], variance, rtol=1e-3, atol=1e-8)
+
+
+@pytest.mark.parametrize("units", [(1.0, 0.0), (2.0, 3.0)])
+def test_scores_of_censored_targets_are_those_of_their_limits(units):
+    """With a mask too, in the target's units; of targets that were all seen as of others."""
+    torch.manual_seed(0)
+    model = models.CensoredRegression(network(), "normal", scale=0.7)
+    x, seen = torch.randn(8, 2, dtype=D), torch.arange(8) != 3
+    value = torch.randn(8, dtype=D)
+    posterior = bdl.Predictive(model, num_samples=40)(x)
+    latents = {name: v[None] for name, v in posterior.items() if name not in ("y", "f")}
+    posterior = bdl.Samples(latents)
+
+    def masked(x, y=None):
+        with pyro.poutine.mask(mask=seen):
+            return model(x, y)
+
+    y = torch.stack([value, torch.arange(8) % 4, value + 0.5], -1)
+    evaluation = bdl.evaluate(masked, posterior, x, y, units=units, progress=False)
+    draws, status = evaluation.predictions, y[:, 1]
+    upper = torch.where(status == 3, value + 0.5, value).masked_fill(status == 0, math.inf)
+    ends = (value.masked_fill(status == 2, -math.inf), upper)
+    low, high = (end[seen] * units[0] + units[1] for end in ends)
+    expected = metrics.crps(draws, low, upper=high)
+    assert evaluation.scores["crps_censored"] == pytest.approx(float(expected))
+    assert "crps" not in evaluation.scores and evaluation.pit.shape == (7,)
 
 
 @pytest.mark.parametrize("law", CENSORED)

@@ -206,6 +206,46 @@ def test_counts_are_not_standardized_and_have_the_moments_of_their_draws(likelih
         network.fit(x, counts - 50)
 
 
+def test_shares_are_not_standardized_and_have_the_moments_of_their_draws():
+    x, y = data()
+    shares = 1 / (1 + np.exp(-y / y.std()))
+    network = BayesianRegressor("mean-field", likelihood="beta", steps=300, **SMALL)
+    mean, sd = network.fit(x, shares).predict(x, return_std=True)
+    draws = network.sample_y(x, 4000)
+    assert ((draws > 0) & (draws < 1)).all() and np.corrcoef(mean, shares)[0, 1] > 0.8
+    np.testing.assert_allclose(draws.mean(1), mean, rtol=0.1)
+    np.testing.assert_allclose(draws.std(1), sd, rtol=0.2)
+    with pytest.raises(ValueError, match="needs shares between 0 and 1"):
+        network.fit(x, np.round(shares))
+
+
+@pytest.mark.parametrize("law", ["normal", "lognormal", "weibull"])
+def test_censored_targets(law):
+    """Right-censored values count as larger: predictions lie above those that take limits for
+    values, and in other units they are the same."""
+    x, y = data()
+    y = y / y.std() if law == "normal" else np.exp(y / y.std())
+    limit = np.quantile(y, 0.6)
+    seen = np.minimum(y, limit), (y < limit).astype(float)
+    options = {"likelihood": f"censored_{law}", "steps": 300, **SMALL}
+    network = BayesianRegressor("mean-field", **options).fit(x, np.stack(seen, 1))
+    found = network.predict(x)
+    alike = BayesianRegressor("mean-field", **options).fit(
+        x, np.stack([seen[0], np.ones(len(y))], 1)
+    )
+    cut = seen[1] == 0
+    assert found[cut].mean() > alike.predict(x)[cut].mean() * 1.05
+    three = np.stack([1000 * seen[0], seen[1], np.full(len(y), 7.0)], 1)
+    large = BayesianRegressor("mean-field", **options).fit(x, three)
+    np.testing.assert_allclose(large.predict(x), 1000 * found, rtol=1e-6)
+    for wrong in (y[:, None], np.stack([seen[0], seen[1] + 3], 1)):
+        with pytest.raises(ValueError, match=r"needs targets \(N, 2\)"):
+            network.fit(x, wrong)
+    if law != "normal":
+        with pytest.raises(ValueError, match="needs values above 0"):
+            network.fit(x, np.stack([seen[0] - limit, seen[1]], 1))
+
+
 @pytest.mark.parametrize("posterior", ["laplace", "mean-field"])
 def test_ordered_labels(posterior):
     x, y = data()

@@ -100,7 +100,7 @@ class Options:
     likelihood: Annotated[
         Likelihood | None,
         _network(
-            help="Default: normal, categorical or poisson, by the task; counts and ordered classes "
+            help="Default: normal, categorical, poisson or beta, by the task; all but normal ones "
             "need not say --task."
         ),
     ] = None

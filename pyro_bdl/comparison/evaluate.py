@@ -209,7 +209,7 @@ def evaluate_in(
     with seeded(setting.seed), torch.no_grad():
         if isinstance(posterior, PredictiveDraws):
             block, chains = known_block(setting.kind, posterior, setting.y), posterior.chains
-            block = block.counted(setting.seen)
+            block = replace(block, bounds=setting.bounds).counted(setting.seen)
             evaluation, inputs, *_ = _scored(setting, [block], chains)
             if chains > 1:
                 inputs["mixing"] = (Mixing.of(evaluation.function, chains),)
@@ -339,7 +339,8 @@ class _Draws:
             if seen is not None and not seen.numbers.any():
                 continue
             started = time.perf_counter()
-            block = observe(self.predictive, data.kind, args, data.y[rows], seen)
+            ends = None if data.bounds is None else data.bounds[:, rows]
+            block = observe(self.predictive, data.kind, args, data.y[rows], seen, ends)
             self.seconds += time.perf_counter() - started
             yield block
 

@@ -126,7 +126,7 @@ class Kind:
 
     @property
     def may_be_censored(self) -> bool:
-        """Whether some of the targets may be limits, which no score but the log score can take."""
+        """Whether some of the targets may be limits, which most scores cannot take."""
         return "Censored" in self.sites.values()
 
     @property
@@ -234,13 +234,14 @@ class Observed(NamedTuple):
 
     :param y: the numbers, in its units.
     :param seen: which of them masks do not leave out; None where they leave out none.
-    :param bounds: of a censored site, the two ends between which each number is known to lie.
+    :param bounds: of a censored site, the two ends between which each number is known to lie,
+        ``(2, *y.shape)``.
     """
 
     kind: Kind
     y: Tensor
     seen: Seen | None
-    bounds: tuple[Tensor, ...] = ()
+    bounds: Tensor | None = None
 
 
 @torch.no_grad()
@@ -309,13 +310,13 @@ def _read(
         marks.append(kind.seen_in(run, args))
         site = next(iter(run.observed.values()))
         if kind.is_single and isinstance(site.distribution, Censored):
-            ends.append(site.distribution.bounds(site.value))
+            ends.append(torch.stack(site.distribution.bounds(site.value)))
     assert kind is not None
     cells, counts, rows = zip(*marks, strict=True)
     seen = Seen(torch.cat(cells), torch.cat(counts), sum(rows)) if kind.is_masked else None
     if seen is not None and seen.numbers.all():
         seen = None
-    bounds = tuple(map(torch.cat, zip(*ends, strict=True)))
+    bounds = torch.cat(ends, 1) if ends else None
     return Observed(kind, targets[0] if len(targets) == 1 else torch.cat(targets), seen, bounds)
 
 

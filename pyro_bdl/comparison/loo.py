@@ -3,13 +3,16 @@
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
+import pyro
 import torch
-from torch import Tensor
+from pyro import poutine
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
 
-from pyro_bdl.comparison.kind import Kind, observed
+from pyro_bdl.comparison.kind import Kind, Seen, observed
 from pyro_bdl.comparison.leave_one_out import without_fold
-from pyro_bdl.comparison.observe import Block, observe
-from pyro_bdl.diagnostics.loo import LOO, left_out_columns, total
+from pyro_bdl.comparison.observe import Block, log_densities, observe
+from pyro_bdl.diagnostics.loo import LOO, leave_out, left_out_columns, total
 from pyro_bdl.diagnostics.moment_matching import Density, moment_matched
 from pyro_bdl.diagnostics.psis import good_k, psis
 from pyro_bdl.errors import UnsupportedProgramError
@@ -19,10 +22,65 @@ from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.batches import as_dicts, leading_size
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
+from pyro_bdl.program.trace import Run
 from pyro_bdl.utils.jobs import Job, results_of
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
+
+
+class _LooMixture(nn.Module):
+    """A program with one more factor, of ``loo_mixture``."""
+
+    def __init__(self, model: Callable, kind: Kind, seen: Seen | None) -> None:
+        super().__init__()
+        self.model, self.kind = model, kind
+        self._seen = None if seen is None else seen.counts > 0
+
+    def forward(self, *args: Any) -> Any:
+        with poutine.trace() as traced:
+            result = self.model(*args)
+        run = Run()
+        for node in traced.trace.nodes.values():
+            if node["type"] == "sample" and not site_is_subsample(node):
+                run.add(node)
+        sites = {n: run.observed[n].unscaled_log_prob()[None] for n in self.kind.sites}
+        density = self.kind.densities(sites)[0]
+        if self._seen is not None:
+            density = density[self._seen.to(density.device)]
+        pyro.factor("loo_mixture", (-density).logsumexp(0))
+        return result
+
+
+def loo_mixture(model: Callable, *data: Any) -> nn.Module:
+    """The program whose posterior is the mixture of those without one datum each, for ``loo``::
+
+        p(w, y) sum_n 1 / p(y_n | w)
+
+    Importance weights of its draws to each of the mixed posteriors are bounded, so that their
+    variances are finite, whatever the number of latents and however influential the datum::
+
+        mixture = bdl.loo_mixture(model, x, y)
+        bdl.loo(mixture, bdl.mcmc.sample(mixture, x, y, num_chains=4), x, y)
+
+    :param data: all the data, the targets last; they are left out one at a time.
+    :raises UnsupportedProgramError: if no datum has a density of its own, or the program has
+        discrete latents that are summed out.
+
+    Source: Silva & Zanella (2023), Robust leave-one-out cross-validation for high-dimensional
+    Bayesian models, equations 7 and 8.
+    """
+    args = tuple(map(as_dicts, data))
+    program = Program(model, *args)
+    if program.discrete:
+        raise UnsupportedProgramError(
+            f"loo_mixture has no densities of single data where discrete sites "
+            f"({', '.join(program.discrete)}) are summed out: use loo, or k_fold"
+        )
+    kind, _, seen, _ = observed(model, args, None)
+    if kind.no_single:
+        raise UnsupportedProgramError(f"{kind.no_single}: no datum can be left out")
+    return _LooMixture(model, kind, seen)
 
 
 def loo(
@@ -37,6 +95,7 @@ def loo(
 ) -> LOO:
     """Leave-one-out of a program from draws of chains, also where single data have a high k-hat.
 
+    :param model: the program, or ``loo_mixture`` of it, where the draws are of that.
     :param posterior: ``Samples``, an MCMC after its run, or a dict of draws, given all the data.
     :param data: the inputs and, last, the targets.
     :param method: ``"psis"`` as ``diagnostics.loo``; ``"moment_matching"`` moves the draws, where
@@ -54,6 +113,8 @@ def loo(
     """
     if method not in ("psis", "moment_matching"):
         raise ValueError(f"method must be 'psis' or 'moment_matching', got {method!r}")
+    if isinstance(model, _LooMixture) and method != "psis":
+        raise ValueError(f"method={method!r} is of draws of the posterior, not of loo_mixture")
     args = tuple(map(as_dicts, data))
     samples = as_posterior(posterior, model, args)
     if not isinstance(samples, Samples):
@@ -78,21 +139,31 @@ def _columns(
     """The columns of ``leave_out``, log p(y_n | draw) ``(chains, draws, N)``, the standard error
     over the draws of the refits, and the PITs."""
     count = samples.num_chains * samples.num_draws
+    is_mixture = isinstance(model, _LooMixture)
+    model = model.model if isinstance(model, _LooMixture) else model
     kind, y, seen, bounds = observed(model, args, samples, draws=count)
     if kind.no_single:
         raise UnsupportedProgramError(f"{kind.no_single}: no datum can be left out")
     parts, densities, transforms = [], [], []
-    predictive = Predictive(model, samples)
+    predictive, mixed = Predictive(model, samples), torch.zeros(())
+    for part, batch in kind.batches(args, count):
+        parts.append((part, None if seen is None else seen.at(batch)))
+    if is_mixture:  # log sum_n 1 / p(y_n | w)
+        every = [-log_densities(predictive, kind, *part) for part in parts]
+        mixed = torch.cat(every, 1).logsumexp(1, keepdim=True)
     with seeded(seed):
-        for part, batch in kind.batches(args, count):
-            parts.append((part, None if seen is None else seen.at(batch)))
-            block = observe(predictive, kind, part, y[batch], parts[-1][1])
+        for (part, of_part), (_, batch) in zip(parts, kind.batches(args, count), strict=True):
+            ends = None if bounds is None else bounds[:, batch]
+            block = observe(predictive, kind, part, y[batch], of_part, ends)
             densities.append(cast(Tensor, block.log_density))
-            transforms.append(_pit(block, tuple(end[batch] for end in bounds), samples.num_chains))
+            transforms.append(_pit(block, mixed, samples.num_chains))
     known = [value for value in transforms if value is not None]
     log_likelihood = torch.cat(densities, 1)
     draws = log_likelihood.unflatten(0, (samples.num_chains, samples.num_draws))
     columns = left_out_columns(draws)
+    if is_mixture:
+        columns = leave_out(log_likelihood.T, (-log_likelihood - mixed).T, 1.0)
+        columns[1] = (log_likelihood - mixed).logsumexp(0) - (-mixed).logsumexp(0)
     limit = good_k(count)
     if method == "moment_matching":
         with evaluation_mode(model, samples):
@@ -128,24 +199,27 @@ def _columns(
     return columns, draws, variance**0.5, torch.cat(known) if known else None
 
 
-def _pit(block: Block, bounds: tuple[Tensor, ...], chains: int) -> Tensor | None:
+def _pit(block: Block, mixed: Tensor, chains: int) -> Tensor | None:
     """The PITs of a batch's numbers without each of them; None of classes, and where a datum has
     several numbers.
 
-    :param bounds: of targets that may be censored, the two ends of what is known of each.
+    :param mixed: log sum_n 1 / p(y_n | w) of draws of the mixture, ``(S, 1)``; 0 of others.
     """
     density = cast(Tensor, block.log_density)
     if block.draws is None or block.y is None:
         return None
     draws = block.draws.flatten(1)
-    low, *end = (values.flatten() for values in bounds or (block.y,))
+    ends = (block.y, block.y) if block.bounds is None else block.bounds
+    low, end = (values.flatten() for values in ends)
     if block.seen is not None:
         cells = block.seen.flatten()
-        draws, low = draws[:, cells], low[cells]
+        draws, low, end = draws[:, cells], low[cells], end[cells]
     if draws.shape != density.shape:
         return None
-    weights = psis(-density.unflatten(0, (chains, -1))).log_weights.flatten(0, 1)
-    return pit(draws, low, upper=end[0] if end else None, log_weights=weights)
+    weights = psis((-density - mixed.to(density)).unflatten(0, (chains, -1))).log_weights.flatten(
+        0, 1
+    )
+    return pit(draws, low, upper=end, log_weights=weights)
 
 
 def _density(

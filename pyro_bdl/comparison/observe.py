@@ -21,6 +21,7 @@ from pyro_bdl.utils.trees import tree_map
 from pyro_bdl.utils.validation import check_finite_tensor
 
 _AT_DRAWS = ("mean", "function", "noise", "draws")  # whose first axis is that of the draws
+_BEHIND = (*_AT_DRAWS, "bounds")  # whose second axis is that of the rows
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Block:
     :param counts: how many numbers of each datum were seen, ``(K,)``; None where all were.
     :param log_mean: of classes the log of the mean probabilities over the draws, ``(m, C)``, in
         float64; from log probabilities, which do not underflow.
+    :param bounds: of censored targets the two ends between which each is known to lie, ``(2, n)``.
     """
 
     rows: int
@@ -55,13 +57,14 @@ class Block:
     seen: Tensor | None = None
     counts: Tensor | None = None
     log_mean: Tensor | None = None
+    bounds: Tensor | None = None
 
     def _map(
         self, function: Callable[[Tensor, int], Tensor], names: Iterable[str]
     ) -> dict[str, Any]:
         """A function of each known field and of its axis of rows, 0 or 1 behind the draws."""
         known = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return {name: function(value, int(name in _AT_DRAWS)) for name, value in known.items()}
+        return {name: function(value, int(name in _BEHIND)) for name, value in known.items()}
 
     def counted(self, seen: Seen | None) -> "Block":
         """The predictions for the rows and data of which something was seen."""
@@ -83,7 +86,7 @@ class Block:
             known = None if known is None else known[counts > 0]
             closed = ClosedPredictions(part(closed.mean, 0), part(closed.variance, 0), known)
         return replace(
-            self, **self._map(part, (*_AT_DRAWS, "y", "log_mean")), rows=int(rows.sum()),
+            self, **self._map(part, (*_BEHIND, "y", "log_mean")), rows=int(rows.sum()),
             log_density=None if density is None else density[:, counts > 0],
             closed=closed, seen=cells, counts=counts[counts > 0],
         )  # fmt: skip
@@ -158,25 +161,26 @@ class Block:
         if closed is not None:
             of_targets = in_own(closed.log_density)
             closed = ClosedPredictions(moved(closed.mean), closed.variance * scale**2, of_targets)
-        values = self._map(moved, ("mean", "function", "y", "draws"))
+        values = self._map(moved, ("mean", "function", "y", "draws", "bounds"))
         density = in_own(self.log_density)
         return replace(self, **values, noise=noise, log_density=density, closed=closed)
 
 
 def observe(
-    predictive: Any, kind: Kind, args: tuple, y: Tensor | None, seen: Seen | None = None
-) -> Block:
+    predictive: Any, kind: Kind, args: tuple, y: Tensor | None, seen: Seen | None = None,
+    bounds: Tensor | None = None,
+) -> Block:  # fmt: skip
     """Predictions for a batch, by one run of the network at each draw.
 
     :param predictive: at fixed draws.
     :param kind: what its program observes.
     :param args: the program's arguments, with or without targets.
     :param y: the targets, as ``Kind.targets`` gives them; None without.
-    :param seen: what was seen of them, as ``Kind.seen`` gives it.
+    :param seen: what was seen of them, as ``Kind.seen`` gives it; ``bounds`` as ``observed`` does.
     :raises ValueError: for targets that do not fit the predictions.
     :raises UnusableDrawsError: for predictions that are NaN.
     """
-    return _observed(predictive, kind, args, y).counted(seen)
+    return replace(_observed(predictive, kind, args, y), bounds=bounds).counted(seen)
 
 
 def _observed(predictive: Any, kind: Kind, args: tuple, y: Tensor | None) -> Block:

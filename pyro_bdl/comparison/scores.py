@@ -15,6 +15,8 @@ A metric names its inputs by ``of``:
 ``"density"``           log p(y_n | draw) ``(S, N)`` and the number of rows
 ``"log predictive"``    log p(y_n), its mean over the draws or in closed form ``(N,)``, and the
                         number of rows
+``"bounds"``            draws of the target ``(S, N)`` and, of targets that may be censored, the two
+                        ends between which each is known to lie
 ``"moments"``           mean and variance of the predictions of a Normal observation, ``(N, ...)``
                         each, and the targets
 ``"predictions"``       mean and variance of the predictions, ``(N, ...)`` each, and the targets; of
@@ -76,8 +78,15 @@ from pyro_bdl.utils.precision import double
 # Below this many effective draws the density of a mixture says more about their number.
 FEW_DRAWS = 10
 _LEAST_FOR_HALVES = 20  # test points
-_BY_NUMBER = ("mean", "ordered", "draws", "moments")  # have a value for each number of a target
+_BY_NUMBER = (
+    "mean",
+    "ordered",
+    "draws",
+    "bounds",
+    "moments",
+)  # have a value for each number of a target
 _AT_ALL = ("halves", "labels")  # need all points at once
+_OF_DRAWS = {"draws", "bounds"}
 _OF_ALL = {"log mean", "mean", "variance", "y"}
 _MOST_POINTS = 100  # of a batch, for errors over draws that would take long at all of them
 
@@ -145,6 +154,14 @@ def crps(draws: Tensor | Normals, y: Tensor) -> Tensor:
     if isinstance(draws, Normals):
         return crps_of_normals(double(draws.mean), double(draws.sd), double(y))
     return metrics.crps(draws, y, pointwise=True)
+
+
+@score("CRPS, censored", "bounds", task=NUMBERS)
+def crps_censored(draws: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """CRPS of targets of which some are known within limits only, in units of the target: what is
+    predicted within the limits costs nothing. It is no proper score, predictions of events that
+    are too early can have a lower one (Rindt et al. 2022); NLPD is one, and decides."""
+    return metrics.crps(draws, low, upper=high, pointwise=True)
 
 
 def _coverage(key: str, percent: int, group: str = CALIBRATION) -> Metric:
@@ -411,6 +428,9 @@ class Score:
             draws, y = inputs["draws"]
             exact = isinstance(draws, Normals)
             parts["transforms"] = draws.pit(y) if exact else metrics.pit(draws, y)
+        if "bounds" in inputs:
+            draws, low, high = inputs["bounds"]
+            parts["transforms"] = metrics.pit(draws, low, upper=high)
         parts |= measure_points(SCORES, self.kind.task, inputs, seen)
         for name, values in parts.items():
             self._parts.setdefault(name, []).append(values)
@@ -455,6 +475,8 @@ class Score:
             elif self.kind.is_normal and not self.are_draws and block.noise is not None:
                 draws = Normals(block.mean, block.noise.sqrt())
             inputs["draws"] = draws, y
+        if block.draws is not None and block.bounds is not None:
+            inputs["bounds"] = block.draws, *block.bounds
         if closed is not None:
             parts["variance"] = closed.variance
         elif block.noise is not None:
@@ -476,12 +498,12 @@ class Score:
             some = slice(None, None, -(-len(parts["mean"]) // _MOST_POINTS))
             at_some = None if seen is None else seen[some]
             values = {}
-            if "draws" in inputs:
-                draws, y = inputs.pop("draws")
+            for name in _OF_DRAWS & inputs.keys():
+                draws, *ends = inputs.pop(name)
                 exact = isinstance(draws, Normals)
                 few = Normals(*(part[:, some] for part in draws)) if exact else draws[:, some]
-                thinned: dict[str, tuple] = {"draws": (few, y[some])}
-                values = measure_points(SCORES, self.kind.task, thinned, at_some)
+                thinned = {name: (few, *(end[some] for end in ends))}
+                values |= measure_points(SCORES, self.kind.task, thinned, at_some)
             values |= measure_points(SCORES, self.kind.task, inputs, seen)
             for name in _OF_ALL & parts.keys():
                 values[name] = parts[name][some]
@@ -548,7 +570,7 @@ class Score:
                 return PointScores.of(metric, values, several)
             if several is none:
                 return PointScores.of(metric, values, several, whole["weights"])
-            of_some = groups["weights of some" if metric.of == "draws" else "weights"][0]
+            of_some = groups["weights of some" if metric.of in _OF_DRAWS else "weights"][0]
             return PointScores.of(metric, values, several, whole["weights"], of_some)
 
         return {metric.key: scores(metric) for metric in known if metric.key in whole}
@@ -590,8 +612,8 @@ def data_notes(evaluation: Any) -> list[str]:
         )
     if evaluation.may_be_censored:
         notes.append(
-            "The targets may be censored: NLPD counts each as what is known of it, and RMSE, CRPS "
-            "and coverage, which would take the limits for the targets, are left out."
+            "The targets may be censored: NLPD and the censored CRPS count each as what is known "
+            "of it; RMSE and coverage, which would take the limits for the targets, are left out."
         )
     if evaluation.factors:
         names = listed([repr(name) for name in evaluation.factors])

@@ -59,6 +59,7 @@ class Setting:
     test: tuple
     y: Tensor
     seen: Seen | None
+    bounds: Tensor | None
     train: tuple | None
     ood: tuple | None
     latents: tuple[str, ...]
@@ -97,7 +98,8 @@ class Setting:
             raise ValueError(f"units must be (scale, shift) with a positive scale, got {units}")
         with seeded(seed):
             try:
-                kind, y, seen, _ = observed(model, args, posterior, sites=sites, draws=num_samples)
+                found = observed(model, args, posterior, sites=sites, draws=num_samples)
+                kind, y, seen, bounds = found
             except (ValueError, RuntimeError, IndexError):
                 _check_rows("test", args)
                 raise
@@ -131,8 +133,9 @@ class Setting:
         chosen = kind.named if names is None else tuple(names)
         units = units if kind.task == "regression" else (1.0, 0.0)
         return cls(
-            model, kind, args, y, seen, train, ood, chosen, units, num_samples, seed=seed, **options
-        )
+            model, kind, args, y, seen, bounds, train, ood, chosen, units, num_samples, seed=seed,
+            **options,
+        )  # fmt: skip
 
 
 def _in_memory(name: str, parts: Any, device: torch.device | None) -> Any:

@@ -96,7 +96,7 @@ def load_csv(
     y = numbers[target]
     if is_text[target].any():
         mostly_numbers = is_text[target].sum() < y.notna().sum()
-        if task in ("regression", "count") or (task is None and mostly_numbers):
+        if task != "classification" and (task is not None or mostly_numbers):
             place = _first(frame[target], is_text[target])
             raise ValueError(
                 f"target: column {target!r} is not numeric ({place}); correct it, or say "

@@ -13,7 +13,9 @@ from torch import Tensor
 from pyro_bdl.errors import warn
 from pyro_bdl.utils.precision import double
 
-Task = Literal["regression", "classification", "count"]
+Task = Literal["regression", "classification", "count", "share"]
+# Of tasks whose targets are not standardized, what the network's output is in words.
+LINKS = {"count": "log rate", "share": "logit of the mean"}
 Imputer = Literal["mean", "median", "most_frequent"]
 _MAX_INTEGER_CLASSES = 10
 _MIN_ROWS, _MIN_TRAINING_ROWS = 10, 5
@@ -31,7 +33,7 @@ class Dataset:
     :param y_test: ``(N,)``, as ``y_train``.
     :param feature_names: names of the D columns.
     :param target_name: name of the target.
-    :param task: ``"regression"``, ``"classification"`` or ``"count"``.
+    :param task: ``"regression"``, ``"classification"``, ``"count"`` or ``"share"``.
     :param class_names: names of the classes, empty for regression.
     :param y_mean: the mean subtracted from the regression target, in its units.
     :param y_sd: the sd that it was then divided by, in its units.
@@ -122,8 +124,8 @@ def prepare(
     :param y: ``(N,)``, numbers or, for classes, text.
     :param feature_names: D names, used in messages.
     :param target_name: name of the target, used in messages.
-    :param task: ``"regression"``, ``"classification"``, ``"count"`` (whole numbers that are not
-        standardized), or None to find it from ``y``.
+    :param task: ``"regression"``, ``"classification"``, ``"count"`` (whole numbers) or
+        ``"share"`` (between 0 and 1), which are not standardized, or None to find it from ``y``.
     :param impute: what missing numbers (NaN) are filled in with, of the training part:
         ``"mean"``, ``"median"`` or ``"most_frequent"``; missing text is filled in with the most
         frequent one. None refuses them.
@@ -174,6 +176,12 @@ def prepare(
         raise ValueError(
             f"target: column {target_name!r} does not hold counts ({y[row]:g} in row {row + 1}); "
             "say task='regression' (--task regression)"
+        )
+    elif task == "share" and (bad := ~((y > 0) & (y < 1))).any():
+        row = int(np.flatnonzero(bad)[0])
+        raise ValueError(
+            f"target: column {target_name!r} does not hold shares between 0 and 1 ({y[row]:g} in "
+            f"row {row + 1}); move 0 and 1 inside, or say task='regression' (--task regression)"
         )
     test = _random_rows(labels, test_fraction, seed) if fold is None else _fold(labels, fold, seed)
     if not test.any() or (~test).sum() < _MIN_TRAINING_ROWS:

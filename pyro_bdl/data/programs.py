@@ -18,7 +18,7 @@ Activation = Literal["tanh", "relu", "silu"]
 Likelihood = Literal[
     "normal", "heteroscedastic", "student_t", "poisson", "negative_binomial",
     "zero_inflated_poisson", "zero_inflated_negative_binomial", "hurdle_poisson",
-    "hurdle_negative_binomial", "categorical", "ordinal",
+    "hurdle_negative_binomial", "beta", "categorical", "ordinal",
 ]  # fmt: skip
 _ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _PRIOR = {"prior of the noise": "HalfNormal(1), in sds of the target"}
@@ -47,6 +47,11 @@ def _ordinal(network: Any, count: int, classes: int) -> models.ObservationModel:
     return models.OrdinalRegression(network, num_classes=classes, num_data=count)
 
 
+_CENSORED = {
+    "normal": "y ~ Normal(f(x), scale^2)",
+    "lognormal": "log y ~ Normal(f(x), scale^2)",
+    "weibull": "y ~ Weibull(exp(f(x)), 1 / scale)",
+}
 _COUNTS: dict[str, tuple[Any, str, dict[str, str]]] = {
     "poisson": (models.PoissonRegression, "Poisson(exp(f(x)))", {}),
     "negative_binomial": (
@@ -90,6 +95,19 @@ LIKELIHOODS: dict[str, Kind] = {
         for name, (model, law, words) in _COUNTS.items()
         for word, (zeros, says) in _ZEROS.items()
     },
+    "beta": Kind(
+        "share", _plain(models.BetaRegression),
+        {"likelihood": "y ~ Beta(mean m = sigmoid(f(x)), variance m (1 - m) / (1 + precision))",
+         "prior of the precision": "LogNormal(2, 1)"},
+    ),
+    **{
+        f"censored_{law}": Kind(
+            "censored", _plain(models.CensoredRegression, law=law),
+            {"likelihood": f"{says}, known as the status says",
+             "prior of the scale": "HalfNormal(1)"},
+        )
+        for law, says in _CENSORED.items()
+    },
 }  # fmt: skip
 # The first of each task is its default.
 DEFAULTS = {kind.task: name for name, kind in reversed(LIKELIHOODS.items())}
@@ -125,8 +143,8 @@ def program(
 
     :param hidden: units of each hidden layer.
     :param activation: "tanh", "relu" or "silu".
-    :param likelihood: a word of ``LIKELIHOODS``; by default "normal", a common sd, "categorical" or
-        "poisson", by the task.
+    :param likelihood: a word of ``Likelihood``; by default "normal", a common sd, "categorical",
+        "poisson" or "beta", by the task.
     :param gain: of the prior ``FanIn``.
     :raises ValueError: for the likelihood of another task; for a network whose copies during a
         fit, with the units of all training rows, exceed the free memory.

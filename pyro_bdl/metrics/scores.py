@@ -125,36 +125,38 @@ def effective_draws(log_likelihood: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def crps(draws: Tensor, y: Tensor, *, pointwise: bool = False) -> Tensor:
+def crps(
+    draws: Tensor, y: Tensor, *, upper: Tensor | None = None, pointwise: bool = False
+) -> Tensor:
     """Continuous ranked probability score, mean_n E|X - y_n| - 1/2 E|X - X'|; smaller is better.
 
-    This is the fair estimate: X and X' are different draws, so its expectation over independent
-    draws is the score of their distribution, for any number of draws S::
-
-        1/S sum_s |x_s - y| - 1 / (S (S - 1)) sum_s (2 s - S - 1) x_(s)
-
-    with x_(1) <= ... <= x_(S).
+    It is the integral of F^2 below y and (1 - F)^2 above, of a censored target below its lower end
+    y and above its upper end u, E(y - max(X, X'))+ + E(min(X, X') - u)+. X and X' are different
+    draws, so its expectation is the score of their distribution for any number S of draws.
 
     :param draws: ``(S, N, ...)``, draws of the target (noise included), S at least 2.
-    :param y: ``(N, ...)``.
+    :param y: ``(N, ...)``; ``upper`` as of :func:`pit`, of targets known to lie between both.
     :param pointwise: return the score of each target, with the shape of y, in place of the mean.
     :returns: a scalar, in the units of the target.
     :raises ValueError: if the shapes do not fit, or there is a single draw.
 
     Source: Gneiting & Raftery (2007), Strictly proper scoring rules, section 4.2; Ferro (2014),
-    Fair scores for ensemble forecasts.
+    Fair scores for ensemble forecasts; Avati et al. (2019), Countdown regression, of censored ones.
     """
     same_points(draws, y)
     size = draws.shape[0]
     if size < 2:
         raise ValueError("crps needs at least 2 draws, but draws has 1: draw more")
     device = double_device(draws.device)
-    weight = torch.arange(1 - size, size, 2, dtype=torch.float64, device=device)
+    below = torch.arange(size, dtype=torch.float64, device=device) * (2 / (size * (size - 1)))
+    above = below.flip(0)  # pairs of which a draw is the smaller one, below: the larger one
+    end = y if upper is None else upper
+    same_shape("upper", end, "y", y)
     scores = []
-    for part, target in blocks(draws, y[None]):
+    for part, low, high in blocks(draws, y[None], end[None]):
         ordered = sort(double(part))
-        error = (ordered - double(target)).abs().mean(-1)
-        scores.append(error - ordered @ weight / (size * (size - 1)))
+        missing = (double(low) - ordered).clamp_min(0.0) @ below
+        scores.append(missing + (ordered - double(high)).clamp_min(0.0) @ above)
     return _mean(torch.cat(scores).reshape(y.shape), pointwise)
 
 

@@ -21,8 +21,8 @@ class CensoredRegression(ObservationModel):
     The targets are ``(N, 2)``, a value and its status, as in R's ``Surv``: 1, it is y; 0
     (right-censored), y is larger; 2 (left-censored), y is smaller. Intervals have the status 3 and
     their upper end in a third column, ``(N, 3)``, which other rows may have anything finite in.
-    Predictions are of y itself. ``compare`` has the log score, in which a censored target counts as
-    what is known of it; RMSE and CRPS would take the limit for y.
+    Predictions are of y itself. ``compare`` has the log score and a CRPS in which a censored target
+    counts as what is known of it; RMSE would take the limit for y.
 
     :param law: "normal", "lognormal" or "weibull".
     :param scale: as ``noise`` of ``Regression``.

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -119,6 +120,20 @@ def test_other_tasks_and_noise_that_varies(arguments, words, run, mixed, no_figu
     assert words in printed and "NLPD" in printed
     rows = rows_of(mixed.parent / "out")
     assert sorted(rows) == ["map", "mean-field"] and "sd_ratio" not in rows["map"]
+
+
+def test_shares(tmp_path, run, no_figures, rows_of):
+    path = tmp_path / "shares.csv"
+    rows = [f"{i},{1 / (1 + math.exp(0.3 * (10 - i)))}" for i in range(1, 25)]
+    path.write_text("\n".join(["size,part", *rows]) + "\n")
+    given = ["--data", path, "--target", "part", "--guides", "mean-field", *TINY]
+    code, printed, err = run(*given, "--likelihood", "beta")
+    assert code == 0, err
+    assert "part: share" in printed and "y ~ Beta(mean" in printed
+    assert math.isfinite(float(rows_of(tmp_path / "out")["mean-field"]["crps"]))
+    path.write_text(path.read_text() + "25,1.0\n")
+    code, _, err = run(*given, "--task", "share")
+    assert code and "does not hold shares between 0 and 1 (1 in row 25)" in err
 
 
 def test_a_file_is_read_as_it_is_said_to_be_written(tmp_path, run, no_figures):

@@ -116,6 +116,57 @@ def test_moment_matching_moves_unconstrained_numbers():
     assert abs(matched.elpd - truth.sum()) < 3 * matched.draws_se < 0.5
 
 
+def mixture_chains(x, y, draws=1000):
+    """Draws of sum_n p(w | y) / p(y_n | w), a mixture of Normals, by its components: they have the
+    weights 1 / p(y_n | the others) and the posteriors without y_n."""
+    truth = exact(x, y)
+    numbers = torch.distributions.Categorical(logits=-truth).sample((4, draws))
+    w = torch.empty(4, draws, 2, dtype=x.dtype)
+    for n in range(len(y)):
+        others = torch.arange(len(y)) != n
+        chosen = numbers == n
+        w[chosen] = posterior(x[others], y[others]).sample((int(chosen.sum()),))
+    return bdl.Samples({"w": w})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_draws_of_the_mixture_give_the_exact_densities(data, seed):
+    """Where PSIS fails: p(y_n | the others), with all data, and the error over draws."""
+    torch.manual_seed(seed)
+    truth, mixture = exact(*data), bdl.loo_mixture(line, *data)
+    program = bdl.Program(mixture, *data)
+    w = torch.randn(5, 2, dtype=torch.float64)
+    joint = torch.stack([program.log_joint({"w": value}) for value in w])
+    plain = bdl.Program(line, *data)
+    each = dist.Normal(w @ data[0].T, NOISE).log_prob(data[1])
+    expected = torch.stack([plain.log_joint({"w": v}) for v in w]) + (-each).logsumexp(1)
+    torch.testing.assert_close(joint, expected)
+    result = bdl.loo(mixture, mixture_chains(*data), *data, progress=False)
+    assert result.num_bad == 0
+    assert abs(result.elpd - truth.sum()) < 3 * result.draws_se < 0.6
+    full = posterior(*data)
+    spread = (NOISE**2 + ((data[0] @ full.covariance_matrix) * data[0]).sum(1)).sqrt()
+    with_all = dist.Normal(data[0] @ full.mean, spread).log_prob(data[1])
+    assert result.p_loo == pytest.approx(float((with_all - truth).sum()), abs=0.5)
+
+
+def test_nuts_draws_the_mixture(data):
+    """In parts, and behind a mask, whose rows are no data."""
+    x, y = data
+    seen = torch.arange(N) != 2
+    mixture = bdl.loo_mixture(line, x, y, seen)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", bdl.errors.BdlWarning)
+        samples = bdl.mcmc.sample(mixture, x, y, seen, num_chains=2, num_samples=1000, seed=1)
+    result = bdl.loo(mixture, samples, x, y, seen, progress=False)
+    truth = exact(x[seen], y[seen])
+    assert result.pointwise.shape == truth.shape and result.num_bad == 0
+    assert abs(result.elpd - truth.sum()) < 4 * result.draws_se < 0.8
+    assert result.pit.shape == truth.shape
+    with pytest.raises(ValueError, match="not of loo_mixture"):
+        bdl.loo(mixture, samples, x, y, seen, method="moment_matching")
+
+
 def test_the_right_datum_is_moved_behind_masked_rows_and_in_parts(data):
     x, y = data
     order = torch.tensor([0, 1, 11, 2, 3, 4, 5, 6, 7, 8, 9, 10])

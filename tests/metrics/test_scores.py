@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy.stats import norm
+from scipy.integrate import quad
+from scipy.stats import lognorm, norm, weibull_min
 
 from pyro_bdl import metrics, working_memory
 from pyro_bdl.metrics.calibration import coverage_range
@@ -63,6 +64,47 @@ def test_crps_of_a_gaussian_is_the_closed_form():
     assert got == pytest.approx(expected.mean(), abs=1e-4)
     scaled = metrics.crps(3 + 2 * quantiles[:, None].expand(-1, 3), 3 + 2 * y)
     assert scaled == pytest.approx(2 * expected.mean(), abs=2e-4)
+
+
+def test_crps_of_censored_targets_is_the_integral_outside_their_limits(draws):
+    """The integral of F^2 below the limits and (1 - F)^2 above (Avati et al. 2019), with F^2 that
+    of pairs of different draws; targets that were seen have the CRPS."""
+    low, high = (
+        torch.full((7, 2), -0.4, dtype=torch.float64),
+        torch.zeros(7, 2, dtype=torch.float64),
+    )
+    high[:, 1] = 0.9
+    low[1], high[2], high[3], low[4] = -math.inf, math.inf, -0.4, 0.0
+    found = metrics.crps(draws, low, upper=high, pointwise=True)
+    grid, step = torch.linspace(-6.0, 6.0, 60_001, dtype=torch.float64)[:-1] + 1e-4, 2e-4
+    size = len(draws)
+    below = (draws[:, :, :, None] < grid).double().sum(0)  # of the draws
+    squared = below * (below - 1) / (size * (size - 1))  # P(X < t, X' < t)
+    above = (size - below) * (size - below - 1) / (size * (size - 1))
+    inside = squared * (grid < low[..., None]) + above * (grid > high[..., None])
+    torch.testing.assert_close(found, inside.sum(-1) * step, rtol=0.0, atol=4e-4)
+    exact = metrics.crps(draws[:, 3], low[3], pointwise=True)
+    torch.testing.assert_close(found[3, 0], exact[0])
+    with pytest.raises(ValueError, match="upper and y must have the same shape"):
+        metrics.crps(draws, low, upper=high[:3])
+
+
+@pytest.mark.parametrize("law", ["normal", "lognormal", "weibull"])
+def test_crps_of_right_censored_targets_in_closed_form(law):
+    """The integral of F^2 up to the limit c: of a standard Normal c F^2 + 2 F p - P(Z < sqrt 2 c) /
+    sqrt(pi); of the others by quadrature. The draws are quantiles."""
+    u = (np.arange(20_000) + 0.5) / 20_000
+    laws = {"normal": norm, "lognormal": lognorm(0.7), "weibull": weibull_min(1.5)}
+    base, limit = laws[law], 1.1
+    draws = torch.from_numpy(base.ppf(u))[:, None]
+    found = metrics.crps(draws, draws.new_tensor([limit]), upper=draws.new_tensor([math.inf]))
+    if law == "normal":
+        p = norm.cdf(limit)
+        expected = limit * p**2 + 2 * p * norm.pdf(limit)
+        expected -= norm.cdf(math.sqrt(2) * limit) / math.sqrt(math.pi)
+    else:
+        expected = quad(lambda t: base.cdf(t) ** 2, 0.0, limit)[0]
+    assert found == pytest.approx(expected, abs=2e-4)
 
 
 def test_blocks_do_not_change_the_result(draws):

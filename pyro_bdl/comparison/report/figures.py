@@ -10,7 +10,7 @@ from torch import Tensor
 from pyro_bdl import plots
 from pyro_bdl.comparison.judge import DISTANCE
 from pyro_bdl.comparison.observe import class_labels
-from pyro_bdl.data.dataset import Dataset
+from pyro_bdl.data.dataset import LINKS, Dataset
 from pyro_bdl.guides.draws import latent_draws, samples_of_mcmc
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.precision import double
@@ -99,7 +99,7 @@ def _quantity(comparison: "Comparison", data: Dataset | None) -> str:
         two = comparison.first.function.shape[-1] == 2
         return "probability of the second class" if two else "class probability"
     target = "target" if data is None else data.target_name
-    return f"log rate of {target}" if data is not None and data.task == "count" else target
+    return f"{LINKS[data.task]} of {target}" if data is not None and data.task in LINKS else target
 
 
 def points(comparison: "Comparison", data: Dataset | None = None) -> dict[str, tuple[int, ...]]:
@@ -131,7 +131,7 @@ def _bands(
     if not isinstance(x, Tensor) or x[0].numel() != 1 or next(iter(draws.values())).dim() != 2:
         return None
     train: dict[str, Any] = {}
-    if data is not None and data.task != "count":  # whose function is the log of a rate
+    if data is not None and data.task not in LINKS:
         train = {"x_train": data.x_train, "y_train": data.in_units(data.y_train)}
     return plots.predictive_bands(
         x, draws, reference=comparison.reference, ylabel=quantity,

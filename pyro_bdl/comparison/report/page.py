@@ -15,7 +15,7 @@ from pyro_bdl.comparison.report import write
 from pyro_bdl.comparison.report.figures import CAPTIONS, cost, figures, points
 from pyro_bdl.comparison.report.write import Table
 from pyro_bdl.comparison.table import NAME
-from pyro_bdl.data.dataset import Dataset
+from pyro_bdl.data.dataset import LINKS, Dataset
 from pyro_bdl.plots.style import GRAY
 from pyro_bdl.utils.files import atomic_write
 
@@ -116,10 +116,10 @@ def units(data: Dataset) -> str:
     """The units of the numbers in the table."""
     if data.task == "classification":
         return "NLPD and ELBO are in nats; distances are between class probabilities."
-    if data.task == "count":
+    if data.task in LINKS:
         return (
-            f"RMSE and CRPS are in units of {data.target_name}; distances are between the logs of "
-            "the rates; NLPD and ELBO are in nats."
+            f"RMSE and CRPS are in units of {data.target_name}; distances are of the "
+            f"{LINKS[data.task]}; NLPD and ELBO are in nats."
         )
     return (
         f"RMSE, CRPS and distances are in units of {data.target_name}; NLPD is in nats for them, "
