@@ -67,7 +67,7 @@ class _Methods(TorchFunctionMode):
     """Mode that makes reads of values visible to the graph, and records their lines.
 
     :param marks_constants: put a ``detach`` behind functions under ``torch.no_grad``, which leaves
-        no other trace in a graph.
+        no other trace in a graph, and refuse hooks of gradients, which leave none.
     """
 
     def __init__(self, marks_constants: bool = False) -> None:
@@ -82,6 +82,9 @@ class _Methods(TorchFunctionMode):
             return args[0].detach()  # the same values, visible to the trace
         if func in _READS:
             self.places.append(_users_line())
+        if self.marks_constants and func is Tensor.register_hook:
+            name = "Tensor.register_hook"
+            raise NotTraceable(f"it changes gradients{_users_line()}", name)
         if func in _PAST and args[0].numel():
             first = args[0].detach().reshape(-1)[0]
             is_truth = first.dtype is torch.bool  # all are read, not this truth value alone
@@ -325,8 +328,9 @@ def trace_pure(
     :param fake: the mode of the examples, if these are fake tensors, which hold no numbers.
     :param differentiable: run the function with gradients enabled, as training does, and detach
         what it computes without them.
-    :raises NotTraceable: if control flow or a shape depends on the arguments, or if the function
-        changes a tensor in place that it did not make.
+    :raises NotTraceable: if control flow or a shape depends on the arguments, on random numbers, or
+        on parameters of a ``differentiable`` function, or if the function changes a tensor in place
+        that it did not make.
     """
     examples = [example.detach() for example in examples]
     with plain_torch():
@@ -334,7 +338,10 @@ def trace_pure(
             graph, places = record(
                 function, examples, decompositions, fake, marks_constants=differentiable
             )
-        refuse_reads(graph, graph.graph.find_nodes(op="placeholder"), places)
+        variable = variable_nodes(graph)
+        if not differentiable:  # parameters are constants
+            variable -= outside_tensors(graph).keys()
+        refuse_reads(graph, variable, places)
         graph.graph.eliminate_dead_code(lambda node: is_border(node) or bool(changed(node)))
         for node in graph.graph.nodes:
             if any(base(part).op in ("placeholder", "get_attr") for part in changed(node)):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pyro
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_bdl.elbo.checks import step_of
 from pyro_bdl.elbo.step import Terms
@@ -30,11 +30,13 @@ from pyro_bdl.tracing.jax.ops.registry import aten
 from pyro_bdl.tracing.jax.shared import shared
 from pyro_bdl.tracing.jax.translate import KEYS, loss_to_jax
 from pyro_bdl.training.descent import Descent
+from pyro_bdl.utils.autograd import have_hooks
 from pyro_bdl.utils.module_state import Modules, without_side_effects
 from pyro_bdl.utils.one_thread import Hidden
 from pyro_bdl.utils.validation import check_temperature
 
 STEPS_AT_ONCE = 500
+_ROUNDING = 100.0  # by how many units two runs with the same numbers may differ: a GPU's sums do
 Arrays = dict[str, jax.Array]
 
 # ------------------------------------------------------------------------ updates of optimizers
@@ -211,6 +213,11 @@ class JaxDescent(Descent):
         for option, value in off.items():
             if any(group.get(option, value) != value for group in self.optimizer.param_groups):
                 raise UnsupportedProgramError(f"{name} has no option {option} there")
+        hooks = self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks
+        if any(hooks):  # torch has no public way to see them
+            raise UnsupportedProgramError("the optimizer has hooks, which are called at each step")
+        if have_hooks(p for group in self.optimizer.param_groups for p in group["params"]):
+            raise UnsupportedProgramError("a parameter has a hook on its gradient")
         if not isinstance(self._bound, TemperedTrace_ELBO | PureLoss):
             raise UnsupportedProgramError(
                 f"{type(self._bound).__name__} is none of the tempered bounds"
@@ -283,7 +290,7 @@ class JaxDescent(Descent):
 
         :raises UnsupportedProgramError: if it differs between two steps with the same ones.
         """
-        bound, losses = self._bound, list[Tensor]()
+        bound, losses, numbers = self._bound, list[Tensor](), list[dict]()
         model, guide = self.objective.model, self.objective.guide
         pure = isinstance(bound, PureLoss)
         step = None if pure else bound.step
@@ -297,10 +304,17 @@ class JaxDescent(Descent):
                 else:
                     loss = step_of(bound, model, guide, args, {}).value
                 losses.append(loss.detach())
+            numbers.append(_numbers_in(modules))
             if not pure:
                 bound.step = step
+        for (module, name), value in numbers[0].items():
+            if value != numbers[1].get((module, name), value):
+                raise UnsupportedProgramError(
+                    f"each run changes {type(module).__name__}.{name}, now {value!r}, which would "
+                    "stay as it is there"
+                )
         first, second = losses
-        if (first - second).abs() > 1e-4 * first.abs():
+        if (first - second).abs() > _ROUNDING * torch.finfo(first.dtype).eps * first.abs():
             raise UnsupportedProgramError(
                 f"the loss is {first:.6g} in one step and {second:.6g} in another with the same "
                 "random numbers of torch: the program keeps a counter, or draws with numpy or "
@@ -388,6 +402,16 @@ class JaxDescent(Descent):
         for tensors, values in zip(states, after, strict=True):
             for name, tensor in tensors.items():
                 tensor.copy_(torch.from_numpy(np.array(values[name])))
+
+
+def _numbers_in(modules: Modules) -> dict[tuple[nn.Module, str], Any]:
+    """The numbers and words among the attributes of modules."""
+    return {
+        (module, name): value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str)
+    }
 
 
 def _some(args: tuple, rows: slice | Tensor) -> tuple:

@@ -77,10 +77,15 @@ def without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
             own.update(functions)
 
 
+def have_hooks(leaves: Iterable[Tensor]) -> bool:
+    """Return whether a leaf has a hook that is called with its gradient."""
+    return any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves)
+
+
 @torch.no_grad()
 def add_gradients(leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Add known gradients to those of leaves, as ``backward`` does, and call the leaves' hooks."""
-    if any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves):
+    if have_hooks(leaves):
         torch.autograd.backward(leaves, gradients)
         return
     for leaf, gradient in zip(leaves, gradients, strict=True):

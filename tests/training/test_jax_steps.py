@@ -185,6 +185,39 @@ def test_integers_and_dicts_are_arguments():
     check_same_trajectory(made, (x, torch.arange(40) % 3), batch_size=16)
 
 
+def test_large_integers_in_single_precision():
+    """Their sums and products need the 64 bits that they have in torch."""
+
+    def residues(x, y, k):
+        w = pyro.sample("w", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            factor = 1 + (k % 7 + (k % 50) * 1_000_000_007 % 5).to(x.dtype)
+            pyro.sample("y", dist.Normal((x @ w) * factor, 0.3), obs=y)
+
+    torch.set_default_dtype(torch.float32)
+    x, y = (value.float() for value in data())
+    check_same_trajectory(of_program(lambda: residues), (x, y, torch.arange(40) * 10**9), rtol=1e-5)
+
+
+def test_parameters_without_a_gradient_do_not_decay():
+    def detached(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        slope = pyro.param("slope", torch.tensor(0.5)).detach()
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(slope * (x @ w), 0.3), obs=y)
+
+    def made():
+        pyro.clear_param_store()
+        torch.manual_seed(0)
+        guide = bdl.guides.AutoMAP(detached).prototype(*data())
+        slope = pyro.param("slope").unconstrained()
+        optimizer = torch.optim.AdamW([*guide.parameters(), slope], lr=0.05, weight_decay=0.5)
+        return detached, guide, {"optimizer": optimizer}
+
+    check_same_trajectory(made, data())
+    assert pyro.param("slope").item() == 0.5
+
+
 def test_integers_in_single_precision():
     torch.set_default_dtype(torch.float32)
     model = bdl.models.Classification(bdl.bayesianize(nn.Linear(1, 3)), num_data=40)
@@ -483,6 +516,19 @@ class Counter(nn.Module):
         return x * self.calls
 
 
+class Branch(nn.Module):
+    def forward(self, x):
+        return 2 * x if torch.rand(()) < 0.5 else x
+
+
+class Clipped(nn.Module):
+    def forward(self, x):
+        x = x * 1.0
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        return x
+
+
 class Numpy(nn.Module):
     def forward(self, x):
         return x + np.random.normal()
@@ -501,13 +547,51 @@ def with_guide(guide, net=None):
     return made
 
 
+def closure():
+    calls = []
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            calls.append(1)
+            return x * (1.0 + 1e-6 * len(calls))
+
+    return network(Layer())
+
+
+def with_hook(register):
+    """A MAP guide under SGD, one of which has a hook."""
+
+    def made():
+        model, guide, own = OPTIMIZERS["SGD"]()
+        register(guide.loc, own["optimizer"])
+        return model, guide, own
+
+    return made
+
+
+def clamp(optimizer, *_):
+    with torch.no_grad():
+        optimizer.param_groups[0]["params"][0].clamp_(-0.1, 0.1)
+
+
 WITHOUT_STEPS = {
     "running_mean|batch_norm|in place": with_guide(
         bdl.guides.AutoMAP, lambda: network(nn.BatchNorm1d(5))
     ),
     "airy": with_guide(bdl.guides.AutoMAP, lambda: network(Airy())),
     "OwnGradient": with_guide(bdl.guides.AutoMAP, lambda: network(Straight())),
-    "keeps a counter": with_guide(bdl.guides.AutoMAP, lambda: network(Counter())),
+    "each run changes Counter.calls": with_guide(bdl.guides.AutoMAP, lambda: network(Counter())),
+    "keeps a counter": with_guide(bdl.guides.AutoMAP, closure),
+    "reads numbers .* in line": with_guide(bdl.guides.AutoMAP, lambda: network(Branch())),
+    "register_hook: it changes gradients in line": with_guide(
+        bdl.guides.AutoMAP, lambda: network(Clipped())
+    ),
+    "a hook on its gradient": with_hook(
+        lambda loc, _: loc.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    ),
+    "the optimizer has hooks": with_hook(
+        lambda _, optimizer: optimizer.register_step_post_hook(clamp)
+    ),
     "or draws with numpy": with_guide(bdl.guides.AutoMAP, lambda: network(Numpy())),
     "RMSprop": optimized(torch.optim.RMSprop),
     "amsgrad": optimized(torch.optim.Adam, amsgrad=True),
@@ -518,7 +602,9 @@ WITHOUT_STEPS = {
 def test_other_trainings_are_those_of_torch(reason):
     made = WITHOUT_STEPS[reason]
     with pytest.warns(BdlWarning, match=f"steps in torch: .*({reason})"):
-        if reason in ("keeps a counter", "or draws with numpy"):
+        if reason in (
+            "each run changes Counter.calls", "keeps a counter", "or draws with numpy"
+        ):  # fmt: skip
             run("jax", *made()[:2], *data(), steps=12)
         else:
             check_same_trajectory(made, data(), steps=12, rtol=0.0)

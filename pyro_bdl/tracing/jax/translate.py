@@ -28,7 +28,7 @@ from pyro_bdl.tracing.trace import (
     tensor_of,
     trace_pure,
 )
-from pyro_bdl.utils.autograd import nodes_behind
+from pyro_bdl.utils.autograd import leaves_behind, nodes_behind
 from pyro_bdl.utils.trees import tree_leaves
 
 KEYS = "rbg"  # generates numbers in a third of the time that JAX's default takes
@@ -168,8 +168,9 @@ class JaxLoss(NamedTuple):
     :param constants: what the loss reads besides its arguments and parameters.
     :param signature: two losses with the same signature have the same function.
     :param operators: the operators of ATen in it.
-    :param double: whether it computes in float64, under ``jax.enable_x64(True)``.
-    :param parameters: the tensors that the loss depends on, in the order of the arrays.
+    :param double: whether it computes in 64 bits, integers included, under
+        ``jax.enable_x64(True)``.
+    :param parameters: the tensors that have a gradient, in the order of the arrays.
     """
 
     function: Callable[..., Any]
@@ -185,8 +186,9 @@ def loss_to_jax(
 ) -> JaxLoss:
     """The JAX version of a torch loss that draws random numbers, to be differentiated in JAX.
 
-    The parameters are recognized in the graph by identity. Everything else that the loss reads and
-    does not get as an argument is a constant. Blocks under ``torch.no_grad`` have no gradient here
+    The parameters are recognized in the graph by identity, and are those that torch's ``backward``
+    would give a gradient. Everything else that the loss reads and does not get as an argument is a
+    constant. Blocks under ``torch.no_grad`` have no gradient here
     either.
 
     :param loss: of tensors; its first result is differentiated.
@@ -197,12 +199,15 @@ def loss_to_jax(
 
     def function(*tensors: Tensor) -> Any:
         results = loss(*tensors)
-        _refuse_custom_gradients(tree_leaves(results)[0])
+        first = tree_leaves(results)[0]
+        _refuse_custom_gradients(first)
+        behind.extend(leaves_behind(first))
         return results
 
+    behind: list[Tensor] = []
     graph = _traced(function, examples, differentiable=True)
     tensors = outside_tensors(graph)
-    used = [p for p in parameters if any(tensor is p for tensor in tensors.values())]
+    used = [p for p in parameters if any(leaf is p for leaf in behind)]
     number = {id(parameter): i for i, parameter in enumerate(used)}
     leaves = {node: number[id(t)] for node, t in tensors.items() if id(t) in number}
     translated = _translation(graph, examples, leaves, draws=True)
@@ -280,7 +285,7 @@ def _translation(
     integers = {i: (str(value.dtype), value.tobytes()) for i, value in still.items()}
     signature = repr((str(graph.graph), kinds, numbers, shapes, integers, moving))
     called = frozenset(node.target for node in operators)
-    double = any("torch.float64" in str(kind) for _, kind in kinds)
+    double = any("torch.float64" in str(kind) or "torch.int64" in str(kind) for _, kind in kinds)
     return _Translation(evaluate, [constants[i].value for i in moving], signature, called, double)
 
 

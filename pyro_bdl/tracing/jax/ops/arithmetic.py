@@ -16,7 +16,7 @@ from pyro_bdl.tracing.jax.ops.registry import OPERATORS, aten, axes, cast, regis
 
 SAME_NAME = """
     exp exp2 expm1 log log2 log10 log1p sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh
-    atanh floor ceil trunc sign signbit isnan isinf atan2 hypot maximum minimum fmax fmin
+    atanh floor ceil trunc sign signbit isnan isinf atan2 hypot maximum minimum
     fmod remainder copysign logical_not logical_and logical_or logical_xor bitwise_not
     bitwise_and bitwise_or bitwise_xor
 """
@@ -26,12 +26,13 @@ table({
     "eq": jnp.equal, "ne": jnp.not_equal, "lt": jnp.less, "le": jnp.less_equal,
     "gt": jnp.greater, "ge": jnp.greater_equal,
     "neg": jnp.negative, "reciprocal": lambda x: 1.0 / x, "rsqrt": lax.rsqrt,
-    "mul": jnp.multiply,
+    "mul": jnp.multiply, "sinc": jnp.sinc,
     "relu": jax.nn.relu, "sigmoid": jax.nn.sigmoid,
     "erf": special.erf, "erfc": special.erfc, "erfinv": special.erfinv,
     "lgamma": special.gammaln, "digamma": special.digamma,
     "igamma": special.gammainc, "igammac": special.gammaincc,
-    "i0": special.i0, "special_i0e": special.i0e, "special_i1": special.i1,
+    "i0": lambda x: jnp.exp(_abs(x)) * special.i0e(x),
+    "special_i0e": special.i0e, "special_i1": special.i1,
     "special_i1e": special.i1e, "special_ndtri": special.ndtri,
     "special_zeta": special.zeta, "detach": lax.stop_gradient,
 })  # fmt: skip
@@ -129,6 +130,22 @@ def _hardtanh(x, min_val=-1, max_val=1):
     return jnp.where(x <= min_val, min_val, jnp.where(x >= max_val, max_val, x))
 
 
+@register(aten.fmax)
+def _fmax(x, y):
+    # At ties torch gives the first one all of the gradient.
+    return jnp.where((x >= y) | jnp.isnan(y), x, y)
+
+
+@register(aten.fmin)
+def _fmin(x, y):
+    return jnp.where((x <= y) | jnp.isnan(y), x, y)
+
+
+@register(aten.hardswish)
+def _hardswish(x):
+    return jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6))
+
+
 @register(aten.hardsigmoid)
 def _hardsigmoid(x):
     return _hardtanh(x + 3, 0, 6) / 6
@@ -176,6 +193,13 @@ OPERATORS[aten.min.default] = OPERATORS[aten.amin]
 @register(aten.var.correction)
 def _var(x, dim=None, *, correction=1, keepdim=False):
     return jnp.var(x, axes(dim), ddof=1 if correction is None else correction, keepdims=keepdim)
+
+
+@register(aten.std.correction)
+def _std(x, dim=None, **options):
+    # torch's gradient where all are equal is 0; that of the root is not finite.
+    variance = _var(x, dim, **options)
+    return jnp.where(variance == 0, 0, jnp.sqrt(jnp.where(variance == 0, 1, variance)))
 
 
 @register(aten.var_mean.correction)

@@ -424,6 +424,11 @@ EDGES = {
         ]
     ),
     "ties": lambda z: z.amax() + z.max(0)[0] + torch.maximum(z, z.flip(0)),
+    "first of two": lambda z: torch.fmax(z, z.flip(0)) + 2 * torch.fmin(z, torch.zeros(4)),
+    "hardswish": lambda z: F.hardswish(3 * z),
+    "deviation": lambda z: z[:2].std() + z.std(),
+    "sinc": lambda z: torch.sinc(z),
+    "Bessel": lambda z: torch.i0(z),
     "distance": lambda z: torch.cdist(z[:, None], z[:, None]),
     "logarithms": lambda z: torch.logaddexp(z, z) + F.softplus(z) + F.logsigmoid(z),
     "xlogy": lambda z: torch.xlogy(z.abs(), z + 2) + torch.xlogy(torch.zeros(4), z + 2),
