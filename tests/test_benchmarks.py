@@ -437,3 +437,20 @@ def test_continual_learns_tasks_in_turn(digits):
     result = run("continual", options, digits, "--figure", digits / "tasks.png")["methods"]
     assert len(result) == 4 and all(len(entry["accuracy"]) == 2 for entry in result.values())
     assert is_png(digits / "tasks.png")
+
+
+def test_published_mnist_prints_both_numbers(digits):
+    options = (
+        "--quick --train 50 --test 10 --width 4 --channels 0.1 --batch 10 --nets 2 --members 2 "
+        "--lenet-steps 2 --vi-steps 2 --draws 2 --langevin 1e-6 --preconditioned 1e-6 --data"
+    )
+    rows = digits / "rows.jsonl"
+    found = run("published_mnist", options, digits, "--rows", rows)
+    assert len(found["rows"]) == 9 + 2 * 4 and len(rows.read_text().splitlines()) == 9 + 2 * 3
+    assert found["shortened"]["width"] == 4 and found["rows"]["LeNet-5, mnist: refined VI"] == {
+        "published": {"NLL": 0.034, "accuracy": 0.990, "ECE": 0.010}, "seeds": 0,
+    }  # fmt: skip
+    entry = found["rows"]["MLP, mnist: preconditioned SGLD"]
+    assert entry["published"]["log likelihood"] == -661
+    assert entry["log likelihood"]["mean"] == pytest.approx(-10 * entry["NLL"]["mean"])
+    assert run("published_mnist", options, digits, "--rows", rows) == found
