@@ -184,12 +184,9 @@ def chosen_config(
         return replace(config, structure=Full())
     rows = rows_of(run, batch, batches, config)
     few_rows = rows < subset.size and rows <= kernel_up_to
-    if batches.ranks is None and few_rows and fits(Kernel(), subset.size, like, rows):
-        try:
-            prior_precision(run, leaves, subset).root(subset.parts, '"kernel"')
-            return replace(config, structure=Kernel())
-        except ValueError:  # a prior without a covariance
-            pass
+    kernel_fits = batches.ranks is None and few_rows and fits(Kernel(), subset.size, like, rows)
+    if kernel_fits and prior_precision(run, leaves, subset).has_inverse:
+        return replace(config, structure=Kernel())
     whole = all(entries is None for entries in subset.chosen.values())
     return replace(config, structure=Kron() if whole else Full())
 

@@ -44,6 +44,7 @@ class LinearOutputs:
     name = ""
     kind = ""
     site: Site | None = None
+    takes_output = False  # the network's, in place of the logits that were normalized from it
 
     def __init__(
         self,
@@ -79,10 +80,12 @@ class LinearOutputs:
             raise NotImplementedError(
                 f"the linearized model does not know {kind} observations: use Predictive"
             )
-        tensors = unconstrained_parameters(base, recorded_output(at.run, name))
+        output = recorded_output(at.run, name)
+        tensors = unconstrained_parameters(base, output)
         has_data = len(base.batch_shape) > 0
         result = cls(at, tensors, has_data=has_data)
         result.name, result.kind, result.site = name, name_of(base), site
+        result.takes_output = any(value is output for value in tensors.values())
         return result
 
     @classmethod
@@ -280,7 +283,8 @@ class LinearOutputs:
         def parameters(moving: dict[str, Tensor]) -> dict[str, Tensor]:
             run = together({**leaves, **moving})
             base = base_distribution(run.observed[self.name].distribution)
-            found = unconstrained_parameters(base, recorded_output(run, self.name))
+            output = recorded_output(run, self.name) if self.takes_output else None
+            found = unconstrained_parameters(base, output)
             return {key: found[key] for key in self.dependent}
 
         def change(vector: Tensor) -> dict[str, Tensor]:

@@ -90,6 +90,12 @@ class PriorPrecision(NamedTuple):
 
     # Roots
 
+    @property
+    def has_inverse(self) -> bool:
+        """True if the matrix is positive definite, so that it has a ``root``."""
+        inside = () if self.dense is None else torch.linalg.cholesky_ex(double(self.dense))[1:]
+        return bool((self.diagonal > 0).all()) and not any(inside)
+
     def root(self, parts: Mapping[str, slice], purpose: str) -> "PriorPrecision":
         """A matrix R with R R' this matrix, in float64, with a Cholesky factor for the dense one.
 

@@ -19,6 +19,7 @@ from torch.distributions import transforms as T
 from torch.distributions.utils import probs_to_logits
 
 from pyro_bdl.distributions.families import family_of, name_of
+from pyro_bdl.utils.autograd import leaves_behind
 
 SEVERAL_CLASSES = ("Categorical", "OneHotCategorical")
 _LOGITS = {"probs": "logits", "gate": "gate_logits"}
@@ -232,8 +233,12 @@ def _split(key: str) -> tuple[str, str]:
 
 
 def _is_normalized(output: Any, logits: Tensor) -> bool:
-    """Return whether the logits are the output but for a number for each datum."""
+    """Return whether the logits are the output but for a number for each datum, and depend on
+    nothing that takes a gradient besides the output: a term that is zero here may not stay so."""
     if not isinstance(output, Tensor) or output.shape != logits.shape:
+        return False
+    behind = {id(leaf) for leaf in leaves_behind(output)}
+    if any(id(leaf) not in behind for leaf in leaves_behind(logits)):
         return False
     ours, theirs = (torch.log_softmax(value.detach(), -1) for value in (output, logits))
     return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)

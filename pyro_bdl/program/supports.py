@@ -10,6 +10,7 @@ from pyro_bdl.distributions.copies import point_of
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.layout import support_bounds, transform_of
 from pyro_bdl.program.trace import Run, Site
+from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.one_thread import Hidden
 from pyro_bdl.utils.validation import listed
@@ -20,15 +21,15 @@ def check_fixed_supports(program: Any) -> None:
     bounded = [site for site in program.latents.values() if support_bounds(site.support)]
     if not bounded or len(program.latents) < 2:
         return
-    with torch.no_grad(), Hidden(), preserved_buffers(program.modules):
-        elsewhere = program.constrain(program.unconstrain(program.initial) + 0.5)[0]
-        again = program.run(elsewhere).latents
+    with torch.enable_grad(), Hidden(), preserved_buffers(program.modules):
+        vector = program.unconstrain(program.initial).detach() + 0.5
+        again = program.run(program.constrain(vector.requires_grad_())[0]).latents
     for site in bounded:
-        before, after = (
-            support_bounds(site.support),
-            support_bounds(again[site.name].distribution.support),
-        )
-        if any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+        before = support_bounds(site.support)
+        after = support_bounds(again[site.name].distribution.support)
+        moved = any(reaches(bound, [vector]) for bound in after)
+        # what has no gradient, such as a step, is seen where it differs
+        if moved or any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)):
             raise UnsupportedProgramError(
                 f"the support of site '{site.name}' depends on other latents: sample it on a fixed "
                 "support and rescale it in the program"

@@ -1,5 +1,6 @@
 """Outputs as linear functions of the latents: the product with one vector against the factors."""
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -119,3 +120,29 @@ def test_a_moved_output_is_the_jacobian_times_the_offset(make, chosen):
     torch.testing.assert_close(slope, torch.einsum("knp,nk->p", outputs.jacobian.rows(), ones))
     site = outputs.observed(found)
     assert site.distribution.batch_shape == (5,)
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+def test_logits_with_a_term_that_is_zero_at_the_center_are_no_recorded_output():
+    """An adapter beside a recorded network, started at zero, moves the logits."""
+
+    def program(record):
+        def model(x, y=None):
+            w = pyro.sample("w", dist.Normal(torch.zeros(2, 3).double(), 1.0).to_event(2))
+            v = pyro.sample("v", dist.Normal(torch.zeros(2, 3).double(), 1.0).to_event(2))
+            f = pyro.deterministic("f", x @ w) if record else x @ w
+            with pyro.plate("data", len(x)):
+                return pyro.sample("y", dist.Categorical(logits=f + x.square() @ v), obs=y)
+
+        return model
+
+    x, y = torch.randn(8, 2, dtype=torch.float64), torch.arange(8) % 3
+    found = []
+    for record in (False, True):
+        guide = AutoLaplaceGGN(program(record), structure="full").prototype(x, y)
+        guide.loc.data = torch.cat([torch.linspace(-1, 1, 6), torch.zeros(6)]).double()
+        posterior = guide.laplace_approximation((x, y))
+        (at,) = posterior.at().linearizations([((x, y), {})])
+        outputs = observed_outputs(at)["y"].gaussian(posterior.precision)
+        found.append((outputs.mean, outputs.covariance))
+    torch.testing.assert_close(found[1], found[0])

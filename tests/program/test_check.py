@@ -21,6 +21,7 @@ from pyro_bdl.errors import ArgumentError, UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField
 from pyro_bdl.program import record
 from pyro_bdl.program.check import check_finite, named_arguments, on_whole_data
+from pyro_bdl.program.program import Program
 from pyro_bdl.program.supports import check_support
 from pyro_bdl.training import train
 
@@ -175,6 +176,25 @@ def test_masked_targets_may_lie_anywhere():
     check_support(record(program, {}, (y[:2], mask[:2])))
     with pytest.raises(ValueError, match=r"y holds NaN .*where a mask leaves them out"):
         check_finite(lambda y: None, (torch.tensor([1.0, math.nan]),), {})
+
+
+@pytest.mark.parametrize(
+    "top",
+    [
+        lambda a: a.exp(),
+        lambda a: 1.0 + torch.relu(a - 2.0),  # the same around the start
+        lambda a: 1.0 + (a > 0.2).float(),
+    ],
+    ids=["moving", "at rest", "a step"],
+)
+def test_a_support_that_depends_on_another_latent_is_refused(top):
+    def program(y=None):
+        a = pyro.sample("a", dist.Normal(0.0, 0.01))
+        b = pyro.sample("b", dist.Uniform(0.0, top(a)))
+        pyro.sample("y", dist.Normal(b, 1.0), obs=y)
+
+    with pytest.raises(UnsupportedProgramError, match="the support of site 'b' depends on other"):
+        Program(program, torch.tensor(1.0))
 
 
 def test_a_support_that_moves_with_a_latent_is_no_fault_of_the_data():

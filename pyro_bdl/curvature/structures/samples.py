@@ -201,10 +201,11 @@ class SamplesPrecision(Precision):
     def samples(self) -> Tensor:
         """The stored samples, (S, p)."""
         curvature = self.curvature
-        mark = self._times_prior(curvature.probe(0))  # tells one prior from another
-        same = torch.allclose(mark, curvature.solved_prior, rtol=1e-5) and torch.allclose(
-            self.factor, curvature.solved_factor, rtol=1e-5
-        )
+        # The signs times the prior's entries, or sums over the rows of a dense block: a relative
+        # change below 1e-5 moves no sample by more than a solve's tolerance, whatever the units.
+        mark = self._times_prior(curvature.probe(0))
+        pairs = (mark, curvature.solved_prior), (self.factor, curvature.solved_factor)
+        same = all(torch.allclose(*pair, rtol=1e-5, atol=0.0) for pair in pairs)
         if not same:
             curvature.deviations = self._solved(self._targets, curvature.deviations)
             curvature.solved_prior, curvature.solved_factor = mark, self.factor

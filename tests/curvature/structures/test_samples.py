@@ -294,3 +294,20 @@ def test_networks_whose_second_derivative_torch_lacks():
     full = guide.laplace_approximation(data, structure="full").precision
     vectors = torch.randn(3, ours.size)
     close(ours.quadratic(vectors), full.quadratic(vectors))
+
+
+def test_a_wide_prior_that_changes_is_solved_for_again():
+    """Prior precisions of 1e-8 and less are told apart: the data determine the first weight at any
+    scale of the prior, and say nothing about the second."""
+    torch.manual_seed(0)
+    x = torch.tensor([[1.0, 0.0]]).repeat(10, 1)
+    prior = priors.Normal(learned(2e4))
+    model = models.Regression(bayesianize(nn.Linear(2, 1, bias=False), prior), noise=1.0)
+    guide = AutoLaplaceGGN(model, structure=Samples(200)).prototype(x, x[:, :1])
+    posterior = guide.laplace_approximation((x, x[:, :1]))
+    for scale in (2e4, 1e6):
+        with torch.no_grad():
+            next(p for n, p in model.named_parameters() if "scale" in n).fill_(scale).log_()
+        posterior.refresh()
+        found = posterior.precision.samples.square().mean(0)
+        torch.testing.assert_close(found, torch.tensor([0.1, scale**2]), rtol=0.4, atol=0.0)
