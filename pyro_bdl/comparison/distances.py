@@ -101,7 +101,8 @@ def sd_error(a: Tensor, b: Tensor) -> Tensor:
 def sd_ratio(a: Tensor, b: Tensor) -> Tensor:
     """The function's standard deviation (sd), averaged over the test points, divided by the
     reference's, with its Monte Carlo error; less than 1 is overconfident about the function."""
-    return sd_of_draws(a).mean() / sd_of_draws(b).mean()
+    spread = sd_of_draws(b).mean()
+    return sd_of_draws(a).mean() / torch.where(spread > 0, spread, torch.nan)
 
 
 @distance("W2", "function", detail=True)
@@ -427,6 +428,8 @@ def resolved(evaluation: Evaluation, reference: Evaluation, error: float) -> flo
 
 def distance_of_point(reference: Evaluation) -> float:
     """W1 of a point at the reference's mean, a scale for the others."""
+    if not sd_of_draws(reference.function).any():
+        return 0.0  # all else is rounding
     mean = double(reference.function).mean(0, keepdim=True)
     return float(metrics.wasserstein1(mean, reference.function))
 
