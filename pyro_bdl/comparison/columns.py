@@ -71,7 +71,7 @@ def with_error(value: float, error: float, digits: int = 3) -> str:
     Source: the rounding rules of the Particle Data Group (2022), Review of particle physics,
     section 5.3.
     """
-    if not error > 0 or not math.isfinite(value):
+    if not 0 < error < math.inf or not math.isfinite(value):
         return f"{number(value, digits)} ± {number(error, 2)}"
     place = math.floor(math.log10(error))
     decimals = -place if round(error / 10.0 ** (place - 1)) > 35 else 1 - place

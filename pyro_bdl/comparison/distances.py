@@ -36,7 +36,7 @@ from pyro_bdl.comparison.metric import (
     of_task,
 )
 from pyro_bdl.comparison.setting import REGIONS
-from pyro_bdl.metrics.distances import wasserstein1_at_points, wasserstein1_by_chance
+from pyro_bdl.metrics.distances import wasserstein1_by_chance, wasserstein_at_points
 from pyro_bdl.metrics.joint import median_distance
 from pyro_bdl.metrics.monte_carlo import monte_carlo_error
 from pyro_bdl.utils.jackknife import ERRORS, enlarged, number_of_groups
@@ -101,7 +101,8 @@ def sd_error(a: Tensor, b: Tensor) -> Tensor:
 def sd_ratio(a: Tensor, b: Tensor) -> Tensor:
     """The function's standard deviation (sd), averaged over the test points, divided by the
     reference's, with its Monte Carlo error; less than 1 is overconfident about the function."""
-    return sd_of_draws(a).mean() / sd_of_draws(b).mean()
+    spread = sd_of_draws(b).mean()
+    return sd_of_draws(a).mean() / torch.where(spread > 0, spread, torch.nan)
 
 
 @distance("W2", "function", detail=True)
@@ -232,7 +233,12 @@ def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
     """All distances of a posterior from the reference, by key, and their errors as ``key_se``."""
     inputs, groups = _inputs(evaluation, reference), groups_of(evaluation, reference)
     numbers = measure(ALL_DISTANCES, evaluation.task, inputs)
-    with_error = [m for m in of_task(ALL_DISTANCES, evaluation.task) if m.error and m.of]
+    in_shares = (wasserstein, wasserstein2)
+    with_error = [
+        m
+        for m in of_task(ALL_DISTANCES, evaluation.task)
+        if m.error and m.of and m not in in_shares
+    ]
     for name, pair in inputs.items():
         numbers |= _errors([m for m in with_error if m.of == name], pair, groups)
     seen = numbers.get("mean_shift", math.nan)
@@ -252,7 +258,8 @@ def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
 
 def _shares(a: Tensor, b: Tensor, groups: int) -> Numbers:
     """Shares of the points at which the posterior leaves the bands of the groups, or k = 1 - r^2 of
-    its sd ratio r is high: an average over the points may hide some where it fails.
+    its sd ratio r is high: an average over the points may hide some where it fails. Also the errors
+    of W1 and W2, of the same sorted draws.
 
     Noise of the draws makes distances larger, so that a share of 0 is one with any draws.
     """
@@ -260,12 +267,18 @@ def _shares(a: Tensor, b: Tensor, groups: int) -> Numbers:
     a, b = at_some_points(a), at_some_points(b)
 
     def at_points(a: Tensor, b: Tensor) -> Tensor:
-        both = wasserstein1_at_points(a, b), (sd_of_draws(a) / sd_of_draws(b)).nan_to_num(1.0)
-        return torch.stack([value.reshape(len(value), -1).mean(1) for value in both])
+        w1, square = wasserstein_at_points(a, b)
+        both = w1, (sd_of_draws(a) / sd_of_draws(b)).nan_to_num(1.0)
+        parts = [value.reshape(len(value), -1).mean(1) for value in both]
+        return torch.cat([*parts, torch.stack([w1.mean(), square.mean().sqrt()])])
 
-    (distances, ratios), errors = at_points(a, b), monte_carlo_error(at_points, a, b, groups=groups)
-    errors, of_ratios = errors * enlarged(_ERRORS_AT_POINTS, (1.0, max(1, groups - 1)))
-    points = at_points(double(b).mean(0, keepdim=True), b)[0]
+    count, few = b.shape[1], (1.0, max(1, groups - 1))
+    distances, ratios, _ = at_points(a, b).split([count, count, 2])
+    every = monte_carlo_error(at_points, a, b, groups=groups)
+    errors, of_ratios = (every[: 2 * count] * enlarged(_ERRORS_AT_POINTS, few)).split(count)
+    keys = (f"{metric.key}_se" for metric in (wasserstein, wasserstein2))
+    whole = dict(zip(keys, (every[-2:] * enlarged(ERRORS, few)).tolist(), strict=True))
+    points = at_points(double(b).mean(0, keepdim=True), b)[:count]
     points = points + 4 * torch.finfo(b.dtype).eps * b.abs().max()  # rounding
     beyond = {
         "not_alike_at": distances > EQUIVALENT * points,
@@ -274,8 +287,8 @@ def _shares(a: Tensor, b: Tensor, groups: int) -> Numbers:
         "khat_high": 1 - (ratios + _ERRORS_AT_POINTS * of_ratios) ** 2 > _HIGH_K,
     }
     if errors.isnan().any():
-        return dict.fromkeys(beyond, math.nan)
-    return {key: float(double(there).mean()) for key, there in beyond.items()}
+        return whole | dict.fromkeys(beyond, math.nan)
+    return whole | {key: float(double(there).mean()) for key, there in beyond.items()}
 
 
 class LatentDistances(NamedTuple):
@@ -316,11 +329,11 @@ def latent_distances(evaluation: Evaluation, reference: Evaluation) -> LatentDis
 
     def apart(a: Tensor, b: Tensor) -> Tensor:
         shifts = (a.mean(0) - b.mean(0)).abs() / sd_of_draws(b)
-        return torch.where(points, shifts, wasserstein1_at_points(a, b))
+        return torch.where(points, shifts, wasserstein_at_points(a, b)[0])
 
     errors = monte_carlo_error(apart, a, b, groups=groups)
     errors = errors * enlarged(_ERRORS_AT_POINTS, (1.0, max(1, groups - 1)))
-    limits = NEAR * wasserstein1_at_points(b.mean(0, keepdim=True), b)
+    limits = NEAR * wasserstein_at_points(b.mean(0, keepdim=True), b)[0]
     parts = (value.cpu() for value in (apart(a, b), errors, limits, points))
     return LatentDistances(names, *parts)
 
@@ -427,6 +440,8 @@ def resolved(evaluation: Evaluation, reference: Evaluation, error: float) -> flo
 
 def distance_of_point(reference: Evaluation) -> float:
     """W1 of a point at the reference's mean, a scale for the others."""
+    if not sd_of_draws(reference.function).any():
+        return 0.0  # all else is rounding
     mean = double(reference.function).mean(0, keepdim=True)
     return float(metrics.wasserstein1(mean, reference.function))
 

@@ -25,6 +25,8 @@ WITHIN, BELOW, ABOVE = "within", "below", "above"
 LOCAL = 0.05  # largest share of the test points at which a group's band may be left
 SD_APART = 1.33  # factor by which a region's sd must be worse than near the data to be named
 GAMMA_ALL, GAMMA_NONE = 0.9, 0.05  # shares of what the data may determine: nearly all, or none
+_TINY = 1e-300
+_ROUNDING = 1e-6  # of a share
 _MOST_RUNS = 0.5  # share of a method's runs, in more than which a latent must be far
 MOST_NAMES = 6  # in a group of the answer
 
@@ -151,8 +153,9 @@ class Check:
         unit, scale = (" %", 100) if check.style == "percent" else ("", 1)
         ends = [f"{scale * end:.4g}" for end in limits if math.isfinite(end) and end != check.none]
         cell = Column("value", "", style=check.style, digits=check.digits, error="error").cell
+        what = check.what.replace("{} ", "") if math.isnan(value) else check.what
         words = _FINDING.format(
-            what=check.what.format(cell({"value": value, "error": error or math.nan})),
+            what=what.format(cell({"value": value, "error": error or math.nan})),
             word=word,
             limits=f" (limit {' to '.join(ends)}{unit})" if ends else "",
         )
@@ -236,6 +239,11 @@ _HAMILTONIAN = (
 _CUT = Check(
     "saturated", "{} of the trees were cut", high=0.05, above="draws move slowly", style="percent",
 )  # fmt: skip
+_POINT_MASS = Check(
+    "point", "W1 {} of a point at its mean", low=_TINY, none=_TINY,
+    below="it has no spread that could be the scale of a distance",
+    remedy="draws of a distribution, such as those of chains",
+)  # fmt: skip
 _MODES = Check(
     "modes", "latents in {} modes", high=1.0,
     above="R-hat of the function cannot tell how much mass each has", none=1.0,
@@ -267,7 +275,7 @@ class Judgment:
         if self.runs > 1:
             begin = _RUNS.format(runs=self.runs)
         words = [finding.words for finding in self.findings]
-        return begin + ("; ".join(words) or "nothing to hold it against")
+        return begin + ("; ".join(words) or "no finding")
 
     @property
     def fault(self) -> str:
@@ -350,10 +358,8 @@ def _from_best(evaluation: Evaluation, best: Evaluation, count: int) -> dict[str
 
 
 def _group_by_score(row: Row) -> str:
-    if math.isnan(row[SCORE]):
-        return UNDECIDED
-    if math.isnan(row.get(f"{SCORE}_diff_se", 0.0)):
-        return UNDECIDED
+    if math.isnan(row.get(f"{SCORE}_diff_se", row[f"{SCORE}_se"])):
+        return UNDECIDED  # the best too, if its own error is unknown
     return ALIKE if _PREDICTIONS.of(row) is None else WORSE
 
 
@@ -369,7 +375,8 @@ def in_words(reference: str) -> str:
 
 def doubts(name: str, row: Row) -> list[str]:
     """A sentence on why a reference is in doubt, if it is: the gates that it does not pass."""
-    closed = [finding for finding in gates(row) if finding.remedy]
+    found = [_POINT_MASS.of(row), *gates(row)]
+    closed = [finding for finding in found if finding is not None and finding.remedy]
     if not closed:
         return []
     words = "; ".join(finding.words for finding in closed)
@@ -450,8 +457,8 @@ def _coverage(row: Row, points: int, *, alone: bool = False) -> Finding | None:
     low, high = row["coverage_from"], row["coverage_to"]
     chance = _TOO_FEW_POINTS if error > COVERAGE else _AS_CHANCE
     return _COVERAGE.of(
-        Row(coverage=row["coverage"]), low=max(0.0, min(0.9 - error, low)),
-        high=min(1.0, max(0.9 + error, high)),
+        Row(coverage=row["coverage"]), low=max(0.0, min(0.9 - error, low) - _ROUNDING),
+        high=min(1.0, max(0.9 + error, high) + _ROUNDING),
         within=chance if alone else "",
     )  # fmt: skip
 

@@ -254,7 +254,8 @@ def answer_of(evaluations: Mapping[str, Evaluation], cheap: Sequence[str]) -> st
     what = "probabilities" if "accuracy" in alone[0] else "predictive densities"
     beside = listed([name.replace("network", "the network") for name in cheap])
     rows = evaluations[cheap[0]].rows
-    text = f"On {rows} test rows {_who(better, 'has', 'have')} better {what} than {beside}."
+    who = _who(better, "has", "have")
+    text = f"On {rows} test rows, beyond the errors, {who} better {what} than {beside}."
     if worse:
         text += f" {_who(worse, 'has', 'have')} worse ones than the network alone."
     if not has_other:
@@ -262,7 +263,7 @@ def answer_of(evaluations: Mapping[str, Evaluation], cheap: Sequence[str]) -> st
     who = _who(apart, "separates", "separate")
     text += f" {who[0].upper()}{who[1:]} other inputs from test inputs better than the network."
     if not (better or apart):
-        text += " By these rows the network alone is enough."
+        text += " These rows give no reason for more than the network."
     return text
 
 

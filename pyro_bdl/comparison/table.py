@@ -268,7 +268,7 @@ def compare_evaluations(
     point, warned = float("nan"), []
     if reference is not None:
         point = distance_of_point(first)
-        warned = judge.doubts(reference, rows[reference])
+        warned = judge.doubts(reference, Row(rows[reference], point=point))
     judgments = judge.judge(rows, one, reference, point=point)
     answer = judge.answer(rows, judgments, reference, point=point, doubtful=bool(warned))
     shown_rows: dict[str, dict[str, Any]] = {

@@ -53,13 +53,18 @@ def wasserstein1(a: Tensor, b: Tensor) -> Tensor:
 
     Source: Villani (2003), Topics in Optimal Transportation, section 2.2.
     """
-    return wasserstein1_at_points(a, b).mean()
+    return wasserstein_at_points(a, b)[0].mean()
 
 
-def wasserstein1_at_points(a: Tensor, b: Tensor) -> Tensor:
-    """The distances that ``wasserstein1`` averages, ``(N, ...)``."""
-    gaps = [gap.abs() @ width for gap, width in _quantile_gaps(a, b)]
-    return torch.cat(gaps).reshape(b.shape[1:])
+def wasserstein_at_points(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """W1 and the square of W2 at each point, ``(N, ...)`` each, of which ``wasserstein1`` and
+    ``wasserstein2`` are the mean and the root of the mean."""
+    found = [
+        torch.stack([gap.abs() @ width, gap.square() @ width])
+        for gap, width in _quantile_gaps(a, b)
+    ]
+    first, second = torch.cat(found, 1).reshape(2, *b.shape[1:])
+    return first, second
 
 
 def wasserstein1_by_chance(draws: Tensor, *sizes: float) -> float:
@@ -99,8 +104,7 @@ def wasserstein2(a: Tensor, b: Tensor) -> Tensor:
 
     Source: Villani (2003), Topics in Optimal Transportation, section 2.2.
     """
-    squares = [gap.square() @ width for gap, width in _quantile_gaps(a, b)]
-    return torch.cat(squares).mean().sqrt()
+    return wasserstein_at_points(a, b)[1].mean().sqrt()
 
 
 def _quantile_gaps(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -27,7 +27,7 @@ def best_temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> tuple[
     Of numbers it is T = mean_n (y_n - m_n)^2 / v_n. Of classes, with b = 1 / T and logits l, it is
     the root of mean_n E_q[l_n] - l_ny in b, which rises, between 0.01 and 100. The error is that of
     an M-estimator, which does not assume that the model is true (White 1982). Both are NaN for
-    predictions that are not all finite.
+    predictions that are not all finite, and so is the error of one datum.
 
     :param mean: ``(N, ...)``, the predictive means, or the log probabilities of classes ``(N, C)``.
     :param variance: ``(N, ...)``, the predictive variances; None for classes.
@@ -37,7 +37,7 @@ def best_temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> tuple[
     """
     if variance is not None:
         ratios = (squared_error(mean, y) / double(variance)).reshape(len(y), -1).mean(1)
-        return float(ratios.mean()), float(ratios.std()) / len(y) ** 0.5
+        return float(ratios.mean()), _sd(ratios) / len(y) ** 0.5
     logs = double(mean).clamp_min(_LEAST)
     observed = logs.gather(1, checked_labels(mean, y)[:, None])[:, 0]
 
@@ -58,7 +58,12 @@ def best_temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> tuple[
         inverse = float(brentq(slope, low, high, xtol=1e-12))
     q, psi = (inverse * logs).softmax(1), slopes(inverse)
     information = ((q * logs.square()).sum(1) - (psi + observed).square()).mean()
-    return 1 / inverse, float(psi.std() / information) / inverse**2 / len(y) ** 0.5
+    return 1 / inverse, float(_sd(psi) / information) / inverse**2 / len(y) ** 0.5
+
+
+def _sd(values: Tensor) -> float:
+    """The sd over the data; NaN of a single one."""
+    return float(values.std()) if len(values) > 1 else float("nan")
 
 
 def calibrated_nlpd(mean: Tensor, variance: Tensor | None, y: Tensor) -> Tensor:

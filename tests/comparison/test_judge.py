@@ -352,7 +352,7 @@ def test_a_finding_has_its_number_its_error_and_its_limits():
         "(limit 0.8 to 1.25)"
     )
     nothing = Judgment(FAR, findings(Row(), Row(), 100))
-    assert nothing.verdict == "nothing to hold it against" and nothing.fault == "other shape"
+    assert nothing.verdict == "no finding" and nothing.fault == "other shape"
 
 
 def test_a_few_test_points_do_not_say_how_close_a_coverage_is():
@@ -509,3 +509,51 @@ def test_limits_of_a_coverage_are_shares():
     (finding,) = (f for f in findings(row, None, 20) if f.key == "coverage")
     assert finding.says == BELOW and finding.limits[1] == 1.0
     assert finding.words.endswith("(limit 75 to 100 %)")
+
+
+# ------------------------------------------------------------------------------ hostile inputs
+
+
+def draws_of(function, y, noise=0.5):
+    if function.max() > 1e9:
+        return bdl.PredictiveDraws(function)
+    density = torch.distributions.Normal(function, noise).log_prob(y)
+    return bdl.PredictiveDraws(function, function + noise * torch.randn_like(function), density)
+
+
+def compared(reference, points=30, **functions):
+    x = torch.linspace(-1, 1, points)[:, None].double()
+    model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1).double()), noise=0.5)
+    sets = {name: draws_of(f[:, :points], x[:, 0]) for name, f in functions.items()}
+    return bdl.compare(model, sets, x, x[:, 0], reference=reference, progress=False)
+
+
+def functions(count, spread=0.2):
+    return torch.linspace(-1, 1, 30).double() + spread * torch.randn(count, 1).double()
+
+
+@pytest.mark.parametrize(("points", "count"), [(1, 100), (30, 2)])
+def test_the_best_of_scores_without_an_error_is_not_known(points, count):
+    found = compared(None, points, a=functions(count), b=functions(count))
+    assert {judgment.group for judgment in found.judgments.values()} == {UNDECIDED}
+
+
+def test_a_reference_without_spread_has_no_scale():
+    found = compared("b", a=functions(100), b=functions(100, 0.0))
+    assert "no spread that could be the scale" in found.warnings[0]
+    assert "sd_ratio" not in [finding.key for finding in found.judgments["a"].findings]
+
+
+def test_a_draw_that_is_huge_leaves_a_posterior_undecided():
+    """Its sd overflows, and so does the error."""
+    function = functions(100)
+    function[3] = 1e300
+    found = compared("b", a=function, b=functions(100))
+    assert found.judgments["a"].group == UNDECIDED and "± inf" in str(found)
+    assert compared("a", a=function, b=functions(100)).judgments["b"].group == UNDECIDED
+
+
+def test_a_coverage_at_its_limit_is_within_it():
+    """By 23 of 30 targets, where the limit is as many, but in another precision."""
+    row = Row(coverage=23 / 30, coverage_from=23 / 30 + 1e-9, coverage_to=1.0)
+    assert not [finding for finding in findings(row, None, 30) if finding.fault]

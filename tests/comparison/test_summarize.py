@@ -173,7 +173,7 @@ def test_what_is_better_is_said():
     draws = f + 0.1 * randn(40, 400, 3)
     found = {"softmax": classified(4 * f, y), "Laplace": classified(draws, y)}
     answer = answer_of(found, ["softmax"])
-    assert "rows Laplace (NLPD lower by" in answer
+    assert "errors, Laplace (NLPD lower by" in answer
     assert "has better probabilities than softmax." in answer
     swapped = {"softmax": found["Laplace"], "Laplace": found["softmax"]}
     answer = answer_of(swapped, ["softmax"])
@@ -246,5 +246,5 @@ def test_how_often_a_difference_is_said_of_equal_predictions():
         alone, draws = (f + 0.5 * torch.randn(1, 300, 3, generator=made) for _ in range(2))
         found = {"softmax": classified(alone, y), "Laplace": classified(draws, y)}
         answer = answer_of(found, ["softmax"])
-        said += "rows no posterior has better probabilities than softmax. In" not in answer
+        said += "errors, no posterior has better probabilities than softmax. In" not in answer
     assert said <= 12  # 5 % are meant
