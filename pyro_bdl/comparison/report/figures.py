@@ -33,14 +33,15 @@ CAPTIONS = {
     "the reference.",
     "cost": "Time to fit against the distance to the reference. The dashed line is the distance "
     "between two halves of the reference's own draws.",
-    "hyperparameters": "Latents that are single numbers, such as noise and scales: median, 50 % "
-    "and 90 % interval.",
+    "hyperparameters": "Latents that are no weights, such as noise and scales: median, 50 % and "
+    "90 % interval.",
     "ranks": "Each chain's share of the ranks of all draws, for the function at test points and "
     "for latents that are single numbers: flat where chains agree. The band is for independent "
     "draws.",
 }
 _POINTS = 4
 _DRAWS = 500  # of latents, from a guide
+_LATENTS = 12  # named numbers that are shown
 
 
 def figures(
@@ -187,20 +188,24 @@ def cost(comparison: "Comparison") -> Figure | None:
 def _scalars(
     comparison: "Comparison", posteriors: Mapping[str, Any], data: Dataset | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Draws ``(S,)`` of each posterior's latents that are single numbers, the noise in the target's
-    units."""
+    """Draws ``(S,)`` of the named latents that are compared, and of each posterior's others that
+    are single numbers; the noise in the target's units."""
     scales = {} if data is None or data.y_sd == 1 else {"noise": data.y_sd}
     scalars = {}
     with seeded(0):
-        for name in comparison.evaluations:
+        for name, evaluation in comparison.evaluations.items():
+            found = {}
+            if evaluation.latents is not None:
+                columns = evaluation.latents.unbind(1)[:_LATENTS]
+                found = dict(zip(evaluation.latent_names, columns, strict=False))
             posterior = samples_of_mcmc(posteriors.get(name))
-            if not (isinstance(posterior, Samples) or callable(posterior)):
-                continue  # only its predictions are known
-            total = None if isinstance(posterior, Samples) else _DRAWS
-            latents = latent_draws(posterior, total, *comparison.inputs, None)
+            if isinstance(posterior, Samples) or callable(posterior):
+                total = None if isinstance(posterior, Samples) else _DRAWS
+                drawn = latent_draws(posterior, total, *comparison.inputs, None)
+                known = evaluation.latent_names
+                found |= {n: v for n, v in drawn.items() if v.dim() == 1 and n not in known}
             scalars[name] = {
                 f"{site}, target's units" if site in scales else site: v * scales.get(site, 1.0)
-                for site, v in latents.items()
-                if v.dim() == 1
+                for site, v in found.items()
             }
     return {name: sites for name, sites in scalars.items() if sites}

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["figures", "fragment", "write_page"]
 
-# Above the table stand the figure of costs and the first other one of these.
-_FIRST, _SECOND = "cost", ("bands", "forest", "calibration")
+# Above the table stand the figure of costs, the first other one of these, and the latents that are
+# compared.
+_FIRST, _SECOND, _LATENTS = "cost", ("bands", "forest", "calibration"), "hyperparameters"
 # Groups of columns that are shown from the start, by the beginnings of their names.
 _SHOWN = ("test data", "distance to")
 _BOUNDS = ("elbo", "log_evidence")
@@ -60,6 +61,8 @@ def write_page(
     """
     figures = comparison.figures(data=data) if figures is None else figures
     first = [_FIRST, *[name for name in _SECOND if name in figures][:1]]
+    if comparison.first.latents is not None:
+        first.append(_LATENTS)
     # Bounds have a group of their own, since only some posteriors have them.
     columns = [
         replace(column, group="bounds") if column.key in _BOUNDS else column

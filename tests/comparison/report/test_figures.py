@@ -58,7 +58,7 @@ OWN = ["forest", "calibration", "ppc", "pit", "function_space", "cost"]
 @pytest.mark.parametrize(("size", "first"), [(1, ["bands"]), (3, [])])
 def test_figures_by_the_number_of_inputs(compared, size, first):
     result, posteriors, data = compared(size)
-    assert list(result.figures()) == [*first, *OWN, "ranks"]
+    assert list(result.figures()) == [*first, *OWN, "hyperparameters", "ranks"]
     shown = result.figures(data=data, posteriors=posteriors)
     assert list(shown) == [*first, *OWN, "hyperparameters", "ranks"]
     assert set(CAPTIONS) == {"bands", *shown}
@@ -72,17 +72,21 @@ def test_labels_and_training_data(compared):
 
 
 def test_hyperparameters_and_ranks_are_of_the_draws(compared):
-    """The noise is in the target's units; w has a dimension."""
+    """Those that are compared, without their posteriors too; the noise is in the target's units,
+    w has a number for each input."""
     result, posteriors, data = compared(2)
+    latents = ["scale", "noise,\ntarget's units", "w[0]", "w[1]"]
+    alone = result.figures(data=data)["hyperparameters"]
+    assert [axis.get_title(loc="left") for axis in alone.axes] == latents
     drawn = result.figures(data=data, posteriors=posteriors)
     titles = [axis.get_title(loc="left") for axis in drawn["hyperparameters"].axes]
-    assert titles == ["scale", "noise,\ntarget's units"]
+    assert titles == latents
     median = drawn["hyperparameters"].axes[1].lines[2].get_xdata()
     exact = 50 * np.quantile(posteriors["a"].latents["noise"].double(), 0.5)
     np.testing.assert_allclose(median, exact, rtol=1e-6)
     titles = [axis.get_title(loc="left") for axis in drawn["ranks"].axes]
     places = list(figures.points(result, data))
-    assert titles == [*places, "scale", "noise, target's units"]
+    assert titles == [*places, "scale", "noise, target's units", "w[0]", "w[1]"]
     assert all(title.startswith("point ") and ", target " in title for title in places)
 
 
