@@ -194,6 +194,45 @@ def test_nan_is_refused_where_it_is_not_declared(targets, data):
         laplace(program(), y, y)
     with pytest.raises(ValueError, match="y holds NaN or infinity in rows 0"):
         laplace(program(), x, torch.where(torch.arange(N)[:, None] == 0, torch.inf, y))
-    with pytest.raises(ValueError, match="class numbers are integers"):
-        net = bdl.bayesianize(torch.nn.Linear(2, 2, **D))
-        laplace(bdl.models.Classification(net, missing_targets=True), x, torch.zeros(N).long())
+
+
+CLASSES = {
+    "classes": (lambda net, **o: bdl.models.Classification(net, **o), 3),
+    "two classes": (lambda net, **o: bdl.models.BinaryClassification(net, **o), 1),
+    "grades": (lambda net, **o: bdl.models.OrdinalRegression(net, cutpoints=[-1.0, 0.5], **o), 1),
+}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_class_that_is_missing_counts_as_a_row_that_is_left_out(kind):
+    build, outputs = CLASSES[kind]
+    torch.manual_seed(0)
+    x, net = torch.randn(20, 2, **D), torch.nn.Linear(2, outputs, **D)
+    y = torch.randint(0, 2 if kind == "two classes" else 3, (20,))
+    seen = torch.arange(20) % 4 != 0
+    some = torch.where(seen, y.double(), torch.nan)
+    found = []
+    for inputs, targets, options in (
+        (x, some, {"missing_targets": True}),
+        (x[seen], y[seen], {}),
+    ):
+        model = build(bdl.bayesianize(net), **options)
+        guide = bdl.guides.AutoLaplaceGGN(model, structure="full").prototype(inputs, targets)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BdlWarning)
+            posterior = guide.laplace_approximation((inputs, targets))
+            held_out = guide.laplace_approximation(
+                (inputs, targets), held_out=(inputs, targets)
+            ).held_out
+        scores = bdl.evaluate(model, posterior, inputs, targets, num_samples=50).scores
+        covariance = posterior.precision.solve(torch.eye(3 * outputs, **D))
+        found.append((covariance, held_out, scores))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert found[0][1].rows == found[1][1].rows == 15
+    for name in ("gain", "error", "factor") if kind != "grades" else ():  # they take draws
+        of_all, of_some = (getattr(one[1], name) for one in found)
+        assert of_all == pytest.approx(of_some, rel=1e-9)
+    for name in ("nlpd", "accuracy", "brier", "ece"):
+        assert found[0][2][name] == pytest.approx(found[1][2][name], rel=1e-9), name
+    with pytest.raises(ValueError, match="missing_targets=True"):
+        bdl.training.train(build(bdl.bayesianize(net)), guide, x, some, steps=1)

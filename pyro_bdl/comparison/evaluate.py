@@ -29,7 +29,7 @@ from pyro_bdl.comparison.observe import Block, PredictiveDraws, check_draws, kno
 from pyro_bdl.comparison.scores import SCORES, Score, separation
 from pyro_bdl.comparison.setting import Setting, regions, spaced
 from pyro_bdl.diagnostics.summary import listed_sites
-from pyro_bdl.errors import UnusableDrawsError, warn
+from pyro_bdl.errors import UnsupportedProgramError, UnusableDrawsError, warn
 from pyro_bdl.guides.draws import (
     DRAWS_AT_ONCE,
     as_posterior,
@@ -38,7 +38,7 @@ from pyro_bdl.guides.draws import (
 from pyro_bdl.metrics.calibration import coverage_range
 from pyro_bdl.metrics.monte_carlo import halves
 from pyro_bdl.predictive.predictor import predictor
-from pyro_bdl.program.batches import select_rows
+from pyro_bdl.program.batches import leading_size, select_rows
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.precision import double_device
 from pyro_bdl.utils.progress import shown
@@ -177,6 +177,7 @@ def evaluate(
     units: tuple[float, float] = (1.0, 0.0),
     observed: str | Collection[str] | None = None,
     latents: str | Collection[str] | None = None,
+    rows: str | None = None,
     seed: int = 0,
     progress: bool | None = None,
 ) -> Evaluation:
@@ -194,8 +195,8 @@ def evaluate(
     """
     setting = Setting.read(
         model, posterior, test=test, train=train, ood=ood, units=units, num_samples=num_samples,
-        batch_norm_data=batch_norm_data, sites=observed, latents=latents, seed=seed,
-        progress=progress,
+        batch_norm_data=batch_norm_data, sites=observed, latents=latents, rows=rows,
+        seed=seed, progress=progress,
     )  # fmt: skip
     return evaluate_in(setting, posterior, costs or Costs(), left_out)
 
@@ -340,7 +341,15 @@ class _Draws:
                 continue
             started = time.perf_counter()
             ends = None if data.bounds is None else data.bounds[:, rows]
-            block = observe(self.predictive, data.kind, args, data.y[rows], seen, ends)
+            try:
+                block = observe(self.predictive, data.kind, args, data.y[rows], seen, ends)
+            except RuntimeError as error:
+                if len(batches) == 1 or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                raise UnsupportedProgramError(
+                    f"the program does not run on {leading_size(args)} of its {len(data.y)} test "
+                    f'rows ({error}): if its rows need each other, say rows="together"'
+                ) from error
             self.seconds += time.perf_counter() - started
             yield block
 

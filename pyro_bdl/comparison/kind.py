@@ -89,6 +89,7 @@ class Kind:
     :param fixed_mean: whether the mean of a joint distribution does not depend on the latents, as
         for a Gaussian process whose function is integrated out.
     :param unknown: names of the distributions, if the linearized program does not know some.
+    :param together: whether rows need each other, so that all data are passed at once.
     :param most_rows: the program's ``num_data``, beyond which it takes no targets; None for any.
     :param is_masked: whether a mask tensor leaves data out of the likelihood.
     :param factors: its factors, which belong to no datum and are not scored.
@@ -105,6 +106,7 @@ class Kind:
     is_joint: bool = False
     fixed_mean: bool = False
     unknown: str = ""
+    together: bool = False
     most_rows: int | None = None
     is_masked: bool = False
     factors: tuple[str, ...] = ()
@@ -178,7 +180,7 @@ class Kind:
         :param draws: S.
         :param width: numbers in a row's target.
         """
-        if self.is_joint or not self.by_rows:
+        if self.is_joint or self.together or not self.by_rows:
             return [(args, slice(None))]
         size = max(1, bytes_at_once(_DRAWS_AT_ONCE) // (8 * draws * max(1, width)))
         size = min(size, self.most_rows or size)
@@ -253,6 +255,7 @@ def observed(
     *,
     sites: str | Collection[str] | None = None,
     draws: int = 1000,
+    rows: str = "alone",
 ) -> Observed:
     """Read what a program observes of data, by one run on each batch of them.
 
@@ -262,11 +265,13 @@ def observed(
     :param kind: where it is known from other data.
     :param sites: the names of the observed sites that are scored; all by default.
     :param draws: for which the batches are made.
+    :param rows: "together" where rows need each other: then there is one batch.
     :raises ValueError: if the program has no observed site, or none of such a name.
     :raises UnsupportedProgramError: if the program's sites are others in another batch.
     """
-    rows = has_rows((args, {}), leading_size(args))
-    known = kind or Kind({}, "", by_rows=rows, most_rows=_stated_num_data(model))
+    are_rows, together = has_rows((args, {}), leading_size(args)), rows == "together"
+    most = _stated_num_data(model)
+    known = kind or Kind({}, "", by_rows=are_rows, together=together, most_rows=most)
     batches = [part for part, _ in known.batches(args, draws)]
     names = (sites,) if isinstance(sites, str) else sites
     with evaluation_mode(model, posterior):
@@ -278,6 +283,8 @@ def observed(
             "the program has other observed sites, or plates without a cell for each row, in some "
             "of the data: write its observed sites in a plate over the rows, for any data"
         )
+    if kind is None and together:
+        found = found._replace(kind=replace(found.kind, together=True))
     return found
 
 

@@ -20,6 +20,7 @@ from pyro_bdl.program.batches import (
     select_rows,
 )
 from pyro_bdl.program.check import by_entry, takes_missing
+from pyro_bdl.program.rows import ROWS
 from pyro_bdl.utils.module_state import device_of
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
@@ -74,18 +75,22 @@ class Setting:
         cls, model: Callable, posterior: Any, *, test: Any, train: Any, ood: Any,
         units: tuple[float, float], num_samples: int, seed: int,
         sites: str | Collection[str] | None = None,
-        latents: str | Collection[str] | None = None, **options: Any,
+        latents: str | Collection[str] | None = None, rows: str | None = None, **options: Any,
     ) -> "Setting":  # fmt: skip
         """Check the data and read what the program observes.
 
         :param posterior: one that gives values to latents with an improper prior.
         :param sites: the observed sites that are scored; all by default.
         :param latents: the latent sites that are compared; by default those that are no weights.
+        :param rows: see ``compare``; by default what the posterior says.
         :raises TypeError: for data that are not tensors.
         :raises ValueError: for data or units that do not fit, and NaN.
         """
         if num_samples < 2:
             raise ValueError(f"num_samples must be at least 2, got {num_samples}")
+        rows = rows_of(posterior) if rows is None else rows
+        if rows not in ROWS:
+            raise ValueError(f"rows is 'alone' or 'together', got {rows!r}")
         device = device_of(model)
         args = _checked(model, "test", _in_memory("test", test, device))
         if train is not None:
@@ -93,13 +98,15 @@ class Setting:
             train = _checked(model, "train", train, count=len(args))
         if ood is not None:
             ood = _in_memory("ood", (ood,) if isinstance(ood, Tensor | Mapping) else ood, device)
-            ood = _thinned(_checked(model, "ood", ood, count=len(args) - 1))
+            ood = _checked(model, "ood", ood, count=len(args) - 1)
+            ood = ood if rows == "together" else _thinned(ood)
         if not (all(map(math.isfinite, units)) and units[0] > 0):
             raise ValueError(f"units must be (scale, shift) with a positive scale, got {units}")
         with seeded(seed):
             try:
-                found = observed(model, args, posterior, sites=sites, draws=num_samples)
-                kind, y, seen, bounds = found
+                kind, y, seen, bounds = observed(
+                    model, args, posterior, sites=sites, draws=num_samples, rows=rows
+                )
             except (ValueError, RuntimeError, IndexError):
                 _check_rows("test", args)
                 raise
@@ -136,6 +143,11 @@ class Setting:
             model, kind, args, y, seen, bounds, train, ood, chosen, units, num_samples, seed=seed,
             **options,
         )  # fmt: skip
+
+
+def rows_of(posterior: Any) -> str:
+    """What a posterior says of the rows of its program: "alone" where it says nothing."""
+    return getattr(getattr(posterior, "config", None), "rows", "alone")
 
 
 def _in_memory(name: str, parts: Any, device: torch.device | None) -> Any:

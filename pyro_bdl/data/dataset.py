@@ -257,10 +257,12 @@ def _check_values(
     ]
     if places:
         remedy = ""
-        if not (large.any(axis=None) or missing[target_name].any()):
-            remedy = ", or have them filled in with impute='median' (--impute median)"
-        elif not bad.drop(columns=target_name).any(axis=None) and not large.any(axis=None):
-            remedy = ", or have them left out by missing_targets=True (--missing-targets)"
+        if not large.any(axis=None):
+            if bad.drop(columns=target_name).any(axis=None):
+                remedy += ", or have features filled in with impute='median' (--impute median)"
+            if missing[target_name].any():
+                remedy += ", or have rows without a target left out by missing_targets=True "
+                remedy += "(--missing-targets)"
         raise ValueError(
             "data: missing values, infinity or numbers too large to compute with in "
             f"{listed(places, '; ')}; correct them, or remove the rows or columns{remedy}"

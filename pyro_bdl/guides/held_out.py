@@ -50,7 +50,8 @@ class HeldOut:
     The gain is the mean of log p_t(y | x) - log p_0(y | x) at the best factor t, where p_0 is the
     network itself. The posterior has this factor if the gain is above two standard errors: the
     best of many factors gains a little by chance. If not, it has the largest factor by which the
-    densities of the rows change by 1e-4 nats on average.
+    densities of the rows change by 1e-4 nats on average. Rows of which masks leave out all targets
+    do not count.
 
     :param rows: the number of rows.
     :param factor: t, of the posterior's covariance.
@@ -94,10 +95,10 @@ def search(at: ProgramAtPoint, precision: Precision, held_out: Batches) -> HeldO
         are impossible under the network itself.
     """
     check_held_out(at.model, held_out)
-    log_densities = densities(at, precision, held_out, (0.0, *FACTORS))
-    rows = log_densities.shape[1]
+    log_densities, seen = densities(at, precision, held_out, (0.0, *FACTORS))
+    rows = int(seen.sum())
     if rows < 2:
-        raise ValueError(f"held_out needs at least two rows, got {rows}")
+        raise ValueError(f"held_out needs at least two rows with targets, got {rows}")
     possible = log_densities.isfinite()
     if not possible[0].all():
         raise ValueError(
@@ -116,7 +117,7 @@ def search(at: ProgramAtPoint, precision: Precision, held_out: Batches) -> HeldO
             "held-out-widths",
             stacklevel=4,
         )
-    changes = log_densities[1:] - log_densities[0]
+    changes = (log_densities[1:] - log_densities[0])[:, seen]
     gains, errors = changes.mean(1), changes.std(1) / math.sqrt(rows)
     best = int(ranked(gains).argmax())
     found = HeldOut(rows, FACTORS[best], float(gains[best]), float(errors[best]))
@@ -129,13 +130,15 @@ def search(at: ProgramAtPoint, precision: Precision, held_out: Batches) -> HeldO
 @torch.no_grad()
 def densities(
     at: ProgramAtPoint, precision: Precision, batches: Iterable[Batch], factors: Sequence[float]
-) -> Tensor:
-    """log p_t(y | x) of each row under each factor t, (factors, n); t = 0 is the network."""
-    parts = []
+) -> tuple[Tensor, Tensor]:
+    """log p_t(y | x) of each row under each factor t, (factors, n), t = 0 being the network, and
+    the rows of which masks leave out not every target, bool (n,)."""
+    parts, seen = [], []
     for part in at.linearizations(batches, every_output=True):
         sites = [outputs.gaussian(precision) for outputs in observed_outputs(part).values()]
         parts.append(torch.stack([log_densities(sites, factor) for factor in factors]))
-    return torch.cat(parts, 1)
+        seen.append(_seen_rows(sites).to(parts[-1].device))
+    return torch.cat(parts, 1), torch.cat(seen)
 
 
 def check_held_out(model: Callable, held_out: Batches) -> None:
@@ -163,6 +166,15 @@ def log_densities(sites: list[GaussianOutputs], factor: float) -> Tensor:
         density = _over_draws(scaled) if density is None else density
         terms.append(double(density).reshape(outputs.num_data, -1).sum(1))
     return torch.stack(terms).sum(0)
+
+
+def _seen_rows(sites: list[GaussianOutputs]) -> Tensor:
+    """Which rows have a target that masks do not leave out, bool (n,)."""
+    marks = []
+    for outputs in (gaussian.outputs for gaussian in sites):
+        assert outputs.site is not None
+        marks.append(outputs.site.seen().cpu().reshape(outputs.num_data, -1).any(1))
+    return torch.stack(marks).any(0)
 
 
 def _over_draws(gaussian: GaussianOutputs) -> Tensor:

@@ -12,9 +12,9 @@ A network that takes keywords gets them as a dict in the place of x, or as keywo
 Of a network whose output is no tensor ``output`` says which tensor is f(x); by default it is the
 output's ``logits``, as in networks of the Hugging Face kind.
 
-Where some numbers of several targets were not observed they are NaN, and
-``Regression(bnn, missing_targets=True)`` leaves them out of the likelihood; so does a head of
-``MultiOutput``.
+Where some targets were not observed they are NaN (of classes too, as floats), and
+``Regression(bnn, missing_targets=True)`` leaves them out of the likelihood; so do the other
+programs and the heads of ``MultiOutput``.
 
 ``MultiOutput`` observes several outputs of one network, each with a program of its own kind::
 

@@ -41,13 +41,7 @@ class Classification(ObservationModel):
         return output.shape[:-1]
 
     def _checked_targets(self, output: Tensor, y: Tensor) -> Tensor:
-        y = super()._checked_targets(output, y)
-        if self.missing_targets:
-            raise ValueError(
-                "missing_targets marks numbers by NaN, and class numbers are integers: leave it "
-                "out, and rows without a class too"
-            )
-        return _checked_classes(self._targets_name, y)
+        return _checked_classes(self, super()._checked_targets(output, y))
 
 
 class BinaryClassification(ObservationModel):
@@ -87,6 +81,7 @@ class OrdinalRegression(ObservationModel):
 
     :param num_classes: K; as many as the cut points say where they are given.
     :param cutpoints: K - 1 increasing numbers, or a distribution of an ordered vector.
+    :param missing_targets: let NaN be a class that was not observed; ``y`` then holds floats.
     :raises ValueError: without both, if they contradict, or for numbers that do not increase.
 
     Source: McCullagh (1980), Regression models for ordinal data.
@@ -100,8 +95,9 @@ class OrdinalRegression(ObservationModel):
         cutpoints: Distribution | Tensor | Sequence[float] | None = None,
         num_data: int | None = None,
         output: Output = None,
+        missing_targets: bool = False,
     ) -> None:
-        super().__init__(network, num_data=num_data, output=output)
+        super().__init__(network, num_data=num_data, output=output, missing_targets=missing_targets)
         if cutpoints is None:
             if num_classes is None:
                 raise ValueError("OrdinalRegression needs num_classes, or the cutpoints")
@@ -137,10 +133,14 @@ class OrdinalRegression(ObservationModel):
         return likelihood.to_event(output.dim() - 1)
 
     def _checked_targets(self, output: Tensor, y: Tensor) -> Tensor:
-        return _checked_classes(self._targets_name, super()._checked_targets(output, y))
+        return _checked_classes(self, super()._checked_targets(output, y))
 
 
-def _checked_classes(name: str, y: Tensor) -> Tensor:
-    if y.is_floating_point():
-        raise ValueError(f"{name} must hold class numbers as integers, got dtype {y.dtype}")
+def _checked_classes(program: ObservationModel, y: Tensor) -> Tensor:
+    """Class numbers; those of which some may be missing are floats, for NaN."""
+    if y.is_floating_point() and not program.missing_targets:
+        raise ValueError(
+            f"{program._targets_name} must hold class numbers as integers, got dtype {y.dtype}; "
+            "where NaN marks classes that are missing, say missing_targets=True"
+        )
     return y

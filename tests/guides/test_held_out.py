@@ -232,7 +232,7 @@ def test_widths_without_a_finite_density_are_left_out(conjugate):
 def test_refusals():
     network, train, (x, y) = classes(separation=1.0)
     guide = AutoLaplaceGGN(program(network))
-    with pytest.raises(ValueError, match="held_out needs at least two rows, got 1"):
+    with pytest.raises(ValueError, match="held_out needs at least two rows with targets, got 1"):
         guide.laplace_approximation(train, held_out=(x[:1], y[:1]))
     with pytest.raises(ValueError, match="no targets for the site 'y'"):
         guide.laplace_approximation(train, held_out=x)
