@@ -88,6 +88,7 @@ SIZES = {
     "draws": (100, 10, "of the weights, 10 at most for LeNet-5"),
     "particles": (1, 1, "draws in a step of mean-field"),
     "rate": (1e-3, 1e-3, "of Adam"),
+    "decay": (1.0, 1.0, "of MC dropout, beside the sum over a batch"),
     "langevin": (5e-5, 5e-4, "step of SGLD on the sum over all images"),
     "preconditioned": (5e-5, 5e-4, "step of the preconditioned one"),
 }
@@ -214,7 +215,7 @@ def of_perceptron(data: Part, seed: int, options: argparse.Namespace) -> Iterato
         lambda: fits.mean_field(normal, steps, options.init_scale, "local_reparameterization"),
         draws,
     )
-    decay = priors.Normal.from_weight_decay(1 / options.batch, len(data.x))
+    decay = priors.Normal.from_weight_decay(options.decay / options.batch, len(data.x))
     yield Row("MC dropout", lambda: fits.dropout(decay, few), draws)
     kernels = (
         ("SGLD", bdl.mcmc.SGLD, options.langevin),
