@@ -328,6 +328,11 @@ class ProgramAtPoint:
                 with torch.enable_grad(), alone:
                     return self._map_rows(batch, plates, read)
             except UnseenUseError as error:
+                if error.sites <= self._dense:
+                    raise UnsupportedProgramError(
+                        f"the uses of the site '{min(error.sites)}' cannot be followed row by row: "
+                        f"{_ADVICE}"
+                    ) from error
                 self._dense |= error.sites
 
     def _map_rows(self, batch: Batch, plates: Mapping[str, Tensor], read: bool) -> _Mapped:

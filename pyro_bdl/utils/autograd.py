@@ -1,6 +1,6 @@
 """Autograd's graph: which tensors a result depends on, and results with known gradients."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,6 +49,43 @@ def nodes_behind(value: Tensor, stop: Iterable[Tensor] = ()) -> Iterator[Any]:
     :param stop: tensors at which the search ends.
     """
     return (node for node, _ in _edges(value, stop))
+
+
+def passed_by(
+    values: Iterable[Tensor], tensors: Mapping[str, Tensor], gates: Mapping[str, Collection[Any]]
+) -> set[str]:
+    """Return the names of tensors to which gradients of values flow through none of their gates.
+
+    :param gates: gradient edges (node, number), by name.
+    """
+    ends = {_edge(value) for value in values if value.requires_grad}
+    results: dict[Any, list[_Edge]] = {}  # of a node, those that the values are computed from
+    users: dict[_Edge, list[Any]] = {}  # the nodes that computed with a result
+    seen, pending = set(), [*ends]
+    while pending:
+        edge = pending.pop()
+        if edge[0] is None or edge in seen:
+            continue
+        seen.add(edge)
+        if edge[0] not in results:
+            for other in edge[0].next_functions:
+                users.setdefault(other, []).append(edge[0])
+                pending.append(other)
+        results.setdefault(edge[0], []).append(edge)
+
+    def has_way(tensor: Tensor, gate: Collection[Any]) -> bool:
+        pending, closed = [_edge(tensor)], {*gate}
+        while pending:
+            edge = pending.pop()
+            if edge in closed:
+                continue
+            if edge in ends:
+                return True
+            closed.add(edge)
+            pending += [result for node in users.get(edge, ()) for result in results[node]]
+        return False
+
+    return {name for name, tensor in tensors.items() if has_way(tensor, gates.get(name, ()))}
 
 
 def with_gradients(

@@ -9,6 +9,7 @@ from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fisher_jacobians
 from pyro_bdl.curvature.structures.full import FullCurvature
+from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
 
@@ -100,3 +101,27 @@ def test_the_gauss_newton_matrix_is_that_of_backward_passes(program):
     found = _found(program, x, y, "ggn")[2]
     expected = _found(program, x, y, "ggn", ProgramAtPoint.whole)[2]
     torch.testing.assert_close(found, expected)
+
+
+@torch.jit.script
+def _scripted(x, v):
+    return torch.matmul(x, v)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_a_scripted_use_that_is_zero_in_the_first_batch(structure):
+    """No recorder sees the operations of TorchScript, and the feature is absent at first."""
+    x = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 1.0], [4.0, 2.0]])
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        v = pyro.sample("v", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            f = x[:, :1] @ w + _scripted(x[:, 1:], v)
+            return pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+    y = torch.zeros(4)
+    guide = AutoLaplaceGGN(model, structure=structure).prototype(x, y)
+    guide.loc.data = torch.zeros(2)
+    posterior = guide.laplace_approximation([(x[:2], y[:2]), (x[2:], y[2:])])
+    torch.testing.assert_close(posterior.curvature.diagonal(), torch.tensor([30.0, 5.0]))
