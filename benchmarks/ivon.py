@@ -55,8 +55,9 @@ def prepared(split: Split, make: Make, steps: int, elbo: type = PLAIN, seed: int
                 rows = torch.randperm(len(split.x))
             batch, rows = rows[:BATCH], rows[BATCH:]
             optimizer.zero_grad()
-            loss(split.x[batch], split.y[batch]).backward()
-            optimizer.step()
+            step = loss.take_step(split.x[batch], split.y[batch])
+            step.backward()
+            step.move(optimizer)
             schedule.step()
 
     return model, guide, train
