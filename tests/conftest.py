@@ -80,7 +80,7 @@ CUDA = pytest.param(
 # Where a warning that nobody expects is no error yet: these folders, the files beside this one, and
 # what runs with other marks. The list only gets shorter.
 LENIENT = {"calibration", "contrib", "distributed", "elbo"}
-LENIENT |= {"estimators", "metrics", "optim", "program"}
+LENIENT |= {"estimators", "optim", "program"}
 LENIENT |= {"tracing", "training", "utils"}
 OTHER_RUNS = ("slow", "accel", "cuda", "tutorials", "bench", "smoke")
 STRICT = {path.name for path in Path(__file__).parent.iterdir() if path.is_dir()} - LENIENT
