@@ -134,7 +134,12 @@ def freeze(
             "freeze the members, and average their predictions by the mixture's weights"
         )
     program = on_whole_data(model)
-    with torch.no_grad(), evaluation_mode(model, posterior), preserved_buffers(model):
+    with (
+        OneThread(),  # torch's tracing has one state for all threads, as Pyro has
+        torch.no_grad(),
+        evaluation_mode(model, posterior),
+        preserved_buffers(model),
+    ):
 
         def unscaled(*data: Tensor) -> Any:
             with _Unscaled():

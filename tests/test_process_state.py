@@ -2,9 +2,14 @@
 
 import os
 import random
+import tempfile
+import threading
 import warnings
+from pathlib import Path
 
 import numpy as np
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
@@ -46,6 +51,21 @@ CALLS = {
     "convergence": lambda: lambda: bdl.diagnostics.convergence(DRAWS),
     "arviz": lambda: (lambda m, g: lambda: bdl.to_arviz(m, g, X, Y, num_samples=5))(*mean_field()),
 }
+
+
+def loading(model, guide):
+    def call():
+        with tempfile.TemporaryDirectory() as folder:
+            return bdl.load_posterior(guide.save(Path(folder) / "posterior"), model)
+
+    return call
+
+
+def fitted(x, y):
+    model = regression()
+    return model, bdl.guides.AutoMeanField(model).prototype(x, y)
+
+
 # Calls that draw from the caller's generators, as torch's own do
 DRAWING = {
     "Program": lambda: (lambda m: lambda: bdl.Program(m, X, Y))(regression()),
@@ -54,6 +74,11 @@ DRAWING = {
     ),
     "predict": lambda: (lambda m, g: lambda: bdl.Predictive(m, g, 5)(X))(*mean_field()),
     "laplace": lambda: laplace,
+    "freeze": lambda: (lambda m, g: lambda: bdl.freeze(m, g, X[:2], draws=3))(*mean_field()),
+    "load_posterior": lambda: loading(*mean_field()),
+    "k_fold": lambda: lambda: bdl.k_fold(fitted, X, Y, folds=2, num_samples=5, progress=False),
+    "fit_each": lambda: lambda: bdl.training.fit_each(lambda _: mean_field(), [0], progress=False),
+    "sklearn": lambda: lambda: bdl.sklearn.BayesianRegressor("map", steps=2, hidden=(2,)).fit(X, Y),
 }
 
 
@@ -87,3 +112,45 @@ def test_a_call_leaves_the_process_as_it_was(name):
     assert after == before
     if name in CALLS:
         assert randomness() == numbers
+
+
+@pytest.fixture
+def elsewhere():
+    """A program that runs in another thread all the time."""
+    inside, ends = threading.Event(), threading.Event()
+
+    def model(x):
+        inside.set()
+        ends.wait(timeout=60)
+        pyro.sample("w", dist.Normal(x[0, 0], 1.0))
+
+    def run():
+        bdl.Program(model, X)
+
+    thread = threading.Thread(target=run)
+
+    def start():
+        thread.start()
+        assert inside.wait(timeout=60)
+
+    def end():
+        ends.set()
+        thread.join()
+
+    yield start, end
+    end()
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS | DRAWING if name != "convergence"])
+def test_a_call_beside_another_thread_is_refused_and_works_afterwards(name, elsewhere):
+    start, end = elsewhere
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        call = (CALLS | DRAWING)[name]()
+        start()
+        before = state()
+        with pytest.raises((RuntimeError, ValueError), match="two threads run Pyro programs"):
+            call()
+        assert state() == before
+        end()
+        call()
