@@ -66,6 +66,7 @@ def loo_mixture(model: Callable, *data: Any) -> nn.Module:
     :param data: all the data, the targets last; they are left out one at a time.
     :raises UnsupportedProgramError: if no datum has a density of its own, or the program has
         discrete latents that are summed out.
+    :raises ValueError: if masks leave out all data.
 
     Source: Silva & Zanella (2023), Robust leave-one-out cross-validation for high-dimensional
     Bayesian models, equations 7 and 8.
@@ -80,6 +81,8 @@ def loo_mixture(model: Callable, *data: Any) -> nn.Module:
     kind, _, seen, _ = observed(model, args, None)
     if kind.no_single:
         raise UnsupportedProgramError(f"{kind.no_single}: no datum can be left out")
+    if seen is not None and not seen.numbers.any():
+        raise ValueError("masks leave out all data, and there is none to be left out one at a time")
     return _LooMixture(model, kind, seen)
 
 
@@ -149,8 +152,8 @@ def _columns(
     for part, batch in kind.batches(args, count):
         parts.append((part, None if seen is None else seen.at(batch)))
     if is_mixture:  # log sum_n 1 / p(y_n | w)
-        every = [-log_densities(predictive, kind, *part) for part in parts]
-        mixed = torch.cat(every, 1).logsumexp(1, keepdim=True)
+        ratios = [-log_densities(predictive, kind, *part) for part in parts]
+        mixed = torch.cat(ratios, 1).logsumexp(1, keepdim=True)
     with seeded(seed):
         for (part, of_part), (_, batch) in zip(parts, kind.batches(args, count), strict=True):
             ends = None if bounds is None else bounds[:, batch]

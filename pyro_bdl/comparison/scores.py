@@ -497,7 +497,7 @@ class Score:
             seen = parts.get("seen")
             some = slice(None, None, -(-len(parts["mean"]) // _MOST_POINTS))
             at_some = None if seen is None else seen[some]
-            values = {}
+            values: dict[str, Tensor] = {}
             for name in _OF_DRAWS & inputs.keys():
                 draws, *ends = inputs.pop(name)
                 exact = isinstance(draws, Normals)

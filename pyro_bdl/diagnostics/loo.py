@@ -214,9 +214,8 @@ def total(
     :param pit: of leave-one-out.
     """
     left_out, with_all, k = found[:3]
-    without = (
-        found[3:].reshape(len(found) - 3, -1).sum(1)
-    )  # of all observations, without each group of draws
+    # of all observations, without each group of draws; there may be no groups
+    without = found[3:].reshape(len(found) - 3, k.numel()).sum(1)
     num_draws = log_likelihood.shape[0] * log_likelihood.shape[1]
     result = LOO(
         elpd=left_out.sum().item(),

@@ -150,6 +150,42 @@ def test_draws_of_the_mixture_give_the_exact_densities(data, seed):
     assert result.p_loo == pytest.approx(float((with_all - truth).sum()), abs=0.5)
 
 
+def test_few_draws_have_no_error_over_draws(data):
+    for model in (line, bdl.loo_mixture(line, *data)):
+        result = found(model, chains(*data, draws=4), *data)
+        assert math.isnan(result.draws_se) and math.isfinite(result.elpd)
+
+
+def test_a_mixture_needs_single_data(data):
+    x, y = data
+    with pytest.raises(ValueError, match="masks leave out all data"):
+        bdl.loo_mixture(line, x, y, torch.zeros(N, dtype=torch.bool))
+
+    def switched(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 2.0))
+        with pyro.plate("data", len(x)):
+            kind = pyro.sample("kind", dist.Bernoulli(0.5))
+            pyro.sample("y", dist.Normal(w + kind, NOISE), obs=y)
+
+    with pytest.raises(bdl.errors.UnsupportedProgramError, match=r"discrete sites \(kind\)"):
+        bdl.loo_mixture(switched, x, y)
+
+
+def test_two_observed_sites_are_one_datum(data):
+    def both(x, y=None, z=None):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(()), 2.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w * x, NOISE), obs=y)
+            pyro.sample("z", dist.Poisson((w * x).exp()), obs=z)
+
+    x, y, w = data[0][:, 1], data[1], torch.tensor(0.7, dtype=torch.float64)
+    z = torch.poisson(x.exp())
+    each = dist.Normal(w * x, NOISE).log_prob(y) + dist.Poisson((w * x).exp()).log_prob(z)
+    found = bdl.Program(bdl.loo_mixture(both, x, y, z), x, y, z).log_joint({"w": w})
+    expected = dist.Normal(0.0, 2.0).log_prob(w) + each.sum() + (-each).logsumexp(0)
+    torch.testing.assert_close(found, expected)
+
+
 def test_nuts_draws_the_mixture(data):
     """In parts, and behind a mask, whose rows are no data."""
     x, y = data

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from pyro_bdl import plots
+from pyro_bdl.comparison.distances import latent_distances
 from pyro_bdl.comparison.judge import DISTANCE
 from pyro_bdl.comparison.observe import class_labels
 from pyro_bdl.data.dataset import LINKS, Dataset
@@ -33,15 +34,15 @@ CAPTIONS = {
     "the reference.",
     "cost": "Time to fit against the distance to the reference. The dashed line is the distance "
     "between two halves of the reference's own draws.",
-    "hyperparameters": "Latents that are no weights, such as noise and scales: median, 50 % and "
-    "90 % interval.",
+    "hyperparameters": "Latents that are no weights, such as noise and scales, of many numbers the "
+    "six that are the farthest from the reference: median, 50 % and 90 % interval.",
     "ranks": "Each chain's share of the ranks of all draws, for the function at test points and "
     "for latents that are single numbers: flat where chains agree. The band is for independent "
     "draws.",
 }
 _POINTS = 4
 _DRAWS = 500  # of latents, from a guide
-_LATENTS = 12  # named numbers that are shown
+_LATENTS = 6  # named numbers that are shown
 
 
 def figures(
@@ -185,19 +186,32 @@ def cost(comparison: "Comparison") -> Figure | None:
     )
 
 
+def _farthest(comparison: "Comparison") -> list[str]:
+    """The names of the compared latents that are the farthest from the reference's."""
+    most: dict[str, float] = {}
+    for evaluation in comparison.evaluations.values():
+        most |= {name: most.get(name, 0.0) for name in evaluation.latent_names}
+        if comparison.reference is None:
+            continue
+        found = latent_distances(evaluation, comparison.evaluations[comparison.reference])
+        for name, far in zip(found.names, found.distances.tolist(), strict=True) if found else ():
+            most[name] = max(most[name], far)
+    return sorted(most, key=lambda name: -most[name])[:_LATENTS]
+
+
 def _scalars(
     comparison: "Comparison", posteriors: Mapping[str, Any], data: Dataset | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Draws ``(S,)`` of the named latents that are compared, and of each posterior's others that
-    are single numbers; the noise in the target's units."""
+    """Draws ``(S,)`` of the compared latents that are the farthest from the reference's, and of
+    each posterior's others that are single numbers; the noise in the target's units."""
     scales = {} if data is None or data.y_sd == 1 else {"noise": data.y_sd}
-    scalars = {}
+    scalars, farthest = {}, _farthest(comparison)
     with seeded(0):
         for name, evaluation in comparison.evaluations.items():
             found = {}
             if evaluation.latents is not None:
-                columns = evaluation.latents.unbind(1)[:_LATENTS]
-                found = dict(zip(evaluation.latent_names, columns, strict=False))
+                columns = zip(evaluation.latent_names, evaluation.latents.unbind(1), strict=True)
+                found = {latent: values for latent, values in columns if latent in farthest}
             posterior = samples_of_mcmc(posteriors.get(name))
             if isinstance(posterior, Samples) or callable(posterior):
                 total = None if isinstance(posterior, Samples) else _DRAWS

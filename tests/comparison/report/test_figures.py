@@ -90,6 +90,15 @@ def test_hyperparameters_and_ranks_are_of_the_draws(compared):
     assert all(title.startswith("point ") and ", target " in title for title in places)
 
 
+def test_of_many_latents_the_farthest_are_shown(compared):
+    far = samples(9)
+    far.latents["w"][..., 4] += 3.0
+    far.latents["noise"] += 2.0
+    result, _, _ = compared(9, posteriors={"a": far, "nuts": samples(9)})
+    titles = [axis.get_title(loc="left") for axis in result.figures()["hyperparameters"].axes]
+    assert len(titles) == 6 and {"noise", "w[4]"} <= set(titles)
+
+
 def test_points_run_from_the_surest_to_the_least_sure(compared):
     sd = torch.tensor([3.0, 1.0, 7.0, 5.0, 4.0, 2.0, 6.0, 8.0, 9.0])
     given = {"a": samples(1), "nuts": PredictiveDraws(torch.randn(200, 1).sign() * sd)}
