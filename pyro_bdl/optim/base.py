@@ -113,6 +113,11 @@ class NaturalGradient(StepOptimizer):
         """The parameters to move, of a guide that is checked."""
         raise NotImplementedError
 
+    def fresh_state(self) -> dict[str, Any]:
+        """The state before the first step, which is the location's."""
+        loc = self.guide.loc
+        return {"step": 0, "momentum": torch.zeros_like(loc, requires_grad=False), "peak": 0.0}
+
     def move(self, step: Move, *, lr: float, clip: float) -> None:
         """Move the guide's parameters; where this raises, they stay as they were."""
         raise NotImplementedError
@@ -150,7 +155,7 @@ class NaturalGradient(StepOptimizer):
         loc = self.guide.loc
         state = self.state[loc]
         if not state:
-            state.update(step=0, momentum=torch.zeros_like(loc), peak=0.0)
+            state.update(self.fresh_state())
         number = state["step"] + 1
         if not all(torch.isfinite(gradient).all() for gradient in gradients):
             raise RuntimeError(

@@ -1,5 +1,8 @@
 """IVON: the improved variational online Newton method."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -63,3 +66,30 @@ class IVON(DiagonalNaturalGradient):
     def precision_ratio(self, change: Tensor, rate: float) -> Tensor:
         step = change * rate  # 1 + rho c + (rho c)^2 / 2, which is positive for every c
         return (0.5 * step).add_(1.0).mul_(step).add_(1.0)
+
+    @staticmethod
+    def jax_update(
+        options: Mapping[str, Any], parameters: Sequence[Any], gradients: Sequence[Any],
+        state: Mapping[str, Any], rate: Any, temperature: Any, draw: Any,
+    ) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
+        """A step in JAX, see ``training.jax_steps.JointUpdate``."""
+        import jax.numpy as jnp  # JAX is imported where it is used
+        from jax import lax, nn
+
+        (loc, free), (loc_gradient, free_gradient) = parameters, gradients
+        (first, second), clip = options["betas"], options["clip"]
+        count, peak = state["step"] + 1, jnp.maximum(state["peak"], rate)
+        share = jnp.sqrt(rate / jnp.where(peak > 0, peak, 1.0))
+        momentum = first * state["momentum"] + (1.0 - first) * loc_gradient
+        gradient = momentum / (1.0 - first ** count.astype(loc.dtype))
+        scale = nn.softplus(free)
+        scale_gradient = free_gradient / -jnp.expm1(-scale)
+        if draw is not None:
+            before = jnp.maximum(count - 1, 1).astype(loc.dtype)
+            average = state["momentum"] / (1.0 - first**before)
+            scale_gradient = scale_gradient - average * (draw - loc) / scale
+        step = (1.0 - second) * share * scale_gradient * scale / temperature
+        scale = scale * lax.rsqrt(1.0 + step * (1.0 + 0.5 * step))
+        deviations = jnp.clip(gradient * scale / temperature, -clip, clip)
+        moved = [loc - rate * deviations * scale, scale + jnp.log(-jnp.expm1(-scale))]
+        return moved, {"step": count, "momentum": momentum, "peak": peak}

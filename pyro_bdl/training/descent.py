@@ -161,9 +161,13 @@ class Descent:
             raise ValueError(f"on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r}")
         self.objective, self.optimizer, self.scale = objective, optimizer, scale
         self.args, self.policy = args, on_nonfinite
-        rows = max(1, leading_size(args))  # a program without arguments holds its data itself
-        self.batches = Minibatches(rows, max(1, size), device=device_of_rows(args))
-        self.stream = stream
+        self.size, self.stream = size, stream
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a run: forget the order of rows, the losses and the skipped steps."""
+        rows = max(1, leading_size(self.args))  # a program without arguments holds its data itself
+        self.batches = Minibatches(rows, max(1, self.size), device=device_of_rows(self.args))
         self.losses: list[Tensor] = []
         self.skipped: list[int] = []
 

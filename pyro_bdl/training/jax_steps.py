@@ -112,14 +112,34 @@ class PureLoss(Protocol):
         ...
 
 
+@runtime_checkable
+class JointUpdate(Protocol):
+    """An optimizer whose update moves all parameters together, with the first one's state."""
+
+    def fresh_state(self) -> dict[str, Any]:
+        """The state before the first step."""
+        ...
+
+    @staticmethod
+    def jax_update(
+        options: Mapping[str, Any], parameters: Any, gradients: Any, state: Any, rate: Any,
+        temperature: Any, draw: Any,
+    ) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
+        """The parameters and the state after a step, in JAX.
+
+        :param draw: the mean of the step's draws; None where it is not known.
+        """
+        ...
+
+
 class JaxDescent(Descent):
     """Gradient steps as :class:`Descent` takes them, many at a time in a compiled loop.
 
     Minibatches, learning rates, temperatures and other schedules are those of ``Descent``, and so
     are the parameters after a step without random numbers, up to rounding. Random numbers are
-    others than torch's: their key is drawn by torch's generator at the start of each stretch of
-    steps, so that a seed and a checkpoint determine them. What else the program reads stays as it
-    is meanwhile.
+    others than torch's: where the loss has any, their key is drawn by torch's generator at the
+    start of each stretch of steps, so that a seed and a checkpoint determine them. What else the
+    program reads stays as it is meanwhile.
 
     :param steps: the number of all steps.
     :param rates: the learning rates of the optimizer's groups as a function of the step's number.
@@ -182,6 +202,8 @@ class JaxDescent(Descent):
             for place, group in enumerate(groups)
             if any(parameter is other for other in group["params"])
         ]
+        seeded = torch.Tag.nondeterministic_seeded
+        self._draws = any(seeded in getattr(op, "tags", ()) for op in translated.operators)
         self._x64 = translated.double
         self._dtype = str(dtype).removeprefix("torch.")
         with jax.enable_x64(self._x64):
@@ -193,12 +215,18 @@ class JaxDescent(Descent):
             for name, value in groups[place].items()
             if name not in ("params", "lr")
         ]
-        key = translated.signature, self._update.__name__, repr((fixed, self._cut))
+        key = translated.signature, self._update.__qualname__, repr((fixed, self._cut))
         self._loop = shared(key, lambda: jax.jit(self._compiled(translated.function)))
 
     @property
     def _bound(self) -> Any:
         return self.objective.elbo
+
+    def _joint_update(self) -> JointUpdate | None:
+        """The optimizer, if its own class, and not a base class alone, has a joint update."""
+        optimizer: Any = self.optimizer
+        own = "jax_update" in vars(type(optimizer))
+        return optimizer if own and isinstance(optimizer, JointUpdate) else None
 
     def _supported(self) -> Callable:
         """The optimizer's update in JAX.
@@ -206,10 +234,13 @@ class JaxDescent(Descent):
         :raises UnsupportedProgramError: where there is none.
         """
         name = type(self.optimizer).__name__
-        if type(self.optimizer) not in UPDATES:
-            known = ", ".join(optimizer.__name__ for optimizer in UPDATES)
+        update, off = UPDATES.get(type(self.optimizer), (None, {}))
+        joint = self._joint_update()
+        if joint is not None:
+            update = joint.jax_update
+        elif update is None:
+            known = ", ".join([*(optimizer.__name__ for optimizer in UPDATES), "IVON"])
             raise UnsupportedProgramError(f"the optimizer {name} has no steps there ({known} have)")
-        update, off = UPDATES[type(self.optimizer)]
         for option, value in off.items():
             if any(group.get(option, value) != value for group in self.optimizer.param_groups):
                 raise UnsupportedProgramError(f"{name} has no option {option} there")
@@ -234,7 +265,12 @@ class JaxDescent(Descent):
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The loop over steps, which ends before a step whose loss or gradient is not finite."""
-        places, update, cut = self._places, self._update, self._cut
+        places, update, cut, joint = (
+            self._places,
+            self._update,
+            self._cut,
+            self._joint_update() is not None,
+        )
         groups = [  # without the parameters, which the compiled loop would keep
             {name: v for name, v in self.optimizer.param_groups[place].items() if name != "params"}
             for place in places
@@ -265,12 +301,18 @@ class JaxDescent(Descent):
                 finite = jnp.isfinite(loss)
                 for gradient in gradients:
                     finite &= jnp.isfinite(jnp.abs(gradient).max(initial=0.0))
-                after = [
-                    update(group, *three, rates[i, number])
-                    for group, number, *three in zip(
-                        groups, places, parameters, gradients, states, strict=True
-                    )
-                ]
+                if joint:
+                    draw = terms[-1] if terms else None
+                    now = rates[i, 0], scheduled[i][0], draw
+                    moved, state = update(groups[0], parameters, gradients, states[0], *now)
+                    after = list(zip(moved, [state, *states[1:]], strict=True))
+                else:
+                    after = [
+                        update(group, *three, rates[i, number])
+                        for group, number, *three in zip(
+                            groups, places, parameters, gradients, states, strict=True
+                        )
+                    ]
                 before = list(zip(parameters, states, strict=True))
                 after = jax.tree.map(lambda a, b: jnp.where(finite, a, b), after, before)
                 losses = losses.at[i].set(loss)
@@ -351,12 +393,12 @@ class JaxDescent(Descent):
         rates = np.array([self.rates(number + i) for i in range(count)], self._dtype)
         chosen = [indices for indices in rows if indices is not None]  # all of them, or none
         indices = torch.stack(chosen).cpu().numpy() if chosen else np.zeros((count, 0), int)
-        seed = int(torch.randint(2**31, (), device="cpu"))
+        seed = int(torch.randint(2**31, (), device="cpu")) if self._draws else 0
         states = self._states()
         with jax.enable_x64(self._x64):
             results = self._loop(
                 [_array(p) for p in self.parameters],
-                [{name: _array(value) for name, value in state.items()} for state in states],
+                [{name: self._number(value) for name, value in s.items()} for s in states],
                 self._constants, jax.random.key(seed, impl=KEYS), count, self._padded(indices),
                 self._padded(rates),
                 self._padded(np.asarray(scheduled, self._dtype)),
@@ -383,12 +425,21 @@ class JaxDescent(Descent):
         widths = [(0, missing), *[(0, 0)] * (values.ndim - 1)]
         return jnp.asarray(np.pad(values, widths))
 
-    def _states(self) -> list[dict[str, Tensor]]:
+    def _number(self, value: Any) -> jax.Array:
+        """A part of the optimizer's state, a tensor or a number."""
+        if isinstance(value, Tensor):
+            return _array(value)
+        return jnp.asarray(value, self._dtype if isinstance(value, float) else None)
+
+    def _states(self) -> list[dict[str, Any]]:
         """The optimizer's state of each parameter, made where there is none yet."""
         states = []
+        joint = self._joint_update()
+        if joint is not None and not self.optimizer.state[self.parameters[0]]:
+            self.optimizer.state[self.parameters[0]].update(joint.fresh_state())
         for parameter, place in zip(self.parameters, self._places, strict=True):
             state = self.optimizer.state[parameter]
-            if not state:
+            if not state and joint is None:
                 options = self.optimizer.param_groups[place]
                 state.update(_fresh_state(self._update, options, parameter))
             states.append(dict(state))
@@ -399,9 +450,12 @@ class JaxDescent(Descent):
         """Give torch's parameters and the optimizer's state the values after a stretch."""
         for parameter, value in zip(self.parameters, parameters, strict=True):
             parameter.copy_(torch.from_numpy(np.array(value)))
-        for tensors, values in zip(states, after, strict=True):
-            for name, tensor in tensors.items():
-                tensor.copy_(torch.from_numpy(np.array(values[name])))
+        for parameter, state, values in zip(self.parameters, states, after, strict=True):
+            for name, before in state.items():
+                if isinstance(before, Tensor):
+                    before.copy_(torch.from_numpy(np.array(values[name])))
+                else:
+                    self.optimizer.state[parameter][name] = type(before)(values[name])
 
 
 def _numbers_in(modules: Modules) -> dict[tuple[nn.Module, str], Any]:

@@ -100,9 +100,10 @@ def train(
     :param backend: "torch", or "jax" for steps in one compiled loop, see
         :mod:`pyro_bdl.training.jax_steps`: after a second or two of compilation a step of a small
         network takes a tenth of the time. It draws other random numbers. What it cannot do
-        (operators without translation, running statistics, other optimizers than Adam, AdamW and
-        SGD) is done in torch, with a warning that says why. "auto" is "jax" where it was measured
-        to pay: 1,000 steps or more on a CPU, without convolutions, which are faster in torch there.
+        (operators without translation, running statistics, hooks, other optimizers than Adam,
+        AdamW, SGD and IVON) is done in torch, with a warning that says why. "auto" is "jax" where
+        it was measured to pay: 1,000 steps or more on a CPU, without convolutions, which are
+        faster in torch there.
     :raises FailedStepError: for a loss or gradient that is not finite, unless it is skipped.
     :raises ValueError: for data that are not finite, targets outside their support, fewer than one
         step, or a minibatch for a program that does not state N, which would give its log
@@ -111,8 +112,7 @@ def train(
         the weights; for an ELBO without ``differentiable_loss``, as ``pyro.infer.RenyiELBO``.
     """
     require_gradients()
-    if backend not in ("torch", "jax", "auto"):
-        raise ValueError(f'backend must be "torch", "jax" or "auto", got {backend!r}')
+    check_backend(backend)
     if not isinstance(guide, Guide):
         raise TypeError(
             f"train takes the guides of pyro_bdl, got {type(guide).__name__}: use pyro.infer.SVI "
@@ -155,10 +155,8 @@ def train(
         return [factor * rate for rate in largest]
 
     descent = Descent(objective, optimizer, args, size, stream=stream, on_nonfinite=on_nonfinite)
-    on_cpu = device_of_rows(args).type == "cpu"
-    if backend == "jax" or (backend == "auto" and on_cpu and steps >= _WORTH_COMPILING):
-        stride = {} if stopping is None else {"stride": stopping.check_every}
-        descent = _in_jax(descent, backend == "auto", steps=steps, rates=rates, **stride)
+    stride = {} if stopping is None else {"stride": stopping.check_every}
+    descent = in_backend(descent, backend, "train", steps=steps, rates=rates, **stride)
     numbers: Iterable[int] = range(0, steps, descent.stride)
     if checkpoint is not None:
         parts: dict[str, Any] = {"program": model} if isinstance(model, nn.Module) else {}
@@ -242,12 +240,27 @@ def estimate_elbo(
     return total / sum(counts) / passes
 
 
-def _in_jax(descent: Descent, auto: bool, **options: Any) -> Descent:
-    """The descent with steps in JAX; the same one, with a warning, where there are none.
+def check_backend(backend: str) -> None:
+    """Check the backend of a training.
 
-    :param auto: stay in torch without a warning where another optimizer, bound or operator than
-        those that pay is the reason.
+    :raises ValueError: for another one than "torch", "jax" and "auto".
     """
+    if backend not in ("torch", "jax", "auto"):
+        raise ValueError(f'backend must be "torch", "jax" or "auto", got {backend!r}')
+
+
+def in_backend(
+    descent: Descent, backend: str, caller: str, *, steps: int, **options: Any
+) -> Descent:
+    """The descent with steps in a backend, see ``train``; the same one where that is torch.
+
+    :param caller: the public function, for the warning.
+    :param options: of ``JaxDescent``.
+    """
+    auto = backend == "auto"
+    pays = device_of_rows(descent.args).type == "cpu" and steps >= _WORTH_COMPILING
+    if backend == "torch" or (auto and not pays):
+        return descent
     from pyro_bdl.training.jax_steps import JaxDescent  # JAX is imported where it is used
 
     try:
@@ -255,11 +268,12 @@ def _in_jax(descent: Descent, auto: bool, **options: Any) -> Descent:
             raise UnsupportedProgramError("the data are an iterable, whose batches come one by one")
         return JaxDescent(
             descent.objective, descent.optimizer, descent.args, descent.batches.size,
-            scale=descent.scale, on_nonfinite=descent.policy, convolutions=not auto, **options,
+            scale=descent.scale, on_nonfinite=descent.policy, convolutions=not auto, steps=steps,
+            **options,
         )  # fmt: skip
     except (UnsupportedProgramError, MissingOperatorError) as error:
         if not auto or isinstance(error, MissingOperatorError):
-            warn(f"train takes the steps in torch: {error}", "uncompiled", stacklevel=4)
+            warn(f"{caller} takes the steps in torch: {error}", "uncompiled", stacklevel=4)
         return descent
 
 

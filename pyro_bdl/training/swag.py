@@ -11,6 +11,7 @@ from pyro_bdl.errors import FailedStepError, warn
 from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
 from pyro_bdl.program.batches import Batches, leading_size
 from pyro_bdl.training.descent import BATCH, Descent, Training, data_for, rows_of
+from pyro_bdl.training.svi import check_backend, in_backend
 from pyro_bdl.utils.module_state import Modules, preserved_buffers, saved_buffers
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import own_randomness
@@ -30,6 +31,7 @@ def collect_swag(
     momentum: float = 0.9,
     batch_size: int | None = None,
     progress: str | None = None,
+    backend: str = "torch",
 ) -> Training:
     """Run SGD from the MAP at a constant or cyclic learning rate, and collect snapshots.
 
@@ -60,6 +62,7 @@ def collect_swag(
         What does not fill a batch at the end of a pass is left out of it.
     :param progress: description of the progress bar, which terminals and notebooks show; None for
         no bar.
+    :param backend: of the steps, as in ``train``; those between two snapshots are taken at once.
     :raises ValueError: if a step diverges at a rate that was given, or at all rates; the guide and
         the program's buffers are then as at the start, and earlier snapshots are kept. Also for
         minibatches of a program that does not know N, and for a final rate without a first one.
@@ -67,6 +70,7 @@ def collect_swag(
     if not isinstance(guide, AutoSWAG | AutoMultiSWAG):
         raise TypeError(f"collect_swag needs an AutoSWAG guide, got {type(guide).__name__}")
     require_gradients()
+    check_backend(backend)
     snapshots = whole_number(snapshots, "snapshots")
     every = None if every is None else whole_number(every, "every")
     if any(rate is not None and not rate > 0 for rate in (learning_rate, final_learning_rate)):
@@ -89,35 +93,38 @@ def collect_swag(
     start = _mean_loss(objective, data, size) * per_member
     expected = 0.5 * guide.require_layout().size
 
-    def run_at(rate: float) -> tuple[Descent, bool]:
-        optimizer = torch.optim.SGD(parameters, lr=rate, momentum=momentum)
-        descent = Descent(objective, optimizer, first[0], size, stream=stream, scale=per_member)
+    def rates(step: int) -> list[float]:
+        t = (1 + step % every) / every
+        return [rate if final_learning_rate is None else (1 - t) * rate + t * final_learning_rate]
 
-        def set_rate(step: int) -> None:
-            if final_learning_rate is not None:
-                t = (1 + step % every) / every
-                optimizer.param_groups[0]["lr"] = (1 - t) * rate + t * final_learning_rate
+    def after(step: int) -> None:
+        if step % every == 0:
+            try:
+                guide.collect()
+            except ValueError as error:
+                raise _TooHigh(f"diverged within {step} steps") from error
+            risen = double(torch.stack(descent.losses)).sum().item() - step * start
+            if learning_rate is None and not risen / per_member <= steps * expected:
+                raise _TooHigh(f"left the maximum within {step} steps")
+        (optimizer.param_groups[0]["lr"],) = rates(step)
 
-        def after(step: int) -> None:
-            if step % every == 0:
-                try:
-                    guide.collect()
-                except ValueError as error:
-                    raise _TooHigh(f"diverged within {step} steps") from error
-                risen = double(torch.stack(descent.losses)).sum().item() - step * start
-                if learning_rate is None and not risen / per_member <= steps * expected:
-                    raise _TooHigh(f"left the maximum within {step} steps")
-            set_rate(step)
-
-        set_rate(0)
+    def run() -> bool:
+        optimizer.state.clear()
+        (optimizer.param_groups[0]["lr"],) = rates(0)
+        descent.begin()
         try:
-            return descent, descent.run(range(steps), steps, progress, after)
+            return descent.run(range(0, steps, descent.stride), steps, progress, after)
         except FailedStepError as error:
             raise _TooHigh(f"diverged within {error.step + 1} steps") from error
 
-    for rate in _RATES if learning_rate is None else (learning_rate,):
+    candidates = _RATES if learning_rate is None else (learning_rate,)
+    optimizer = torch.optim.SGD(parameters, lr=candidates[0], momentum=momentum)
+    descent = Descent(objective, optimizer, first[0], size, stream=stream, scale=per_member)
+    descent = in_backend(descent, backend, "collect_swag", steps=steps, rates=rates, stride=every)
+    for candidate in candidates:
+        rate = candidate
         try:
-            descent, interrupted = run_at(rate)
+            interrupted = run()
             break
         except _TooHigh as error:
             reason = error

@@ -272,7 +272,7 @@ def test_learned_rates_follow_their_schedule_over_stretches():
         guide = bdl.guides.AutoMCDropout(model, sites="all", learn_p=True, noise=Counted())
         return model, guide, {}
 
-    ours, theirs = check_same_trajectory(made, data(), steps=520, rtol=1e-6)
+    ours, theirs = check_same_trajectory(made, data(), steps=520, batch_size=16, rtol=1e-6)
     assert len(ours.losses) == len(theirs.losses) == 520
 
 
@@ -297,6 +297,45 @@ def test_the_optimum_of_a_conjugate_model_is_exact():
     run("jax", linear, guide, x, y, steps=3000, learning_rate=0.03, elbo=elbo)
     torch.testing.assert_close(guide.loc.detach(), mean, rtol=0.02, atol=0.01)
     torch.testing.assert_close(guide.scale.detach() ** -2, precision, rtol=0.05, atol=0.0)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_update_of_ivon_is_that_of_torch(known):
+    """At a warm-up, a fall and gradients that clip, with and without the draw."""
+    guide = bdl.guides.AutoMeanField(linear).prototype(*conjugate()[:2])
+    ivon = bdl.optim.IVON(guide, lr=0.1, clip=1.5)
+    pair = [guide.loc, guide.scale_unconstrained]
+    values: list = [p.detach().clone().numpy() for p in pair]
+    state = {"step": np.array(0), "momentum": np.zeros(2), "peak": np.array(0.0)}
+    torch.manual_seed(0)
+    for rate in (0.0, 0.05, 0.1, 0.03):
+        gradients, draw = 5.0 * torch.randn(2, 2), torch.randn(2) if known else None
+        for parameter, gradient in zip(pair, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        (group,) = ivon.param_groups
+        group["lr"] = rate
+        ivon.step(bdl.elbo.Step(torch.tensor(0.0), temperature=0.7, draw=draw))
+        with jax.enable_x64(True):
+            noise = None if draw is None else draw.numpy()
+            options = group, values, list(gradients.numpy()), state, rate, 0.7, noise
+            values, state = ivon.jax_update(*options)
+    for parameter, value in zip(pair, values, strict=True):
+        np.testing.assert_allclose(parameter.detach().numpy(), value, rtol=1e-10)
+    own = ivon.state[guide.loc]
+    assert own["step"] == int(state["step"]) and own["peak"] == float(state["peak"])
+
+
+@pytest.mark.filterwarnings("error:train takes the steps in torch")
+def test_ivon_reaches_the_optimum_of_a_conjugate_model():
+    x, y, mean, precision = conjugate()
+    guide = bdl.guides.AutoMeanField(linear).prototype(x, y)
+    elbo = bdl.elbo.TemperedTraceMeanField_ELBO(num_particles=16)
+    ivon = bdl.optim.IVON(guide, lr=0.1)
+    run("jax", linear, guide, x, y, steps=1000, elbo=elbo, optimizer=ivon)
+    torch.testing.assert_close(guide.loc.detach(), mean, rtol=0.02, atol=0.01)
+    torch.testing.assert_close(guide.scale.detach() ** -2, precision, rtol=0.05, atol=0.0)
+    assert ivon.state[guide.loc]["step"] == 1000
+    torch.testing.assert_close(ivon.state[guide.loc]["peak"], 0.1)
 
 
 def test_tempered_optimum():
@@ -404,6 +443,25 @@ def test_a_schedule_of_temperatures_and_the_terms_of_the_last_step():
     assert theirs.step == ours.step == 60 and theirs.temperature == ours.temperature == 2.0
     torch.testing.assert_close(ours.kl, theirs.kl)
     torch.testing.assert_close(ours.expected_log_likelihood, theirs.expected_log_likelihood)
+
+
+@pytest.mark.parametrize("final", [None, 1e-5])
+@pytest.mark.parametrize("kind", [bdl.guides.AutoSWAG, bdl.guides.AutoMultiSWAG])
+def test_snapshots_are_those_of_torch(kind, final):
+    numbers = []
+    for backend in ("torch", "jax"):
+        torch.manual_seed(0)
+        model = program()
+        guide = kind(model)
+        train(model, guide, *data(), steps=20)
+        torch.manual_seed(1)
+        rate = {"learning_rate": 1e-4, "final_learning_rate": final} if final else {}
+        record = bdl.training.collect_swag(
+            model, guide, *data(), snapshots=7, every=11, batch_size=8, backend=backend, **rate
+        )
+        assert int(guide.snapshots.count) == 7 and len(record.losses) == 77
+        numbers.append([record.losses, *guide.state_dict().values()])
+    torch.testing.assert_close(*numbers, rtol=1e-8, atol=1e-10)
 
 
 def test_early_stopping():
