@@ -47,12 +47,12 @@ _LEAST_LOSS = 0.01  # nats for each row; less is no reason to act
 class HeldOut:
     """What held-out rows say of the posteriors N(u*, t C), linearized at u*; print it.
 
-    Rows of which masks leave out all targets do not count. The gain is the mean of log p_t(y | x) - log p_0(y | x) at the best factor t, where p_0 is the
+    The gain is the mean of log p_t(y | x) - log p_0(y | x) at the best factor t, where p_0 is the
     network itself. The posterior has this factor if the gain is above two standard errors: the
     best of many factors gains a little by chance. If not, it has the largest factor by which the
     densities of the rows change by 1e-4 nats on average.
 
-    :param rows: the number of rows.
+    :param rows: the number of rows; those of which masks leave out all targets do not count.
     :param factor: t, of the posterior's covariance.
     :param gain: in nats for each row.
     :param error: its standard error.
