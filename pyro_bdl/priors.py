@@ -8,6 +8,7 @@ The networks of a plate (``bayesianize(net, prior, plate=...)``) share these hyp
 """
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
@@ -56,6 +57,17 @@ def check_prior(prior: Any, argument: str) -> None:
     :raises TypeError: if it is not, for example if it is a distribution.
     """
     if callable(prior) and not isinstance(prior, Distribution):
+        try:
+            signature = inspect.signature(prior)
+        except ValueError:  # of a function written in C
+            return
+        try:
+            signature.bind("weight", None, None)
+        except TypeError as error:
+            raise TypeError(
+                f"{argument} is called with (name, module, parameter), but takes "
+                f"{signature}: {error}"
+            ) from None
         return
     kind = "the distribution " if isinstance(prior, Distribution) else ""
     raise TypeError(

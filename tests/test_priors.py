@@ -442,6 +442,10 @@ SCALELESS = "has no scale, gain or delta that is a number"
         (lambda: priors.Moped(floor=0.0), "floor must be a positive"),
         (lambda: priors.ByName({}), "at least one rule"),
         (lambda: priors.ByName({"0.*": dist.Normal(0.0, 1.0)}), r"ByName\['0\.\*'\] must be"),
+        (
+            lambda: bayesianize(_net(), lambda name, value: None),
+            r"called with \(name, module, parameter\), but takes \(name, value\)",
+        ),
         (lambda: priors.PerLayer(lambda *a: None), "PerLayer takes one of the priors"),
         (lambda: priors.PerNormalizedGroup(priors.Normal(1.0), _net()), "needs some inputs"),
         (lambda: priors.learnable(lambda *a: None), SCALELESS),

@@ -305,7 +305,7 @@ def ood_entropy(here: Uncertainty, there: Uncertainty) -> Tensor:
     return there.total.mean()
 
 
-@uncertainty("AUROC", "ood", over_points="mean")
+@uncertainty("AUROC", "ood", over_points="mean", detail=False)  # it was asked for
 def auroc(here: Uncertainty, there: Uncertainty) -> Tensor:
     """Probability that the predictive uncertainty is higher at an out-of-distribution input than at
     a test input; 0.5 means no separation."""

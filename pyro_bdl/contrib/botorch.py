@@ -259,8 +259,14 @@ class PosteriorModel(Model, FantasizeMixin):
         """
         found, *others = self._predictive.parameter_moments(self._rows(x)).values()
         if others or found.noise_variance is None or (known and "scale" in found.variance):
-            kind = ", whose scale is no latent" if known else ""
-            raise UnsupportedError(f"this needs a program with one observed site, Normal{kind}")
+            kind = (
+                ", whose scale is no latent: give the program's noise a number, or" if known else ""
+            )
+            what = "conditioning on more data" if known else "the noise of observations"
+            remedy = " fit again with the new data" if known else ""
+            raise UnsupportedError(
+                f"{what} needs a program with one observed site, Normal{kind}{remedy}"
+            )
         return self._shaped(found.noise_variance, x)
 
     def _rows(self, x: Tensor) -> Tensor:

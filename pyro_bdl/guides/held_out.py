@@ -53,7 +53,7 @@ class HeldOut:
     densities of the rows change by 1e-4 nats on average. Rows of which masks leave out all targets
     do not count.
 
-    :param rows: the number of rows.
+    :param rows: the number of rows; those of which masks leave out all targets do not count.
     :param factor: t, of the posterior's covariance.
     :param gain: in nats for each row.
     :param error: its standard error.

@@ -74,9 +74,12 @@ def checked_labels(probabilities: Tensor, y: Tensor) -> Tensor:
         1.
     """
     if probabilities.dim() != 2 or y.shape != probabilities.shape[:1]:
+        hint = (
+            ": average the draws first, probabilities.mean(0)" if probabilities.dim() == 3 else ""
+        )
         raise ValueError(
             f"probabilities and y must have shapes (N, C) and (N,), but have "
-            f"{tuple(probabilities.shape)} and {tuple(y.shape)}"
+            f"{tuple(probabilities.shape)} and {tuple(y.shape)}{hint}"
         )
     labels, classes = y.long(), probabilities.shape[-1]
     if not len(labels):

@@ -67,6 +67,8 @@ def test_calibration_error_by_hand():
     certain = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # falls in the last bin
     assert metrics.expected_calibration_error(certain, torch.tensor([0, 1])) == 0
     assert metrics.expected_calibration_error(certain, torch.tensor([1, 0])) == 1
+    with pytest.raises(ValueError, match=r"average the draws first, probabilities\.mean\(0\)"):
+        metrics.expected_calibration_error(certain[None], torch.tensor([1, 0]))
 
 
 def test_adaptive_calibration_error_by_hand():
