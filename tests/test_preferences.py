@@ -82,3 +82,29 @@ def test_the_pair_to_ask_is_one_whose_answer_the_draws_dispute(program):
 
     information = acquisition.bald(torch.stack([1 - p, p], -1))
     torch.testing.assert_close(information, entropy(p.mean(0)) - entropy(p).mean(0))
+
+
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_one_linear_score_of_several_alternatives_is_a_conditional_logit(structure):
+    random = torch.Generator().manual_seed(0)
+    items = torch.randn(30, 4, 3, generator=random, dtype=torch.float64)
+    network = bdl.bayesianize(nn.Linear(3, 1, bias=False).double(), bdl.priors.Normal(SCALE))
+
+    def choices(items, chosen=None):
+        r = pyro.deterministic("r", network(items).squeeze(-1))
+        with pyro.plate("data", len(items)):
+            return pyro.sample("y", dist.Categorical(logits=r), obs=chosen)
+
+    chosen = torch.randint(4, (30,), generator=random)
+    guide = bdl.guides.AutoLaplaceGGN(choices, structure=structure)
+    bdl.training.train(choices, guide, items, chosen, steps=1000, learning_rate=0.05)
+    posterior = guide.laplace_approximation((items, chosen))
+    (weight,) = posterior.median().values()
+    p = (items @ weight[0].detach()).softmax(-1)
+    fisher = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    hessian = torch.einsum("nki,nkl,nlj->ij", items, fisher, items)
+    hessian = hessian + torch.eye(3, dtype=p.dtype) / SCALE**2
+    exact = torch.linalg.inv(hessian if structure == "full" else hessian.diagonal().diag())
+    moments = bdl.LinearizedPredictive(choices, posterior).parameter_moments(items, sites=["r"])
+    expected = ((items @ exact) * items).sum(-1)
+    torch.testing.assert_close(moments["r"].variance, expected, atol=1e-8, rtol=1e-5)

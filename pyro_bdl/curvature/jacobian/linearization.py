@@ -384,6 +384,7 @@ class VJP:
             or any(use.kind != "product" or use.to_rows is not None for use in rows.uses)
             or any(use.groups > 1 or use.indices is not None for use in rows.uses)
             or any(use.output_shape.numel() != output.shape[1] for use in rows.uses)
+            or any(use.shape[1] != output.shape[1] for use in rows.uses)  # one position
             or any(self.at.subset.chosen[use.site] is not None for use in rows.uses)
         ):
             return []
