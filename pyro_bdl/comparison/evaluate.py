@@ -261,7 +261,8 @@ class _Draws:
         started = time.perf_counter()
         self.setting, self.chains, self.are_draws = setting, 1, not isinstance(posterior, Members)
         if isinstance(posterior, Members):
-            self.posterior, self.count = posterior, len(posterior.members)
+            self.posterior: Any = posterior
+            self.count = len(posterior.members)
             self.predictive: Any = posterior.predictor(without_targets(args), setting.seed)
             self.seconds = time.perf_counter() - started
             return

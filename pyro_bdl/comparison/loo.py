@@ -194,10 +194,10 @@ def _columns(
             Job(f"the fit without row {n}", seed + n, (refit, args, every == n, count)) for n in bad
         )
         results = results_of(without_fold, jobs, "refits", n_jobs=n_jobs, progress=progress)
-        for n, (value, over_draws, _, k) in zip(bad, results, strict=True):
+        for n, (left_out, over_draws, _, k) in zip(bad, results, strict=True):
             if not k[0] >= columns[2, n]:
-                columns[0, n], columns[2, n] = value[0], k[0]
-                columns[3:, n] = value[0]  # its error is that of other draws
+                columns[0, n], columns[2, n] = left_out[0], k[0]
+                columns[3:, n] = left_out[0]  # its error is that of other draws
                 variance += over_draws**2
     return columns, draws, variance**0.5, torch.cat(known) if known else None
 

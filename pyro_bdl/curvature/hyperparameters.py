@@ -254,6 +254,7 @@ def shares_noise(run: Run, noise: Noise) -> bool:
     if owner is None and noise.value is None:
         return not scale.requires_grad
     if owner is None:
+        assert noise.value is not None
         return is_one_number(scale) and bool(scale.reshape(-1)[0] == noise.value.detach())
     if not reaches(scale, [owner.leaf]):
         return False

@@ -106,7 +106,7 @@ def prior_sensitivity(
     table = pd.DataFrame(rows, index=names)
     limit = of_many(len(names))
     beyond = limit * enlarged(limit, (1.0, groups - 1)) / enlarged(ERRORS, (1.0, groups - 1))
-    table["diagnosis"] = [_diagnosis(*row, beyond) for row in table.itertuples(index=False)]
+    table["diagnosis"] = [_diagnosis(row, beyond) for row in table.to_numpy().tolist()]
     return table
 
 
@@ -207,10 +207,9 @@ def _distances(steps: np.ndarray, ours: np.ndarray, others: np.ndarray) -> np.nd
     return np.maximum(*values)
 
 
-def _diagnosis(
-    prior: float, prior_se: float, likelihood: float, likelihood_se: float, errors: float
-) -> str:
+def _diagnosis(row: list[float], errors: float) -> str:
     """The sentence for both sensitivities, where they are so many errors beyond the limit."""
+    prior, prior_se, likelihood, likelihood_se = row
     if not prior - errors * prior_se > _LIMIT:
         return ""
     if likelihood - errors * likelihood_se > _LIMIT:
