@@ -18,7 +18,7 @@ from pyro_bdl.curvature.fisher import (
     num_data,
     site_parameters,
 )
-from pyro_bdl.curvature.hyperparameters import Noise, noise_of, shares_noise
+from pyro_bdl.curvature.hyperparameters import Noise, shares_noise
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.jacobian.linearization import VJP, Linearization
 from pyro_bdl.curvature.linearized_data import GaussNewtonProducts
@@ -390,7 +390,7 @@ def _begin(sums: LikelihoodSums, first: Linearization, before: Any) -> None:
     stored = config.structure.stores_rows
     num_rows = rows_of(reading.run, batch, batches, config) if stored else 0
     check_memory(config, subset.size, like, num_rows=num_rows)
-    sums.first, sums.config, sums.noise = first, config, noise_of(reading)
+    sums.first, sums.config, sums.noise = first, config, reading.noise
     sums.curvature = config.structure.empty(subset, like, before)
     sums.curvature.start_pass(0)
 

@@ -88,12 +88,25 @@ class ReadParameters(OneThread):
         return found
 
 
+class Noise(NamedTuple):
+    """The noise of a program's only observed site, a Normal.
+
+    :param owner: the hyperparameter to which it is proportional.
+    :param value: this hyperparameter's, or the noise itself, as one number with its graph; None if
+        no parameter moves it.
+    """
+
+    site: Site
+    owner: Hyperparameter | None
+    value: Tensor | None
+
+
 @dataclass
 class ParameterReading:
     """A run of a program at fixed latents, and the parameters that it read.
 
     :param has_noise: whether other rows of the data may have the noise of this run's, see
-        ``noise_of``; False where they were seen not to.
+        ``noise``; False where they were seen not to.
     """
 
     run: Run
@@ -102,16 +115,46 @@ class ParameterReading:
     has_noise: bool = True
     owners: tuple[Subset, dict[str, str]] | None = None  # the last ``owners_of_priors``
 
+    @property
+    def noise(self) -> Noise | None:
+        """``noise_of_run``, or None where a parameter moves it and other rows do not have it."""
+        found = self.noise_of_run
+        moves = found is not None and (found.owner is not None or found.value is not None)
+        return None if moves and not self.has_noise else found
+
+    @cached_property
+    @torch.enable_grad()
+    def noise_of_run(self) -> Noise | None:
+        """The noise of a program whose only observed site is a Normal with its own noise scale.
+
+        None if the scale depends on latents, or on parameters otherwise than as one number or a
+        multiple of one parameter.
+        """
+        others = set(self.run.factors) - set(hyperpriors(self.run, self.leaves))
+        if len(self.run.observed) != 1 or others:
+            return None
+        (site,) = self.run.observed.values()
+        normal: Any = base_distribution(site.distribution)
+        if name_of(normal) != "Normal" or reaches(normal.scale, self.leaves.values()):
+            return None
+        if not normal.scale.requires_grad:
+            return Noise(site, None, None)
+        moved = [p for p in self.parameters.values() if reaches(normal.scale, [p.value])]
+        if len(moved) == 1 and moved[0].value.numel() == 1 and scales(normal.scale, *moved):
+            return Noise(site, moved[0], moved[0].value.reshape(()))
+        if is_one_number(normal.scale):
+            return Noise(site, None, normal.scale.reshape(-1)[0])
+        return None
+
     @cached_property
     @torch.enable_grad()
     def in_likelihood(self) -> list[str]:
         """The names of the parameters that the likelihood depends on.
 
-        A noise that is one number, see ``noise_of``, does not count.
+        A noise that is one number, see ``noise``, does not count.
         """
-        noise = noise_of(self)
-        if noise is not None:
-            normal: Any = base_distribution(noise.site.distribution)
+        if self.noise is not None:
+            normal: Any = base_distribution(self.noise.site.distribution)
             terms = [normal.loc]
         else:
             hyperprior_names = hyperpriors(self.run, self.leaves)
@@ -129,11 +172,11 @@ def read_at_center(
 ) -> ParameterReading:
     """Read the program's parameters at a guide's center, on a few of its data.
 
-    :param data: all batches, whose rows must all have the noise of the few for ``noise_of``.
+    :param data: all batches, whose rows must all have the noise of the few for ``noise``.
     """
     layout, vector = guide.require_layout(), guide.location().detach()
     reading = read(model, Subset(layout), vector, *guide.example_rows)
-    noise = noise_of(reading)
+    noise = reading.noise
     if data is not None and noise is not None and noise.value is not None:
         values = layout.constrain(vector)[0]
         with torch.enable_grad(), evaluation_mode(guide.program_modules):
@@ -205,45 +248,6 @@ def owners_of_priors(reading: ParameterReading, subset: Subset) -> dict[str, str
     return reading.owners[1]
 
 
-class Noise(NamedTuple):
-    """The noise of a program's only observed site, a Normal.
-
-    :param owner: the hyperparameter to which it is proportional.
-    :param value: this hyperparameter's, or the noise itself, as one number with its graph; None if
-        no parameter moves it.
-    """
-
-    site: Site
-    owner: Hyperparameter | None
-    value: Tensor | None
-
-
-@torch.enable_grad()
-def noise_of(reading: ParameterReading) -> Noise | None:
-    """The noise of a program whose only observed site is a Normal with its own noise scale.
-
-    :returns: None if the scale depends on latents, or on parameters otherwise than as one number or
-        a multiple of one parameter.
-    """
-    others = set(reading.run.factors) - set(hyperpriors(reading.run, reading.leaves))
-    if len(reading.run.observed) != 1 or others:
-        return None
-    (site,) = reading.run.observed.values()
-    normal: Any = base_distribution(site.distribution)
-    if name_of(normal) != "Normal" or reaches(normal.scale, reading.leaves.values()):
-        return None
-    if not normal.scale.requires_grad:
-        return Noise(site, None, None)
-    if not reading.has_noise:
-        return None
-    moved = [p for p in reading.parameters.values() if reaches(normal.scale, [p.value])]
-    if len(moved) == 1 and moved[0].value.numel() == 1 and scales(normal.scale, *moved):
-        return Noise(site, moved[0], moved[0].value.reshape(()))
-    if is_one_number(normal.scale):
-        return Noise(site, None, normal.scale.reshape(-1)[0])
-    return None
-
-
 @torch.enable_grad()
 def shares_noise(run: Run, noise: Noise) -> bool:
     """Return whether a run on other rows has the noise of a reading, entry by entry: the same
@@ -268,8 +272,7 @@ def shares_noise(run: Run, noise: Noise) -> bool:
 
 def learned_noise(reading: ParameterReading) -> Tensor | None:
     """``Noise.value``, where there is one."""
-    noise = noise_of(reading)
-    return None if noise is None else noise.value
+    return None if reading.noise is None else reading.noise.value
 
 
 def followed(reading: ParameterReading) -> dict[str, Hyperparameter]:

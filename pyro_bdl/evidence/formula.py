@@ -17,7 +17,6 @@ from torch import Tensor
 from pyro_bdl.curvature.hyperparameters import (
     ParameterReading,
     followed,
-    noise_of,
     owners_of_priors,
     prior_normals,
     read,
@@ -28,7 +27,7 @@ from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.utils.autograd import reaches, with_gradients
-from pyro_bdl.utils.precision import double
+from pyro_bdl.utils.precision import double, double_device
 
 _SMALLEST = 1e-8  # of gamma and of squared weights
 _LOG_2PI = math.log(2 * math.pi)
@@ -103,14 +102,24 @@ class Parts(NamedTuple):
 
     :param values: of the hyperparameters, by name, with their graph.
     :param value: the log evidence, a scalar.
-    :param above: the quadratic terms of the Normals that hyperparameters scale.
-    :param below: the sum of their log scales, and half the log determinant of the precision.
+    :param terms: of ``normal_terms``, those of the Normals that hyperparameters scale.
+    :param half: half the log determinant of the precision.
     """
 
     values: dict[str, Tensor]
     value: Tensor
-    above: Tensor
-    below: Tensor
+    terms: list[tuple[Tensor, Tensor]]
+    half: Tensor
+
+    @property
+    def above(self) -> Any:
+        """The quadratic terms of the Normals that hyperparameters scale."""
+        return sum(quadratic for quadratic, _ in self.terms)
+
+    @property
+    def below(self) -> Any:
+        """The sum of their log scales, and half the log determinant of the precision."""
+        return sum((logs for _, logs in self.terms), self.half)
 
 
 class Formula:
@@ -122,7 +131,7 @@ class Formula:
     def __init__(self, guide: LaplaceGuide, reading: ParameterReading) -> None:
         self.guide, self.tuned = guide, followed(reading)
         self._first: ParameterReading | None = reading
-        noise = noise_of(reading)
+        noise = reading.noise
         self._noise = None if noise is None or noise.owner is None else noise.owner.name
         self._owners = owners_of_priors(reading, guide.subset)
 
@@ -163,13 +172,12 @@ class Formula:
         """
         guide, half = self.guide, double(0.5 * log_determinant)
         at: Any = guide if point is None else point
-        total = at.log_likelihood + log_prior + 0.5 * guide.subset.size * _LOG_2PI - half
+        total = at.log_likelihood + 0.5 * guide.subset.size * _LOG_2PI + log_prior - half
         if factor is not None:
             fallen, logs = double(-0.5 * factor) * at.squares, double(factor.log())
             terms = [*terms, (fallen, -0.5 * guide.cells * logs)]
             total = total + 0.5 * at.squares + terms[-1][0] - terms[-1][1]
-        above: Any = sum(quadratic for quadratic, _ in terms)
-        return Parts(values, total, above, sum((logs for _, logs in terms), half))
+        return Parts(values, total, terms, half)
 
     def value(self, point: LinearizedPoint | None = None) -> Tensor:
         """The log evidence in nats, a scalar, differentiable in the program's parameters.
@@ -206,7 +214,7 @@ class Formula:
 
 
 def normal_terms(
-    scale: Tensor, squares: Tensor, entries: int, power: Any = 1.0
+    scale: Tensor, squares: Tensor, entries: Any, power: Any = 1.0
 ) -> tuple[Tensor, Tensor]:
     """-1/2 sum of squares / s^2, and the sum of log s, of Normal densities.
 
@@ -324,7 +332,10 @@ class NormalFormula(Formula):
         super().__init__(guide, reading)
         self.groups = groups
         self._at: Any = None
-        self._squares: list[Tensor] = []
+        self._squares = torch.empty(0)
+        like: Any = {"dtype": torch.float64, "device": double_device(guide.loc.device)}
+        self._powers = torch.tensor([group.power for group in groups], **like)
+        self._sizes = torch.tensor([group.size for group in groups], **like)
         self._curvature: Any = None  # of which the eigenvalues are known
         self._spectra: list[Tensor] | None = None
 
@@ -333,7 +344,7 @@ class NormalFormula(Formula):
         """The formula of the program that a reading is of; None where it has none."""
         tuned, subset, run = followed(reading), guide.subset, reading.run
         normals, owners = prior_normals(reading, subset), owners_of_priors(reading, subset)
-        noise = noise_of(reading)
+        noise = reading.noise
         if (
             run.factors
             or run.prior_factors
@@ -376,25 +387,20 @@ class NormalFormula(Formula):
 
     def parts(self, point: LinearizedPoint | None = None) -> Parts:
         guide, values = self.guide, self._values()
-        scales = [group.scale(values) for group in self.groups]
-        terms = [
-            normal_terms(scale, squares, group.size, group.power)
-            for group, scale, squares in zip(
-                self.groups, scales, self._squares_at(point), strict=True
-            )
-        ]
+        scales, squares = self._scales(values), self._squares_at(point)
+        quadratic, logs = normal_terms(scales, squares, self._sizes, self._powers)
         constant = 0.5 * _LOG_2PI * sum(group.power * group.size for group in self.groups)
-        log_prior: Any = sum(quadratic - logs for quadratic, logs in terms) - constant
-        factor = self._factor(values)
+        log_prior, factor = quadratic - (logs + constant), self._factor(values)
         scaled = 1.0 if factor is None else guide.config.noise_factor(factor)
         scaled = torch.as_tensor(scaled, device=guide.squares.device)
-        log_determinant = self._log_determinant(self._precisions(values), scaled)
-        return self._sum(values, log_prior, log_determinant, terms, factor, point)
+        log_determinant = self._log_determinant(self._powers / scales.square(), scaled)
+        return self._sum(values, log_prior, log_determinant, [(quadratic, logs)], factor, point)
 
-    def _precisions(self, values: Mapping[str, Tensor]) -> list[Tensor]:
-        return [g.power * g.scale(values).square().reciprocal() for g in self.groups]
+    def _scales(self, values: Mapping[str, Tensor]) -> Tensor:
+        """The standard deviation of each group of sites, in float64."""
+        return torch.stack([double(group.scale(values)) for group in self.groups])
 
-    def _log_determinant(self, precisions: list[Tensor], factor: Tensor) -> Tensor:
+    def _log_determinant(self, precisions: Tensor, factor: Tensor) -> Tensor:
         """log det of the posterior precision, for the prior precision of each group of sites."""
         guide, parts = self.guide, self.guide.subset.parts
         if self._curvature is not guide.curvature:
@@ -403,34 +409,32 @@ class NormalFormula(Formula):
             self._spectra = guide.curvature.spectra(slices)
         if self._spectra is None:
             return guide.curvature.with_prior(self._prior(precisions), factor).logdet()
-        pairs = zip(self._spectra, precisions, strict=True)
-        return torch.stack([log_determinant(values, p, factor) for values, p in pairs]).sum()
+        return log_determinant(self._spectra, precisions, factor)
 
-    def _prior(self, precisions: list[Tensor]) -> PriorPrecision:
-        pairs = zip(self.groups, precisions, strict=True)
+    def _prior(self, precisions: Tensor) -> PriorPrecision:
+        pairs = zip(self.groups, precisions.to(self.guide.prior_diagonal), strict=True)
         uniform = {site: precision for group, precision in pairs for site in group.locs}
         parts = self.guide.subset.parts
         pieces = [uniform[site].expand(part.stop - part.start) for site, part in parts.items()]
-        diagonal = torch.cat(pieces).to(self.guide.prior_diagonal)
-        return PriorPrecision(diagonal, uniform=uniform, quadratic=True)
+        return PriorPrecision(torch.cat(pieces), uniform=uniform, quadratic=True)
 
-    def _squares_at(self, point: LinearizedPoint | None) -> list[Tensor]:
+    def _squares_at(self, point: LinearizedPoint | None) -> Tensor:
         """The sum of (u_i - m_i)^2 over each group; that at the last point is kept."""
         guide = self.guide
         at = guide.loc, None if point is None else point.offset
         if self._at is None or self._at[0] is not at[0] or self._at[1] is not at[1]:
             vector, parts, self._at = _vector(guide, point), guide.subset.parts, at
-            self._squares = []
+            sums = []
             for group in self.groups:
                 offsets = [vector[parts[site]] - loc for site, loc in group.locs.items()]
-                sums = [double(offset.square()).sum() for offset in offsets]
-                self._squares.append(torch.stack(sums).sum())
+                sums.append(torch.stack([double(d.square()).sum() for d in offsets]).sum())
+            self._squares = torch.stack(sums)
         return self._squares
 
     @torch.no_grad()
     def follow(self) -> None:
         guide, subset, values = self.guide, self.guide.subset, self._values()
-        prior = self._prior(self._precisions(values))
+        prior = self._prior(self._powers / self._scales(values).square())
         locs = {site: loc for group in self.groups for site, loc in group.locs.items()}
         offset = torch.cat([locs[site] for site in subset.parts]) - subset.take(guide.loc)
         guide.adapt(prior, prior.diagonal.to(offset) * offset, self._factor(values))
@@ -446,21 +450,24 @@ def sum_of_logs(values: Tensor) -> Tensor:
     return double(values).log().sum()  # the products leave the range of the numbers
 
 
-def log_determinant(eigenvalues: Tensor, precision: Tensor, factor: Tensor) -> Tensor:
-    """log det(factor * curvature + precision), a scalar that can be differentiated once.
+def log_determinant(spectra: list[Tensor], precisions: Tensor, factor: Tensor) -> Tensor:
+    """sum_k log det(factor * curvature_k + precision_k), a scalar that can be differentiated once.
 
-        d / d precision = sum_i 1 / (factor l_i + precision)
-        d / d factor = sum_i l_i / (factor l_i + precision)
+        d / d precision_k = sum_i 1 / (factor l_ki + precision_k)
+        d / d factor = sum_ki l_ki / (factor l_ki + precision_k)
 
-    :param eigenvalues: l, of the curvature, (r,).
-    :param precision: of the prior, positive, a scalar.
-    :param factor: of the curvature, positive, a scalar.
+    :param spectra: the eigenvalues l_k of each curvature, (r,).
+    :param precisions: of the priors, positive, one for each curvature.
+    :param factor: of the curvatures, positive, a scalar.
     """
+    values, traces, slopes = [], [], []
     with torch.no_grad():
-        sums = eigenvalues * factor.to(eigenvalues) + precision.to(eigenvalues)
-        value = sum_of_logs(sums)
-        inverse = sums.reciprocal_()
-        derivatives: list[Tensor | None] = [inverse.sum().to(precision), None]
-        if factor.requires_grad:
-            derivatives[1] = (eigenvalues @ inverse).to(factor)
-    return with_gradients(value, derivatives, (precision, factor))
+        for eigenvalues, precision in zip(spectra, precisions, strict=True):
+            sums = eigenvalues * factor.to(eigenvalues) + precision.to(eigenvalues)
+            values.append(sum_of_logs(sums))
+            inverse = sums.reciprocal_()
+            traces.append(inverse.sum())
+            if factor.requires_grad:
+                slopes.append((eigenvalues @ inverse).to(factor))
+        derivatives = [torch.stack(traces).to(precisions), sum(slopes) if slopes else None]
+    return with_gradients(torch.stack(values).sum(), derivatives, (precisions, factor))

@@ -11,7 +11,6 @@ from pyro_bdl.curvature.fisher import cell_weights
 from pyro_bdl.curvature.hyperparameters import (
     Hyperparameter,
     ReadParameters,
-    noise_of,
     owners_of_priors,
     prior_normals,
     read_at_center,
@@ -144,7 +143,7 @@ def _closed_forms(
     reading, subset = read_at_center(model, guide), Subset(guide.require_layout())
     reading.has_noise = has_noise
     mean, variance = guide.location().detach(), guide.variances().detach()
-    normals, noise = prior_normals(reading, subset), noise_of(reading)
+    normals, noise = prior_normals(reading, subset), reading.noise
     owners = owners_of_priors(reading, subset)
     names, terms = set(owners.values()), []
     for site in owners:

@@ -16,7 +16,6 @@ from pyro_bdl.curvature.hyperparameters import (
     ParameterReading,
     followed,
     learned_noise,
-    noise_of,
     read,
 )
 from pyro_bdl.curvature.jacobian.linearization import Linearization
@@ -375,7 +374,7 @@ def _restore(guide: LaplaceGuide, saved: Mapping[str, Any]) -> None:
 def _convert_noise(guide: LaplaceGuide, reading: ParameterReading) -> None:
     """Take the noise of the fit from a file of an earlier version, which holds that of each of a
     few rows."""
-    before, noise = guide.reference_noise, noise_of(reading)
+    before, noise = guide.reference_noise, reading.noise
     if before is not None and before.dim() and noise is not None and noise.value is not None:
         scale: Any = base_distribution(noise.site.distribution)
         ratio = (before / scale.scale).square().mean().sqrt()

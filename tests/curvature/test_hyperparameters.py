@@ -12,7 +12,6 @@ from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.curvature.hyperparameters import (
     Hyperparameter,
     followed,
-    noise_of,
     owners_of_priors,
     prior_normals,
     read,
@@ -207,7 +206,7 @@ class Squared(models.Regression):
 def test_noise_that_is_one_number(kind, noise, is_one, is_owned):
     value = {"learned": learned(0.5), "fixed": 0.5, "latent": dist.HalfNormal(1.0)}[noise]
     reading, _ = reading_of(kind(bayesianize(nn.Linear(2, 1)), noise=value))
-    found = noise_of(reading)
+    found = reading.noise
     assert (found is not None) == is_one
     assert (found is not None and found.owner is not None) == is_owned
     assert found is None or found.site is reading.run.observed["y"]
@@ -227,11 +226,11 @@ def test_two_observations_have_no_common_noise():
             pyro.sample("z", dist.Normal(f, 1.0), obs=y)
 
     reading, _ = reading_of(model)
-    assert noise_of(reading) is None and list(reading.parameters) == ["noise"]
+    assert reading.noise is None and list(reading.parameters) == ["noise"]
     several = models.Regression(bayesianize(nn.Linear(2, 2)), noise=learned([0.5, 1.0]))
     guide = AutoLaplaceGGN(several).prototype(X, X)
     reading = read_at_center(several, guide)
-    assert noise_of(reading) is None and short(reading.in_likelihood) == ["noise"]
+    assert reading.noise is None and short(reading.in_likelihood) == ["noise"]
 
 
 # A few rows

@@ -76,14 +76,12 @@ def test_it_is_the_evidence_as_a_run_gives_it(prior, options, put):
 
 
 def test_the_gradient_of_a_log_determinant():
-    eigenvalues = torch.rand(5)
-    precision, factor = (torch.rand((), requires_grad=True) for _ in range(2))
-    torch.testing.assert_close(
-        log_determinant(eigenvalues, precision, factor),
-        (factor * eigenvalues + precision).log().sum(),
-    )
+    spectra = [torch.rand(5), torch.rand(9)]
+    precisions, factor = (torch.rand(shape, requires_grad=True) for shape in (2, ()))
+    sums = [(factor * e + p).log().sum() for e, p in zip(spectra, precisions, strict=True)]
+    torch.testing.assert_close(log_determinant(spectra, precisions, factor), sum(sums))
     assert torch.autograd.gradcheck(
-        lambda d, c: log_determinant(eigenvalues, d, c), (precision, factor)
+        lambda d, c: log_determinant(spectra, d, c), (precisions, factor)
     )
 
 
