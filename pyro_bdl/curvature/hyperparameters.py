@@ -255,7 +255,7 @@ def shares_noise(run: Run, noise: Noise) -> bool:
     (site,) = run.observed.values()
     normal: Any = base_distribution(site.distribution)
     scale, owner = normal.scale, noise.owner
-    if owner is None and noise.value is None:
+    if noise.value is None:
         return not scale.requires_grad
     if owner is None:
         assert noise.value is not None
