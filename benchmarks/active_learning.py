@@ -6,9 +6,11 @@
 A network 784-64-10 for clothes (Fashion-MNIST) starts from two labels of each class, and --rounds
 times --size more are labeled, chosen among --pool images: at random, by BALD one by one, by
 BatchBALD, or by EPIG about other images of the pool. The posterior is an ensemble of --members
-networks, trained anew in each round. Printed is the accuracy and the NLL on test images after each
-round, with standard errors over seeds, all of which start from the same labels for all choices; and
-the labels that each choice needs for the accuracy that random ones reach with all of theirs.
+networks, trained anew in each round, each with a prior mean that is drawn from the prior: of twenty
+labels the mode around zero is a network that says nothing. Printed is the accuracy and the NLL on
+test images after each round, with standard errors over seeds, all of which start from the same
+labels for all choices; and the labels that each choice needs for the accuracy that random ones
+reach with all of theirs.
 """
 
 import argparse
@@ -33,7 +35,7 @@ def members(x: Tensor, y: Tensor, options: argparse.Namespace) -> Any:
     """Draws of class probabilities, as a function of images."""
     network = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
     model = bdl.models.Classification(bdl.bayesianize(network, bdl.priors.FanIn(2**0.5)))
-    guide = bdl.guides.AutoEnsemble(model, size=options.members)
+    guide = bdl.guides.AutoEnsemble(model, size=options.members, anchored=True)
     train(model, guide, x, y, steps=options.steps, learning_rate=3e-3, progress=False)
     predictive = bdl.Predictive(model, guide, num_samples=options.members)
     return lambda images: predictive.mean(images)["y"]
