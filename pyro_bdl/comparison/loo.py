@@ -148,7 +148,7 @@ def _columns(
     if kind.no_single:
         raise UnsupportedProgramError(f"{kind.no_single}: no datum can be left out")
     parts, densities, transforms = [], [], []
-    predictive, mixed = Predictive(model, samples), torch.zeros(())
+    predictive, mixed = Predictive(model, samples), torch.zeros((), device="cpu")
     for part, batch in kind.batches(args, count):
         parts.append((part, None if seen is None else seen.at(batch)))
     if is_mixture:  # log sum_n 1 / p(y_n | w)

@@ -332,10 +332,10 @@ class NormalFormula(Formula):
         super().__init__(guide, reading)
         self.groups = groups
         self._at: Any = None
-        self._squares = torch.empty(0)
-        like: Any = {"dtype": torch.float64, "device": double_device(guide.loc.device)}
-        self._powers = torch.tensor([group.power for group in groups], **like)
-        self._sizes = torch.tensor([group.size for group in groups], **like)
+        self._squares = torch.empty(0, device="cpu")
+        dtype, device = torch.float64, double_device(guide.loc.device)
+        self._powers = torch.tensor([group.power for group in groups], dtype=dtype, device=device)
+        self._sizes = torch.tensor([group.size for group in groups], dtype=dtype, device=device)
         self._curvature: Any = None  # of which the eigenvalues are known
         self._spectra: list[Tensor] | None = None
 

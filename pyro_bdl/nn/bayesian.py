@@ -376,8 +376,13 @@ def with_prior(model: Any, prior: Any) -> nn.Module:
     """
     if isinstance(prior, GaussianPrior) or hasattr(prior, "as_prior"):
         return UnderPrior(model, as_gaussian_prior(prior))
-    check_prior(prior, "prior")
-    takes_prior = not isinstance(prior, Prior) and len(signature(prior).parameters) == 1
+    takes_prior = (
+        callable(prior)
+        and not isinstance(prior, Prior | Distribution | type)
+        and len(signature(prior).parameters) == 1
+    )
+    if not takes_prior:
+        check_prior(prior, "prior")
 
     def changed(network: BayesianModule) -> BayesianModule:
         return network.with_prior(prior(network.prior) if takes_prior else prior)

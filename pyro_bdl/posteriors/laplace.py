@@ -42,18 +42,22 @@ def _tuned(posterior: LaplaceGuide) -> dict[str, str]:
 
 
 def _with_learnable_scale(problem: Problem, only: str | None = None) -> nn.Module:
-    """The program with a PyroParam as the scale of its prior, if possible.
+    """The program with a PyroParam as the scale of each prior that has one; a program without
+    networks of ``bayesianize`` as it is.
 
     :param only: the names of the weights with that scale; None for all.
     """
 
     def changed(prior: Any) -> Any:
-        return learnable(prior) if only is None else ByName({only: learnable(prior), "*": prior})
+        try:
+            scaled = learnable(prior)
+        except TypeError:  # a prior without a scale
+            return prior
+        return scaled if only is None else ByName({only: scaled, "*": prior})
 
-    try:
-        return with_prior(problem.model, changed)
-    except (TypeError, ValueError):  # a program of its own, or a prior without a scale
+    if not any(isinstance(module, BayesianModule) for module in problem.model.modules()):
         return problem.model
+    return with_prior(problem.model, changed)
 
 
 register(
