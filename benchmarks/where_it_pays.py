@@ -1,4 +1,4 @@
-"""What a posterior gains over its network alone, over all data sets of other scripts' rows.
+"""Gains of posteriors over their networks alone, on all data sets of other scripts' rows.
 
     python benchmarks/published_laplace.py --data DATA --rows images.jsonl
     python benchmarks/published_draws.py --data DATA --rows tables.jsonl

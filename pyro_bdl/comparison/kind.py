@@ -128,7 +128,7 @@ class Kind:
 
     @property
     def may_be_censored(self) -> bool:
-        """Whether some of the targets may be limits, which most scores cannot take."""
+        """True if some targets may be limits, which most scores cannot take."""
         return "Censored" in self.sites.values()
 
     @property

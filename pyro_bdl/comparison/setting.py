@@ -146,7 +146,7 @@ class Setting:
 
 
 def rows_of(posterior: Any) -> str:
-    """What a posterior says of the rows of its program: "alone" where it says nothing."""
+    """The ``rows`` that a posterior was fitted with, "alone" where it has none."""
     return getattr(getattr(posterior, "config", None), "rows", "alone")
 
 

@@ -14,7 +14,7 @@ from pyro_bdl.errors import warn
 from pyro_bdl.utils.precision import double
 
 Task = Literal["regression", "classification", "count", "share"]
-# Of tasks whose targets are not standardized, what the network's output is in words.
+# The network's output in words, for tasks whose targets are not standardized.
 LINKS = {"count": "log rate", "share": "logit of the mean"}
 Imputer = Literal["mean", "median", "most_frequent"]
 _MAX_INTEGER_CLASSES = 10

@@ -187,7 +187,7 @@ def test_two_observed_sites_are_one_datum(data):
 
 
 def test_nuts_draws_the_mixture(data):
-    """In parts, and behind a mask, whose rows are no data."""
+    """Data come in parts, and the rows behind a mask are no data."""
     x, y = data
     seen = torch.arange(N) != 2
     mixture = bdl.loo_mixture(line, x, y, seen)

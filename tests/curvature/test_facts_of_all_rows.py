@@ -44,7 +44,7 @@ def one_group(s, x, first):
 
 
 def other_function(s, x, first):
-    """Of the same value and slope at s = 1."""
+    """Two noises of the same value and slope at s = 1."""
     return torch.where(first, s, (s - 1.0).exp())
 
 

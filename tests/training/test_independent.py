@@ -34,7 +34,7 @@ def fit(steps):
 
 
 def numbers(fits):
-    """What a posterior predicts under the program that came with it."""
+    """Predictions of a posterior under the program that came with it."""
     found = {}
     for name, (model, guide) in fits.items():
         x = X.to(guide.loc.dtype)
