@@ -44,7 +44,7 @@ def one_group(s, x, first):
 
 
 def other_function(s, x, first):
-    """Two noises of the same value and slope at s = 1."""
+    """A noise with the value and the slope of s at s = 1, but not of s."""
     return torch.where(first, s, (s - 1.0).exp())
 
 

@@ -72,8 +72,8 @@ def test_labels_and_training_data(compared):
 
 
 def test_hyperparameters_and_ranks_are_of_the_draws(compared):
-    """The compared latents are shown without their posteriors too; the noise is in the target's units,
-    w has a number for each input."""
+    """The compared latents are shown without their posteriors too; the noise is in the target's
+    units, w has a number for each input."""
     result, posteriors, data = compared(2)
     latents = ["scale", "noise,\ntarget's units", "w[0]", "w[1]"]
     alone = result.figures(data=data)["hyperparameters"]
