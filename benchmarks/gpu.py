@@ -1,11 +1,12 @@
 """The package on a GPU, in ten minutes: tests, times and memory as one table.
 
 ``python benchmarks/gpu.py`` on a machine with CUDA runs the tests of GPUs (``pytest -m cuda``),
-then steps of mean-field VI against the same step by hand in torch, a Kronecker Laplace
-approximation with its linearized predictions (``--peer`` has laplace-torch, see ``laplace.py``),
-predictions by draws, convergence of many weights, and chains of NUTS and MCLMC on the devices that
-JAX has. Times are medians by the clock, with the device waited for; memory is the device's peak in
-each row, above what was held before.
+then steps of mean-field VI against the same step by hand in torch, trainings in torch and in JAX, a
+Kronecker Laplace approximation with its linearized predictions (``--peer`` has laplace-torch, see
+``laplace.py``), predictions by draws, convergence of many weights, and chains of NUTS and MCLMC on
+the devices that JAX has. Times are medians by the clock, with the device waited for, those of
+trainings the slope between two lengths; memory is the device's peak in each row, above what was
+held before.
 
 ``--device cpu --quick`` runs every row at a small size on a CPU.
 """
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +26,7 @@ import harness
 import jax
 import torch
 import torch.nn.functional as F
-from networks import Transformer, resnet, resnet20
+from networks import Transformer, resnet, resnet20, resnet20_frn
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -39,6 +41,7 @@ SIZES = {  # full, quick
     "draws": (100, 3),
     "weights": (10**6, 100),  # of R-hat and ESS
     "iterations": (500, 10),  # of the chains
+    "steps": (1000, 20),  # of the longer training
     "repeats": (10, 1),
 }
 
@@ -146,6 +149,50 @@ def steps(bench: Bench, sizes: argparse.Namespace, inductor: bool) -> None:
                 bench.ratio(f"{name}, {bound}", hand)
 
 
+def trainings(bench: Bench, sizes: argparse.Namespace) -> None:
+    """Rows of steps inside ``training.train``, where JAX runs them in one compiled loop."""
+    batch, device = sizes.batch, bench.device
+    mlp = lambda *widths: nn.Sequential(  # noqa: E731
+        *(
+            part
+            for into, out in pairwise(widths)
+            for part in (nn.Linear(into, out), *[nn.ReLU()] * (out > 10))
+        )
+    )
+    cases = {
+        "784-400-400-10": (lambda: mlp(784, 400, 400, 10), (784,)),
+        "ResNet-20 with filter response": (resnet20_frn, (3, 32, 32)),
+    }
+    sides = {
+        "plain": (bdl.elbo.TemperedTraceMeanField_ELBO, "torch"),
+        "compiled": (bdl.elbo.CompiledELBO, "torch"),
+        "JAX": (bdl.elbo.TemperedTraceMeanField_ELBO, "jax"),
+    }
+    for network, (make, shape) in cases.items():
+        x = torch.randn(8 * batch, *shape, device=device)
+        y = torch.randint(10, (len(x),), device=device)
+        for side, (elbo, backend) in sides.items():
+            seconds = []
+            # one stretch of JAX's loop compiles; then each length is whole stretches
+            for steps in (sizes.steps // 2, sizes.steps // 2, sizes.steps):
+                prior = bdl.priors.Normal(1.0)
+                model = bdl.models.Classification(
+                    bdl.bayesianize(make().to(device), prior), num_data=len(x)
+                )
+                guide = bdl.guides.AutoMeanField(model)
+                bench.wait()
+                start = time.perf_counter()
+                bdl.training.train(
+                    model, guide, x, y, steps=steps, batch_size=batch, elbo=elbo(), backend=backend
+                )
+                bench.wait()
+                seconds.append(time.perf_counter() - start)
+            name = f"{network}, training, {side}"
+            slope = (seconds[2] - seconds[1]) / (sizes.steps - sizes.steps // 2)
+            bench.rows[f"{name}: ms"] = 1e3 * slope
+            bench.rows[f"{name}: first {sizes.steps // 2} steps, s"] = seconds[0]
+
+
 def laplace(bench: Bench, sizes: argparse.Namespace, peer: bool) -> None:
     """Rows of a Kronecker Laplace approximation of ResNet-18, and of its predictions."""
     x = torch.randn(sizes.images, 3, 32, 32, device=bench.device)
@@ -228,6 +275,7 @@ def main() -> None:
     if device.type == "cuda" and not options.no_tests:
         bench.rows["pytest -m cuda"] = tests()
     steps(bench, sizes, inductor=not (options.quick or options.no_inductor))
+    trainings(bench, sizes)
     sys.path[:0] = [str(options.peer)] if options.peer else []
     laplace(bench, sizes, peer=options.peer is not None)
     predictions(bench, sizes)

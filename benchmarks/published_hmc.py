@@ -94,6 +94,7 @@ class Fits:
         train(
             model, guide, self.data.x, self.data.y, steps=self.steps, learning_rate=3e-3,
             batch_size=self.options.batch, optimizer=optimizer and optimizer(guide), progress=None,
+            backend=self.options.backend,
         )  # fmt: skip
         return guide
 
@@ -136,8 +137,9 @@ class Fits:
         model = self.program(self.member(0))
         guide = bdl.guides.AutoSWAG(model).prototype(self.data.x[:2], self.data.y[:2])
         collect_swag(
-            model, guide, self.data.x, self.data.y, snapshots=20, batch_size=self.options.batch
-        )
+            model, guide, self.data.x, self.data.y, snapshots=20, batch_size=self.options.batch,
+            backend=self.options.backend,
+        )  # fmt: skip
         return self.drawn(model, guide.swag_approximation())
 
     def dropout(self) -> Probabilities:
@@ -181,6 +183,7 @@ def main() -> None:
     parser = harness.parser(__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of the two .npz files")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--backend", default="torch", choices=["torch", "jax"], help="of trainings")
     parser.add_argument("--only", nargs="+", choices=list(METHODS), default=list(METHODS))
     sizes = {
         "train": (50_000, 200, "training images"),

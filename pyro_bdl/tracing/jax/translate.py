@@ -49,7 +49,32 @@ def _decompositions() -> dict[Any, Callable]:
     """torch's decompositions of the operators that the table lacks."""
     table = {**core_aten_decompositions(), **get_decompositions(DECOMPOSED)}
     known = {op for op in table if lookup(op) or lookup(op, RANDOM)}
-    return {op: rule for op, rule in table.items() if op not in known}
+    missing = {op: rule for op, rule in table.items() if op not in known}
+    return {**missing, aten.as_strided.default: _by_positions}
+
+
+def _by_positions(
+    x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Tensor:
+    """``torch.as_strided`` by indices, since arrays of JAX have no strides.
+
+    torch itself calls it where images lie in memory with their channels last.
+    """
+    start = x.storage_offset()
+
+    def positions(sizes: Sequence[int], strides: Sequence[int], first: int) -> np.ndarray:
+        place = np.array(first)
+        for count, step in zip(sizes, strides, strict=True):
+            place = place[..., None] + step * np.arange(count)
+        return place.ravel()
+
+    own = positions(x.shape, x.stride(), start)
+    wanted = positions(size, stride, start if storage_offset is None else storage_offset)
+    if not np.isin(wanted, own).all():
+        raise NotTraceable("reaches beyond its tensor", "aten.as_strided.default")
+    order = own.argsort()
+    index = order[np.searchsorted(own, wanted, sorter=order)]
+    return x.reshape(-1)[torch.from_numpy(index)].reshape(size)
 
 
 def _traced(function: Callable, examples: Sequence[Tensor], **options: Any) -> fx.GraphModule:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing import assert_close
 
 from pyro_bdl.errors import MissingOperatorError
 from pyro_bdl.tracing.jax.translate import to_jax
@@ -101,6 +102,28 @@ def test_double_precision_inside_a_float32_function_becomes_single_without_x64()
 
 
 # Errors -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.adaptive_avg_pool2d(F.conv2d(x, torch.ones(2, 3, 2, 2)), 1),
+        lambda x: x.as_strided((2, 3), (3, 1)),
+        lambda x: x[1:].as_strided((3,), (2,)),
+    ],
+)
+def test_tensors_in_another_order_in_memory(function):
+    x = torch.randn(2, 5, 4, 3, generator=torch.Generator().manual_seed(0)).movedim(-1, 1)
+    translated = to_jax(function, x)
+    assert_close(torch.from_numpy(np.array(translated(x.numpy()))), function(x))
+    gradient = jax.grad(lambda x: translated(x).sum())(x.numpy())
+    expected = torch.autograd.grad(function(leaf := x.clone().requires_grad_()).sum(), leaf)[0]
+    assert_close(torch.from_numpy(np.array(gradient)), expected)
+
+
+def test_strides_beyond_a_tensor_are_refused():
+    with pytest.raises(MissingOperatorError, match="reaches beyond its tensor"):
+        to_jax(lambda x: x[1:].as_strided((2,), (1,), 0), torch.ones(3))
 
 
 def test_a_missing_operator_is_named():
