@@ -26,6 +26,7 @@ import harness
 import jax
 import torch
 import torch.nn.functional as F
+from images import convolutional
 from networks import Transformer, resnet, resnet20, resnet20_frn
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -44,6 +45,7 @@ SIZES = {  # full, quick
     "steps": (1000, 20),  # of the longer training
     "repeats": (10, 1),
 }
+PARTS = ["tests", "steps", "trainings", "laplace", "predictions", "convergence", "chains"]
 
 
 class Bench:
@@ -194,26 +196,35 @@ def trainings(bench: Bench, sizes: argparse.Namespace) -> None:
 
 
 def laplace(bench: Bench, sizes: argparse.Namespace, peer: bool) -> None:
-    """Rows of a Kronecker Laplace approximation of ResNet-18, and of its predictions."""
-    x = torch.randn(sizes.images, 3, 32, 32, device=bench.device)
-    y = torch.randint(10, (sizes.images,), device=bench.device)
-    net = resnet(sizes.width).to(bench.device).eval()
-    model = bdl.models.Classification(bdl.bayesianize(net, bdl.priors.Normal(1.0)))
-    guide = bdl.guides.AutoLaplaceGGN(model, structure="kron").prototype(x[:2], y[:2])
-    batches = list(zip(x.split(256), y.split(256), strict=True))
-    new = x[: min(100, len(x))]
-    posterior = guide.laplace_approximation(batches)
+    """Rows of a Kronecker Laplace approximation and of its predictions; the peer's fit beside,
+    which takes no BatchNorm."""
     once = {"warm": 0, "repeats": 1}
-    bench.time("ResNet-18, kron, fit", lambda: guide.laplace_approximation(batches), **once)
-    predictive = bdl.LinearizedPredictive(model, posterior)
-    bench.time("ResNet-18, kron, predictions", lambda: predictive.probabilities(new), **once)
-    if peer:
-        from laplace import Laplace
+    cases = {
+        "ResNet-18": (resnet(sizes.width), (3, 32, 32)),
+        "CNN": (convolutional(sizes.width / 64), (1, 28, 28)),
+    }
+    for network, (net, shape) in cases.items():
+        x = torch.randn(sizes.images, *shape, device=bench.device)
+        y = torch.randint(10, (sizes.images,), device=bench.device)
+        net = net.to(bench.device).eval()
+        model = bdl.models.Classification(bdl.bayesianize(net, bdl.priors.Normal(1.0)))
+        guide = bdl.guides.AutoLaplaceGGN(model, structure="kron").prototype(x[:2], y[:2])
+        batches = list(zip(x.split(256), y.split(256), strict=True))
+        new = x[: min(100, len(x))]
+        posterior = guide.laplace_approximation(batches)
+        name = f"{network}, kron, fit"
+        bench.time(name, lambda: guide.laplace_approximation(batches), **once)  # noqa: B023
+        predictive = bdl.LinearizedPredictive(model, posterior)
+        predict = lambda: predictive.probabilities(new)  # noqa: B023, E731
+        bench.time(f"{network}, kron, predictions of {len(new)}", predict, **once)
+        if peer and network == "CNN":
+            from laplace import Laplace
 
-        theirs = Laplace(net, "classification", "all", "kron")
-        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 256)
-        bench.time("ResNet-18, laplace-torch, fit", lambda: theirs.fit(loader), **once)
-        bench.ratio("ResNet-18, kron, fit", "ResNet-18, laplace-torch, fit")
+            theirs = Laplace(net, "classification", "all", "kron")
+            loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 256)
+            fit = lambda: theirs.fit(loader)  # noqa: B023, E731
+            bench.time("CNN, laplace-torch, fit", fit, **once)
+            bench.ratio(name, "CNN, laplace-torch, fit")
 
 
 def predictions(bench: Bench, sizes: argparse.Namespace) -> None:
@@ -266,21 +277,26 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--peer", type=Path, help="a folder with laplace-torch")
     parser.add_argument("--no-inductor", action="store_true", help="without its compilation")
-    parser.add_argument("--no-tests", action="store_true", help="without pytest -m cuda")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
     sizes = argparse.Namespace(**{name: pair[options.quick] for name, pair in SIZES.items()})
     device = torch.device(options.device)
     torch.manual_seed(0)
     bench = Bench(device, sizes.repeats)
-    if device.type == "cuda" and not options.no_tests:
+    if device.type == "cuda" and "tests" in options.only:
         bench.rows["pytest -m cuda"] = tests()
-    steps(bench, sizes, inductor=not (options.quick or options.no_inductor))
-    trainings(bench, sizes)
     sys.path[:0] = [str(options.peer)] if options.peer else []
-    laplace(bench, sizes, peer=options.peer is not None)
-    predictions(bench, sizes)
-    convergence(bench, sizes)
-    chains(bench, sizes)
+    parts: dict[str, Callable[[], None]] = {
+        "steps": lambda: steps(bench, sizes, not (options.quick or options.no_inductor)),
+        "trainings": lambda: trainings(bench, sizes),
+        "laplace": lambda: laplace(bench, sizes, peer=options.peer is not None),
+        "predictions": lambda: predictions(bench, sizes),
+        "convergence": lambda: convergence(bench, sizes),
+        "chains": lambda: chains(bench, sizes),
+    }
+    for name in options.only:
+        if name in parts:
+            parts[name]()
     harness.show(f"gpu: {device}", bench.rows, options.json)
 
 
