@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(items):
     torch 2.14 one under ``make_fx`` starts threads too."""
     tests = Path(__file__).parent
     for item in items:
-        if "device" in getattr(item, "fixturenames", ()):
+        if "device" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.accel)
         strict = any(item.path.is_relative_to(tests / folder) for folder in STRICT)
         if not strict or any(item.get_closest_marker(name) for name in OTHER_RUNS):
@@ -102,6 +102,9 @@ def pytest_collection_modifyitems(items):
     yield
     if any(item.get_closest_marker("accel") for item in items):
         second_device.register()
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="the second device is registered"))
     else:
         torch.ones((), device="cpu", requires_grad=True).backward()
 

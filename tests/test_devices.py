@@ -164,6 +164,21 @@ def _numbers(device):
     return known, labels.to(device), {name: value.to(device) for name, value in of_draws.items()}
 
 
+def test_deep_convolutions_keep_their_rows_apart(device):  # which a GPU rounds to TF32
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.SiLU()]
+    for _ in range(12):
+        layers += [nn.Conv2d(16, 16, 3, padding=1), nn.SiLU()]
+    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3))
+    x, y = torch.randn(16, 3, 8, 8), torch.randint(3, (16,))
+    model = bdl.models.Classification(bdl.bayesianize(net, bdl.priors.Normal(1.0))).to(device)
+    guide = bdl.guides.AutoLaplaceGGN(model, structure="kron")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        posterior = guide.laplace_approximation((x.to(device), y.to(device)))
+    assert posterior.median()["0.weight"].device.type == device.type
+
+
 @pytest.mark.parametrize("name", metrics.__all__)
 def test_a_metric_says_the_same_on_every_device(name, device):
     function, results = getattr(metrics, name), []

@@ -204,7 +204,8 @@ def pit(
     """
     same_points(draws, y)
     start, stop = _stretches(draws, y, upper, log_weights)
-    return (start + torch.rand_like(start) * (stop - start)).reshape(y.shape)
+    at = torch.rand(start.shape, dtype=start.dtype, device="cpu").to(start)  # on every device alike
+    return (start + at * (stop - start)).reshape(y.shape)
 
 
 def uniformity(values: Tensor) -> Tensor:

@@ -24,13 +24,14 @@ from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
 from pyro_bdl.program.vmap import RowMap, depends_on_row
 from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.precision import double
+from pyro_bdl.utils.precision import double, rounds_to_tf32
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.trees import constants_of, tree_flatten
 
 ROWS = ("alone", "together")
 # of the largest entry over the rows
 _SHARE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_TF32 = 0.01  # on a GPU that rounds float32 factors to it, through the layers of a deep network
 _HALF = 0.05  # in half precision, and of what is made of it under autocast
 
 
@@ -357,6 +358,8 @@ def _slack(values: Tensor) -> Tensor:
         return values.new_zeros(values.shape[1:])
     size = values.detach().abs().nan_to_num(0.0, 0.0)
     share = _HALF if castings() else _SHARE.get(values.dtype, _HALF)
+    if rounds_to_tf32(values):
+        share = max(share, _TF32)
     return (share * size.amax(0)).clamp(min=torch.finfo(values.dtype).eps * size.max())
 
 

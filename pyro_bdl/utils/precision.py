@@ -20,6 +20,15 @@ def working_dtype(device: torch.device) -> torch.dtype:
     return torch.float64 if has_float64(device) else torch.float32
 
 
+def rounds_to_tf32(like: Tensor) -> bool:
+    """Return whether torch may round float32 factors on the device of ``like`` to TF32, which has
+    the digits of half precision: in convolutions on CUDA, unless
+    ``torch.backends.cudnn.allow_tf32 = False``, and in matrix products where the user allows it."""
+    products = torch.backends.cudnn.conv, torch.backends.cuda.matmul
+    single = like.device.type == "cuda" and like.dtype == torch.float32
+    return single and any(kind.fp32_precision == "tf32" for kind in products)
+
+
 def double_device(device: torch.device) -> torch.device:
     """Where numbers of ``device`` are computed with in float64: there, or on the CPU."""
     return device if has_float64(device) else torch.device("cpu")

@@ -26,6 +26,7 @@ from pyro_bdl.distributions.parameters import base_distribution, parameters_of
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils.autograd import passed_by, reaches
+from pyro_bdl.utils.precision import rounds_to_tf32
 from pyro_bdl.utils.random_state import fixed_normal
 
 
@@ -442,4 +443,4 @@ def rounding_of(like: Tensor) -> float:
         return 1e-9
     if like.dtype != torch.float32:
         return 3e-2
-    return 3e-3 if like.is_cuda else 1e-5  # TF32
+    return 3e-3 if rounds_to_tf32(like) else 1e-5
