@@ -243,7 +243,7 @@ class ProgramAtPoint:
                 facts = _Facts(tuple(whole.plates), numbers)
         read = priors == []
         if priors and whole is not None:
-            _check_priors(priors[0], whole.run)
+            check_priors(priors[0], whole.run)
         elif priors is not None and whole is not None:
             priors.append(Run(whole.run.latents, prior_factors=whole.run.prior_factors))
         if facts is None:
@@ -461,8 +461,11 @@ def _rows_at_once(
     return rows if numbers else min(rows, _FIRST)
 
 
-def _check_priors(first: Run, other: Run) -> None:
-    """Check that the priors of a batch are those of the first one."""
+def check_priors(first: Run, other: Run) -> None:
+    """Check that the priors of a batch are those of the first one.
+
+    :raises UnsupportedProgramError: naming the site whose prior differs.
+    """
     name = differing_prior(first, other, first.priors)
     if name is not None:
         raise UnsupportedProgramError(

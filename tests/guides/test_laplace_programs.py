@@ -233,6 +233,44 @@ def test_a_noise_for_each_target_that_has_changed():
     guide.laplace_approximation((x, y)).refresh()
 
 
+def linear_in(prior_scale):
+    """A linear program whose prior has a scale of its arguments."""
+
+    def model(x, y=None, scale=1.0):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(3), prior_scale(x, scale)).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    return model
+
+
+@pytest.mark.parametrize("scale", [2.0, torch.tensor(2.0, dtype=D)], ids=["float", "tensor"])
+def test_the_evidence_is_of_the_arguments_of_the_fit(conjugate, scale):
+    """log N(y; 0, s^2 X X' + 1), where the guide was made with another s."""
+    x, y = data(conjugate)
+    model = linear_in(lambda x, scale: scale)
+    guide = AutoLaplaceGGN(model, structure="full").prototype(x, y, 1.0 * scale / 2)
+    posterior = guide.laplace_approximation((x, y, scale))
+    covariance = 4.0 * x @ x.T + torch.eye(len(x), dtype=D)
+    expected = dist.MultivariateNormal(x.new_zeros(len(x)), covariance).log_prob(y)
+    posterior.refresh()
+    for _ in range(2):
+        found = log_marginal_likelihood(posterior, linearized=True)
+        torch.testing.assert_close(found.detach(), expected)
+
+
+def test_more_data_under_another_prior_are_refused(conjugate):
+    x, y = data(conjugate)
+    model = linear_in(lambda x, scale: scale * (1.0 + x.abs().mean()))
+    guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    posterior = guide.laplace_approximation((x, y))
+    before = posterior.variances()
+    for more in ((2 * x, y), (x, y, 2.0)):
+        with pytest.raises(UnsupportedProgramError, match="prior of site 'w' depends on the data"):
+            posterior.update(more)
+    torch.testing.assert_close(posterior.variances(), before, rtol=0, atol=0)
+
+
 @pytest.mark.filterwarnings("ignore:the program states")
 def test_parts_of_data_that_the_program_scales_up_do_not_add_up():
     x, y = torch.randn(10, 3), torch.randn(10, 1)
