@@ -429,7 +429,26 @@ class ProgramAtPoint:
             facts.deterministic,
             reading=reading if read else None,
             together=partial(self._run, batch, mapped.plates) if mapped.rows.together else None,
+            factors_of_rows=self._factors_of_rows(batch, mapped) if mapped.run.factors else (),
         )
+
+    @torch.no_grad()
+    def _factors_of_rows(self, batch: Batch, mapped: _Mapped) -> set[str]:
+        """The factor statements that depend on the row, by the operators of a run in which latents
+        do not: where uses are recorded, they do."""
+        found: set[str] = set()
+
+        def of_row(both: tuple, kwargs: dict[str, Any], lane: Tensor) -> Tensor:
+            args, plates = both
+            run = record(self.model, {**values, **plates}, args, kwargs, draw=leave_open)
+            densities = {name: site.log_prob() for name, site in run.factors.items()}
+            found.update(n for n, value in densities.items() if depends_on_row(value, lane))
+            return lane
+
+        with self._mode():
+            values = self.subset.layout.to_supports(self.leaves)
+            self._map(of_row, (batch[0], mapped.plates), batch[1])
+        return found
 
 
 def _rows_at_once(

@@ -152,19 +152,29 @@ def test_a_factor_of_the_latents_counts_once(is_update):
     torch.testing.assert_close(parts.log_likelihood, whole.log_likelihood)
 
 
-def test_a_factor_of_the_data_outside_their_plate():
+@pytest.mark.parametrize("is_update", [False, True])
+@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_factor_of_the_data_outside_their_plate(power, curvature, is_update):
+    """At the center all of its values are zero, and for the square all of its slopes too."""
     x, y = torch.randn(8, 2), torch.randn(8)
 
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        pyro.factor("penalty", -(x @ w + 1).square().sum())
+        pyro.factor("penalty", -(x @ w).pow(power).sum())
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
-    guide = AutoLaplaceGGN(model, structure="full", curvature="hessian").prototype(x, y)
-    guide.loc.data.fill_(0.5)
-    with pytest.raises(ValueError, match="'penalty' is in no plate of the data"):
-        guide.laplace_approximation([(x[:4], y[:4]), (x[4:], y[4:])])
+    guide = AutoLaplaceGGN(model, structure="full", curvature=curvature).prototype(x, y)
+    guide.loc.data.zero_()
+    guide.warned_of.add("not at a maximum")
+    halves = [(x[:4], y[:4]), (x[4:], y[4:])]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*#no-fisher-information")
+        with pytest.raises(ValueError, match="'penalty' is in no plate of the data"):
+            if is_update:
+                guide.laplace_approximation(halves[0]).update(halves[1])
+            guide.laplace_approximation(halves)
 
 
 def test_an_embedding_with_sparse_gradients():

@@ -2,7 +2,7 @@
 from the uses of latents by single rows."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -239,6 +239,7 @@ class Linearization:
         ``ParameterReading``).
     :param together: the program on all rows at once, as a function of the leaves, where single rows
         were mapped.
+    :param factors_of_rows: the factor statements that are known to depend on the row.
     """
 
     def __init__(
@@ -251,6 +252,7 @@ class Linearization:
         by_row: Mapping[str, bool] | None = None,
         reading: Any = None,
         together: Callable[[Mapping[str, Tensor]], Run] | None = None,
+        factors_of_rows: Collection[str] = (),
     ) -> None:
         self.model, self.subset, self.vector = at.model, at.subset, at.vector
         self.leaves: Mapping[str, Tensor] = at.leaves
@@ -259,7 +261,7 @@ class Linearization:
         self.run, self.rows, self.reading = run, rows, reading
         self._parameters = parameters or {}
         self.by_row = by_row or {}
-        self.together = together
+        self.together, self.factors_of_rows = together, factors_of_rows
 
     def parameters(self, name: str) -> dict[str, Tensor]:
         """The tensors of an observed site's distribution, by name."""
