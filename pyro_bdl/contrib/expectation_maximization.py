@@ -237,8 +237,9 @@ def _ratio(
 
 
 def _consists_of(mean: _Mean, argument: Any, theta: Tensor) -> bool:
-    """Return whether each element of an argument is an entry of theta: the mean over the elements
-    that hold an entry is then the entry."""
+    """Return whether each element of an argument may be an entry of theta: the mean over the
+    elements that hold an entry is then the entry. Each step looks again whether Q has its maximum
+    there."""
     if not reaches(argument, [theta]):
         return False
     if mean.is_simplex and not argument.shape[-1] == theta.shape[-1] > 1:
@@ -326,7 +327,6 @@ class _Maximization:
         uses = {name: _uses(statements, marker) for name, marker in markers.items()}
         self.uses = {name: use for name, use in uses.items() if use is not None}
         self.weights: dict[str, Tensor] = {}
-        self.verified: set[str] = set()
 
     def values(self) -> dict[str, Tensor]:
         """The parameters, with their graphs."""
@@ -424,15 +424,12 @@ class _Maximization:
         sites = self.sites(values)
         for name, use in uses.items():
             parameter, value = self.parameters[name], _maximizer(use, sites, values[name])
-            if name in self.verified:
-                parameter.set(value)
-                continue
             before, slope = parameter.leaf.detach().clone(), self._slope(name)
             parameter.set(value)
             rounding = torch.finfo(slope.dtype).eps ** 0.5 * (1.0 + self.expected().detach().abs())
-            if self._slope(name) <= 1e-3 * slope + rounding:
-                self.verified.add(name)
-            else:  # Q is not of the form that has this maximum: climb instead
+            if self._slope(name) > 1e-3 * slope + rounding:
+                # Q is not of the form that has this maximum, as it may be under some weights and
+                # not under others: climb instead
                 with torch.no_grad():
                     parameter.leaf.copy_(before)
                 del self.uses[name]

@@ -243,7 +243,7 @@ class ProgramAtPoint:
                 facts = _Facts(tuple(whole.plates), numbers)
         read = priors == []
         if priors and whole is not None:
-            _check_priors(priors[0], whole.run)
+            check_priors(priors[0], whole.run)
         elif priors is not None and whole is not None:
             priors.append(Run(whole.run.latents, prior_factors=whole.run.prior_factors))
         if facts is None:
@@ -429,7 +429,26 @@ class ProgramAtPoint:
             facts.deterministic,
             reading=reading if read else None,
             together=partial(self._run, batch, mapped.plates) if mapped.rows.together else None,
+            factors_of_rows=self._factors_of_rows(batch, mapped) if mapped.run.factors else (),
         )
+
+    @torch.no_grad()
+    def _factors_of_rows(self, batch: Batch, mapped: _Mapped) -> set[str]:
+        """The factor statements that depend on the row, by the operators of a run in which latents
+        do not: where uses are recorded, they do."""
+        found: set[str] = set()
+
+        def of_row(both: tuple, kwargs: dict[str, Any], lane: Tensor) -> Tensor:
+            args, plates = both
+            run = record(self.model, {**values, **plates}, args, kwargs, draw=leave_open)
+            densities = {name: site.log_prob() for name, site in run.factors.items()}
+            found.update(n for n, value in densities.items() if depends_on_row(value, lane))
+            return lane
+
+        with self._mode():
+            values = self.subset.layout.to_supports(self.leaves)
+            self._map(of_row, (batch[0], mapped.plates), batch[1])
+        return found
 
 
 def _rows_at_once(
@@ -461,8 +480,11 @@ def _rows_at_once(
     return rows if numbers else min(rows, _FIRST)
 
 
-def _check_priors(first: Run, other: Run) -> None:
-    """Check that the priors of a batch are those of the first one."""
+def check_priors(first: Run, other: Run) -> None:
+    """Check that the priors of a batch are those of the first one.
+
+    :raises UnsupportedProgramError: naming the site whose prior differs.
+    """
     name = differing_prior(first, other, first.priors)
     if name is not None:
         raise UnsupportedProgramError(

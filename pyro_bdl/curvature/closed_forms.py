@@ -182,6 +182,8 @@ def log_density(gaussian: GaussianOutputs) -> Tensor | None:
     if isinstance(inner, MaskedDistribution):
         return None
     shape = distribution.batch_shape
+    if gaussian.outputs.has_data and not shape:
+        return None  # all rows are one event, whose density takes the covariances between them
     event = torch.Size(inner.batch_shape[len(shape) :]).numel()  # Pyro may have a plain tuple
     if kind == "Normal":
         density = _normal_log_density(gaussian, site.value, event)

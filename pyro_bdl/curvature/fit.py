@@ -218,7 +218,8 @@ class LikelihoodSums:
             part = part + site.batch_log_prob()
         if self.noise is not None and not shares_noise(run, self.noise):
             self.noise = None
-        self.factors.read(run, hyperpriors(run, linearization.leaves))
+        hyperprior_names = hyperpriors(run, linearization.leaves)
+        self.factors.read(run, hyperprior_names, linearization.factors_of_rows)
         for factor in self.factors.new:
             part = part + factor.batch_log_prob()
         if not torch.isfinite(part):

@@ -21,6 +21,8 @@ from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.one_thread import OneThread
 
+_ROUNDING = 32.0  # of a few operations, in units of the last place
+
 
 @dataclass
 class Hyperparameter:
@@ -211,7 +213,8 @@ def scales(tensor: Tensor, parameter: Hyperparameter) -> bool:
     if fixed.requires_grad:
         return False
     (linear,) = torch.autograd.grad(pulled, probe, value.detach())
-    return torch.allclose(linear, tensor.detach(), rtol=1e-4)  # else there is a constant
+    rounding = _ROUNDING * torch.finfo(tensor.dtype).eps
+    return torch.allclose(linear, tensor.detach(), rtol=rounding, atol=0.0)  # else + a constant
 
 
 def prior_normals(reading: ParameterReading, subset: Subset) -> dict[str, tuple[Tensor, Tensor]]:
@@ -267,7 +270,8 @@ def shares_noise(run: Run, noise: Noise) -> bool:
     (pulled,) = torch.autograd.grad(scale, owner.leaf, probe, create_graph=True, retain_graph=True)
     (slopes,) = torch.autograd.grad(pulled.sum(), probe)  # of each entry
     expected = scale.detach() * (slope.sum() / value.detach().sum())
-    return bool(((slopes - expected).abs() <= 1e-4 * expected).all())
+    rounding = _ROUNDING * torch.finfo(scale.dtype).eps
+    return bool(((slopes - expected).abs() <= rounding * expected).all())
 
 
 def learned_noise(reading: ParameterReading) -> Tensor | None:

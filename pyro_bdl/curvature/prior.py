@@ -209,10 +209,13 @@ class FactorStatements:
         self.new: list[Site] = []
         self._counts = not earlier and (ranks is None or ranks.number == 0)
 
-    def read(self, run: Run, hyperprior_names: Iterable[str]) -> None:
+    def read(
+        self, run: Run, hyperprior_names: Iterable[str], of_rows: Collection[str] = ()
+    ) -> None:
         """Record the factors of a run.
 
         :param hyperprior_names: the names of the hyperpriors, which are not part of the likelihood.
+        :param of_rows: the names of factors that are known to depend on the data.
         :raises ValueError: if a factor that counts once differs from batch to batch.
         """
         hyperprior_names, of_latents, self.new = set(hyperprior_names), set(), []
@@ -225,12 +228,14 @@ class FactorStatements:
                 self.new.append(site)
                 continue
             value = site.log_prob().detach()
-            if name not in self.values and self._counts:
+            counts = self._counts and name not in self.values
+            if counts:
                 self.new.append(site)
-            if not torch.allclose(self.values.setdefault(name, value), value, equal_nan=True):
+            same = torch.allclose(self.values.setdefault(name, value), value, equal_nan=True)
+            if not same or (name in of_rows and not counts):
                 raise ValueError(
                     f"the factor '{name}' is in no plate of the data, so that it counts once, but "
-                    "its value differs from batch to batch: put it in the plate of the data"
+                    "it depends on the data of its batch: put it in the plate of the data"
                 )
 
 

@@ -22,7 +22,6 @@ from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.mode import find_mode
-from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.network_sites import OWNER_KEY
 from pyro_bdl.program.normalized import NORMALIZATIONS, Exponents, normalized_groups
 from pyro_bdl.program.subset import Subset
@@ -39,7 +38,7 @@ _VANISHED = 1e-3  # of its value before
 
 
 def warn_of_shared_scales(
-    guide: Guide, subset: Subset, reading: ParameterReading, batch: Batch, *, stacklevel: int
+    guide: Guide, subset: Subset, reading: ParameterReading, *, stacklevel: int
 ) -> None:
     """Warn, once for a program, if a hyperparameter that the evidence sets scales the prior of
     normalized weights together with that of others.
@@ -49,9 +48,8 @@ def warn_of_shared_scales(
     al. 2022, proposition 3 and recommendation 2). Where no scale is learned there is nothing to
     separate, and a prior of ``PerNormalizedGroup`` is the same prior: no warning.
 
-    :param guide: a guide of the program; its center is where weights are scaled.
+    :param guide: a guide of the program.
     :param reading: of the program.
-    :param batch: some data.
     """
     looked_at = f"shared scales of {', '.join(subset.parts)}"
     if "shared scales" in guide.warned_of or looked_at in guide.warned_of:
@@ -61,7 +59,7 @@ def warn_of_shared_scales(
     sets = {name: {s for s, owner in owners.items() if owner == name} for name in owners.values()}
     shared = {name: sites for name, sites in sets.items() if len(sites) > 1}
     sites = [site for site in subset.parts if any(site in known for known in shared.values())]
-    groups = _normalized(guide, sites, batch) if sites else {}
+    groups = _normalized(guide, sites) if sites else {}
     found = {
         name: [group for group, own in groups.items() if known & set(own) and known - set(own)]
         for name, known in shared.items()
@@ -82,8 +80,9 @@ def warn_of_shared_scales(
     )
 
 
-def _normalized(guide: Guide, sites: list[str], batch: Batch) -> dict[str, tuple[str, ...]]:
-    """Normalized groups among the layers of some sites."""
+def _normalized(guide: Guide, sites: list[str]) -> dict[str, tuple[str, ...]]:
+    """Normalized groups among the layers of some sites, which the operators of one run prove: a
+    few rows have them all."""
     layers: dict[str, list[str]] = {}
     trace: Any = guide.prototype_trace
     for site in sites:  # of ``bayesianize``, with the module that a weight is of
@@ -94,7 +93,7 @@ def _normalized(guide: Guide, sites: list[str], batch: Batch) -> dict[str, tuple
     weights = {
         name: latents[name].detach().requires_grad_() for own in layers.values() for name in own
     }
-    args, kwargs = batch
+    args, kwargs = guide.example_rows
     with (
         torch.enable_grad(),
         evaluation_mode(guide.program_modules),
@@ -206,7 +205,7 @@ def maximize(
             "priors.Normal(PyroParam(torch.tensor(1.0), constraint=constraints.positive)), or, "
             "with a prior of its own, priors.Normal(priors.Hyperprior(LogNormal(0.0, 1.0)))"
         )
-    warn_of_shared_scales(guide, guide.subset, reading, guide.passes[0][0].first(), stacklevel=2)
+    warn_of_shared_scales(guide, guide.subset, reading, stacklevel=2)
     if hyperpriors(reading.run, reading.leaves):
         method = "gradient"  # the fixed point knows no hyperpriors
     if guide.mode is not None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.at import ProgramAtPoint
+from pyro_bdl.curvature.at import ProgramAtPoint, check_priors
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import SCALED_UP, LikelihoodSums, check_factors, fit_curvature
 from pyro_bdl.curvature.hyperparameters import (
@@ -30,10 +30,12 @@ from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.guides.point import JointGuide, restored_source
 from pyro_bdl.program.batches import Batch, Batches, leading_size
 from pyro_bdl.program.check import on_whole_data
-from pyro_bdl.program.saved import FEW
+from pyro_bdl.program.saved import FEW, example_rows, first_rows
 from pyro_bdl.program.subset import Subset, select
+from pyro_bdl.program.trace import Run
 from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.precision import double, keeping_double
+from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.trees import tree_map_only
 
 
@@ -104,8 +106,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
         fitted = self._add(data[0], None, progress)
         first, reading = fitted.first, fitted.first.reading
         reading.has_noise = fitted.noise is not None
-        if leading_size(self.example_rows) > FEW:  # it needs all of its data
-            self.example_rows = tree_map_only(Tensor, torch.clone, data[0].first())
+        self.example_rows = self._examples(first, data[0].first())
         for batches in data[1:]:
             self._add(batches, self.curvature, progress)
         self._in_likelihood = _likelihood_parameters(reading)
@@ -122,6 +123,9 @@ class LaplaceGuide(JointGuide, NormalGuide):
             self.at(), batches, self.config,
             before=before, has_noise=self.reference_noise is not None, progress=progress,
         )  # fmt: skip
+        if before is not None:
+            assert fitted.first is not None and fitted.first.reading is not None
+            check_priors(self.read().run, fitted.first.reading.run)
         self.config, self.curvature = fitted.config, fitted.curvature
         self.num_data += fitted.num_data
         sums = {name: getattr(fitted, name) for name in ("log_likelihood", "squares", "cells")}
@@ -130,6 +134,23 @@ class LaplaceGuide(JointGuide, NormalGuide):
         if self._passes is not None:
             self._passes.append((batches, fitted.factor))
         return fitted
+
+    def _examples(self, first: Linearization, batch: Batch) -> Batch:
+        """A few rows of a fit's data, which need not be those of the guide's first run, with their
+        priors; all rows where the program needs them.
+
+        :param first: the fit's first run. Where it is one over single rows, their priors are known
+            to be the same by the operators.
+        """
+        reading, few = first.reading, first_rows(batch)
+        proved = first.rows is not None and reading.run is first.run
+        if leading_size(self.example_rows) > FEW or not proved:
+            whole = Run(reading.run.latents, prior_factors=reading.run.prior_factors)
+            with own_randomness():
+                few = example_rows(
+                    self.program_model, self.require_layout(), self.loc, batch, whole
+                )
+        return tree_map_only(Tensor, torch.clone, few)
 
     @property
     def passes(self) -> list[tuple[Batches, float]]:
@@ -151,6 +172,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
         :param data: as in ``laplace_approximation``.
         :raises ValueError: if the noise of a Normal observation has changed since the fit, or the
             program scales parts of the data up to a number that it states.
+        :raises UnsupportedProgramError: if the program has other priors on these data.
         """
         _check_addable(self)
         self._add(self.batches(data), self.curvature, progress)

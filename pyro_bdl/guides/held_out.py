@@ -22,7 +22,7 @@ from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, observed_outputs
 from pyro_bdl.curvature.structures.base import Precision
 from pyro_bdl.distributions.parameters import is_known
-from pyro_bdl.errors import warn
+from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.program.batches import Batch, Batches, has_rows, leading_size, select_rows
 from pyro_bdl.program.check import check_finite_batches, on_whole_data
 from pyro_bdl.program.trace import Run
@@ -160,6 +160,11 @@ def log_densities(sites: list[GaussianOutputs], factor: float) -> Tensor:
         assert site is not None
         if site.value is None:
             raise ValueError(f"held_out has no targets for the site '{outputs.name}': pass (x, y)")
+        if not site.distribution.batch_shape:
+            raise UnsupportedProgramError(
+                f"the rows of the site '{outputs.name}' are one event, without densities of their "
+                "own: observe them in a plate"
+            )
         scaled = replace(gaussian)
         scaled.covariance = factor * gaussian.covariance
         density = closed_forms.log_density(scaled)
@@ -247,6 +252,8 @@ def _comparable_rows(guide: "LaplaceGuide", run: Run, batches: Batches) -> int:
     moving = [(value, site) for site in observed for value in site_parameters(site).values()]
     numbers = sum(value.numel() / num_data(site) for value, site in moving)
     rows = min(count, _MOST_ROWS, max(_LEAST_ROWS, int(_COLUMNS / max(1.0, numbers))))
+    if not all(site.distribution.batch_shape for site in observed):  # rows are one event
+        return 0
     needs_all = guide.config.rows == "together" or leading_size(guide.example_rows) == count
     if not has_rows(batch, count) or rows < _LEAST_ROWS or (needs_all and rows < count):
         return 0

@@ -22,6 +22,7 @@ from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, LinearOutputs, observed_outputs
 from pyro_bdl.curvature.structures.base import LinearDraws
 from pyro_bdl.distributions.parameters import bijections, parameters_of
+from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.draws import check_posterior
 from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.predictive.observations import (
@@ -32,7 +33,7 @@ from pyro_bdl.predictive.observations import (
 )
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.check import on_whole_data
-from pyro_bdl.program.trace import Site
+from pyro_bdl.program.trace import Site, uses_of_placeholders
 from pyro_bdl.utils.autograd import wants_gradients
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -80,6 +81,7 @@ class Member:
     def __init__(self, model: Callable, guide: NormalGuide, seed: int | None = None) -> None:
         self.model, self.guide, self.seed = model, guide, seed
         self._is_checked = False
+        self._free: set[frozenset[str]] = set()  # open sites on whose values no other depends
         self._point: ProgramAtPoint | None = None
 
     def closed_forms(
@@ -187,6 +189,7 @@ class Member:
                 else at.linearizations([batch], compared=False, every_output=True, as_rows=as_rows)
             )
             for part in parts:
+                self._refuse_chains(part)
                 results.append(read(part))
                 by_row = part.by_row
             return {
@@ -215,6 +218,23 @@ class Member:
             with nullcontext() if self.seed is None else seeded(self.seed + start):
                 offsets = guide.precision.draw(min(at_once, num_samples - start))
             yield offsets
+
+    def _refuse_chains(self, at: Linearization) -> None:
+        """Refuse observed sites that depend on the values of others without a value."""
+        missing = frozenset(name for name, site in at.run.observed.items() if site.value is None)
+        if missing in self._free:
+            return
+        center = self.guide.require_layout().constrain(self.guide.location())[0]
+        with evaluation_mode(self.model, self.guide):
+            found = uses_of_placeholders(at.run, at.model, center, at.args, at.kwargs)
+        if found:
+            name, other = next(iter(found.items()))
+            raise UnsupportedProgramError(
+                f"the site '{name}' depends on the value of the site '{other}', for which there "
+                "are no targets, so that its outputs are not linear in the latents: take "
+                "Predictive, which draws one after the other, or pass the targets"
+            )
+        self._free.add(missing)
 
     def _check(self, program: Callable, batch: Batch) -> None:
         """Check that the posterior belongs to the program.

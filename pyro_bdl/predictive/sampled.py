@@ -32,11 +32,13 @@ from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.trace import (
     Run,
+    draw_placeholder,
     leave_any_open,
     leave_open,
     record,
     sample_any_open,
     sample_open,
+    uses_of_placeholders,
 )
 from pyro_bdl.program.vmap import (
     DrawMap,
@@ -222,6 +224,7 @@ class Predictive(Predictions):
             return AtDraws(values, {}, latents_at(draws))
 
         def choose(draws: Draws) -> tuple[Callable, Callable | None]:
+            nonlocal leave
             if partial:
                 run = run_at(draws, draw=sample_any_open)
             elif self._is_checked:
@@ -235,6 +238,8 @@ class Predictive(Predictions):
                     "site is observed: write the likelihood as pyro.sample(..., obs=y), and pass "
                     "the targets as well"
                 )
+            if not draw and uses_of_placeholders(run, program, draws, args, kwargs):
+                leave = draw_placeholder  # over draws of what it uses
             known = all(is_known(site.distribution) for site in run.observed.values())
             if known and run.discrete is None and not (draw and run.followed):
                 return functools.partial(at_draw, of_site=tensors), finish

@@ -41,7 +41,7 @@ def example_rows(
 
     :param whole: the priors of a run on the batch at ``vector``, those that are to be compared.
     """
-    few = _first_rows(batch)
+    few = first_rows(batch)
     if few is batch:
         return batch
     try:
@@ -55,7 +55,8 @@ def example_rows(
     return batch if needs_all else few
 
 
-def _first_rows(batch: Batch) -> Batch:
+def first_rows(batch: Batch) -> Batch:
+    """A batch's first rows, or the batch itself where it has no more, or no rows."""
     count = leading_size(batch)
     if count <= FEW or not has_rows(batch, count):
         return batch
@@ -70,7 +71,7 @@ def described_at(program: Program, latents: Mapping[str, Tensor]) -> dict[str, A
     check_sites(program, latents)
     point = {name: latents[name].detach().to(own.device) for name, own in program.latents.items()}
     batch = program.args, program.kwargs
-    few = _first_rows(batch)
+    few = first_rows(batch)
     if few is not batch:
         with suppress(*NOT_ON_SOME):
             return described_program(program.model, few, point)

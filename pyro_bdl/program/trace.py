@@ -23,6 +23,7 @@ from pyro_bdl.distributions.copies import (
     without_validation,
 )
 from pyro_bdl.distributions.families import sample_of
+from pyro_bdl.distributions.parameters import parameters_of
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.check import explain
 from pyro_bdl.program.discrete.enumeration import Enumeration, why_not_enumerable
@@ -30,6 +31,7 @@ from pyro_bdl.program.discrete.summed_out import SummedOut, sum_out
 from pyro_bdl.program.layout import NEW_ROWS
 from pyro_bdl.program.network_sites import OWNER_KEY
 from pyro_bdl.utils.autocast import to_full_precision
+from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import watching_calls
 from pyro_bdl.utils.one_thread import OneThread, handlers
 
@@ -453,6 +455,45 @@ def leave_any_open(msg: Any) -> None:
     msg["infer"].update(_open=True, _placeholder=True)
     msg["value"] = placeholder(msg["fn"])
     msg["done"] = True
+
+
+def draw_placeholder(msg: Any) -> None:
+    """As ``leave_open``, with a draw in the place of the value, for the statements that use it."""
+    leave_open(msg)
+    if msg["infer"].get("_placeholder"):
+        msg["value"] = sample_of(msg["fn"])
+
+
+def uses_of_placeholders(
+    run: Run,
+    function: Callable,
+    values: Mapping[str, Any],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+) -> dict[str, str]:
+    """The observed sites that depend on the value of an open one, each with the name of such a one.
+
+    Where statements follow an open site, the program runs once more, and autograd's graph says.
+
+    :param run: of the program, with sites left open.
+    """
+    if not run.followed or len(run.observed) < 2:
+        return {}
+    placeholders: dict[str, Tensor] = {}
+
+    def leave(msg: Any) -> None:
+        leave_open(msg)
+        if msg["infer"].get("_placeholder") and msg["value"].is_floating_point():
+            placeholders[msg["name"]] = msg["value"].requires_grad_()
+
+    with torch.enable_grad():
+        found = {}
+        for name, site in record(function, values, args, kwargs, draw=leave).observed.items():
+            tensors = [*parameters_of(site.distribution).values(), site.scale, site.mask]
+            for other, value in placeholders.items():
+                if any(isinstance(t, Tensor) and reaches(t, [value]) for t in tensors):
+                    found[name] = other
+        return found
 
 
 def sample_open(msg: Any) -> None:

@@ -211,7 +211,18 @@ def two_families(y):
         pyro.sample("b", dist.Bernoulli(p[z]), obs=(y[:, 1] > 0).to(y))
 
 
-@pytest.mark.parametrize("model", [shared_mean, two_families])
+def offset_by_a_covariate(y):
+    """A mean of offsets that add up to zero: a plain mean under equal weights, such as the first
+    ones, and under no others."""
+    t = pyro.param("t", lambda: y.new_zeros(()))
+    s = pyro.param("s", lambda: y.new_ones(()), constraint=constraints.positive)
+    offset = y[:, 1] - y[:, 1].mean()
+    with pyro.plate("n", len(y)):
+        z = pyro.sample("z", dist.Categorical(y.new_tensor([0.4, 0.6])))
+        pyro.sample("y", dist.Normal(t + offset, torch.stack([s / s, s])[z]), obs=y[:, 0])
+
+
+@pytest.mark.parametrize("model", [shared_mean, two_families, offset_by_a_covariate])
 def test_forms_that_do_not_hold_are_not_taken(points, model):
     """d log p(y | theta) / d theta = 0 where a weighted mean is not the maximum."""
     em(model, points, rounds=300, tolerance=1e-13)

@@ -3,10 +3,11 @@
 import itertools
 import warnings
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.nn import PyroParam
+from pyro.nn import PyroModule, PyroParam
 from scipy.optimize import minimize
 from torch import nn
 
@@ -127,6 +128,30 @@ def test_the_tempered_noise(line, eta, values, put):
     rest = (line.y - line.design @ guide.loc).square().sum()
     torch.testing.assert_close(rest / s**2 / eta, 12 / eta - gamma, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(guide.loc.square().sum() / a**2, gamma, rtol=1e-6, atol=1e-6)
+
+
+def test_a_scale_with_a_small_number_added_is_no_multiple(line, learn):
+    """theta + 9e-5 is proportional to theta = 1 but for a ten-thousandth, and not to 0.003."""
+    x, y = line.design[:, :1], 0.003 * line.design[:, 0]
+    y = y + 0.003 * torch.linspace(-1.0, 1.0, len(x)).to(y).roll(3)
+
+    class Model(PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.theta, self.noise = learn(1.0), learn(1.0)
+
+        def forward(self, x, y=None):
+            w = pyro.sample("w", dist.Normal(x.new_zeros(1), self.theta + 9e-5).to_event(1))
+            with pyro.plate("data", len(x)):
+                return pyro.sample("y", dist.Normal(x @ w, self.noise + 9e-5), obs=y)
+
+    model = Model()
+    guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    found = maximize(guide.laplace_approximation((x, y)), linearized=True, steps=300)
+    prior, noise = (value.detach() + 9e-5 for value in (model.theta, model.noise))
+    covariance = prior**2 * x @ x.T + noise**2 * torch.eye(len(x)).to(x)
+    exact = dist.MultivariateNormal(torch.zeros_like(y), covariance).log_prob(y)
+    assert found.log_evidence == pytest.approx(exact.item(), abs=1e-6)
 
 
 def test_every_scale_at_its_own_fixed_point(line, scales):

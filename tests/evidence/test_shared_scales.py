@@ -58,6 +58,16 @@ NETWORKS = {
 GROUPS = {"InstanceNorm": "1", "weight_norm": "0.parametrizations.weight.original1"}
 
 
+def test_no_run_of_all_rows_asks_which_weights_are_normalized(_double, learn):
+    """The peak of memory is that of the hyperparameters' own formula, whatever the data."""
+    network, rows = between(nn.LayerNorm(4)), []
+    network.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    _, _, laplace = fitted(network, priors.Normal(learn(0.7)))
+    rows.clear()
+    assert told(maximize, laplace, steps=1, linearized=False)
+    assert max(rows) == 2
+
+
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_a_shared_scale_is_said_once(kind, _double, learn):
     network, group = NETWORKS[kind](), GROUPS.get(kind, "0")

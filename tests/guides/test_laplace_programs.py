@@ -152,19 +152,29 @@ def test_a_factor_of_the_latents_counts_once(is_update):
     torch.testing.assert_close(parts.log_likelihood, whole.log_likelihood)
 
 
-def test_a_factor_of_the_data_outside_their_plate():
+@pytest.mark.parametrize("is_update", [False, True])
+@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_factor_of_the_data_outside_their_plate(power, curvature, is_update):
+    """At the center all of its values are zero, and for the square all of its slopes too."""
     x, y = torch.randn(8, 2), torch.randn(8)
 
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        pyro.factor("penalty", -(x @ w + 1).square().sum())
+        pyro.factor("penalty", -(x @ w).pow(power).sum())
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
-    guide = AutoLaplaceGGN(model, structure="full", curvature="hessian").prototype(x, y)
-    guide.loc.data.fill_(0.5)
-    with pytest.raises(ValueError, match="'penalty' is in no plate of the data"):
-        guide.laplace_approximation([(x[:4], y[:4]), (x[4:], y[4:])])
+    guide = AutoLaplaceGGN(model, structure="full", curvature=curvature).prototype(x, y)
+    guide.loc.data.zero_()
+    guide.warned_of.add("not at a maximum")
+    halves = [(x[:4], y[:4]), (x[4:], y[4:])]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*#no-fisher-information")
+        with pytest.raises(ValueError, match="'penalty' is in no plate of the data"):
+            if is_update:
+                guide.laplace_approximation(halves[0]).update(halves[1])
+            guide.laplace_approximation(halves)
 
 
 def test_an_embedding_with_sparse_gradients():
@@ -231,6 +241,44 @@ def test_a_noise_for_each_target_that_has_changed():
         with pytest.raises(ValueError, match=r"'.*noise' of the likelihood has changed"):
             use()
     guide.laplace_approximation((x, y)).refresh()
+
+
+def linear_in(prior_scale):
+    """A linear program whose prior has a scale of its arguments."""
+
+    def model(x, y=None, scale=1.0):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(3), prior_scale(x, scale)).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    return model
+
+
+@pytest.mark.parametrize("scale", [2.0, torch.tensor(2.0, dtype=D)], ids=["float", "tensor"])
+def test_the_evidence_is_of_the_arguments_of_the_fit(conjugate, scale):
+    """log N(y; 0, s^2 X X' + 1), where the guide was made with another s."""
+    x, y = data(conjugate)
+    model = linear_in(lambda x, scale: scale)
+    guide = AutoLaplaceGGN(model, structure="full").prototype(x, y, 1.0 * scale / 2)
+    posterior = guide.laplace_approximation((x, y, scale))
+    covariance = 4.0 * x @ x.T + torch.eye(len(x), dtype=D)
+    expected = dist.MultivariateNormal(x.new_zeros(len(x)), covariance).log_prob(y)
+    posterior.refresh()
+    for _ in range(2):
+        found = log_marginal_likelihood(posterior, linearized=True)
+        torch.testing.assert_close(found.detach(), expected)
+
+
+def test_more_data_under_another_prior_are_refused(conjugate):
+    x, y = data(conjugate)
+    model = linear_in(lambda x, scale: scale * (1.0 + x.abs().mean()))
+    guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    posterior = guide.laplace_approximation((x, y))
+    before = posterior.variances()
+    for more in ((2 * x, y), (x, y, 2.0)):
+        with pytest.raises(UnsupportedProgramError, match="prior of site 'w' depends on the data"):
+            posterior.update(more)
+    torch.testing.assert_close(posterior.variances(), before, rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:the program states")

@@ -2,7 +2,7 @@
 from the uses of latents by single rows."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -240,6 +240,7 @@ class Linearization:
         ``ParameterReading``).
     :param together: the program on all rows at once, as a function of the leaves, where single rows
         were mapped.
+    :param factors_of_rows: the factor statements that are known to depend on the row.
     """
 
     def __init__(
@@ -252,6 +253,7 @@ class Linearization:
         by_row: Mapping[str, bool] | None = None,
         reading: Any = None,
         together: Callable[[Mapping[str, Tensor]], Run] | None = None,
+        factors_of_rows: Collection[str] = (),
     ) -> None:
         self.model, self.subset, self.vector = at.model, at.subset, at.vector
         self.leaves: Mapping[str, Tensor] = at.leaves
@@ -260,7 +262,7 @@ class Linearization:
         self.run, self.rows, self.reading = run, rows, reading
         self._parameters = parameters or {}
         self.by_row = by_row or {}
-        self.together = together
+        self.together, self.factors_of_rows = together, factors_of_rows
 
     def parameters(self, name: str) -> dict[str, Tensor]:
         """The tensors of an observed site's distribution, by name."""
@@ -329,7 +331,7 @@ class VJP:
     def identity(self) -> Jacobian:
         """Return the Jacobian of all K outputs of a datum, with a column for each."""
         sizes = [output.numel() // self.num_data for output in self.outputs]
-        uses = self._output_layer(lambda noise: noise)
+        uses = self._output_layer()
         if uses:
             (size,) = sizes
             like = self.outputs[0].detach()
@@ -355,10 +357,10 @@ class VJP:
         :returns: None if the logits (n, K) are not the outputs of a product, up to a constant of
             each datum.
         """
-        p = self.outputs[0].detach().softmax(-1)
-        uses = self._output_layer(lambda noise: noise - p * noise.sum(-1, keepdim=True))
+        uses = self._output_layer(of_classes=True)
         if not uses:
             return None
+        p = self.outputs[0].detach().softmax(-1)
         p = p.to(working_dtype(p.dtype))
         blocks: list[Block] = [
             SoftmaxBlock(position, source, p[None, :, None, None], shape, weights.to(p)[:, None])
@@ -366,19 +368,24 @@ class VJP:
         ]
         return self._of_blocks(blocks, p.shape[-1])
 
-    def _output_layer(self, expected: Callable[[Tensor], Tensor]) -> list[Any]:
+    def _output_layer(self, *, of_classes: bool = False) -> list[Any]:
         """Return the products z whose weights and biases are the whole subset's uses, if the only
-        output is z, or a function of each datum's z with a known Jacobian.
+        output is z.
 
-        :param expected: the product of that Jacobian's transpose with a cotangent (n, K).
+        Each datum's z has a Jacobian J in the output, and J' v = v is asked of whole numbers v, bit
+        by bit: views, casts and constants change none of them. Another J has such a v by accident
+        in one of thousands of cases, for up to a thousand outputs.
+
+        :param of_classes: or z up to a constant of each datum, as of normalized logits: the sum
+            of v, exactly zero, is all that autograd sees of this constant.
         """
         rows = self.rows
         if rows is None or rows.num_operations != 1 or len(self.outputs) != 1:
             return []
         (output,) = self.outputs
-        eps = torch.finfo(output.dtype).eps
-        if output.dim() != 2 or self.num_data == 1 or eps > 1e-6:
-            return []  # half precision does not tell multiples from the output
+        half = torch.finfo(output.dtype).eps > 1e-6  # has too few whole numbers
+        if output.dim() != 2 or self.num_data == 1 or half:
+            return []
         places = range(len(rows.uses))
         if (
             len({use.site for use in rows.uses}) < len(rows.uses)
@@ -389,12 +396,9 @@ class VJP:
             or any(self.at.subset.chosen[use.site] is not None for use in rows.uses)
         ):
             return []
-        noise = fixed_normal(output, seed=1)
-        (found,) = rows.gradients([output], [noise])
-        slack = 1e3 * eps * float(noise.abs().max())
-        if found is None or not torch.allclose(
-            found.reshape(noise.shape), expected(noise), rtol=0.0, atol=slack
-        ):
+        v = _whole_numbers(output, balanced=of_classes)
+        (found,) = rows.gradients([output], [v])
+        if found is None or found.dtype != v.dtype or not torch.equal(found.reshape(v.shape), v):
             return []
         return [rows.product(place) for place in places]
 
@@ -402,6 +406,16 @@ class VJP:
         vector = self.at.vector
         like = vector.new_empty(0, dtype=working_dtype(vector.dtype))
         return Jacobian(blocks, num_columns, self.num_data, self.at.subset.size, like)
+
+
+def _whole_numbers(like: Tensor, *, balanced: bool) -> Tensor:
+    """Fixed random whole numbers (n, K), whose sums over a row have no rounding.
+
+    :param balanced: with rows that sum to zero.
+    """
+    largest = 1.0 / torch.finfo(like.dtype).eps / (2 * like.shape[1])
+    v = (largest * fixed_normal(like, seed=1).to(like).erf()).round()
+    return torch.cat([v[:, 1:], -v[:, 1:].sum(1, keepdim=True)], 1) if balanced else v
 
 
 def unseen_uses(

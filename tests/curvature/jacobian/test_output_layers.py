@@ -40,7 +40,7 @@ def test_the_closed_forms_are_the_sums_over_columns(structure, bias, monkeypatch
     """diag(p) - p p' is the Fisher information of the logits of classes."""
     made = case(bias)
     known = results(*made, structure)
-    monkeypatch.setattr(VJP, "_output_layer", lambda self, expected: [])
+    monkeypatch.setattr(VJP, "_output_layer", lambda self, **options: [])
     for mine, expected in zip(known, results(*made, structure), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
 
@@ -65,26 +65,33 @@ def test_a_last_layer_takes_them(method, kind, structure, monkeypatch):
     assert set(seen) == {kind}
 
 
-@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
-def test_a_layer_whose_output_goes_on_does_not(monkeypatch):
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.last = nn.Linear(3, 5, dtype=torch.float64)
+HEADS = {
+    "multiple": lambda z: 2.0 * z,
+    "almost the output": lambda z: 1.0001 * z,
+    "another order": lambda z: z.flip(-1),
+    "sorted": lambda z: z.sort(-1).values,
+    "tanh of small numbers": lambda z: 1e3 * torch.tanh(1e-3 * z),
+}
 
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_layer_whose_output_goes_on_does_not(head, dtype, monkeypatch):
+    class Last(nn.Linear):
         def forward(self, x):
-            return 2.0 * self.last(x)
+            return HEADS[head](super().forward(x))
 
     torch.manual_seed(0)
-    x, y = torch.randn(7, 3, dtype=torch.float64), torch.randint(5, (7,))
-    model = bdl.models.Classification(bdl.bayesianize(Scaled()))
+    x, y = torch.randn(7, 3, dtype=dtype), torch.randint(5, (7,))
+    model = bdl.models.Classification(bdl.bayesianize(Last(3, 5, dtype=dtype)))
     guide = bdl.guides.AutoLaplaceGGN(model).prototype(x, y)
     found = []
     whole = VJP.softmax
     monkeypatch.setattr(VJP, "softmax", lambda self, w: found.append(whole(self, w)) or found[-1])
     known = results(model, guide, x, y, "kron")
     assert found == [None]
-    monkeypatch.setattr(VJP, "_output_layer", lambda self, expected: [])
+    monkeypatch.setattr(VJP, "_output_layer", lambda self, **options: [])
     for mine, expected in zip(known, results(model, guide, x, y, "kron"), strict=True):
         torch.testing.assert_close(mine, expected)
 
