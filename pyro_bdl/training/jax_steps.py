@@ -18,6 +18,10 @@ import numpy as np
 import pyro
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from pyro_bdl.elbo.checks import step_of
 from pyro_bdl.elbo.step import Terms
@@ -89,6 +93,18 @@ UPDATES: dict[type, tuple[Callable, dict[str, Any]]] = {
     torch.optim.AdamW: (adam, {"amsgrad": False, "maximize": False}),
     torch.optim.SGD: (sgd, {"dampening": 0, "maximize": False}),
 }
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether steps call hooks, of the optimizer or of all optimizers."""
+    for register in (
+        optimizer.register_step_pre_hook, optimizer.register_step_post_hook,
+        register_optimizer_step_pre_hook, register_optimizer_step_post_hook,
+    ):  # fmt: skip
+        with register(lambda *_: None) as handle:  # which knows the hooks beside its own
+            if len(handle.hooks_dict_ref()) > 1:
+                return True
+    return False
 
 
 def _fresh_state(update: Callable, options: Mapping[str, Any], parameter: Tensor) -> dict:
@@ -244,8 +260,7 @@ class JaxDescent(Descent):
         for option, value in off.items():
             if any(group.get(option, value) != value for group in self.optimizer.param_groups):
                 raise UnsupportedProgramError(f"{name} has no option {option} there")
-        hooks = self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks
-        if any(hooks):  # torch has no public way to see them
+        if _has_hooks(self.optimizer):
             raise UnsupportedProgramError("the optimizer has hooks, which are called at each step")
         if have_hooks(p for group in self.optimizer.param_groups for p in group["params"]):
             raise UnsupportedProgramError("a parameter has a hook on its gradient")

@@ -12,6 +12,10 @@ import pytest
 import torch
 from guides.conftest import TRAINED, one_shift
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning, FailedStepError
@@ -654,6 +658,18 @@ WITHOUT_STEPS = {
     "RMSprop": optimized(torch.optim.RMSprop),
     "amsgrad": optimized(torch.optim.Adam, amsgrad=True),
 }
+
+
+@pytest.mark.parametrize(
+    "register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook]
+)
+def test_hooks_of_all_optimizers_are_called(register):
+    with (
+        register(clamp),
+        pytest.warns(BdlWarning, match="steps in torch: .*the optimizer has hooks"),
+    ):
+        check_same_trajectory(OPTIMIZERS["SGD"], data(), steps=12, rtol=0.0)
+    check_same_trajectory(OPTIMIZERS["SGD"], data(), steps=12)
 
 
 @pytest.mark.parametrize("reason", WITHOUT_STEPS)

@@ -1,6 +1,8 @@
 """ATen operators in JAX: arithmetic, comparisons, creation and reductions."""
 
 import builtins
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +18,8 @@ from pyro_bdl.tracing.jax.ops.registry import OPERATORS, aten, axes, cast, regis
 
 SAME_NAME = """
     exp exp2 expm1 log log2 log10 log1p sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh
-    atanh floor ceil trunc sign signbit isnan isinf atan2 hypot maximum minimum
-    fmod remainder copysign logical_not logical_and logical_or logical_xor bitwise_not
-    bitwise_and bitwise_or bitwise_xor
+    atanh floor ceil trunc signbit isnan isinf maximum minimum fmod remainder logical_not
+    logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or bitwise_xor
 """
 table({name: getattr(jnp, name) for name in SAME_NAME.split()})
 
@@ -29,7 +30,7 @@ table({
     "mul": jnp.multiply, "sinc": jnp.sinc,
     "relu": jax.nn.relu, "sigmoid": jax.nn.sigmoid,
     "erf": special.erf, "erfc": special.erfc, "erfinv": special.erfinv,
-    "lgamma": special.gammaln, "digamma": special.digamma,
+    "lgamma": special.gammaln,
     "igamma": special.gammainc, "igammac": special.gammaincc,
     "i0": lambda x: jnp.exp(_abs(x)) * special.i0e(x),
     "special_i0e": special.i0e, "special_i1": special.i1,
@@ -67,11 +68,74 @@ def _div(x, y, rounding_mode=None):
     return jnp.trunc(quotient) if rounding_mode == "trunc" else quotient
 
 
+@register(aten.sign)
+def _sign(x):
+    return jnp.where(x != x, 0, jnp.sign(x))  # torch's of NaN is 0
+
+
+def _with_slopes(value: Callable, *slopes: Callable) -> Callable:
+    """A function of two arrays with the derivatives of torch's formulas, at singular points too.
+
+    :param slopes: for each array (x, y, value) -> the derivative in it.
+    """
+    function = jax.custom_jvp(value)
+    function.defjvps(*(
+        lambda tangent, result, x, y, slope=slope: slope(x, y, result) * tangent
+        for slope in slopes
+    ))  # fmt: skip
+
+    def call(x, y):
+        dtype = jnp.result_type(x, y)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            return value(x, y)
+        return function(*jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(y, dtype)))
+
+    return call
+
+
+def _zero_if(condition, value):
+    return jnp.where(condition, 0, value)
+
+
+def _over_square(z, x, y):
+    return _zero_if((x == 0) & (y == 0), z / (x * x + y * y))
+
+
+_power = _with_slopes(
+    jnp.power,
+    lambda x, y, _: _zero_if(y == 0, y * jnp.power(x, jnp.where(y == 0, 1, y) - 1)),
+    lambda x, y, value: _zero_if((x == 0) & (y >= 0), value * jnp.log(x)),
+)
+table({
+    "hypot": _with_slopes(
+        jnp.hypot, lambda x, y, value: x / value, lambda x, y, value: y / value
+    ),
+    "atan2": _with_slopes(
+        jnp.arctan2, lambda x, y, _: _over_square(y, x, y), lambda x, y, _: _over_square(-x, x, y)
+    ),
+    "copysign": _with_slopes(
+        jnp.copysign,
+        lambda x, y, value: _zero_if(x == 0, value / x), lambda x, *_: jnp.zeros_like(x),
+    ),
+    "xlogy": _with_slopes(
+        special.xlogy,
+        lambda x, y, _: _zero_if((x == 0) & (y <= 0), jnp.log(y)), lambda x, y, _: x / y,
+    ),
+    "special_xlog1py": _with_slopes(
+        special.xlog1py,
+        lambda x, y, _: _zero_if((x == 0) & (y <= -1), jnp.log1p(y)), lambda x, y, _: x / (1 + y),
+    ),
+})  # fmt: skip
+
+
 @register(aten.pow)
 def _pow(x, y):
-    if isinstance(y, int | float) and y == int(y) and builtins.abs(y) <= 64:
-        return lax.integer_pow(x, int(y))
-    return jnp.power(x, y)
+    if isinstance(y, int | float):
+        if y == int(y) and builtins.abs(y) <= 64:
+            return lax.integer_pow(x, int(y))
+        if builtins.abs(y) == 0.5:
+            return jnp.sqrt(x) if y > 0 else lax.rsqrt(x)
+    return _power(x, y)
 
 
 @register(aten.round)
@@ -81,7 +145,31 @@ def _round(x, decimals=0):
 
 @register(aten.polygamma)
 def _polygamma(n, x):
-    return special.digamma(x) if n == 0 else special.polygamma(n, x)
+    if n == 0:
+        return _digamma(x)
+    # JAX's zeta function is for positive numbers; on the others by reflection:
+    # psi_n(x) = (-1)^n psi_n(1 - x) - d^n/dx^n pi cot(pi x).
+    negative = x < 0
+    slope: Callable = lambda x: np.pi / jnp.tan(np.pi * x)  # noqa: E731
+    for _ in range(n):
+        slope = functools.partial(_slope, slope)
+    up = jnp.where(negative, 1 - x, x)
+    value = (-1.0) ** (n + 1) * math.factorial(n) * special.zeta(n + 1.0, up)
+    below = jnp.where(negative, x, -0.5)
+    return jnp.where(negative, (-1.0) ** n * value - slope(below), value)
+
+
+def _slope(function, x):
+    return jax.jvp(function, (x,), (jnp.ones_like(x),))[1]
+
+
+@register(aten.digamma)
+@jax.custom_jvp
+def _digamma(x):
+    return jnp.where(x == 0, -1 / x, special.digamma(jnp.where(x == 0, 1, x)))
+
+
+_digamma.defjvps(lambda tangent, _, x: _polygamma(1, x) * tangent)
 
 
 @register(aten.special_log_ndtr)
@@ -94,10 +182,13 @@ def _log_ndtr(x):
 
 @register(aten.special_erfcx)
 def _erfcx(x):
-    above = jnp.where(x > 0, x, 0)
-    below = jnp.where(x > 0, 0, x)
-    scaled = 2 * jnp.exp(special.log_ndtr(-np.sqrt(2.0) * above) + above**2)
-    return jnp.where(x > 0, scaled, jnp.exp(below**2) * special.erfc(below))
+    # exp(x^2) erfc(x) up to 2, where the factors have their digits; above Laplace's continued
+    # fraction x + (1/2) / (x + 1 / (x + (3/2) / ...)) from its 50th term inward.
+    small, large = jnp.where(x > 2, 2, x), jnp.where(x > 2, x, 2)
+    terms = jnp.arange(50, 0, -1, dtype=x.dtype) / 2
+    fraction, _ = lax.scan(lambda f, term: (large + term / f, None), large, terms)
+    below = jnp.exp(small * small) * special.erfc(small)
+    return jnp.where(x > 2, 1 / (np.sqrt(np.pi) * fraction), below)
 
 
 @register(aten.softplus)
@@ -119,10 +210,12 @@ def _celu(x, alpha=1):
 
 @register(aten.clamp)
 def _clamp(x, min=None, max=None):
-    # At the bounds jnp.clip halves the gradient; torch does not.
+    # At the bounds jnp.clip halves the gradient; torch does not, and has none between equal ones.
+    if min is not None and max is not None:
+        min = jnp.where(min == max, lax.stop_gradient(min), min)
     if min is not None:
-        x = jnp.where(x < min, min, x)
-    return x if max is None else jnp.where(x > max, max, x)
+        x = jnp.where((x < min) | jnp.isnan(min), min, x)
+    return x if max is None else jnp.where((x > max) | jnp.isnan(max), max, x)
 
 
 @register(aten.hardtanh)
@@ -143,7 +236,8 @@ def _fmin(x, y):
 
 @register(aten.hardswish)
 def _hardswish(x):
-    return jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6))
+    inside = jnp.where(jnp.abs(x) >= 3, 0, x)
+    return jnp.where(x <= -3, 0, jnp.where(x >= 3, x, inside * (inside + 3) / 6))
 
 
 @register(aten.hardsigmoid)
@@ -202,10 +296,16 @@ def _std(x, dim=None, **options):
     return jnp.where(variance == 0, 0, jnp.sqrt(jnp.where(variance == 0, 1, variance)))
 
 
-@register(aten.var_mean.correction)
-def _var_mean(x, dim=None, *, keepdim=False, **options):
-    mean = jnp.mean(x, axes(dim), keepdims=keepdim)
-    return _var(x, dim, keepdim=keepdim, **options), mean
+def _with_mean(deviation: Callable) -> Callable:
+    def both(x, dim=None, *, keepdim=False, **options):
+        mean = jnp.mean(x, axes(dim), keepdims=keepdim)
+        return deviation(x, dim, keepdim=keepdim, **options), mean
+
+    return both
+
+
+OPERATORS[aten.var_mean.correction] = _with_mean(_var)
+OPERATORS[aten.std_mean.correction] = _with_mean(_std)
 
 
 @register(aten.linalg_vector_norm)

@@ -1,18 +1,33 @@
 """ATen operators in JAX: complex numbers and Fourier transforms."""
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from pyro_bdl.tracing.jax.ops.registry import aten, register, table
+from pyro_bdl.tracing.jax.ops.registry import OPERATORS, aten, register, table
 
 # torch's codes for the normalization: divide by nothing, the square root of the length, the length.
 NORMS = ("backward", "ortho", "forward")
 
 table({
-    "complex": lambda real, imag: real + 1j * imag,
-    "polar": lambda radius, angle: radius * jnp.exp(1j * angle),
-    "real": jnp.real, "imag": jnp.imag, "angle": jnp.angle,
+    "complex": lambda real, imag: lax.complex(*jnp.broadcast_arrays(real, imag)),
+    "real": jnp.real, "imag": jnp.imag,
     "_conj": jnp.conj, "_conj_physical": jnp.conj, "conj_physical": jnp.conj,
 })  # fmt: skip
+
+
+@register(aten.polar)
+def _polar(radius, angle):
+    # torch's gradient in a radius of 0 is 0.
+    radius = jnp.where(radius == 0, lax.stop_gradient(radius), radius)
+    return lax.complex(radius * jnp.cos(angle), radius * jnp.sin(angle))
+
+
+@register(aten.angle)
+def _angle(x):
+    if jnp.iscomplexobj(x):
+        return OPERATORS[aten.atan2](x.imag, x.real)
+    return jnp.where(x != x, x, jnp.where(x < 0, np.pi, 0))
 
 
 @register(aten.view_as_real)
@@ -22,7 +37,7 @@ def _view_as_real(x):
 
 @register(aten.view_as_complex)
 def _view_as_complex(x):
-    return x[..., 0] + 1j * x[..., 1]
+    return lax.complex(x[..., 0], x[..., 1])
 
 
 @register(aten._fft_r2c)

@@ -6,6 +6,7 @@ from jax import lax
 from jax.scipy import linalg
 
 from pyro_bdl.tracing.jax.ops.registry import EXACT, OPERATORS, aten, each, register
+from pyro_bdl.tracing.jax.ops.shapes import shared_gradient
 
 # Products ---------------------------------------------------------------------------------------
 
@@ -52,7 +53,12 @@ def _trilinear(x, y, z, expand1, expand2, expand3, sumdim, unroll_dim=1):
 
 @register(aten._cdist_forward)
 def _cdist(x, y, p, mode):
-    return OPERATORS[aten.linalg_vector_norm](x[..., :, None, :] - y[..., None, :, :], p, [-1])
+    difference = x[..., :, None, :] - y[..., None, :, :]
+    if p == jnp.inf:  # each of several largest coordinates has all of the gradient
+        sizes = OPERATORS[aten.abs](difference)
+        largest = jnp.max(sizes, -1, keepdims=True)
+        return shared_gradient(largest[..., 0], sizes, sizes == largest, -1, share=False)
+    return OPERATORS[aten.linalg_vector_norm](difference, p, [-1])
 
 
 # Embedding, softmax, dropout --------------------------------------------------------------------

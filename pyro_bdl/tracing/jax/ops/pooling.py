@@ -105,10 +105,12 @@ def _adaptive_avg_pool(x, output_size):
 
 @register(aten.adaptive_max_pool2d, aten.adaptive_max_pool3d)
 def _adaptive_max_pool(x, output_size):
-    for axis, count in enumerate(output_size, x.ndim - len(output_size)):
+    # As in torch, the first largest element of a window gets the gradient: that of the last axis
+    # first.
+    for axis, count in reversed([*enumerate(output_size, x.ndim - len(output_size))]):
         parts = _parts(x.shape[axis], count)
         slices = [lax.slice_in_dim(x, start, end, axis=axis) for start, end in parts]
-        x = jnp.concatenate([jnp.max(s, axis, keepdims=True) for s in slices], axis)
+        x = jnp.concatenate([OPERATORS[aten.max.dim](s, axis, True)[0] for s in slices], axis)
     return x, None
 
 

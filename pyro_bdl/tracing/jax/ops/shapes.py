@@ -207,14 +207,29 @@ def _topk(x, k, dim=-1, largest=True, sorted=True):
     return _take(x, index, dim), index
 
 
+def shared_gradient(value, x, mask, axis=None, *, share=True):
+    """The value of some entries, which have its gradient, in equal parts or each all of it."""
+    value = lax.stop_gradient(value)
+    moved = jnp.where(mask & jnp.isfinite(x), x - lax.stop_gradient(x), 0)
+    return value + jnp.sum(moved, axis) / (jnp.sum(mask, axis) if share else 1)
+
+
 @register(aten.median.default)
 def _median(x):
-    return jnp.sort(x.ravel())[(x.size - 1) // 2]
+    if not x.size:
+        return jnp.full((), jnp.nan, x.dtype)
+    value = jnp.sort(x.ravel())[(x.size - 1) // 2]
+    value = jnp.where(jnp.isnan(x).any(), jnp.nan, value)
+    return shared_gradient(value, x, x == value)
 
 
 @register(aten.median.dim)
 def _median_along(x, dim=-1, keepdim=False):
-    return _kthvalue(x, (x.shape[dim] + 1) // 2, dim, keepdim)
+    _, index = _kthvalue(x, (x.shape[dim] + 1) // 2 if x.ndim else 1, dim, True)
+    missing = jnp.isnan(x)
+    index = jnp.where(missing.any(dim, keepdims=True), missing.argmax(dim, keepdims=True), index)
+    index = index if keepdim else jnp.squeeze(index, dim)
+    return _take(x, index, dim, keepdim), index
 
 
 @register(aten.kthvalue)
@@ -232,10 +247,12 @@ def _searchsorted(sequence, x, *, right=False, side=None, **_):
 
 def _running(scan: Callable) -> Callable:
     def apply(x, dim):
+        if not x.ndim:
+            return x, jnp.zeros((), int)
         axis = dim % x.ndim
         here = lax.broadcasted_iota(int, x.shape, axis)
         # torch returns the last one of equal entries, which also gets the gradient.
-        index = lax.cummax(jnp.where(x == scan(x, axis), here, 0), axis)
+        index = lax.cummax(jnp.where((x == scan(x, axis)) | (x != x), here, 0), axis)
         return jnp.take_along_axis(x, index, axis), index
 
     return apply

@@ -244,16 +244,6 @@ def test_hard_sigmoid(dtype, default):
     assert_close(actual[1], gradient, TOLERANCE[dtype])
 
 
-KINKS = [F.relu, F.elu, F.selu, F.celu, F.leaky_relu, F.hardtanh, F.softplus, torch.abs, F.mish]
-
-
-@DTYPES
-@pytest.mark.parametrize("function", KINKS, ids=lambda f: f.__name__)
-def test_slopes_at_zero_and_far_out(function, dtype, default):
-    point = torch.tensor([-1000.0, 0.0, 1000.0])
-    assert_same(lambda z: function(z).sum(), torch.stack([point, point]))
-
-
 # Distributions ----------------------------------------------------------------------------------
 
 
@@ -406,32 +396,8 @@ def test_observations(case, dtype, default):
 # Where derivatives are delicate -----------------------------------------------------------------
 
 EDGES = {
-    "abs": lambda z: z.abs(),
-    "relu": lambda z: F.relu(z),
-    "relu6": lambda z: F.relu6(z),
-    "hardtanh": lambda z: F.hardtanh(z),
-    "norm": lambda z: z[:2].norm() + z.norm(p=1),
     "square root": lambda z: torch.where(z > 0, torch.where(z > 0, z, 1).sqrt(), 0),
     "logarithm": lambda z: torch.where(z > 0, torch.where(z > 0, z, 1).log(), z),
-    "powers": lambda z: z**2 + z**3 + z**0,
-    "product": lambda z: z[1:].prod() + z.cumprod(0),
-    "running": lambda z: torch.stack(
-        [
-            scan(part.view(2, 2), 1)[0] * torch.arange(1.0, 5).view(2, 2)
-            + scan(part, 0)[1].view(2, 2)
-            for scan in (torch.cummax, torch.cummin)
-            for part in (z, z.flip(0))
-        ]
-    ),
-    "ties": lambda z: z.amax() + z.max(0)[0] + torch.maximum(z, z.flip(0)),
-    "first of two": lambda z: torch.fmax(z, z.flip(0)) + 2 * torch.fmin(z, torch.zeros(4)),
-    "hardswish": lambda z: F.hardswish(3 * z),
-    "deviation": lambda z: z[:2].std() + z.std(),
-    "sinc": lambda z: torch.sinc(z),
-    "Bessel": lambda z: torch.i0(z),
-    "distance": lambda z: torch.cdist(z[:, None], z[:, None]),
-    "logarithms": lambda z: torch.logaddexp(z, z) + F.softplus(z) + F.logsigmoid(z),
-    "xlogy": lambda z: torch.xlogy(z.abs(), z + 2) + torch.xlogy(torch.zeros(4), z + 2),
     "Bernoulli": lambda z: dist.Bernoulli(logits=100 * z).log_prob(torch.ones_like(z)),
     "Binomial": lambda z: dist.Binomial(3, logits=100 * z).log_prob(torch.ones(4)),
     "Categorical": lambda z: dist.Categorical(logits=100 * z.view(2, 2)).log_prob(
