@@ -18,6 +18,7 @@ from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.check import check_finite, refuse_sparse
 from pyro_bdl.program.linear_ops.last_layer import LastLayer
+from pyro_bdl.program.rows import rows_of
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils import bibliography
@@ -58,8 +59,9 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         (``curvature.fisher.cell_roots`` lists the closed forms). The relative error of the estimate
         falls with the square root of draws times data.
     :param rows: "together" for a program whose rows of data depend on each other (group means,
-        graphs, statistics of a batch): whole batches run, for "full", "diag" and "hessian". By
-        default each row runs alone, and a batch in which that gives another result is refused.
+        graphs, statistics of a batch): whole batches run, for "full", "diag" and "hessian". A
+        program may say so for all methods, ``model.rows = "together"``. By default each row runs
+        alone, and a batch in which that gives another result is refused.
     :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
     :raises ValueError: for an unknown structure or curvature.
     """
@@ -77,6 +79,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         rows: str = "alone",
         **options: Any,
     ) -> None:
+        rows = rows_of(model) if rows == "alone" else rows
         config = CurvatureConfig(structure_of(structure), curvature, num_draws, rows)
         super().__init__(model, **options)
         self.config = config
