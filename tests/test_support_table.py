@@ -232,7 +232,7 @@ PROGRAMS = {
     "dict inputs": lambda: Program(_regression(_Named()), ({"features": X, "weights": Y}, Y)),
     "tied weights": lambda: Program(_regression(_Tied())),
     "BatchNorm": lambda: Program(_regression(_batch_norm())),
-    "graph network (`model.rows = \"together\"`)": lambda: Program(_graph()),
+    'graph network (`model.rows = "together"`)': lambda: Program(_graph()),
 }
 
 

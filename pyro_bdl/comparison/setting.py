@@ -239,7 +239,7 @@ def regions(test: tuple[Any, ...], train: tuple[Any, ...]) -> dict[str, Tensor]:
     tensors, others = tree_leaves(test), tree_leaves(train)
     if not tensors or len(tensors) != len(others):
         return {}
-    if not all(x.is_floating_point() for x in tensors + others):
+    if not all(x.is_floating_point() and x.layout is torch.strided for x in tensors + others):
         return {}
     points, known = _flat(tensors), _flat(others)
     if len(known) < 3 or points.shape[1] != known.shape[1]:

@@ -132,7 +132,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         if held_out is not None:  # before the fit, which they come after
             held_out = self.batches(held_out)
             check_held_out(self.program_model, held_out)
-        batches.on_all_ranks(lambda: self._begin(*batches.first()))
+        batches.on_all_ranks(lambda: self._begin(config.rows, *batches.first()))
         with as_written(self.program_modules):
             chosen = subset_of(self, subset, *batches.first())
             posterior = self._approximate(
@@ -145,7 +145,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
     ) -> LaplaceGuide:
         return approximate(self, config, subset, batches, **options)
 
-    def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _begin(self, rows: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """Check the program and the first of the data."""
         model = self.program_model
         for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
@@ -154,7 +154,8 @@ class AutoLaplaceGGN(UnconstrainedMAP):
                     f"the embedding '{name}' has sparse gradients, which no curvature is made of: "
                     "set its attribute sparse to False"
                 )
-        refuse_sparse(model, args, kwargs)
+        if rows == "alone":
+            refuse_sparse(model, args, kwargs)
         check_finite(model, args, kwargs)
         self.prototype(*args, **kwargs)
         refuse_subsampled(self)

@@ -357,7 +357,7 @@ def as_dicts(value: Any) -> Any:
 def select_rows(value: Any, rows: slice | Tensor) -> Any:
     """Some rows of an argument: of a tensor, or of all tensors in a dict or a tuple.
 
-    :raises ValueError: if they have different numbers of rows, or are sparse.
+    :raises ValueError: if they have different numbers of rows.
     """
     value = as_dicts(value)
     count = leading_size(value)
@@ -365,17 +365,15 @@ def select_rows(value: Any, rows: slice | Tensor) -> Any:
     def part(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf
-        if leaf.layout is not torch.strided:
-            raise ArgumentError(
-                "an argument is sparse, and some rows are to be taken: pass it dense, "
-                ".to_dense(), or all data at once"
-            )
         if len(leaf) != count:
             raise ValueError(
                 f"an argument has {len(leaf)} rows beside one of {count}, and some rows are to be "
                 "taken: tensors among the arguments are data; what is not, such as class weights, "
                 "let the program hold (as a buffer or a closure)"
             )
+        if leaf.layout is not torch.strided:
+            numbers = torch.arange(count, device=leaf.device)[rows]
+            return leaf.to_sparse_coo().index_select(0, numbers)
         return leaf[rows]
 
     return tree_map(part, value)

@@ -114,7 +114,8 @@ def along_rows(value: Tensor, args: Any, axis: int = 0) -> bool | None:
         sizes = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
         return sum((size - 1) * stride for size, stride in sizes)
 
-    tensors = (leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor) and leaf.dim())
+    leaves = (leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor) and leaf.dim())
+    tensors = (leaf for leaf in leaves if leaf.layout is torch.strided)
     views = [x for x in tensors if memory(x) == memory(value)]
     rows = value.movedim(axis, 0) if value.dim() else value[None]
     for x in views:
