@@ -14,7 +14,7 @@ from pyro_bdl.guides.draws import DRAWS_AT_ONCE, as_posterior, log_densities_of,
 from pyro_bdl.predictive.predictor import predictor, unknown_kinds
 from pyro_bdl.predictive.sampled import prior_draws
 from pyro_bdl.program.batches import Batches
-from pyro_bdl.program.check import named_arguments
+from pyro_bdl.program.check import check_finite, named_arguments
 from pyro_bdl.program.observed_arguments import TargetArguments
 from pyro_bdl.program.program import FirstRun, Program, trace_once
 from pyro_bdl.program.samples import Samples
@@ -104,6 +104,7 @@ def to_arviz(
     """
     args, kwargs = Batches.of(args, device_of(model)).joined()
     kwargs |= model_kwargs or {}
+    check_finite(model, args, kwargs)
     with evaluation_mode(model, posterior), seeded(seed):
         if posterior is not None:
             posterior = as_posterior(posterior, model, args, kwargs)

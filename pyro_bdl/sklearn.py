@@ -24,6 +24,7 @@ from pyro_bdl.nn import bayesianize
 from pyro_bdl.predictive.predictor import predictor
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.samples import Samples
+from pyro_bdl.utils.one_thread import in_turn
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.validation import whole_number
 
@@ -126,6 +127,7 @@ class _BayesianNetwork(BaseEstimator):
         check_is_fitted(self)
         return self._inputs(validate_data(self, x, reset=False, dtype=np.float64))
 
+    @in_turn
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickle and copies, with the posterior as the bytes of its file."""
         state = dict(super().__getstate__())
@@ -133,6 +135,7 @@ class _BayesianNetwork(BaseEstimator):
             state["posterior_"] = to_bytes(state["posterior_"])
         return state
 
+    @in_turn
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if isinstance(state.get("posterior_"), bytes):
@@ -189,6 +192,7 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
         self.network, self.prior, self.likelihood = network, prior, likelihood
         self.steps, self.options, self.random_state = steps, options, random_state
 
+    @in_turn
     def fit(self, X: Any, y: Any) -> "BayesianRegressor":
         """Fit the posterior to features (N, D) and targets (N,), censored ones (N, 2) or (N, 3)."""
         task = self._task(("regression", "count", "share", "censored"))
@@ -225,6 +229,7 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
         self._fit(x, torch.from_numpy(y))
         return self
 
+    @in_turn
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """The mean (N,), and with ``return_std`` the sd with noise too."""
         x = self._checked(X)
@@ -232,6 +237,7 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
         mean = moments.mean.numpy() * self.sd_ + self.mean_
         return (mean, moments.variance.sqrt().numpy() * self.sd_) if return_std else mean
 
+    @in_turn
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
         """Draws of the target with noise, (N, n_samples)."""
         x, generator = self._checked(X), check_random_state(random_state)
@@ -291,6 +297,7 @@ class BayesianClassifier(ClassifierMixin, _BayesianNetwork):
         self.network, self.prior, self.likelihood = network, prior, likelihood
         self.steps, self.options, self.random_state = steps, options, random_state
 
+    @in_turn
     def fit(self, X: Any, y: Any) -> "BayesianClassifier":
         """Fit the posterior to features (N, D) and labels (N,)."""
         x, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
@@ -310,6 +317,7 @@ class BayesianClassifier(ClassifierMixin, _BayesianNetwork):
         self._fit(x, labels, len(self.classes_))
         return self
 
+    @in_turn
     def predict_proba(self, X: Any) -> np.ndarray:
         """Probabilities of the classes, (N, C); of a Laplace approximation in closed form
         (``LinearizedPredictive.probabilities``), of others the mean over the draws."""

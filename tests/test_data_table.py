@@ -100,6 +100,18 @@ def _export(given):
     return float(bdl.to_arviz(model, posterior, *given, num_samples=3)["observed_data"]["y"].sum())
 
 
+def _fitted(x, y):
+    net = torch.nn.Linear(2, 1, bias=False, **D)
+    model = bdl.models.Regression(bdl.bayesianize(net), noise=0.3)
+    guide = bdl.guides.AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    return model, guide.laplace_approximation((x, y))
+
+
+def _loo(given):
+    w = torch.randn(2, 30, 1, 2, generator=torch.Generator().manual_seed(0), **D)
+    return bdl.loo(_model(), bdl.Samples({"weight": w}), *given).elpd
+
+
 def _predict(given):
     model, posterior = _posterior()
     predictive = bdl.LinearizedPredictive(model, posterior, 3)
@@ -120,8 +132,10 @@ METHODS = {
     "`evaluate`": _scores,
     "`compare`, `train=`": _compare,
     "`to_arviz`": _export,
+    "`k_fold`": lambda given: bdl.k_fold(_fitted, *given, folds=2, num_samples=20).elpd,
+    "`loo`": _loo,
 }
-MEMORY = ("`evaluate`", "`compare`, `train=`", "`to_arviz`")
+MEMORY = ("`evaluate`", "`compare`, `train=`", "`to_arviz`", "`k_fold`", "`loo`")
 
 
 def _read():
@@ -140,19 +154,100 @@ def _read():
 @pytest.mark.parametrize("data", DATA)
 def test_a_cell_is_what_happens(data, method):
     """ "yes", read batch by batch; "together", held in memory; "no", refused in a sentence."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BdlWarning)
-        try:
-            number = float(METHODS[method](DATA[data]()))
-            found = "together" if method in MEMORY else "yes"
-        except (TypeError, ValueError) as error:
-            assert len(str(error)) > 40 and "\n" not in str(error)
-            found = "no"
-        else:
-            assert math.isfinite(number)
+    found = _called(method, DATA[data]())
+    if isinstance(found, float):
+        assert math.isfinite(found)
+        found = "together" if method in MEMORY else "yes"
+    else:
+        assert len(found) > 40 and "\n" not in found
+        found = "no"
     assert _read()[1][data][method] == found
 
 
 def test_the_table_has_all_of_them():
     head, cells = _read()
     assert head == list(METHODS) and list(cells) == list(DATA)
+
+
+def _called(method, given):
+    """The number that a method gives, from the same random state; or its refusal."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)
+        try:
+            return float(torch.as_tensor(METHODS[method](given)).detach())
+        except (TypeError, ValueError) as error:
+            return str(error)
+
+
+def _made_without_gradients():
+    with torch.inference_mode():
+        return X.clone(), Y.clone()
+
+
+LEAF = X.clone().requires_grad_()
+EQUAL = {
+    "that require gradients": lambda: (LEAF, Y.clone().requires_grad_()),
+    "computed from what does": lambda: (1.0 * LEAF, Y),
+    "made in inference mode": _made_without_gradients,
+    "that are views": lambda: (torch.stack([X, X], -1)[..., 0], torch.stack([Y, Y], 1)[:, 1]),
+    "of targets (N, 1)": lambda: (X, Y[:, None]),
+    "of a function, as one batch": lambda: (lambda: (X, Y),),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("data", EQUAL)
+def test_the_same_numbers_give_the_same_result(data, method):
+    assert _called(method, EQUAL[data]()) == _called(method, (X, Y))
+    assert LEAF.grad is None
+
+
+NAN = torch.where(torch.arange(N)[:, None] == 5, torch.nan, X)
+REFUSED = {
+    "an empty list": (lambda: ([],), "data holds no batch"),
+    "a data set": (lambda: (TensorDataset(X, Y),), "whose items are single rows"),
+    "NaN": (lambda: (NAN, Y), "x.* holds NaN or infinity in rows 5"),
+    "NaN in the second batch": (lambda: (_halves(NAN, Y),), "x.* holds NaN or infinity in rows"),
+    "sparse targets": (lambda: (X, Y.to_sparse()), "sparse"),
+    "tensors without numbers": (lambda: (X.to("meta"), Y.to("meta")), "meta device"),
+    "no rows": (lambda: (X[:0], Y[:0]), "no rows|at least one row"),
+}
+# predictions that are NaN there, and tensors of which nobody knows the device
+ACCEPTED = {("NaN", "`in_batches`"), ("NaN in the second batch", "`in_batches`")}
+ACCEPTED |= {("tensors without numbers", "`k_fold`")}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("data", REFUSED)
+def test_what_holds_no_data_is_refused_in_a_sentence(data, method):
+    given, words = REFUSED[data]
+    if (data, method) not in ACCEPTED:
+        found = _called(method, given())
+        assert isinstance(found, str) and re.search(words, found) and "\n" not in found
+
+
+MORE = [*_halves(X, Y), *_halves(X.flip(0), Y.flip(0))]  # a pass that holds each datum twice
+
+
+@pytest.mark.parametrize("count", [N - 2, 2 * N])
+def test_another_number_of_data_than_is_stated_is_said_and_the_stated_one_counts(count):
+    given = (X[:count], Y[:count]) if count < N else MORE
+    guide = bdl.guides.AutoMAP(_model())
+    laplace = bdl.guides.AutoLaplaceGGN(_model(), structure="full").prototype(X, Y)
+    calls = [
+        lambda: bdl.training.train(guide.program_model, guide, given, steps=4),
+        lambda: bdl.training.estimate_elbo(guide.program_model, guide, given),
+        lambda: laplace.laplace_approximation(given),
+    ]
+    warned = []
+    for call in calls if count < N else calls[2:]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always", BdlWarning)
+            posterior = call()
+        warned.append([str(w.message) for w in seen if "states" in str(w.message)])
+    rows = X[:count].T @ X[:count] if count < N else X.T @ X
+    expected = rows / 0.09 * N / len(X[:count]) + torch.eye(2, **D)
+    inverse = posterior.precision.solve(torch.eye(2, **D))
+    torch.testing.assert_close(inverse, expected.inverse())
+    assert all(len(words) == 1 and f"states {N} data" in words[0] for words in warned)

@@ -2,12 +2,13 @@
 
 import pickle
 
+import joblib
 import numpy as np
 import pytest
 import torch
 from sklearn.base import clone
 from sklearn.datasets import load_iris
-from sklearn.model_selection import GridSearchCV
+from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import PolynomialFeatures
 from sklearn.utils.estimator_checks import parametrize_with_checks
@@ -284,3 +285,21 @@ def test_a_single_class_and_features_that_overflow():
         BayesianClassifier("map").fit(x, np.full(10, "cat"))
     with pytest.raises(ValueError, match="features' squares overflow"):
         BayesianRegressor("map").fit(1e200 * x, y)
+
+
+@pytest.mark.parametrize("backend", ["threading", pytest.param("loky", marks=pytest.mark.slow)])
+def test_two_jobs_find_what_one_finds(backend):
+    x, y = data(rows=30)
+    regressor = BayesianRegressor("map", steps=20, **SMALL)
+    search = {"param_grid": {"hidden": [(2,), (4,)]}, "cv": 2}
+    labels = (y > 50).astype(int)
+    classifier = BayesianClassifier("map", steps=20, **SMALL)
+    scores, best = [], []
+    for jobs in (1, 2):
+        with joblib.parallel_config(backend=backend):
+            scores.append(cross_val_score(regressor, x, y, cv=3, n_jobs=jobs))
+            found = GridSearchCV(classifier, **search, n_jobs=jobs).fit(x, labels)
+        best.append(found.cv_results_["mean_test_score"])
+    np.testing.assert_array_equal(*scores)
+    np.testing.assert_array_equal(*best)
+    assert np.isfinite(scores).all() and np.isfinite(best).all()

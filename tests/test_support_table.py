@@ -188,6 +188,23 @@ def _batch_norm():
     return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
 
 
+class _Messages(nn.Module):
+    """A network on a ring of nodes, each of which sees the mean of its own and the next inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = _net()
+
+    def forward(self, x):
+        return self.net((x + x.roll(1, 0)) / 2)
+
+
+def _graph():
+    model = _regression(_Messages())
+    model.rows = "together"
+    return model
+
+
 PROGRAMS = {
     "network": lambda: Program(_regression(_net())),
     "hierarchical prior": lambda: Program(
@@ -215,6 +232,7 @@ PROGRAMS = {
     "dict inputs": lambda: Program(_regression(_Named()), ({"features": X, "weights": Y}, Y)),
     "tied weights": lambda: Program(_regression(_Tied())),
     "BatchNorm": lambda: Program(_regression(_batch_norm())),
+    'graph network (`model.rows = "together"`)': lambda: Program(_graph()),
 }
 
 

@@ -8,9 +8,10 @@ from pyro_bdl.comparison.costs import Costs
 from pyro_bdl.comparison.evaluate import Evaluation, evaluate_in
 from pyro_bdl.comparison.leave_one_out import KFold
 from pyro_bdl.comparison.observe import PredictiveDraws
-from pyro_bdl.comparison.setting import Setting, rows_of
+from pyro_bdl.comparison.setting import Setting
 from pyro_bdl.comparison.table import Comparison, compare_evaluations
 from pyro_bdl.errors import UnusableDrawsError
+from pyro_bdl.program.rows import rows_of
 
 
 def compare(
@@ -27,7 +28,6 @@ def compare(
     units: tuple[float, float] = (1.0, 0.0),
     observed: str | Collection[str] | None = None,
     latents: str | Collection[str] | None = None,
-    rows: str | None = None,
     seed: int = 0,
     progress: bool | None = None,
 ) -> Comparison:
@@ -57,6 +57,8 @@ def compare(
         ['Laplace', 'MAP', 'Laplace, half to half']
 
     :param model: a Pyro program, called with ``*test`` and, to predict, with None for the targets.
+        All data run at once where its rows need each other, as the nodes of a graph: it says so by
+        an attribute, ``model.rows = "together"``, or a Laplace approximation among the posteriors.
         The numbers of several observed sites are scored together, each given the data before it:
         see :mod:`pyro_bdl.comparison.kind`. Give them like units.
     :param posteriors: name to guide (Pyro's own guides too), ``Samples``, an ``MCMC`` of Pyro or
@@ -89,8 +91,6 @@ def compare(
     :param latents: names of the latent sites that are compared too; by default those that are no
         weights of a network, of which at most 1000 numbers. A posterior with one that is far from
         the reference's is far, and ``Comparison.latents`` has all of them.
-    :param rows: "together" where the program's rows need each other, as the nodes of a graph: all
-        data then run at once. By default as a Laplace approximation among the posteriors says.
     :param seed: seed of the guides' draws and the noise of predictions.
     :param progress: show bars, in terminals and notebooks, for what takes longer than a second.
     :raises TypeError: for a value that is not a posterior, or data that are not tensors.
@@ -120,8 +120,8 @@ def compare(
                 f"{what}=None"
             )
     runs = {name: q if isinstance(q, list) else [q] for name, q in posteriors.items()}
-    if rows is None and any(rows_of(q) == "together" for several in runs.values() for q in several):
-        rows = "together"
+    said = (rows_of(model, q) for several in runs.values() for q in several)
+    rows = "together" if "together" in said else None
     read = partial(
         Setting.read, test=test, train=train, ood=ood, units=units, num_samples=num_samples,
         batch_norm_data=batch_norm_data, sites=observed, latents=latents, rows=rows,

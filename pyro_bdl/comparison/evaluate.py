@@ -177,7 +177,6 @@ def evaluate(
     units: tuple[float, float] = (1.0, 0.0),
     observed: str | Collection[str] | None = None,
     latents: str | Collection[str] | None = None,
-    rows: str | None = None,
     seed: int = 0,
     progress: bool | None = None,
 ) -> Evaluation:
@@ -195,8 +194,8 @@ def evaluate(
     """
     setting = Setting.read(
         model, posterior, test=test, train=train, ood=ood, units=units, num_samples=num_samples,
-        batch_norm_data=batch_norm_data, sites=observed, latents=latents, rows=rows,
-        seed=seed, progress=progress,
+        batch_norm_data=batch_norm_data, sites=observed, latents=latents, seed=seed,
+        progress=progress,
     )  # fmt: skip
     return evaluate_in(setting, posterior, costs or Costs(), left_out)
 
@@ -349,7 +348,7 @@ class _Draws:
                     raise
                 raise UnsupportedProgramError(
                     f"the program does not run on {leading_size(args)} of its {len(data.y)} test "
-                    f'rows ({error}): if its rows need each other, say rows="together"'
+                    f'rows ({error}): if its rows need each other, say model.rows = "together"'
                 ) from error
             self.seconds += time.perf_counter() - started
             yield block

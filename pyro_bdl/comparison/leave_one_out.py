@@ -15,6 +15,7 @@ from pyro_bdl.comparison.columns import listed
 from pyro_bdl.comparison.kind import Kind, Seen, observed
 from pyro_bdl.comparison.metric import metric, metrics_of, total_error
 from pyro_bdl.comparison.observe import log_densities
+from pyro_bdl.comparison.setting import arguments_of
 from pyro_bdl.diagnostics.loo import (
     LOO,
     SubsampledLOO,
@@ -28,8 +29,9 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import DRAWS_AT_ONCE, log_densities_of
 from pyro_bdl.predictive.predictor import predictor
-from pyro_bdl.program.batches import as_dicts, device_of_rows, has_rows, leading_size, select_rows
+from pyro_bdl.program.batches import device_of_rows, has_rows, leading_size, select_rows
 from pyro_bdl.program.program import Program
+from pyro_bdl.program.rows import rows_of
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.jackknife import GROUPS, jackknife_error, number_of_groups, without_each
 from pyro_bdl.utils.jobs import Job, results_of
@@ -400,7 +402,8 @@ def k_fold(
 
     :param fit: ``fit(*inputs, y)`` of some rows returns a program for these rows, whose
         ``num_data`` is their number, and its posterior: a guide or ``Samples``.
-    :param data: the inputs and, last, the targets.
+    :param data: the inputs and, last, the targets, or in their place a loader or a list of batches,
+        which are held in memory together.
     :param folds: K, from 2 to N; the rows are dealt at random.
     :param num_samples: draws of a guide; of ``Samples`` all draws are used.
     :param seed: seed of the folds; the fit without fold k starts from ``seed + k``.
@@ -415,7 +418,8 @@ def k_fold(
     Source: Vehtari, Gelman, Gabry (2017), Practical Bayesian model evaluation using leave-one-out
     cross-validation and WAIC, section 2.3.
     """
-    args, device = tuple(map(as_dicts, data)), device_of_rows(data)
+    args = arguments_of("data", data, None)
+    device = device_of_rows(args)
     rows = leading_size(args)
     if not 2 <= folds <= rows:
         raise ValueError(f"folds must lie between 2 and the {rows} rows, got {folds}")
@@ -454,7 +458,8 @@ def _log_density(
 ) -> tuple[Tensor, float, Tensor, Tensor]:
     """log E p(y_n | w) of each row, ``(N,)``, the error over the draws of its sum, whether anything
     of the row was seen, and k-hat of p(y_n | w) over the draws."""
-    kind, _, seen, _ = observed(model, args, posterior, draws=num_samples)
+    rows = rows_of(model, posterior)
+    kind, _, seen, _ = observed(model, args, posterior, draws=num_samples, rows=rows)
     if not kind.by_rows or kind.is_joint:
         raise ValueError(
             f"k_fold leaves out rows, and the observed sites {', '.join(map(repr, kind.sites))} "
@@ -465,11 +470,11 @@ def _log_density(
     without: Any = torch.full((GROUPS,), math.nan, device="cpu")
     for part, _ in kind.batches(args, num_samples):
         density = double(log_densities(predictive, kind, part))
-        rows = density.reshape(len(density), leading_size(part), -1).sum(-1)
-        parts.append(log_mean_exp(rows.T))
-        tails.append(smooth(rows.T, 1.0)[1])
-        if groups := number_of_groups(len(rows)):
-            sums = [log_mean_exp(some.T).sum() for some in without_each(rows, groups)]
+        of_rows = density.reshape(len(density), leading_size(part), -1).sum(-1)
+        parts.append(log_mean_exp(of_rows.T))
+        tails.append(smooth(of_rows.T, 1.0)[1])
+        if groups := number_of_groups(len(of_rows)):
+            sums = [log_mean_exp(some.T).sum() for some in without_each(of_rows, groups)]
             without = torch.stack(sums) + (without.to(sums[0]) if len(parts) > 1 else 0.0)
     every = torch.ones(leading_size(args), dtype=torch.bool, device="cpu")
     seen_rows = every if seen is None else seen.of_rows().cpu()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pyro_bdl.comparison.kind import Kind, Seen, observed
 from pyro_bdl.comparison.leave_one_out import without_fold
 from pyro_bdl.comparison.observe import Block, log_densities, observe
+from pyro_bdl.comparison.setting import arguments_of
 from pyro_bdl.diagnostics.loo import LOO, leave_out, left_out_columns, total
 from pyro_bdl.diagnostics.moment_matching import Density, moment_matched
 from pyro_bdl.diagnostics.psis import good_k, psis
@@ -19,12 +20,13 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.draws import as_posterior, log_densities_of
 from pyro_bdl.metrics import pit
 from pyro_bdl.predictive.sampled import Predictive
-from pyro_bdl.program.batches import as_dicts, leading_size
+from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.program import Program
+from pyro_bdl.program.rows import rows_of
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils.jobs import Job, results_of
-from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.module_state import device_of, evaluation_mode
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
 
@@ -71,14 +73,14 @@ def loo_mixture(model: Callable, *data: Any) -> nn.Module:
     Source: Silva & Zanella (2023), Robust leave-one-out cross-validation for high-dimensional
     Bayesian models, equations 7 and 8.
     """
-    args = tuple(map(as_dicts, data))
+    args = arguments_of("data", data, model, device=device_of(model))
     program = Program(model, *args)
     if program.discrete:
         raise UnsupportedProgramError(
             f"loo_mixture has no densities of single data where discrete sites "
             f"({', '.join(program.discrete)}) are summed out: use loo, or k_fold"
         )
-    kind, _, seen, _ = observed(model, args, None)
+    kind, _, seen, _ = observed(model, args, None, rows=rows_of(model))
     if kind.no_single:
         raise UnsupportedProgramError(f"{kind.no_single}: no datum can be left out")
     if seen is not None and not seen.numbers.any():
@@ -100,7 +102,7 @@ def loo(
 
     :param model: the program, or ``loo_mixture`` of it, where the draws are of that.
     :param posterior: ``Samples``, an MCMC after its run, or a dict of draws, given all the data.
-    :param data: the inputs and, last, the targets.
+    :param data: the inputs and, last, the targets, or in their place a loader or a list of batches.
     :param method: ``"psis"`` as ``diagnostics.loo``; ``"moment_matching"`` moves the draws, where
         k-hat is above ``good_k``, to the posterior without the datum (Paananen et al. 2021), by
         some ten to a hundred evaluations of the program at all draws for each such datum.
@@ -118,7 +120,8 @@ def loo(
         raise ValueError(f"method must be 'psis' or 'moment_matching', got {method!r}")
     if isinstance(model, _LooMixture) and method != "psis":
         raise ValueError(f"method={method!r} is of draws of the posterior, not of loo_mixture")
-    args = tuple(map(as_dicts, data))
+    own = model.model if isinstance(model, _LooMixture) else model
+    args = arguments_of("data", data, own, device=device_of(own))
     samples = as_posterior(posterior, model, args)
     if not isinstance(samples, Samples):
         raise TypeError(
@@ -144,7 +147,7 @@ def _columns(
     count = samples.num_chains * samples.num_draws
     is_mixture = isinstance(model, _LooMixture)
     model = model.model if isinstance(model, _LooMixture) else model
-    kind, y, seen, bounds = observed(model, args, samples, draws=count)
+    kind, y, seen, bounds = observed(model, args, samples, draws=count, rows=rows_of(model))
     if kind.no_single:
         raise UnsupportedProgramError(f"{kind.no_single}: no datum can be left out")
     parts, densities, transforms = [], [], []

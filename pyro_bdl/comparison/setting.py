@@ -20,7 +20,7 @@ from pyro_bdl.program.batches import (
     select_rows,
 )
 from pyro_bdl.program.check import by_entry, takes_missing
-from pyro_bdl.program.rows import ROWS
+from pyro_bdl.program.rows import rows_of
 from pyro_bdl.utils.module_state import device_of
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
@@ -82,23 +82,21 @@ class Setting:
         :param posterior: one that gives values to latents with an improper prior.
         :param sites: the observed sites that are scored; all by default.
         :param latents: the latent sites that are compared; by default those that are no weights.
-        :param rows: see ``compare``; by default what the posterior says.
+        :param rows: "together" where rows need each other; by default as the program or the
+            posterior says.
         :raises TypeError: for data that are not tensors.
         :raises ValueError: for data or units that do not fit, and NaN.
         """
         if num_samples < 2:
             raise ValueError(f"num_samples must be at least 2, got {num_samples}")
-        rows = rows_of(posterior) if rows is None else rows
-        if rows not in ROWS:
-            raise ValueError(f"rows is 'alone' or 'together', got {rows!r}")
+        rows = rows_of(model, posterior) if rows is None else rows
         device = device_of(model)
-        args = _checked(model, "test", _in_memory("test", test, device))
+        args = arguments_of("test", test, model, device=device)
         if train is not None:
-            train = _in_memory("train", train, device)
-            train = _checked(model, "train", train, count=len(args))
+            train = arguments_of("train", train, model, device=device, count=len(args))
         if ood is not None:
-            ood = _in_memory("ood", (ood,) if isinstance(ood, Tensor | Mapping) else ood, device)
-            ood = _checked(model, "ood", ood, count=len(args) - 1)
+            ood = (ood,) if isinstance(ood, Tensor | Mapping) else ood
+            ood = arguments_of("ood", ood, model, device=device, count=len(args) - 1)
             ood = ood if rows == "together" else _thinned(ood)
         if not (all(map(math.isfinite, units)) and units[0] > 0):
             raise ValueError(f"units must be (scale, shift) with a positive scale, got {units}")
@@ -145,13 +143,25 @@ class Setting:
         )  # fmt: skip
 
 
-def rows_of(posterior: Any) -> str:
-    """The ``rows`` that a posterior was fitted with, "alone" where it has none."""
-    return getattr(getattr(posterior, "config", None), "rows", "alone")
+def arguments_of(
+    name: str,
+    data: Any,
+    model: Callable | None,
+    *,
+    device: torch.device | None = None,
+    count: int | None = None,
+) -> tuple:
+    """Data as a program's arguments, of an iterable all its batches together: finite tensors with
+    rows, or dicts of them.
+
+    :param name: ``"test"``, ``"train"``, ``"ood"`` or ``"data"``, for messages.
+    :param model: that says which may be missing; None where it is not known, and targets may be.
+    :param count: how many arguments there must be.
+    """
+    return _checked(model, name, _in_memory(name, data, device), count=count)
 
 
 def _in_memory(name: str, parts: Any, device: torch.device | None) -> Any:
-    """The arguments that data hold, of an iterable all its batches together."""
     tensors = isinstance(parts, list) and all(isinstance(part, Tensor) for part in parts)
     if tensors or not holds_batches(parts):
         return parts
@@ -164,12 +174,7 @@ def _in_memory(name: str, parts: Any, device: torch.device | None) -> Any:
     return args
 
 
-def _checked(model: Callable, name: str, parts: Any, *, count: int | None = None) -> tuple:
-    """Data as a program's arguments: finite tensors with rows, or dicts of them.
-
-    :param name: ``"test"``, ``"train"`` or ``"ood"``, for messages.
-    :param count: how many arguments there must be.
-    """
+def _checked(model: Callable | None, name: str, parts: Any, *, count: int | None) -> tuple:
     if not isinstance(parts, tuple | list):
         raise TypeError(
             f"{name} must be a tuple of tensors, or batches of them, got {type(parts).__name__}"
@@ -189,6 +194,8 @@ def _checked(model: Callable, name: str, parts: Any, *, count: int | None = None
                 )
             if tensor.dim() == 0 or not len(tensor):
                 raise ValueError(f"{entry} must have at least one row")
+            if model is None and place == len(parts) - 1:
+                continue
             missing = takes_missing(model, entry.replace(f"_{name}", "", 1))
             check_finite_tensor(entry, tensor, missing=missing)
     return tuple(map(as_dicts, parts))
@@ -232,7 +239,7 @@ def regions(test: tuple[Any, ...], train: tuple[Any, ...]) -> dict[str, Tensor]:
     tensors, others = tree_leaves(test), tree_leaves(train)
     if not tensors or len(tensors) != len(others):
         return {}
-    if not all(x.is_floating_point() for x in tensors + others):
+    if not all(x.is_floating_point() and x.layout is torch.strided for x in tensors + others):
         return {}
     points, known = _flat(tensors), _flat(others)
     if len(known) < 3 or points.shape[1] != known.shape[1]:

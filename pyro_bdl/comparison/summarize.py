@@ -30,7 +30,7 @@ from pyro_bdl.comparison.judge import ABOVE, BELOW, Check, Finding, Row
 from pyro_bdl.comparison.kind import Kind
 from pyro_bdl.comparison.metric import CLASSES, PointScores
 from pyro_bdl.comparison.networks import Members
-from pyro_bdl.comparison.setting import Setting
+from pyro_bdl.comparison.setting import Setting, arguments_of
 from pyro_bdl.comparison.table import NAME, compare_evaluations
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
@@ -77,8 +77,8 @@ def summarize(
     net_or_model: Any,
     train: Any,
     *,
-    held_out: tuple[Any, Any],
-    test: tuple[Any, Any],
+    held_out: Any,
+    test: Any,
     other: Any = None,
     ensemble: Sequence[Callable] = (),
     laplace: Mapping[str, Mapping[str, Any]] | None = None,
@@ -107,7 +107,8 @@ def summarize(
         a program around one that observes classes or Normals, such as
         ``models.HeteroscedasticRegression(bdl.bayesianize(net))``.
     :param train: ``(x, y)`` or batches of them, to which the posteriors are fitted.
-    :param held_out: ``(x, y)`` that the network was not trained on, some hundreds of rows.
+    :param held_out: ``(x, y)`` that the network was not trained on, some hundreds of rows, or
+        batches of them, which are held in memory together; so may be ``test`` and ``other``.
     :param test: ``(x, y)``, the rows of the scores.
     :param other: inputs unlike the data, which uncertainty is to tell from the test inputs.
     :param ensemble: more networks, or programs, trained as the first from other starts.
@@ -125,6 +126,7 @@ def summarize(
     first_args, _ = batches.first()
     rows = sum(leading_size(batch) for batch in batches)
     whole = batches.whole is not None  # then the rows of a batch are all there are
+    held_out = arguments_of("held_out", held_out, None, device=batches.device)
     is_network = isinstance(net_or_model, nn.Module) and not isinstance(net_or_model, PyroModule)
     noise = None
 

@@ -242,7 +242,7 @@ class LikelihoodSums:
             self.cells = self.cells + double(weights.sum())
 
     def finish(self) -> None:
-        """Add the sums of the other processes, and scale up to the number of data that the program
+        """Add the sums of the other processes, and scale to the number of data that the program
         states."""
         if self.batches.ranks is not None:
             self._add_up(self.batches.ranks)
@@ -261,28 +261,26 @@ class LikelihoodSums:
         stated, scaled, noisy = zip(*ranks.gather(own), strict=True)
         self.noise = self.noise if all(noisy) else None
         self.stated, self.scaled = max(stated), any(scaled)
-        if self.scaled and self.num_data > self.stated:
-            warn(
-                f"the processes hold {self.num_data} data, but the program states "
-                f"{self.stated:.0f}: those that several hold, such as the rows that a "
-                "DistributedSampler repeats, count several times",
-                "number-of-data",
-                stacklevel=5,
-            )
 
     def _factor(self) -> float:
-        if self.stated <= self.num_data or not self.num_data:
+        if not self.scaled or round(self.stated) == self.num_data or not self.num_data:
             return 1.0
         if self.factors.values and self.second_derivatives:
             raise ValueError(
                 f"the program states {self.stated:.0f} data, but {self.num_data} were passed, and "
-                f"it is unknown how to scale up the factor '{next(iter(self.factors.values))}': "
+                f"it is unknown how to scale the factor '{next(iter(self.factors.values))}': "
                 "pass all data, in batches if necessary"
             )
+        more = self.num_data > self.stated
         warn(
             f"the program states {self.stated:.0f} data, but {self.num_data} were passed: their "
-            "curvature is scaled up; for the exact sum pass all data as an iterable of batches, or "
-            "let a plate that chooses its own rows (subsample_size) use all of them",
+            f"curvature is scaled {'down' if more else 'up'}; for the exact sum pass each datum "
+            + (
+                "once, where a sampler repeats some, or give their number as num_data"
+                if more
+                else "as an iterable of batches, or let a plate that chooses its own rows "
+                "(subsample_size) use all of them"
+            ),
             "number-of-data",
             stacklevel=5,
         )
@@ -316,8 +314,8 @@ def fit_curvature(
 ) -> LikelihoodSums:
     """Compute the curvature of minus the tempered log likelihood at a point, and the other sums.
 
-    Every datum counts once, weighted by its tempering. If the program states more data
-    (``num_data``) than were passed, the sums are scaled up to that number, with a warning. A
+    Every datum counts once, weighted by its tempering. If the program states another number of
+    data (``num_data``) than were passed, the sums are scaled to that number, with a warning. A
     program that scales one observed site, but not another one with the same number of rows, is
     refused.
 

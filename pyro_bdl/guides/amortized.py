@@ -10,7 +10,6 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
 
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.guides.base import without_arguments
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.guides.statements import sample_site
 from pyro_bdl.program.layout import marginal
@@ -95,7 +94,6 @@ class AutoAmortized(OwnParameters, AutoGuide):
             for _, node in trace.iter_stochastic_nodes()
             for frame in node["cond_indep_stack"]
         }
-        without_arguments(trace)
         self.prototype_trace = trace
         others = [name for name in latents if name not in self._encoders]
         if others:

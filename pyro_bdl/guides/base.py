@@ -149,7 +149,6 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
             if latent.transform is None:  # of the values only the shapes are needed from here on
                 node = trace.nodes[name]
                 node["value"] = node["value"].new_zeros(()).expand(node["value"].shape)
-        without_arguments(trace)
         self.prototype_trace = trace
 
     def _take_structure(self, source: "Guide") -> None:
@@ -400,9 +399,3 @@ def at_full_size(program: Program, trace: Any) -> tuple[Tensor, list[Latent]]:
     if not latents:
         raise ValueError("the program has no latent site: give its weights priors")
     return torch.cat(start).contiguous(), latents
-
-
-def without_arguments(trace: Any) -> None:
-    """Remove the arguments of a run and what it returned from its trace, which is kept."""
-    for name in {"_INPUT", "_RETURN"} & trace.nodes.keys():
-        trace.remove_node(name)

@@ -18,6 +18,7 @@ from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.check import check_finite, refuse_sparse
 from pyro_bdl.program.linear_ops.last_layer import LastLayer
+from pyro_bdl.program.rows import rows_of
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils import bibliography
@@ -58,8 +59,9 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         (``curvature.fisher.cell_roots`` lists the closed forms). The relative error of the estimate
         falls with the square root of draws times data.
     :param rows: "together" for a program whose rows of data depend on each other (group means,
-        graphs, statistics of a batch): whole batches run, for "full", "diag" and "hessian". By
-        default each row runs alone, and a batch in which that gives another result is refused.
+        graphs, statistics of a batch): whole batches run, for "full", "diag" and "hessian". A
+        program may say so for all methods, ``model.rows = "together"``. By default each row runs
+        alone, and a batch in which that gives another result is refused.
     :param options: ``init_loc_fn``, where the guide starts, and ``create_plates``, see ``Guide``.
     :raises ValueError: for an unknown structure or curvature.
     """
@@ -77,6 +79,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         rows: str = "alone",
         **options: Any,
     ) -> None:
+        rows = rows_of(model) if rows == "alone" else rows
         config = CurvatureConfig(structure_of(structure), curvature, num_draws, rows)
         super().__init__(model, **options)
         self.config = config
@@ -129,7 +132,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         if held_out is not None:  # before the fit, which they come after
             held_out = self.batches(held_out)
             check_held_out(self.program_model, held_out)
-        batches.on_all_ranks(lambda: self._begin(*batches.first()))
+        batches.on_all_ranks(lambda: self._begin(config.rows, *batches.first()))
         with as_written(self.program_modules):
             chosen = subset_of(self, subset, *batches.first())
             posterior = self._approximate(
@@ -142,7 +145,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
     ) -> LaplaceGuide:
         return approximate(self, config, subset, batches, **options)
 
-    def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _begin(self, rows: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """Check the program and the first of the data."""
         model = self.program_model
         for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
@@ -151,7 +154,8 @@ class AutoLaplaceGGN(UnconstrainedMAP):
                     f"the embedding '{name}' has sparse gradients, which no curvature is made of: "
                     "set its attribute sparse to False"
                 )
-        refuse_sparse(model, args, kwargs)
+        if rows == "alone":
+            refuse_sparse(model, args, kwargs)
         check_finite(model, args, kwargs)
         self.prototype(*args, **kwargs)
         refuse_subsampled(self)

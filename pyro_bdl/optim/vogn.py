@@ -20,7 +20,7 @@ from pyro_bdl.estimators import PerDatum
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.optim.base import DiagonalNaturalGradient
-from pyro_bdl.program.rows import difference
+from pyro_bdl.program.rows import difference, rows_of
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import record, sum_out_discrete
 from pyro_bdl.utils.autograd import leaves_behind
@@ -84,7 +84,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
             raise ValueError(f"{name} takes one draw for all data, and cannot use {estimator}")
         layout = guide.require_layout()
         if self._point is None or self._point.subset.layout is not layout:
-            rows, modules = self.config.rows, guide.program_modules
+            rows, modules = rows_of(model, self), guide.program_modules
             self._point = ProgramAtPoint(model, Subset(layout), guide.location(), rows, modules)
             self._modes_agree = {}
         vectors = guide.sample_vectors(self.num_particles)

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from pyro_bdl.errors import warn
+from pyro_bdl.errors import ArgumentError, warn
 from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.random_state import set_torch_states, torch_states
 from pyro_bdl.utils.trees import is_record, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -34,10 +35,12 @@ class Batches:
     needed: a list, a ``DataLoader``, any other iterable, or a function that makes an iterator for
     each pass.
 
+    Tensors are read as numbers: no gradient goes back to what they were computed from.
+
     :param data: of one of these kinds.
     :raises ValueError: if there is no batch; for a tuple of tuples or a list of tensors, which
         could be either.
-    :raises TypeError: for an iterator, which can be read once.
+    :raises TypeError: for an iterator, which can be read once, and a data set of single rows.
     """
 
     ranks: Ranks | None = None  # processes with the other data, see distributed.Shard
@@ -53,6 +56,11 @@ class Batches:
             self.source = [data]
             if isinstance(data, tuple) and all(map(_holds_tensors, data)):
                 raise ValueError(f"data is a tuple of tuples: {_FORMS}")
+        elif isinstance(data, Dataset) and not isinstance(data, Iterable):
+            raise TypeError(
+                f"data is a data set ({type(data).__name__}), whose items are single rows: pass "
+                "batches of them, DataLoader(dataset, batch_size=...)"
+            )
         elif isinstance(data, Iterator):
             raise TypeError(
                 f"data is an iterator ({type(data).__name__}), which ends after one pass: pass "
@@ -105,7 +113,7 @@ class Batches:
         empty = True
         for batch in self.source:
             empty = False
-            yield moved_to(self.device, _arguments(batch))
+            yield numbers_on(self.device, _arguments(batch))
         if empty and self._first is not None:
             raise ValueError(
                 "data held batches in the first pass and none in a later one: pass something that "
@@ -266,40 +274,49 @@ class _Made:
     make: Callable[[], Iterable[Any]]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.make())
+        made = self.make()
+        return made if isinstance(made, Iterator) else iter(Batches(made).source)
 
 
-def moved_to(device: torch.device | None, batch: Batch) -> Batch:
-    """A batch with its tensors on a device; as it is for None."""
-    if device is None:
-        return batch
-    return tree_map(lambda leaf: _moved(leaf, device), batch)
+def numbers_on(device: torch.device | None, batch: Batch) -> Batch:
+    """A batch with its tensors as numbers on a device, or where they are for None."""
+    return tree_map(lambda leaf: _numbers(leaf, device), batch)
 
 
-def _moved(leaf: Any, device: torch.device) -> Any:
+def _numbers(leaf: Any, device: torch.device | None) -> Any:
     if not isinstance(leaf, Tensor):  # a graph of torch_geometric moves its own tensors, in place
-        return copy.copy(leaf).to(device) if is_record(leaf) and hasattr(leaf, "to") else leaf
-    if leaf.device == device:
+        moves = device is not None and is_record(leaf) and hasattr(leaf, "to")
+        return copy.copy(leaf).to(device) if moves else leaf
+    if leaf.is_inference():  # of which none may be in a graph of autograd
+        leaf = leaf.clone()
+    leaf = leaf.detach() if leaf.requires_grad else leaf
+    if device is None or leaf.device == device:
         return leaf
+    if leaf.is_meta:
+        raise ArgumentError(
+            f"a tensor {tuple(leaf.shape)} of the data is on the meta device and holds no numbers: "
+            "pass one that does"
+        )
     return leaf.to(device, non_blocking=leaf.device.type == "cpu" and leaf.is_pinned())
 
 
 def _stacked(parts: tuple[Any, ...]) -> Any:
     """The rows of a tensor in all batches; of what has no rows that of the first batch."""
     first = parts[0]
-    return torch.cat(parts) if isinstance(first, Tensor) and first.dim() else first
+    alone = len(parts) == 1 or not isinstance(first, Tensor) or not first.dim()
+    return first if alone else torch.cat(parts)
 
 
 def holds_batches(value: Any) -> bool:
     """Return whether one argument is no argument of the program, but data that hold them."""
-    if isinstance(value, Batches | tuple):
+    if isinstance(value, Batches | tuple | Dataset):
         return True
     if isinstance(value, Tensor | str) or _package(value) in ("numpy", "pandas"):
         return False
     if is_record(value):  # dicts, and graphs of torch_geometric, which are iterable too
         return False
     if isinstance(value, list):
-        return not _is_numbers(value)
+        return not (value and _is_numbers(value))
     return isinstance(value, Iterable) or callable(value)
 
 
@@ -354,6 +371,9 @@ def select_rows(value: Any, rows: slice | Tensor) -> Any:
                 "taken: tensors among the arguments are data; what is not, such as class weights, "
                 "let the program hold (as a buffer or a closure)"
             )
+        if leaf.layout is not torch.strided:
+            numbers = torch.arange(count, device=leaf.device)[rows]
+            return leaf.to_sparse_coo().index_select(0, numbers)
         return leaf[rows]
 
     return tree_map(part, value)

@@ -8,6 +8,7 @@ are seen. ``Program.check`` checks it where a sampler or an approximation first 
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -31,10 +32,8 @@ TENSORS_NEEDED = "the program computes with tensors: pass torch.as_tensor(...) o
 def named_arguments(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments by the program's parameter names, or by "argument 0" etc. if it has no
     names."""
-    program = without_handlers(function)
-    called = program.forward if isinstance(program, nn.Module) else program
     try:
-        signature = inspect.signature(called)
+        signature = _signature(function)
         bound = signature.bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):
         return {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
@@ -49,6 +48,11 @@ def named_arguments(function: Callable, args: tuple, kwargs: Mapping[str, Any]) 
         else:
             named[name] = value
     return by_entry(named)
+
+
+def _signature(function: Callable) -> inspect.Signature:
+    program = without_handlers(function)
+    return inspect.signature(program.forward if isinstance(program, nn.Module) else program)
 
 
 def by_entry(named: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,6 +96,15 @@ def explain(error: Exception, function: Callable, args: tuple, kwargs: Mapping[s
     """
     if isinstance(error, ArgumentError):
         return
+    if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
+        names: Any = ()
+        with suppress(TypeError, ValueError):  # for a program without a signature
+            names = _signature(function).parameters.keys()
+        if args[0] and args[0].keys() <= set(names):
+            raise ArgumentError(
+                f"the argument is a {type(args[0]).__name__} of the program's own arguments "
+                f"({', '.join(args[0])}): pass the values, or a list of it, [batch]"
+            ) from error
     for name, value in named_arguments(function, args, kwargs).items():
         reason = _why_unusable(name, value, function, about_tensors=isinstance(error, RuntimeError))
         if reason is not None:

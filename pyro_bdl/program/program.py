@@ -433,9 +433,10 @@ def trace_once(
     ):
         try:
             while True:
-                tracer = poutine.trace(poutine.block(first(model), hide))
-                with Hidden(), torch.no_grad(), watching_calls(first=True):
-                    trace = tracer.get_trace(*args, **kwargs)
+                tracer = poutine.trace()  # as a function's it ends each error in a table of shapes
+                with Hidden(), torch.no_grad(), watching_calls(first=True), tracer:
+                    poutine.block(first(model), hide)(*args, **kwargs)
+                trace = tracer.trace
                 if first.used.isdisjoint(first.imputed):
                     return FirstRun(_without_graph(trace) if first.imputed else trace, modules)
                 first = _FirstRun(values, first.used)

@@ -19,6 +19,7 @@ from torch import Tensor
 from pyro_bdl.distributions.parameters import has_masks, is_known, parameters_of
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.batches import Batch, as_dicts, leading_size
+from pyro_bdl.program.check import without_handlers
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
 from pyro_bdl.program.vmap import RowMap, depends_on_row
@@ -33,6 +34,21 @@ ROWS = ("alone", "together")
 _SHARE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _TF32 = 0.01  # on a GPU that rounds float32 factors to it, through the layers of a deep network
 _HALF = 0.05  # in half precision, and of what is made of it under autocast
+
+
+def rows_of(model: Callable, posterior: Any = None) -> str:
+    """Return "together" where rows need each other, as the nodes of a graph, so that whole batches
+    run: as the program says by an attribute, ``model.rows = "together"``, or a posterior by the
+    ``config`` of its curvature; else "alone".
+
+    :raises ValueError: for another text.
+    """
+    owners = model, without_handlers(model), getattr(posterior, "config", None)
+    said = [getattr(owner, "rows", None) for owner in owners]
+    for value in said:
+        if isinstance(value, str) and value not in ROWS:  # what is no text is another attribute
+            raise ValueError(f"rows of the program is 'alone' or 'together', got {value!r}")
+    return "together" if "together" in said else "alone"
 
 
 def form_of(batch: Batch) -> Hashable:
@@ -99,7 +115,8 @@ def along_rows(value: Tensor, args: Any, axis: int = 0) -> bool | None:
         sizes = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
         return sum((size - 1) * stride for size, stride in sizes)
 
-    tensors = (leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor) and leaf.dim())
+    leaves = (leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor) and leaf.dim())
+    tensors = (leaf for leaf in leaves if leaf.layout is torch.strided)
     views = [x for x in tensors if memory(x) == memory(value)]
     rows = value.movedim(axis, 0) if value.dim() else value[None]
     for x in views:

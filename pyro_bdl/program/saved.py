@@ -41,10 +41,10 @@ def example_rows(
 
     :param whole: the priors of a run on the batch at ``vector``, those that are to be compared.
     """
-    few = first_rows(batch)
-    if few is batch:
-        return batch
     try:
+        few = first_rows(batch)
+        if few is batch:
+            return batch
         few = tree_map_only(Tensor, torch.clone, few)
         with torch.no_grad(), evaluation_mode(model):
             run = record(model, layout.constrain(vector)[0], *few, draw=leave_open)
@@ -71,9 +71,9 @@ def described_at(program: Program, latents: Mapping[str, Tensor]) -> dict[str, A
     check_sites(program, latents)
     point = {name: latents[name].detach().to(own.device) for name, own in program.latents.items()}
     batch = program.args, program.kwargs
-    few = first_rows(batch)
-    if few is not batch:
-        with suppress(*NOT_ON_SOME):
+    with suppress(*NOT_ON_SOME):
+        few = first_rows(batch)
+        if few is not batch:
             return described_program(program.model, few, point)
     return described_program(program.model, batch, point)
 

@@ -24,7 +24,7 @@ from pyro_bdl.distributions.copies import (
 )
 from pyro_bdl.distributions.families import sample_of
 from pyro_bdl.distributions.parameters import parameters_of
-from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.errors import ArgumentError, UnsupportedProgramError
 from pyro_bdl.program.check import explain
 from pyro_bdl.program.discrete.enumeration import Enumeration, why_not_enumerable
 from pyro_bdl.program.discrete.summed_out import SummedOut, sum_out
@@ -380,9 +380,14 @@ def distribution_of_targets(msg: Any) -> Any:
 
     :raises ValueError: if the two broadcast against each other, or for boolean targets of a
         continuous distribution.
+    :raises ArgumentError: for sparse targets.
     """
     if isinstance(msg["fn"], Unit):
         return msg["fn"]
+    if msg["value"].layout is not torch.strided:
+        raise ArgumentError(
+            f"the targets of site '{msg['name']}' are sparse: pass them dense, y.to_dense()"
+        )
     if msg["value"].dtype == torch.bool and not msg["fn"].support.is_discrete:
         raise ValueError(
             f"the targets of site '{msg['name']}' are boolean, but its distribution is continuous: "

@@ -323,7 +323,8 @@ def data_for(model: Callable, guide: Guide, args: tuple) -> Batches:
     check_tensors(model, *data.first())
     check_finite(model, *data.first())
     first, kwargs = data.first()
-    guide.prototype(*first, **kwargs)
+    if isinstance(guide, Guide):
+        guide.prototype(*first, **kwargs)
     return data
 
 
@@ -341,7 +342,10 @@ def rows_of(
     check_tensors(model, args, kwargs)
     rows = leading_size((args, kwargs))
     if data.whole is not None:
-        per_step = rows_per_step(model, guide, args, size, rows if total is None else total)
+        total = rows if total is None else total
+        per_step = rows_per_step(model, guide, args, size, total)
+        if per_step == rows and isinstance(guide, Guide):
+            _compare_stated(model, guide, total)
         return Rows(rows, per_step, (args, {}))
     if size is not None:
         raise ArgumentError(
@@ -351,14 +355,8 @@ def rows_of(
     stated = rows
     if not data.is_single:
         known = data.num_data
-        stated = _stated_by(model, guide, (args, kwargs), rows, known)
-        if known not in (None, stated):
-            warn(
-                f"the program states {stated} data, and the data set holds {known}: the likelihood "
-                f"is scaled to {stated}",
-                "number-of-data",
-                stacklevel=4,
-            )
+        run = _run_at_draw(model, guide, (args, kwargs))
+        stated = stated_data(run.observed, rows, known, exact=False)
     return Rows(stated, rows, (args, kwargs), Stream(data.part, stated=stated))
 
 
@@ -396,7 +394,6 @@ def rows_per_step(
     return min(size, rows)
 
 
-@torch.no_grad()
 def _check_batches(model: Callable, guide: Callable, args: tuple, size: int, total: int) -> None:
     """Check that a program takes so many of the rows as a minibatch of all data.
 
@@ -404,38 +401,53 @@ def _check_batches(model: Callable, guide: Callable, args: tuple, size: int, tot
     :raises ArgumentError: if it cannot run on some of the rows.
     """
     some = tuple(select_rows(value, slice(size)) for value in args)
-    with Hidden(), own_randomness(), evaluation_mode(model, guide):
-        try:
-            run = _run_at_draw(model, guide, (some, {}))
-        except Exception as error:
-            _explain_plate(model, args, size)
-            text = (str(error).strip().splitlines() or [""])[0]
-            raise ArgumentError(
-                f"the program cannot run on {size} of its {leading_size(args)} rows, as "
-                f"batch_size={size} needs ({type(error).__name__}: {text}): let its plate hold "
-                f'the rows that it gets, pyro.plate("data", {total}, subsample_size=len(x))'
-            ) from error
+    try:
+        run = _run_at_draw(model, guide, (some, {}))
+    except Exception as error:
+        _explain_plate(model, args, size)
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise ArgumentError(
+            f"the program cannot run on {size} of its {leading_size(args)} rows, as "
+            f"batch_size={size} needs ({type(error).__name__}: {text}): let its plate hold "
+            f'the rows that it gets, pyro.plate("data", {total}, subsample_size=len(x))'
+        ) from error
     stated_data(run.observed, size, total)
 
 
+def _compare_stated(model: Callable, guide: Guide, known: int) -> None:
+    """Warn if a program states another number of data than all that it is given at once, which a
+    run on a few rows of them tells."""
+    few = guide.example_rows
+    rows, stated = counted(_run_at_draw(model, guide, few).observed)
+    if rows == leading_size(few) < stated != known:
+        _warn_of_stated(stated, known)
+
+
+def _warn_of_stated(stated: int, known: int) -> None:
+    warn(
+        f"the program states {stated} data, and the data set holds {known}: the likelihood is "
+        f"scaled to {stated}",
+        "number-of-data",
+        stacklevel=5,
+    )
+
+
 @torch.no_grad()
-def _stated_by(model: Callable, guide: Callable, batch: Batch, size: int, known: int | None) -> int:
-    """N, the number of data that a program states in a run on the first batch of an iterable."""
-    with Hidden(), own_randomness(), evaluation_mode(model, guide):
-        run = _run_at_draw(model, guide, batch)
-    return stated_data(run.observed, size, known, exact=False)
-
-
 def _run_at_draw(model: Callable, guide: Callable, batch: Batch) -> Run:
-    values = values_of(record(guide, {}, *batch))
-    return record(model, values, *batch, draw=sum_out_discrete)
+    """A run in evaluation mode, which changes nothing."""
+    with Hidden(), own_randomness(), evaluation_mode(model, guide):
+        values = values_of(record(guide, {}, *batch))
+        return record(model, values, *batch, draw=sum_out_discrete)
 
 
 def _explain_plate(model: Callable, args: tuple, size: int) -> None:
     """Refuse a program whose plate picks rows of the arguments itself."""
     program = model.forward if isinstance(model, nn.Module) else model
     advice = f"leave batch_size={size} out, or let the program use all rows that it gets"
-    with WholeData(args, {}, advice=advice):
+    with (
+        Hidden(), own_randomness(), evaluation_mode(model), torch.no_grad(),
+        WholeData(args, {}, advice=advice),
+    ):  # fmt: skip
         program(*args)
 
 
@@ -455,7 +467,7 @@ def stated_data(
     :param sites: the observed sites of the run.
     :param size: the rows of the minibatch.
     :param total: the number of all data, where it is known.
-    :param exact: whether it has to be the one that the program states.
+    :param exact: whether it has to be the one that the program states; else a warning is given.
     :raises ValueError: if the program states no number, or not that of all data, or of one site
         only.
     """
@@ -469,7 +481,10 @@ def stated_data(
             f"num_data={number}"
         )
     check_scales(sites)
-    if exact and total is not None and rows == size and stated != total:
+    if total is not None and rows == size and stated != total:
+        if not exact:
+            _warn_of_stated(stated, total)
+            return stated
         raise ValueError(
             f"the program states {stated} data, but data holds {total}: give its plate that size, "
             f"or a ready-made program num_data={total}"

@@ -15,12 +15,13 @@ from pyro_bdl.errors import ArgumentError, MissingOperatorError, UnsupportedProg
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import DRAWS_AT_ONCE
 from pyro_bdl.program.batches import Batch, Batches, device_of_rows, leading_size
+from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.program import Program
 from pyro_bdl.training.checkpoint import Checkpoint
 from pyro_bdl.training.collapse import warn_of_collapse, warn_of_joint_scales
 from pyro_bdl.training.descent import Descent, Training, data_for, rows_of
 from pyro_bdl.training.held_out import EarlyStopping, HeldOut
-from pyro_bdl.utils.module_state import device_of, evaluation_mode
+from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import fixed_normal, seeded
 from pyro_bdl.utils.validation import whole_number
@@ -218,7 +219,7 @@ def estimate_elbo(
     :raises UnsupportedProgramError: for a latent of which a mask leaves numbers without a density,
         for which there is no bound.
     """
-    data = Batches.of(args, device_of(guide, model))
+    data = data_for(model, guide, args)
     with torch.no_grad():
         program, run = Program.with_run(model, *data.first())
     run.refuse_improper("evidence lower bound")
@@ -233,6 +234,7 @@ def estimate_elbo(
     while passes < repeats:
         counts = []
         for batch in shown(data.parts(size), "ELBO", progress):
+            check_finite(model, *batch)
             counts.append(max(1, leading_size(batch)))
             total -= elbo.loss(model, guide, *batch[0], **batch[1]) * counts[-1]
         drawn = elbo.num_particles * len(counts)

@@ -6,9 +6,11 @@ statements of other threads. On exit it is taken off the stack in every case, wh
 handlers raise and stay if a handler of another thread lies above them.
 """
 
+import functools
 import threading
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from pyro.poutine.block_messenger import BlockMessenger
@@ -21,11 +23,25 @@ _THREADS = (
     "a lock around each step, or several in separate processes"
 )
 _changing = threading.Lock()  # the stack
+_turn = threading.RLock()  # of calls that wait for each other
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def handlers() -> list[Any]:
     """The handlers on Pyro's stack, from the outermost one on."""
     return list(_PYRO_STACK)
+
+
+def in_turn(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The function, which waits while another thread is in one like it."""
+
+    @functools.wraps(function)
+    def waiting(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with _turn:
+            return function(*args, **kwargs)
+
+    return waiting
 
 
 class OneThread(Messenger):

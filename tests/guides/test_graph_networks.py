@@ -96,3 +96,39 @@ def test_a_graph_by_single_rows_is_refused(messages, data):
     guide = bdl.guides.AutoLastLayer(model).prototype(*data)
     with pytest.raises(UnsupportedProgramError, match='rows="together"'):
         guide.laplace_approximation(data)
+
+
+class OfArguments(nn.Module):
+    """The messages come with the data, as a matrix of nodes by nodes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 4, **D), nn.Linear(4, CLASSES, **D)
+
+    def forward(self, graph):
+        return self.last((graph["messages"] @ self.first(graph["x"])).tanh())
+
+
+def numbers_of(messages, data):
+    """Numbers of all stages of a program that says that its rows need each other."""
+    torch.manual_seed(1)
+    given = {"x": data[0], "messages": messages}, data[1]
+    model = bdl.models.Classification(bdl.bayesianize(OfArguments()))
+    model.rows = "together"
+    guide = bdl.guides.AutoLaplaceGGN(model, subset="last-layer")
+    losses = bdl.training.train(model, guide, *given, steps=5).losses
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)
+        posterior = guide.laplace_approximation(given)
+    scores = bdl.evaluate(model, posterior, *given, train=given, num_samples=20).scores
+    probabilities = bdl.LinearizedPredictive(model, posterior).probabilities(given[0])["y"]
+    return losses, posterior.variances(), torch.tensor(scores["nlpd"]), probabilities
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_a_sparse_adjacency_is_the_dense_one(sparse, messages, data):
+    for found, expected in zip(
+        numbers_of(sparse(messages), data), numbers_of(messages, data), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
