@@ -220,7 +220,7 @@ _SMOOTHER = (
 _DEEPER = "deeper trees (max_tree_depth of mcmc.NUTS) or latents of like scales"
 # The gates of a reference: R-hat and ESS are those that 95 % of the test points keep.
 _RHAT = Check(
-    "rhat", "R-hat {} of the function", above="not converged", within="converged",
+    "rhat", "R-hat {} of the function", above="not converged", within="no sign of disagreement",
     undecided="unknown, since it needs two chains of 4 draws", none=1.0, digits=4, remedy=_LONGER,
 )  # fmt: skip
 _ESS = (
