@@ -229,7 +229,7 @@ def divergences(samples: Samples) -> int | None:
 @chains("limit of R-hat", "mixing", digits=4, detail=True)
 def rhat_limit(mixing: Mixing) -> float:
     """R-hat above which the chains disagree: 1.01, or for short chains what independent draws
-    exceed once in a thousand times."""
+    exceed twice in a thousand times."""
     return mixing.limit
 
 

@@ -63,8 +63,8 @@ distance = partial(metric, group=GROUP, error=True)
 def wasserstein(a: Tensor, b: Tensor) -> Tensor:
     """Wasserstein-1 distance of the function's distributions over the posterior, averaged over the
     test points (and classes), in units of the target or of a probability, with its Monte Carlo
-    error. The last row compares two halves of the reference's draws: a smaller distance is no
-    larger than sampling makes it."""
+    error. The last row compares two halves of the reference's draws, which sampling alone sets
+    apart."""
     return metrics.wasserstein1(a, b)
 
 
@@ -78,8 +78,8 @@ def mean_error(a: Tensor, b: Tensor) -> Tensor:
 @distance("agree", "function", task=CLASSES, style="percent")
 def agreement(a: Tensor, b: Tensor) -> Tensor:
     """Share of the test points at which the same class is the most probable, with its error over
-    the points and over the draws. The last row compares two halves of the reference's draws: better
-    agreement cannot be seen."""
+    the points and over the draws. The last row compares two halves of the reference's draws, which
+    sampling alone sets apart."""
     return metrics.agreement(a, b)
 
 

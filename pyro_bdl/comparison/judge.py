@@ -15,7 +15,7 @@ from pyro_bdl.comparison.columns import Column, listed, with_error
 from pyro_bdl.comparison.distances import EQUIVALENT, NEAR
 from pyro_bdl.comparison.evaluate import Evaluation
 from pyro_bdl.diagnostics.summary import ESS_LIMIT
-from pyro_bdl.utils.jackknife import ERRORS
+from pyro_bdl.utils.jackknife import ERRORS, number_of_groups
 
 ALIKE, USABLE, UNDECIDED, FAR, WORSE = "alike", "usable", "undecided", "far", "worse"
 REFERENCE = "reference"
@@ -220,7 +220,7 @@ _SMOOTHER = (
 _DEEPER = "deeper trees (max_tree_depth of mcmc.NUTS) or latents of like scales"
 # The gates of a reference: R-hat and ESS are those that 95 % of the test points keep.
 _RHAT = Check(
-    "rhat", "R-hat {} of the function", above="not converged", within="converged",
+    "rhat", "R-hat {} of the function", above="not converged", within="no sign of disagreement",
     undecided="unknown, since it needs two chains of 4 draws", none=1.0, digits=4, remedy=_LONGER,
 )  # fmt: skip
 _ESS = (
@@ -420,7 +420,8 @@ def gates(row: Row) -> list[Finding]:
         mixing += [check.of(row, low=ESS_LIMIT * chains) for check in ess]
     is_slow = any(finding is not None and finding.remedy for finding in mixing)
     cut = _CUT.of(row, remedy=_DEEPER if is_slow else "")
-    others = (*(check.of(row) for check in _HAMILTONIAN), cut, _MODES.of(row))
+    modes = None if is_slow else _MODES.of(row)  # where slow chains are may be no mode
+    others = (*(check.of(row) for check in _HAMILTONIAN), cut, modes)
     return [finding for finding in (*mixing, *others) if finding is not None]
 
 
@@ -524,7 +525,9 @@ def _details(
     value, error = row.pair(key)
     details = [f"{'+' * (key == gap)}{with_error(value, error)}"]
     if math.isnan(error):
-        details = [_FEW if DISTANCE in row else "unknown"]
+        sides = [side for side in (reference, name) if side is not None and _is_short(rows[side])]
+        whose = f" of {listed(map(in_words, sides))}" if sides else ""
+        details = [_FEW + whose if DISTANCE in row else "unknown"]
     if group == FAR:
         far_latent = [_FAR_LATENT.format_map(row)] if row["latent_far"] > _MOST_RUNS else []
         details += dict.fromkeys([fault, *far_latent])
@@ -534,6 +537,11 @@ def _details(
     if group in (ALIKE, USABLE) and not math.isnan(seconds):
         details.append(_share(seconds / base, reference) if base > 0 else f"{seconds:.2g} s")
     return details
+
+
+def _is_short(row: Row) -> bool:
+    """Whether chains have too few effective draws for errors."""
+    return number_of_groups(row.get("ess_median", math.inf)) == 0
 
 
 def _share(time: float, whose: Any) -> str:

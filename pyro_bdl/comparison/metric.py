@@ -174,8 +174,9 @@ class PointScores:
     :param number: the score.
     :param over_points: its standard error over the points; NaN for a single point.
     :param influence: ``(N,)``.
-    :param groups: the score without each group of draws minus the score, ``(G,)``: zeros where it
-        does not come from draws, and empty where they are too few to say.
+    :param groups: the score without each group of draws minus the score, ``(G,)``, of a share less
+        their mean: zeros where it does not come from draws, and empty where they are too few to
+        say.
     :param runs: ``(R,)``, the numbers of several runs; empty of one.
     """
 
@@ -213,12 +214,18 @@ class PointScores:
         if groups is not None:
             several = metric.of_values(_weighted(groups, group_weights))
             apart = several[1:] - several[0]
+        if metric.over_points == "share" and len(apart):  # has steps, which say nothing of a bias
+            apart = apart - apart.mean()
         return cls(float(number), standard_error_of_mean(of_error), influence, apart.cpu())
 
     @property
     def over_draws(self) -> float:
-        """The standard error over the draws; NaN if it is unknown."""
-        return float(jackknife_error(self.groups)) if len(self.groups) else math.nan
+        """The standard error over the draws, with the bias that their small number leaves, which
+        is (G - 1) times the mean of the groups (Quenouille 1956); NaN if it is unknown."""
+        if not len(self.groups):
+            return math.nan
+        bias = (len(self.groups) - 1) * float(self.groups.mean())
+        return math.hypot(float(jackknife_error(self.groups)), bias)
 
     @classmethod
     def of_runs(cls, runs: "Sequence[PointScores]") -> "PointScores":

@@ -63,7 +63,11 @@ from pyro_bdl.comparison.metric import (
     standard_error_of_mean,
 )
 from pyro_bdl.comparison.observe import Block
-from pyro_bdl.metrics.calibration import mean_confidence, uniformity
+from pyro_bdl.metrics.calibration import (
+    calibration_error_by_chance,
+    mean_confidence,
+    uniformity,
+)
 from pyro_bdl.metrics.scores import (
     crps_of_normals,
     effective_draws,
@@ -199,7 +203,8 @@ def ranked_probability_score(mean: Tensor, y: Tensor) -> Tensor:
 
 @score("ECE", "labels", task=CLASSES, style="percent")
 def ece(mean: Tensor, y: Tensor) -> Tensor:
-    """Expected calibration error, in 15 bins: how far confidence is from accuracy."""
+    """Expected calibration error, in 15 bins: how far confidence is from accuracy. Calibrated
+    probabilities have one by chance too, which is part of its error."""
     return metrics.expected_calibration_error(mean, y, pointwise=True)
 
 
@@ -573,7 +578,11 @@ class Score:
             of_some = groups["weights of some" if metric.of in _OF_DRAWS else "weights"][0]
             return PointScores.of(metric, values, several, whole["weights"], of_some)
 
-        return {metric.key: scores(metric) for metric in known if metric.key in whole}
+        found = {metric.key: scores(metric) for metric in known if metric.key in whole}
+        if ece.key in found:
+            own, chance = found[ece.key], calibration_error_by_chance(self.of_seen()["mean"])
+            found[ece.key] = replace(own, over_points=math.hypot(own.over_points, chance))
+        return found
 
     def _at_all(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         inputs = self._inputs_of(whole)

@@ -10,7 +10,7 @@ from pyro_bdl.diagnostics.blocks import check_draws, map_blocks, split_chains
 from pyro_bdl.diagnostics.rank import Ordered, folded, normal_scores, ordered
 from pyro_bdl.utils.precision import double_device
 
-# R-hat that counts as disagreement, and how often independent chains may exceed the limit.
+# R-hat that counts as disagreement, and how often either of its two parts may exceed the limit.
 _DISAGREE, _BY_CHANCE = 1.01, 1e-3
 # The share of many quantities whose R-hat must lie within the limit.
 SHARE = 0.95
@@ -24,7 +24,8 @@ def limit_of_rhat(chains: int, draws: int) -> float:
 
         limit = max(1.01, sqrt((n - 1 + f) / n)),    K = 2 chains,    n = draws / 2
 
-    Of four chains it is 1.01 from 250 draws a chain on, and 1.11 at 25.
+    Of four chains it is 1.01 from 250 draws a chain on, and 1.11 at 25. R-hat is the larger of two
+    such numbers, so that independent draws exceed its limit twice in a thousand times.
 
     :param chains: the number of chains.
     :param draws: of each chain.

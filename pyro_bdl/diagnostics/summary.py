@@ -189,7 +189,7 @@ def summary(
     :param sites: names or patterns of those printed number by number; by default those of at most
         12 numbers.
     :param rhat_limit: R-hat above it counts as high; by default 1.01, or for short chains what
-        independent draws exceed once in a thousand times.
+        independent draws exceed twice in a thousand times.
     :param ess_limit: a bulk ESS below it counts as low; by default 100 per chain.
     :raises TypeError: if a site holds no real tensor.
     :raises ValueError: for no site, fewer than 4 draws, or sites with different chains or draws.

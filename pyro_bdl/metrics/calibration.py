@@ -1,5 +1,6 @@
 """Calibration: intervals, probability integral transforms and class probabilities."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -154,6 +155,21 @@ def expected_calibration_error(
     surest, predicted = double(probabilities).max(-1)
     signs = (right - confidence).sign()[_bin_of(surest, bins)]
     return signs * (double(predicted == checked_labels(probabilities, y)) - surest)
+
+
+def calibration_error_by_chance(probabilities: Tensor, *, bins: int = 15) -> float:
+    """The expected calibration error that calibrated probabilities have by chance, of N points::
+
+        1/N sum_b sqrt(2 / pi  sum_{n in b} c_n (1 - c_n)),      c_n = max_c p_nc
+
+    the mean of the absolute value of a Normal with a bin's variance, summed over the bins.
+
+    Arguments and errors are those of :func:`expected_calibration_error`.
+    """
+    _check_bins(bins)
+    surest = double(probabilities).amax(-1)
+    variances = surest.new_zeros(bins).index_add_(0, _bin_of(surest, bins), surest * (1 - surest))
+    return float((2 / math.pi * variances).sqrt().sum() / len(surest))
 
 
 def adaptive_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 15) -> Tensor:

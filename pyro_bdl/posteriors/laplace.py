@@ -27,18 +27,8 @@ def _laplace(problem: Problem, *, steps: int = 3000, **choice: Any) -> Result:
         problem.model, guide, *problem.data, steps=steps, rounds=options.rounds,
         progress=problem.label, backend="auto",
     )  # fmt: skip
-    settings = {**choice, "structure": posterior.config.structure.name, **_tuned(posterior)}
-    return Result(posterior, {"steps": steps, **settings}, interrupted)
-
-
-def _tuned(posterior: LaplaceGuide) -> dict[str, str]:
-    """The hyperparameters that the evidence set, for tables."""
-    result = {}
-    for name, value in posterior.hyperparameters().items():
-        words = name.rpartition(".")[2].removeprefix("hyper_").replace("_", " ").split()
-        if value.numel() == 1:
-            result[" ".join(words)] = f"{value:.3g}"
-    return result
+    settings = {"steps": steps, **choice, "structure": posterior.config.structure.name}
+    return Result(posterior, settings, interrupted)
 
 
 def _with_learnable_scale(problem: Problem, only: str | None = None) -> nn.Module:
@@ -138,7 +128,7 @@ def _last_layer(problem: Problem) -> Result:
         posterior, interrupted = evidence.train_by_evidence(
             model, guide, *data, backend="auto", **options
         )
-    settings = {"steps": options["steps"], "features": features, **_tuned(posterior)}
+    settings = {"steps": options["steps"], "features": features}
     return Result(posterior, settings, interrupted)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl import evidence
 from pyro_bdl.comparison.costs import Costs, peak_memory, wait_for
+from pyro_bdl.curvature.hyperparameters import ParameterReading, followed
 from pyro_bdl.elbo import CompiledELBO
+from pyro_bdl.evidence.formula import Formula, read_guide
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.training.svi import estimate_elbo, train
@@ -197,17 +198,29 @@ def fit(
         wait_for(problem.x)
         seconds = time.perf_counter() - started
         posterior, interrupted = result.posterior, result.interrupted
+        settings = dict(result.settings)
         try:
             if isinstance(posterior, Guide) and posterior.has_density:
                 bar = None if progress else False
                 elbo = estimate_elbo(problem.model, posterior, *problem.data, progress=bar)
             if isinstance(posterior, LaplaceGuide):
-                with torch.no_grad():
-                    log_evidence = float(evidence.log_marginal_likelihood(posterior))
+                reading = read_guide(posterior)
+                settings |= _hyperparameters(reading)
+                log_evidence = Formula(posterior, reading).value().item()
         except KeyboardInterrupt:  # what was fitted is kept
             interrupted = True
     costs = Costs(seconds, elbo, log_evidence, peak.bytes)
-    return Fit(name, posterior, costs, result.settings, interrupted)
+    return Fit(name, posterior, costs, settings, interrupted)
+
+
+def _hyperparameters(reading: ParameterReading) -> dict[str, str]:
+    """The hyperparameters that the evidence can set, for tables."""
+    found = {}
+    for name, parameter in followed(reading).items():
+        words = name.rpartition(".")[2].removeprefix("hyper_").replace("_", " ").split()
+        if parameter.value.numel() == 1:
+            found[" ".join(words)] = f"{parameter.value.item():.3g}"
+    return found
 
 
 def trained(

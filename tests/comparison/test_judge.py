@@ -396,6 +396,31 @@ def test_a_gate_of_the_reference_is_closed_beyond_its_limit(row, closed, remedy)
         )
 
 
+@pytest.mark.parametrize("slow", [{"rhat": 1.7}, {"ess_low": 3.5}, {"ess_tail": 13.0}])
+def test_chains_that_crawl_are_in_no_modes(slow):
+    """They need not overlap, wherever they go."""
+    assert "modes" in {f.key for f in gates(Row({**FINE, "modes": 2}))}
+    assert "modes" not in {f.key for f in gates(Row({**FINE, "modes": 2, **slow}))}
+
+
+@pytest.mark.parametrize(
+    "ess, own, whose",
+    [
+        (8.3, NAN, " of nuts"),
+        (800.0, 8.0, " of swag"),
+        (8.0, 8.0, " of nuts and swag"),
+        (800.0, 900.0, ""),
+    ],
+)
+def test_whose_draws_are_too_few_is_said(ess, own, whose):
+    rows = {"nuts": Row(ess_median=ess), "swag": Row(wasserstein=0.1, wasserstein_se=NAN)}
+    if own == own:
+        rows["swag"]["ess_median"] = own
+    judgments = {"nuts": Judgment("reference", ()), "swag": Judgment(UNDECIDED, ())}
+    said = answer(rows, judgments, "nuts", point=0.4)
+    assert f"Undecided: swag (too few effective draws{whose})." in said
+
+
 def test_what_no_chain_made_has_no_gates():
     assert gates(Row({"sd_ratio": 1.0})) == [] and doubts("exact", Row()) == []
 

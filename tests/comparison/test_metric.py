@@ -164,3 +164,14 @@ def test_of_many_differences_one_is_beyond_two_errors_as_rarely_as_is_said():
         limit = 2 * score.difference(none, of=count)[1] / score.over_draws
         rare = 2 * stats.t.sf(limit, 9)
         assert 0.8 * 0.05 / count < rare <= 0.05 / count
+
+
+def test_the_error_over_draws_holds_the_bias_of_few_of_them():
+    """Of the square of a mean of S draws, which is s^2 / S too high (Quenouille 1956)."""
+    draws = torch.tensor([0.3, -1.2, 2.0, 0.4, 1.1, -0.6]).double()
+    without = (draws.sum() - draws) / 5
+    found = PointScores(0.0, 0.0, draws, without**2 - draws.mean() ** 2)
+    spread = math.sqrt(5 / 6 * (without**2 - (without**2).mean()).square().sum())
+    assert found.over_draws == pytest.approx(math.hypot(spread, float(draws.var()) / 6))
+    share = PointScores.of(scores.accuracy, torch.ones(9), torch.rand(5, 9))
+    assert float(share.groups.mean()) == pytest.approx(0.0, abs=1e-7)

@@ -5,6 +5,8 @@ equal in truth; a set that is narrowed or shifted is off by a known amount.
 """
 
 import collections
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pyro
 import pyro.distributions as dist
@@ -18,7 +20,8 @@ from pyro_bdl.comparison.kind import Kind
 from pyro_bdl.comparison.leave_one_out import difference
 from pyro_bdl.comparison.metric import standard_error_of_mean
 from pyro_bdl.comparison.observe import Block
-from pyro_bdl.comparison.scores import Score
+from pyro_bdl.comparison.scores import Score, separation
+from pyro_bdl.comparison.summarize import answer_of
 from pyro_bdl.utils.jackknife import ERRORS
 
 WEIGHTS, NOISE, DATA = 10, 0.5, 30
@@ -196,6 +199,139 @@ def test_more_draws_never_lower_a_grade():
         rates = of_others(10, count, 4, width=0.9)
         means.append(sum(grades.get(group, 0) * rate for group, rate in rates.items()))
     assert means == sorted(means) and means[-1] == 2.0
+
+
+# ------------------------------------------------------------- classes, and inputs from elsewhere
+
+CLASSES = Kind({"y": "Categorical"}, "classification")
+
+
+class Classes:
+    """A linear classifier whose weights' posterior is known, with classes from its mean
+    probabilities, which are therefore calibrated; N test inputs and M wider ones from elsewhere."""
+
+    def __init__(self, seed, points, others=100, *, width=0.5):
+        torch.manual_seed(0)
+        self.weights, self.width = torch.randn(5, 3).double(), width
+        torch.manual_seed(seed)
+        self.x, self.other = torch.randn(points, 5).double(), 2 * torch.randn(others, 5).double()
+        self.mean = self.probabilities(1000)[0].mean(0)
+        self.y = dist.Categorical(self.mean).sample()
+
+    def probabilities(self, count):
+        """At the test inputs and at the others, by the same draws."""
+        weights = self.weights + self.width * torch.randn(count, 5, 3).double()
+        return [(x @ weights).softmax(-1) for x in (self.x, self.other)]
+
+    def points(self, here, *, are_draws=True):
+        """The scores of draws of the probabilities, or of the one prediction that they are."""
+        score = Score(CLASSES, are_draws=are_draws)
+        score.add(self.block(here, self.y))
+        return score.points()
+
+    def separation(self, here, there, *, are_draws=True):
+        """The AUROCs."""
+        blocks = self.block(here), self.block(there)
+        return separation(*blocks, "classification", are_draws=are_draws)
+
+    def block(self, p, y=None):
+        places = None if y is None else y.expand(len(p), -1)[..., None]
+        density = None if y is None else p.gather(2, places)[..., 0].log()
+        mean = p.mean(0).log()
+        return Block(p.shape[1], p, p, y, log_density=density, log_mean=mean)
+
+
+SIZES = [(400, 30, 30), *(pytest.param(*s, marks=SLOW) for s in ((60, 40, 60), (200, 40, 400)))]
+
+
+@pytest.mark.parametrize("points, count, other", SIZES)
+def test_aurocs_of_one_posterior_differ_by_two_errors_in_a_twentieth(points, count, other):
+    """By their errors over the inputs alone in an eighth of the comparisons and more."""
+    beyond, by_points = collections.Counter(), collections.Counter()
+    for seed in range(60):
+        truth = Classes(seed, points, points)
+        first, second = (truth.separation(*truth.probabilities(n)) for n in (count, other))
+        for key in first:
+            gap, error = first[key].difference(second[key])
+            beyond[key] += abs(gap) > ERRORS * error
+            error = replace(first[key], groups=torch.zeros(10)).difference(
+                replace(second[key], groups=torch.zeros(10))
+            )[1]
+            by_points[key] += abs(gap) > ERRORS * error
+    assert beyond.keys() == {"auroc", "auroc_epistemic"}
+    assert max(beyond.values()) <= 60 * MOST
+    assert min(by_points.values()) > 60 * 0.12 or points < 100
+
+
+@SLOW
+@pytest.mark.parametrize("points, count, other", [(400, 30, 30), (60, 40, 60), (200, 40, 400)])
+def test_scores_of_classes_of_one_posterior_differ_by_two_errors_in_a_twentieth(
+    points, count, other
+):
+    beyond = collections.Counter()
+    for seed in range(200):
+        truth = Classes(seed, points)
+        first, second = (truth.points(truth.probabilities(n)[0]) for n in (count, other))
+        for key in first.keys() - {"nlpd_few"}:
+            gap, error = first[key].difference(second[key])
+            beyond[key] += abs(gap) > ERRORS * error
+    assert {"nlpd", "nlpd_calibrated", "ece", "accuracy", "brier"} <= beyond.keys()
+    assert {key: n for key, n in beyond.items() if n > 200 * MOST} == {}
+
+
+@pytest.mark.parametrize("points", [60, *(pytest.param(n, marks=SLOW) for n in (20, 200))])
+def test_calibrated_probabilities_are_not_said_to_have_a_calibration_error(points):
+    """By the spread of the points alone, the ECE of half of them is beyond two errors of zero; nor
+    have sharper ones another than vaguer ones that are calibrated too."""
+    said = by_points = differ = 0
+    for seed in range(100):
+        truth = Classes(seed, points, 1)
+        known = truth.x[:, None].repeat(1, 100, 1)
+        known[..., 2:] = torch.randn(points, 100, 3)  # of two of the five inputs
+        weights = truth.weights + truth.width * torch.randn(100, 5, 3).double()
+        vague = torch.einsum("nsd,sdc->nsc", known, weights).softmax(-1).mean(1)
+        exact, vague = (
+            truth.points(p.expand(2, -1, -1), are_draws=False)["ece"] for p in (truth.mean, vague)
+        )
+        said += exact.number > ERRORS * exact.error
+        by_points += exact.number > ERRORS * standard_error_of_mean(exact.influence)
+        gap, error = exact.difference(vague)
+        differ += abs(gap) > ERRORS * error
+    assert said <= 100 * MOST and differ <= 100 * MOST and by_points > 100 * 0.3
+
+
+@pytest.mark.parametrize("points, count", [(400, 20), pytest.param(200, 40, marks=SLOW)])
+def test_an_auroc_is_within_two_errors_of_that_of_all_inputs_and_draws(points, count):
+    """An entropy of few draws is biased and noisy, which makes the area smaller."""
+    areas, beyond = {}, collections.Counter()
+    here, there = map(bdl.metrics.entropy_parts, Classes(-1, 3000, 3000).probabilities(500))
+    for key, of in (("auroc", "total"), ("auroc_epistemic", "epistemic")):
+        areas[key] = float(bdl.metrics.auroc(getattr(here, of), getattr(there, of)))
+    for seed in range(60):
+        truth = Classes(seed, points, points)
+        for key, found in truth.separation(*truth.probabilities(count)).items():
+            beyond[key] += abs(found.number - areas[key]) > ERRORS * found.error
+    assert max(beyond.values()) <= 60 * MOST
+
+
+@SLOW
+@pytest.mark.parametrize("points", [100, 300])
+def test_draws_of_what_the_network_predicts_are_not_said_to_be_better(points):
+    better = apart = 0
+    for seed in range(150):
+        truth = Classes(seed, points, points, width=0.2)
+        means = [p.mean(0).expand(2, -1, -1) for p in truth.probabilities(1000)]
+        network = truth.points(means[0], are_draws=False)
+        network |= truth.separation(*means, are_draws=False)
+        here, there = truth.probabilities(40)
+        draws = truth.points(here) | truth.separation(here, there)
+        del draws["auroc_epistemic"]  # which may be the better one in truth
+        sides = {"network": network, "Laplace": draws}
+        of = {name: SimpleNamespace(points=p, rows=points) for name, p in sides.items()}
+        text = answer_of(of, ["network"])
+        better += "no posterior has better" not in text
+        apart += "No posterior separates" not in text
+    assert better <= 150 * MOST and apart <= 150 * MOST
 
 
 # --------------------------------------------------------------------------------- named latents

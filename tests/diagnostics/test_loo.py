@@ -139,3 +139,13 @@ def test_a_tenth_of_the_data_gives_the_elpd_within_its_error():
     assert found.se == pytest.approx(every.se, rel=1e-2)
     assert found.p_loo == pytest.approx(every.p_loo, abs=3 * found.subsampling_se)
     assert found.total_se == math.hypot(found.se, found.subsampling_se)
+
+
+def test_a_difference_is_the_sum_of_that_of_each_datum():
+    torch.manual_seed(2)
+    first, second = (loo(torch.randn(4, 200, 12).double() / k) for k in (2, 3))
+    found = first.difference(second)
+    each = first.pointwise - second.pointwise
+    assert found.elpd == pytest.approx(first.elpd - second.elpd)
+    assert found.se == pytest.approx(float(each.std()) * math.sqrt(12))
+    assert found.draws_se == pytest.approx(math.hypot(first.draws_se, second.draws_se))

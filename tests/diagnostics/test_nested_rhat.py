@@ -1,10 +1,11 @@
-"""R-hat of many short chains from few starting points."""
+"""R-hat of many short chains from few starting points, and its limit."""
 
 import numpy as np
 import pytest
 import torch
 
 from pyro_bdl.diagnostics import rhat
+from pyro_bdl.diagnostics.rhat import limit_of_rhat
 
 
 def test_values_of_arviz():
@@ -27,3 +28,14 @@ def test_short_chains_of_one_law_agree_where_the_plain_one_cannot_tell():
     assert (rhat(draws, superchains=4) > 1.06).all()
     with pytest.raises(ValueError, match="superchains=5 must be at least 2 and divide the 128"):
         rhat(draws, superchains=5)
+
+
+def test_independent_chains_exceed_the_limit_twice_in_a_thousand_times():
+    torch.manual_seed(0)
+    for chains, draws in ((2, 50), (4, 24)):
+        found = rhat(torch.randn(chains, draws, 20_000))
+        assert float((found > limit_of_rhat(chains, draws)).double().mean()) == pytest.approx(
+            2e-3, abs=1e-3
+        )
+    assert limit_of_rhat(4, 25) == pytest.approx(1.11, abs=5e-3) and limit_of_rhat(4, 3) == np.inf
+    assert limit_of_rhat(4, 240) > limit_of_rhat(4, 260) == 1.01

@@ -8,7 +8,12 @@ import torch
 from scipy.stats import binom, kstest
 
 from pyro_bdl import metrics
-from pyro_bdl.metrics.calibration import coverage_range, mean_confidence, uniformity
+from pyro_bdl.metrics.calibration import (
+    calibration_error_by_chance,
+    coverage_range,
+    mean_confidence,
+    uniformity,
+)
 
 
 def test_interval_coverage_by_hand():
@@ -69,6 +74,15 @@ def test_calibration_error_by_hand():
     assert metrics.expected_calibration_error(certain, torch.tensor([1, 0])) == 1
     with pytest.raises(ValueError, match=r"average the draws first, probabilities\.mean\(0\)"):
         metrics.expected_calibration_error(certain[None], torch.tensor([1, 0]))
+
+
+def test_the_calibration_error_by_chance_is_that_of_many_calibrated_targets():
+    p = torch.rand(80, 3, dtype=torch.float64).add(0.2).log().mul(2).softmax(-1)
+    targets = torch.distributions.Categorical(p).sample((400,))
+    found = [metrics.expected_calibration_error(p, y, bins=6) for y in targets]
+    mean = float(torch.stack(found).mean())
+    assert calibration_error_by_chance(p, bins=6) == pytest.approx(mean, rel=0.05)
+    assert calibration_error_by_chance(torch.eye(3)) == 0
 
 
 def test_adaptive_calibration_error_by_hand():
