@@ -16,14 +16,16 @@ from pyro_bdl.curvature.hyperparameters import (
     read_at_center,
 )
 from pyro_bdl.distributions.parameters import base_distribution
-from pyro_bdl.elbo.checks import require_differentiable
+from pyro_bdl.elbo.checks import Objective, require_differentiable
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
 from pyro_bdl.evidence.formula import log_slopes, normal_terms, rescaled
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.batches import Batches, Stream, leading_size
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import record
 from pyro_bdl.program.vmap import map_draws
+from pyro_bdl.training.descent import Descent
+from pyro_bdl.training.svi import check_backend, in_backend
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 from pyro_bdl.utils.progress import hidden
 
@@ -42,6 +44,7 @@ def variational_em(
     learning_rate: float = 0.01,
     elbo: Any = None,
     progress: bool | None = None,
+    backend: str = "torch",
 ) -> list[dict[str, Tensor]]:
     """Alternate SVI on the guide with updates of the program's parameters.
 
@@ -63,43 +66,49 @@ def variational_em(
     :param learning_rate: Adam's learning rate; Adam's state is kept between rounds.
     :param elbo: ``TemperedTraceMeanField_ELBO()`` by default.
     :param progress: show a bar over the rounds; by default in terminals and notebooks.
+    :param backend: of the E-steps, as in ``training.train``; all rounds share one compilation.
     :returns: the parameters after each round, name -> value.
     :raises ValueError: if the program has no parameter of its own.
+    :raises FailedStepError: for a loss or gradient that is not finite.
     """
+    check_backend(backend)
     batches, elbo = Batches(data), elbo or TemperedTraceMeanField_ELBO()
     require_differentiable(elbo)
     args, kwargs = batches.first()
     e_step, m_step = _groups(model, guide, elbo, args, kwargs)
     ours = isinstance(guide, Guide)
     has_noise = ours and read_at_center(model, guide, batches).has_noise
-    optimizers: dict[bool, torch.optim.Optimizer] = {}
+    stream = None if batches.is_single and not kwargs else Stream(batches.part)
+    held = [{"params": [parameter.leaf for parameter in m_step.values()], "lr": 0.0}]
 
-    def climb(is_e_step: bool, parameters: list[Any], steps: int) -> None:
-        optimizer = optimizers.setdefault(is_e_step, torch.optim.Adam(parameters, lr=learning_rate))
-        for _, (args, kwargs) in zip(range(steps), _repeated(batches), strict=False):
-            loss = elbo.differentiable_loss(model, guide, *args, **kwargs)
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            optimizer.step()
-        optimizer.zero_grad()
+    def descent(groups: list[Any]) -> Descent:
+        optimizer = torch.optim.Adam(groups, lr=learning_rate)
+        rows = max(1, leading_size((args, kwargs)))
+        return Descent(Objective(model, guide, elbo), optimizer, args, rows, stream=stream)
 
+    expectation = in_backend(
+        descent([{"params": e_step}, *held]), backend, "variational_em", steps=rounds * steps,
+        rates=lambda _: [learning_rate, 0.0], stride=steps,
+    )  # fmt: skip
+    maximization: Descent | None = None
     history = []
-    for _ in trange(rounds, desc="variational EM", disable=hidden(progress), leave=False, delay=1):
-        climb(True, e_step, steps)
+    for number in trange(
+        rounds, desc="variational EM", disable=hidden(progress), leave=False, delay=1
+    ):
+        taken = range(number * steps, (number + 1) * steps, expectation.stride)
+        if expectation.run(taken, rounds * steps, None, lambda _: None):
+            break
         closed = _closed_forms(model, guide, batches, has_noise) if ours else {}
         for name, value in closed.items():
             m_step[name].set(value)
         rest = [parameter.leaf for name, parameter in m_step.items() if name not in closed]
         if rest:
-            climb(False, rest, m_steps)
+            maximization = maximization or descent(rest)
+            maximization.run(range(m_steps), m_steps, None, lambda _: None)
         history.append({name: p.now().detach().clone() for name, p in m_step.items()})
+    for parameter in (*e_step, *(p.leaf for p in m_step.values())):
+        parameter.grad = None
     return history
-
-
-def _repeated(batches: Batches) -> Any:
-    while True:
-        yield from batches
 
 
 def _groups(

@@ -73,10 +73,13 @@ def run(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chain
     """
     warn_of_another_device(start.device)
     method = plan.chain_method or ("parallel" if jax.default_backend() == "cpu" else "vectorized")
-    double = start.dtype == torch.float64
-    with deferred_interrupt() as stop, jax.enable_x64(double):
+    with deferred_interrupt() as stop, jax.enable_x64(start.dtype == torch.float64):
         log_density = jax_density(target.log_density, target.log_density_terms, start[0])
         _raise_if(stop)
+    own, double = start, log_density.wide or start.dtype == torch.float64
+    if double and start.dtype != torch.float64:  # chains in single precision need 64 bits inside
+        start, log_density = start.double(), log_density.in_double()
+    with deferred_interrupt() as stop, jax.enable_x64(double):
         lockstep = method == "vectorized" and len(start) > 1
         compiled = _compiled(log_density, kernel, plan, start, lockstep)
         held = log_density.constants(), jnp.asarray(np.int64(plan.seed))
@@ -109,7 +112,7 @@ def run(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chain
         with deferred_interrupt() as stop, jax.enable_x64(double):
             joined = _in_threads(chains, count, plan.progress, kernel.name, stop)
         joined.interrupted |= stop.is_set()  # Ctrl-C during the last block
-        joined.vectors = joined.vectors.to(start)
+        joined.vectors = joined.vectors.to(own)
         joined.stats = {name: value.to(start.device) for name, value in joined.stats.items()}
         if all(chain.done == joined.vectors.shape[1] for chain in chains):
             joined.resume = lambda count: drawn([chain.from_here() for chain in chains], count)

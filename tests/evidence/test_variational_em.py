@@ -101,15 +101,18 @@ def test_mean_field_is_exact_on_an_orthogonal_design(line, exact_expectations):
     torch.testing.assert_close(short(history), exact_steps(line, 4), rtol=1e-9, atol=1e-9)
 
 
-def test_with_a_trained_e_step(line, exact_expectations):
+@pytest.mark.filterwarnings("error:variational_em takes the steps in torch")
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_with_a_trained_e_step(line, exact_expectations, backend):
     """Adam finds the mean-field posterior; expectations are exact, so that no noise is left."""
     line = orthogonal(line)
     draws = exact_expectations(4)
     guide = AutoMeanField(line.model, init_scale=0.2)
     elbo = TemperedTraceMeanField_ELBO(num_particles=draws)
     history = variational_em(
-        line.model, guide, line.data, rounds=2, steps=250, learning_rate=0.05, elbo=elbo
-    )
+        line.model, guide, line.data, rounds=2, steps=250, learning_rate=0.05, elbo=elbo,
+        backend=backend,
+    )  # fmt: skip
     torch.testing.assert_close(short(history), exact_steps(line, 2), rtol=0.02, atol=0.0)
     assert all(parameter.grad is None for parameter in guide.parameters())
 

@@ -69,3 +69,24 @@ def test_chains_of_other_data_and_seeds_compile_nothing(kernel):
     exact = 30 / (30 + 0.01)  # of the data's mean
     assert far.mean().item() == pytest.approx(5.0 * exact, abs=0.15)
     assert other.mean().item() == pytest.approx(exact, abs=0.15)
+
+
+def test_large_integers_in_single_precision():
+    """The slope's posterior is normal; the integers need 64 bits."""
+    x, numbers = torch.linspace(-1.0, 1.0, 20), torch.arange(20) * 10**9
+
+    def model(x, numbers, y=None):
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        step = (slope > -50).long()  # 1: so that the product is one of the chain's
+        inputs = x * (1 + (step * numbers * 7 % 5)).to(x.dtype)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(slope * inputs, 0.3), obs=y)
+
+    options = {"num_warmup": 200, "num_samples": 300, "num_chains": 1, "seed": 0}
+    samples = bdl.mcmc.sample(model, x, numbers, x, progress=False, **options)
+    slope = samples.latents["slope"]
+    inputs = x * (1 + numbers * 7 % 5)
+    precision = 1 + inputs @ inputs / 0.09
+    assert slope.dtype == torch.float32
+    assert abs(slope.mean() - inputs @ x / 0.09 / precision) < 0.4 * precision**-0.5
+    assert abs(slope.std() * precision**0.5 - 1) < 0.3

@@ -19,7 +19,8 @@ from torch.optim.optimizer import (
 
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning, FailedStepError
-from pyro_bdl.training import HeldOut, checkpoint, svi, train
+from pyro_bdl.tracing.jax import translate
+from pyro_bdl.training import HeldOut, checkpoint, jax_steps, svi, train
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -419,6 +420,20 @@ def test_trainings_of_one_kind_compile_once():
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert not any(torch.equal(first, losses) for losses in others)
+
+
+def test_rounds_of_variational_em_are_traced_once(monkeypatch):
+    traced = []
+    monkeypatch.setattr(
+        jax_steps, "loss_to_jax", lambda *a: traced.append(1) or translate.loss_to_jax(*a)
+    )
+    model = learned_scales()
+    guide = bdl.guides.AutoMeanField(model)
+    history = bdl.evidence.variational_em(
+        model, guide, data(), rounds=3, steps=20, backend="jax", progress=False
+    )
+    noises = [next(v for name, v in h.items() if name.endswith("noise")) for h in history]
+    assert len(traced) == 1 and len({float(noise) for noise in noises}) == 3
 
 
 def test_the_compiled_loop_keeps_no_parameters():

@@ -24,7 +24,8 @@ class CompiledSteps:
 
     :param restriction: run with all data.
     :param start: positions (chains, P), on a CPU.
-    :raises UnsupportedProgramError: for convolutions, which take longer there.
+    :raises UnsupportedProgramError: for convolutions, which take longer there, and numbers of 64
+        bits in a program of 32.
     :raises MissingOperatorError: for an operator without translation.
     """
 
@@ -36,6 +37,8 @@ class CompiledSteps:
             )
         if aten.convolution.default in density.operators:
             raise UnsupportedProgramError("convolutions take longer there")
+        if density.wide and not self.double:
+            raise UnsupportedProgramError("it computes numbers of 64 bits")
         self._scores = jax.vmap(jax.value_and_grad(density))
         self._loops: dict[Any, Any] = {}  # by all that is no tensor
 

@@ -57,8 +57,9 @@ def _has_gradient_of(density: Density, log_density: Any, point: Tensor, *data: T
     leaf = point.detach().requires_grad_()
     with torch.enable_grad():
         (expected,) = torch.autograd.grad(density(leaf, *data), leaf)
-    arrays = (jnp.asarray(value.cpu().numpy()) for value in (point, *data))
-    found = torch.tensor(np.asarray(jax.grad(log_density)(*arrays)), device="cpu")
+    with jax.enable_x64(log_density.wide or bool(jax.config.read("jax_enable_x64"))):
+        arrays = (jnp.asarray(value.cpu().numpy()) for value in (point, *data))
+        found = torch.tensor(np.asarray(jax.grad(log_density)(*arrays)), device="cpu")
     slack = 1e-2 * expected.abs().max()
     return bool(((found.to(expected) - expected).abs() <= slack).all())
 

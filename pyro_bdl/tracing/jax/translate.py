@@ -4,7 +4,9 @@ Tensors that the function closes over (data, parameters) become constants. Opera
 only on constants are computed once, in torch.
 """
 
+import copy
 import functools
+import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -133,17 +135,35 @@ class JaxFunction:
     :ivar detaches: whether the function has a ``detach``.
     :ivar operators: the operators of ATen in it.
     :ivar signature: two functions with the same signature differ in their constants alone.
+    :ivar wide: whether it needs 64 bits, though its arguments have 32.
     """
 
     def __init__(self, translated: "_Translation", *, detaches: bool) -> None:
         function, self._numbers = translated.function, translated.constants
         self.pure = lambda constants, *arguments: function((), constants, None, *arguments)
         self.detaches, self.operators = detaches, translated.operators
-        self.signature = translated.signature
+        self.signature, self.wide = translated.signature, translated.wide
         self._constants: dict[bool, list[jax.Array]] = {}
 
     def __call__(self, *arguments: jax.Array) -> Any:
+        if self.wide and not jax.config.read("jax_enable_x64"):
+            raise TypeError(
+                "The function computes numbers of 64 bits, which JAX has only under "
+                "jax.enable_x64(True): call it there."
+            )
         return self.pure(self.constants(), *arguments)
+
+    def in_double(self) -> "JaxFunction":
+        """The same function of numbers in double precision, which it rounds to those that it
+        takes."""
+        other, pure = copy.copy(self), self.pure
+
+        def rounding(constants: list, *arguments: Any) -> Any:
+            results = pure(constants, *(a.astype(jnp.float32) for a in arguments))
+            return jax.tree.map(lambda value: value.astype(jnp.float64), results)
+
+        other.pure, other.signature = rounding, f"in double: {self.signature}"
+        return other
 
     def constants(self) -> list[jax.Array]:
         """The constants that the function closes over, in the present precision."""
@@ -160,8 +180,8 @@ def to_jax(
     """The JAX version of a pure torch function of tensors that returns a pytree of tensors.
 
     It takes arrays with the examples' shapes and dtypes and can be jitted, differentiated and
-    mapped. Call it under ``jax.enable_x64(True)`` for float64. Without that, intermediate results
-    in 64 bits are computed in 32 bits, as always in JAX.
+    mapped. Call it under ``jax.enable_x64(True)`` for float64, and where it computes numbers in
+    float64 or integers that 32 bits do not hold.
 
     :param function: the torch function.
     :param example: a tensor with the shape and dtype of the first argument.
@@ -180,7 +200,7 @@ def to_jax(
             graph.graph.erase_node(node)
     _refuse_randomness(graph)
     result = JaxFunction(_translation(graph, examples), detaches=bool(detached))
-    with jax.enable_x64(any(e.dtype == torch.float64 for e in examples)):
+    with jax.enable_x64(result.wide or any(e.dtype == torch.float64 for e in examples)):
         jax.eval_shape(result, *map(_spec, examples))
     return result
 
@@ -240,7 +260,7 @@ def loss_to_jax(
         key = jax.eval_shape(lambda: jax.random.key(0, impl=KEYS))
         parts = list(map(_spec, used)), translated.constants, key, *map(_spec, examples)
         jax.eval_shape(translated.function, *parts)
-    return JaxLoss(*translated, used)
+    return JaxLoss(*translated[:-1], used)
 
 
 def _spec(tensor: Tensor) -> jax.ShapeDtypeStruct:
@@ -256,6 +276,7 @@ class _Translation(NamedTuple):
     signature: str
     operators: frozenset[Any]
     double: bool
+    wide: bool
 
 
 def _translation(
@@ -311,13 +332,87 @@ def _translation(
     signature = repr((str(graph.graph), kinds, numbers, shapes, integers, moving))
     called = frozenset(node.target for node in operators)
     double = any("torch.float64" in str(kind) or "torch.int64" in str(kind) for _, kind in kinds)
-    return _Translation(evaluate, [constants[i].value for i in moving], signature, called, double)
+    of_double = any(example.dtype == torch.float64 for example in examples)
+    wide = (
+        double
+        and not of_double
+        and _is_wide([*inputs, *operators], {n: constants[i] for n, i in index.items()})
+    )
+    held = [constants[i].value for i in moving]
+    return _Translation(evaluate, held, signature, called, double, wide)
 
 
 def _kind(node: fx.Node) -> Any:
     """The shapes and dtypes of a node's results."""
-    results = tree_leaves(node.meta.get("val"))
-    return [(tuple(v.shape), str(v.dtype)) for v in results if isinstance(v, Tensor)]
+    return [(tuple(v.shape), str(v.dtype)) for v in _tensors(node)]
+
+
+_INT32, _ARGUMENT = 2**31 - 1, 2**30  # the largest sizes of integers in 32 bits, of arguments
+_ADDED = {aten.sum, aten.cumsum, aten.scatter_add, aten.scatter_reduce, aten.index_put}
+_UNBOUNDED = {aten.pow, aten.prod, aten.cumprod, aten._to_copy}
+
+
+def _is_wide(nodes: Sequence[fx.Node], constants: dict[fx.Node, _Constant]) -> bool:
+    """Return whether results are in float64 or complex128, or integers that may exceed 32 bits, by
+    the bounds of what they are computed of.
+
+    :param nodes: arguments and operators, in order.
+    """
+    bounds: dict[Any, float] = {}
+    for node, constant in constants.items():
+        if constant.value.dtype.kind in "iub" and constant.value.size:
+            bounds[node] = max(abs(int(constant.value.max())), abs(int(constant.value.min())))
+    for node in nodes:
+        results = _tensors(node)
+        if node.op == "call_function" and any(
+            v.dtype in (torch.float64, torch.complex128) for v in results
+        ):
+            return True
+        bounds[node] = _bound(node, bounds, results)
+    return any(bound > _INT32 for bound in bounds.values())
+
+
+def _bound(node: fx.Node, bounds: Mapping[Any, float], results: Sequence[Tensor]) -> float:
+    """A bound of the integers that a node gives."""
+    if not any(v.dtype == torch.int64 for v in results):
+        return 1 if all(v.dtype == torch.bool for v in results) else _ARGUMENT
+    if node.op == "placeholder":
+        return _ARGUMENT
+    sources = [n for n in node.all_input_nodes if not _is_floating(n)]
+    numbers = [
+        bounds.get(a, 0) if isinstance(a, fx.Node) else abs(a) if isinstance(a, int) else 0
+        for a in node.args
+    ]
+    first, second, _, fourth = (*numbers, 0, 0, 0, 0)[:4]
+    count = max((v.numel() for n in node.all_input_nodes for v in _tensors(n)), default=1)
+    match getattr(node.target, "overloadpacket", node.target):
+        case aten.add | aten.sub:
+            return first + second * abs(node.kwargs.get("alpha", 1))
+        case aten.mul:
+            return first * second
+        case aten.remainder | aten.fmod:
+            return second
+        case aten.gather | aten.index | aten.index_select | aten.embedding:
+            return first
+        case aten.scatter:
+            return max(first, fourth)
+        case packet if packet in _UNBOUNDED:
+            return math.inf if packet is not aten._to_copy or not sources else bounds[sources[0]]
+        case packet if packet in _ADDED:
+            return sum(bounds.get(n, 0) for n in sources) * count
+        case aten.full_like:
+            return second
+        case aten.clamp:
+            return max(numbers)
+    return max([count, *(bounds.get(n, 0) for n in sources)])
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    return [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+
+
+def _is_floating(node: fx.Node) -> bool:
+    return all(v.is_floating_point() for v in _tensors(node))
 
 
 def _replace(structure: Any, values: dict[fx.Node, Any]) -> Any:

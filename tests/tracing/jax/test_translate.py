@@ -94,11 +94,47 @@ def test_equal_constants_are_stored_once():
     assert len(jax.make_jaxpr(f)(jnp.ones(3)).consts) == 1
 
 
-@pytest.mark.filterwarnings("error")
-def test_double_precision_inside_a_float32_function_becomes_single_without_x64():
-    data = torch.arange(3, dtype=torch.float64)
-    f = to_jax(lambda z: (z * data).sum(dtype=torch.float64), torch.ones(3))
-    assert f(jnp.ones(3)).dtype == jnp.float32
+LARGE = torch.arange(300) * 10**9
+WIDE = {
+    "float64": lambda z: ((z.double() + 1.6e9) - 1.6e9).sum() * z.sum(),
+    "a constant": lambda z: (((z > 0).long() + LARGE[1:4]) % 7).sum() * z.sum(),
+    "many constants": lambda z: ((LARGE[:, None] + LARGE) % 7).float().mean() * z.sum(),
+    "a product": lambda z: ((z > 0).long() * 2_000_000_000 * 3 % 7).sum() * z.sum(),
+    "a sum": lambda z: (((z > 0).long() * 2_000_000_000).cumsum(0) % 7).sum() * z.sum(),
+    "a conversion": lambda z: ((z * 1e10).long() % 1000).sum() * z.sum(),
+    "filled": lambda z: (torch.full_like(z.long().clamp(0, 1), 5 * 10**9) % 7).sum() * z.sum(),
+}
+
+
+@pytest.mark.parametrize("case", WIDE)
+def test_numbers_of_64_bits_are_those_of_torch_or_refused(case):
+    point = torch.tensor([0.3, -0.2, 1.7])
+    f = to_jax(WIDE[case], point)
+    with pytest.raises(TypeError, match=r"enable_x64\(True\)"):
+        f(point.numpy())
+    with jax.enable_x64(True):
+        value, gradient = jax.value_and_grad(f)(point.numpy())
+        double = f.in_double()(point.double().numpy())
+    assert double.dtype == jnp.float64
+    leaf = point.clone().requires_grad_()
+    expected = WIDE[case](leaf)
+    (slope,) = torch.autograd.grad(expected, leaf)
+    np.testing.assert_allclose([value, double], expected.item(), 1e-6)
+    np.testing.assert_allclose(gradient, slope, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda z, k: (z * (k - 1 > 3)).sum() + k.argmax() + (z > 0).sum(),
+        lambda z, k: (
+            z[k % 3].sum() + torch.zeros_like(k).scatter(0, k % 3, 5).sum() * z[z.argsort()]
+        ),
+    ],
+)
+def test_small_integers_need_no_64_bits(function):
+    f = to_jax(function, torch.ones(3), torch.arange(3))
+    assert not f.wide
 
 
 # Errors -----------------------------------------------------------------------------------------
