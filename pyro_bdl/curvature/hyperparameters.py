@@ -62,7 +62,8 @@ def _inside(value: Tensor, constraint: Any) -> Tensor:
 
 
 class ReadParameters(OneThread):
-    """Notes the parameters that a program reads, or gives them other values.
+    """Notes the parameters that a program reads, or gives them other values. Each has one tensor in
+    a run, however often it is read, so that what depends on it is seen in autograd's graph.
 
     :param values: parameter -> value.
     """
@@ -73,8 +74,9 @@ class ReadParameters(OneThread):
         self.seen: dict[str, Tensor] = {}
 
     def _pyro_param(self, msg: Any) -> None:
-        if msg["name"] in self.values:
-            msg["value"], msg["done"] = self.values[msg["name"]], True
+        value = self.values.get(msg["name"], self.seen.get(msg["name"]))
+        if value is not None:
+            msg["value"], msg["done"] = value, True
 
     def _pyro_post_param(self, msg: Any) -> None:
         if isinstance(msg["value"], Tensor):

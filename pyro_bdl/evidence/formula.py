@@ -26,6 +26,7 @@ from pyro_bdl.curvature.structures.base import beside
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint
 from pyro_bdl.guides.gaussian import LaplaceGuide
+from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.autograd import reaches, with_gradients
 from pyro_bdl.utils.precision import double, double_device
 
@@ -134,6 +135,7 @@ class Formula:
         noise = reading.noise
         self._noise = None if noise is None or noise.owner is None else noise.owner.name
         self._owners = owners_of_priors(reading, guide.subset)
+        self.covered = only_scales(reading, guide.subset)
 
     def _reading(self) -> ParameterReading:
         reading, self._first = self._first or read_guide(self.guide), None
@@ -200,8 +202,7 @@ class Formula:
 
         :raises NoFixedPointError: for the noise, if gamma is not below the number of observations.
         """
-        covered = {*self._owners.values(), self._noise}
-        values = {name: value for name, value in parts.values.items() if name in covered}
+        values = {name: value for name, value in parts.values.items() if name in self.covered}
         above, below = log_slopes(parts.above, values), log_slopes(parts.below, values)
         if self._noise in values and not below[self._noise] > 0:
             cells = float(self.guide.cells)
@@ -211,6 +212,24 @@ class Formula:
                 "there"
             )
         return rescaled(values, above, below)
+
+
+@torch.enable_grad()
+def only_scales(reading: ParameterReading, subset: Subset) -> set[str]:
+    """The hyperparameters that scale Normal priors or the noise, and do nothing else."""
+    owners, noise, run = owners_of_priors(reading, subset), reading.noise, reading.run
+    normals, names = prior_normals(reading, subset), set(owners.values())
+    others = [normals[site][0] if site in owners else run.latents[site].log_prob()
+              for site in subset.parts]  # fmt: skip
+    others += [factor.log_prob() for factor in run.prior_factors.values()]
+    if noise is not None and noise.owner is not None:
+        names.add(noise.owner.name)
+    elif noise is not None and noise.value is not None:
+        others.append(noise.value)
+    return {
+        name for name in names.difference(reading.in_likelihood)
+        if not any(reaches(other, [reading.parameters[name].value]) for other in others)
+    }  # fmt: skip
 
 
 def normal_terms(

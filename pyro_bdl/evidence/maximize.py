@@ -153,7 +153,7 @@ def maximize(
 
     (MacKay 1992, section 3; alpha = gamma / w'w, beta = (N - gamma) / residuals). "gradient"
     ascends the log evidence by Adam in all parameters of the priors and of a Normal's noise. The
-    ascent also takes over where no hyperparameter is such a scale, and, with a warning, where the
+    ascent also takes over where a hyperparameter is no such scale, and, with a warning, where the
     fixed point does not exist (gamma not below N, possible if the curvature is not the full matrix
     of all latents) or loses evidence. Hyperparameters with a prior of their own
     (``priors.Hyperprior``, or a ``pyro.factor`` that depends on parameters alone) add its log
@@ -251,7 +251,7 @@ class _Search:
         before = self.hyperparameters()
         history: list[float] = []
         left = steps
-        if method == "fixed-point":
+        if method == "fixed-point" and self.tuned.keys() <= self.formula.covered:
             self.formula.follow()
             history, left = self._fixed_point(steps, tolerance)
         if left:
@@ -305,8 +305,6 @@ class _Search:
             except NoFixedPointError as error:
                 warn(str(error), "evidence", stacklevel=4)
                 return history, steps - step
-            if not values:
-                return history[:-1], steps
             self._put(values)
             if _are_close(values, now, tolerance):
                 break

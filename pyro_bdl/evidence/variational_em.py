@@ -18,7 +18,7 @@ from pyro_bdl.curvature.hyperparameters import (
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.elbo.checks import Objective, require_differentiable
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
-from pyro_bdl.evidence.formula import log_slopes, normal_terms, rescaled
+from pyro_bdl.evidence.formula import log_slopes, normal_terms, only_scales, rescaled
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import Batches, Stream, leading_size
 from pyro_bdl.program.subset import Subset
@@ -153,14 +153,15 @@ def _closed_forms(
     reading.has_noise = has_noise
     mean, variance = guide.location().detach(), guide.variances().detach()
     normals, noise = prior_normals(reading, subset), reading.noise
-    owners = owners_of_priors(reading, subset)
-    names, terms = set(owners.values()), []
-    for site in owners:
+    names, terms = only_scales(reading, subset), []
+    for site, owner in owners_of_priors(reading, subset).items():
+        if owner not in names:
+            continue
         (loc, scale), part = normals[site], subset.parts[site]
         second = (mean[part] - loc.detach()).square() + variance[part]
         terms.append(normal_terms(scale, second, 1))
-    if noise is not None and noise.owner is not None and noise.value is not None:
-        names.add(noise.owner.name)
+    if noise is not None and noise.owner is not None and noise.owner.name in names:
+        assert noise.value is not None
         square = noise.value.detach().square() * _mean_square(model, guide, batches)
         terms.append(normal_terms(noise.value, square, 1))
     values = {name: p.value for name, p in reading.parameters.items() if name in names}

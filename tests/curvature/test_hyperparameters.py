@@ -57,6 +57,25 @@ def test_a_reading_has_the_parameters_and_their_graph():
     assert reading.run.observed["y"].value is not None
 
 
+def test_each_statement_that_reads_a_parameter_is_seen():
+    """As attributes of a module are read: anew, by each statement."""
+
+    def read(name):
+        return pyro.param(name, lambda: X.new_ones(()), constraint=constraints.positive)
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(2), read("a")).to_event(1))
+        v = pyro.sample("v", dist.Normal(x.new_zeros(2), read("a")).to_event(1))
+        mean = read("b") * (x @ w) + x @ v
+        pyro.sample("u", dist.Normal(0.0, read("b")))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, 0.5), obs=y)
+
+    reading, subset = reading_of(model)
+    assert owners_of_priors(reading, subset) == {"w": "a", "v": "a", "u": "b"}
+    assert list(followed(reading)) == ["a"] and reading.in_likelihood == ["b"]
+
+
 def test_frozen_and_plain_parameters():
     """A frozen PyroParam is not a parameter; a weight without a prior is one."""
     model = regression(priors.ByName({"weight": priors.Normal(learned(0.7))}), learned(0.5))

@@ -130,6 +130,57 @@ def test_the_tempered_noise(line, eta, values, put):
     torch.testing.assert_close(guide.loc.square().sum() / a**2, gamma, rtol=1e-6, atol=1e-6)
 
 
+def read(name):
+    """A parameter, read anew by every statement, as an attribute of a PyroModule is."""
+    return pyro.param(name, lambda: torch.ones(()), constraint=dist.constraints.positive)
+
+
+# of a program of two sites: the scales of their priors, and the noise
+SCALES = {
+    "read twice": lambda: (read("a"), read("a"), read("n")),
+    "read thrice": lambda: (read("a"), 2.0 * read("a"), 0.5 * read("a")),
+    "product": lambda: (read("a") * read("b"), read("b"), read("n")),
+    "power": lambda: (read("a"), read("a") ** 2, read("n")),
+    "noise with a part of its own": lambda: (read("a"), 1.0, (read("n") ** 2 + 0.01).sqrt()),
+}
+
+
+@pytest.mark.parametrize("method", ["fixed-point", "gradient"])
+@pytest.mark.parametrize("kind", SCALES)
+def test_every_parameter_of_a_program_is_at_its_maximum(kind, method, line):
+    """Of log N(y; 0, X diag(s^2) X' + noise^2), by L-BFGS."""
+    x, y = line.design, line.y
+
+    def model(x, y=None):
+        first, second, noise = SCALES[kind]()
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), first).to_event(1))
+        v = pyro.sample("v", dist.Normal(torch.zeros(2), second).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(x[:, :2] @ w + x[:, 2:] @ v, noise), obs=y)
+
+    def exact():
+        first, second, noise = (torch.as_tensor(value) for value in SCALES[kind]())
+        scales = torch.cat([first.expand(2), second.expand(2)])
+        covariance = x @ torch.diag(scales.square()) @ x.T + noise.square() * torch.eye(len(x))
+        return dist.MultivariateNormal(torch.zeros(len(x)), covariance).log_prob(y)
+
+    guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    posterior = guide.laplace_approximation((x, y))
+    found = maximize(posterior, method=method, linearized=True, steps=300, tolerance=1e-6)
+    assert found.log_evidence == pytest.approx(exact().item(), abs=1e-6)
+    leaves = [leaf for _, leaf in pyro.get_param_store().named_parameters()]
+    optimizer = torch.optim.LBFGS(leaves, max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss():
+        optimizer.zero_grad()
+        value = -exact()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    assert found.log_evidence == pytest.approx(exact().item(), abs=1e-3)
+
+
 def test_a_scale_with_a_small_number_added_is_no_multiple(line, learn):
     """theta + 9e-5 is proportional to theta = 1 but for a ten-thousandth, and not to 0.003."""
     x, y = line.design[:, :1], 0.003 * line.design[:, 0]

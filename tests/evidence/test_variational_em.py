@@ -168,6 +168,33 @@ def test_one_number_for_each_weight(line, learn, exact_expectations):
     torch.testing.assert_close(value, expected.detach())
 
 
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_scale_that_two_statements_read(power, exact_expectations):
+    """s^2 is the mean of E[w^2] over both sites; for the scales s and s^2, by Adam,
+    2 E[w^2] / s^2 + 2 * 2 E[v^2] / s^4 = 2 + 2 * 2 for two numbers each."""
+    x, y = torch.randn(9, 4), torch.randn(9)
+
+    def read():
+        return pyro.param("s", lambda: torch.tensor(0.7), constraint=constraints.positive)
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), read()).to_event(1))
+        v = pyro.sample("v", dist.Normal(torch.zeros(2), read() ** power).to_event(1))
+        with pyro.plate("n", len(y)):
+            pyro.sample("y", dist.Normal(x[:, :2] @ w + x[:, 2:] @ v, 0.5), obs=y)
+
+    pyro.clear_param_store()
+    guide = AutoMeanField(model).prototype(x, y)
+    with torch.no_grad():
+        guide.loc.copy_(torch.tensor([1.0, -0.5, 0.6, 0.2]))
+    (found,) = variational_em(
+        model, guide, (x, y), rounds=1, steps=0, m_steps=300, learning_rate=0.05
+    )
+    first, second = (guide.loc.square() + guide.scale.square()).detach().split(2)
+    slope = first.sum() / found["s"] ** 2 + power * second.sum() / found["s"] ** (2 * power)
+    torch.testing.assert_close(slope, torch.tensor(2.0 + 2.0 * power), rtol=1e-2, atol=0.0)
+
+
 def test_nothing_to_maximize(line, learn):
     model = models.Regression(bayesianize(nn.Linear(3, 1)), noise=0.5)
     with pytest.raises(ValueError, match="the program has no parameter of its own"):
