@@ -169,7 +169,7 @@ def test_one_number_for_each_weight(line, learn, exact_expectations):
 
 
 @pytest.mark.parametrize("power", [1, 2])
-def test_a_scale_that_two_statements_read(power, exact_expectations):
+def test_a_scale_that_two_statements_read(power):
     """s^2 is the mean of E[w^2] over both sites; for the scales s and s^2, by Adam,
     2 E[w^2] / s^2 + 2 * 2 E[v^2] / s^4 = 2 + 2 * 2 for two numbers each."""
     x, y = torch.randn(9, 4), torch.randn(9)
