@@ -106,7 +106,7 @@ def prior_sensitivity(
     table = pd.DataFrame(rows, index=names)
     limit = of_many(len(names))
     beyond = limit * enlarged(limit, (1.0, groups - 1)) / enlarged(ERRORS, (1.0, groups - 1))
-    table["diagnosis"] = [_diagnosis(row, beyond) for row in table.to_numpy().tolist()]
+    table["diagnosis"] = [diagnosis(row, beyond) for row in table.to_numpy().tolist()]
     return table
 
 
@@ -207,8 +207,11 @@ def _distances(steps: np.ndarray, ours: np.ndarray, others: np.ndarray) -> np.nd
     return np.maximum(*values)
 
 
-def _diagnosis(row: list[float], errors: float) -> str:
-    """The sentence for both sensitivities, where they are so many errors beyond the limit."""
+def diagnosis(row: list[float], errors: float) -> str:
+    """The sentence for both sensitivities, where they are so many errors beyond the limit.
+
+    :param row: of the prior and its error, of the likelihood and its error.
+    """
     prior, prior_se, likelihood, likelihood_se = row
     if not prior - errors * prior_se > _LIMIT:
         return ""

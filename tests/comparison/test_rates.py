@@ -12,9 +12,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from scipy.special import ndtr, stdtrit
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison.distances import worst_latent
+from pyro_bdl.comparison.distances import latent_distances, worst_latent
 from pyro_bdl.comparison.judge import ALIKE, FAR, USABLE, WITHIN, WORSE
 from pyro_bdl.comparison.kind import Kind
 from pyro_bdl.comparison.leave_one_out import difference
@@ -366,6 +367,19 @@ def latents_far(law, count, other, latents, repetitions, shift=0.0):
         a = of_latents(a.latents + shift)
         far += worst_latent(a, b)["latent_far"] > 0
     return far / repetitions
+
+
+def test_the_error_of_a_latent_is_that_of_the_jackknife_for_three_errors():
+    """Over ten groups of four draws, enlarged by Student's t."""
+    torch.manual_seed(0)
+    a, b = torch.randn(40).double(), torch.randn(40).double()
+    found = latent_distances(of_latents(a[:, None]), of_latents(b[:, None]))
+    without = [
+        [torch.cat([x[: 4 * g], x[4 * g + 4 :]]).sort().values for x in (a, b)] for g in range(10)
+    ]
+    distances = torch.stack([(p - q).abs().mean() for p, q in without]) / b.std(correction=0)
+    spread = float(distances.std(correction=0)) * 3
+    assert float(found.errors) == pytest.approx(spread * stdtrit(9, ndtr(3.0)) / 3, rel=1e-6)
 
 
 @pytest.mark.parametrize("law", LAWS)

@@ -37,6 +37,12 @@ def test_near_is_twice_the_95_quantile_of_the_distances_between_neighbors(beyond
     assert found["near"].tolist() == [near] and found["between"].tolist() == [not near]
 
 
+def test_the_ends_of_the_training_range_are_within_it():
+    train = torch.cat([torch.rand(200, 2), torch.tensor([[50.0, 50.0]])])
+    found = regions((torch.tensor([[50.0, 0.5], [50.1, 0.5]]),), (train,))
+    assert found["between"].tolist() == [True, False] == [not b for b in found["beyond"].tolist()]
+
+
 def test_what_has_no_distance_has_no_regions():
     whole = torch.zeros(5, 1, dtype=torch.long)
     assert regions((whole,), (whole,)) == {}

@@ -105,3 +105,11 @@ def test_the_limit_of_rhat_of_long_and_short_chains():
     assert math.isinf(limit_of_rhat(4, 3))
     x = torch.randn(4, 25, 200) + torch.arange(4.0)[:, None, None]
     assert (rhat(x) > limit_of_rhat(4, 25)).double().mean() > 0.99
+
+
+def test_what_the_draws_are_around_does_not_matter():
+    torch.manual_seed(0)
+    x = torch.randn(4, 200, dtype=torch.float64)
+    for kind in ("mean", "sd", "bulk", "tail"):
+        assert ess(x + 50, kind=kind) == pytest.approx(float(ess(x, kind=kind)), rel=1e-6)
+    assert mcse(x + 50, kind="sd") == pytest.approx(float(mcse(x, kind="sd")), rel=1e-6)

@@ -9,6 +9,7 @@ from scipy import stats
 
 import pyro_bdl as bdl
 from pyro_bdl.diagnostics import prior_sensitivity
+from pyro_bdl.diagnostics.sensitivity import diagnosis
 
 N, NOISE = 20, 1.0
 
@@ -65,6 +66,21 @@ def test_closed_form_of_a_conjugate_program(prior_mean, prior_sd):
     expected = {10.0: ""}.get(prior_sd, "prior and data may be in conflict")
     assert prior_sd == 10.0 or prior_mean == 0.0 or found["diagnosis"] == expected
     assert prior_sd != 10.0 or found["diagnosis"] == ""
+
+
+@pytest.mark.parametrize(
+    "prior, likelihood, said",
+    [
+        ((0.2, 0.01), (0.2, 0.01), "prior and data may be in conflict"),
+        ((0.2, 0.01), (0.02, 0.01), "strong prior or weak data"),
+        ((0.2, 0.01), (0.06, 0.01), "depends on the prior"),  # the data may move it, or not
+        ((0.2, 0.01), (0.04, 0.01), "depends on the prior"),
+        ((0.08, 0.02), (0.2, 0.01), ""),
+        ((0.02, 0.01), (0.2, 0.01), ""),
+    ],
+)
+def test_a_diagnosis_is_beyond_two_errors(prior, likelihood, said):
+    assert diagnosis([*prior, *likelihood], 2.0) == said
 
 
 def test_values_of_arviz():
