@@ -33,15 +33,13 @@ class Images(Dataset):
 
     def __init__(self, path: Path, labels: np.ndarray) -> None:
         self.path, self.labels = path, torch.from_numpy(labels.astype(np.int64))
-        self._file: Any = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitems__(self, rows: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        if self._file is None:  # opened in each worker
-            self._file = np.load(self.path, mmap_mode="r")
-        images = torch.from_numpy(self._file[rows])
+        file = np.load(self.path, mmap_mode="r")  # anew, so that pages do not stay in memory
+        images = torch.from_numpy(file[rows])
         return list(zip(images, self.labels[rows], strict=True))
 
 

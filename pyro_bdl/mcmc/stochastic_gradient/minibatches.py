@@ -86,6 +86,6 @@ class MinibatchSource:
         parts |= {plate for plate, _ in plates_of_rows(sites, program.args).values()}
         why = "which minibatches cannot move"
         refuse_local_latents(program.latents, parts, why, "pass all data at once")
-        known = self.num_rows or self.source.num_data
-        stated = stated_data(sites, self.size, known, exact=self.num_rows is not None)
+        total = self.source.num_data if self.num_rows is None else self.num_rows
+        stated = stated_data(sites, self.size, total, exact=self.num_rows is not None)
         self.stated = stated if rows == self.size else None
