@@ -79,12 +79,14 @@ def variational_em(
     ours = isinstance(guide, Guide)
     has_noise = ours and read_at_center(model, guide, batches).has_noise
     stream = None if batches.is_single and not kwargs else Stream(batches.part)
+    parts: Any = (model, guide, elbo)
+    objective = Objective(*parts)
     held = [{"params": [parameter.leaf for parameter in m_step.values()], "lr": 0.0}]
 
     def descent(groups: list[Any]) -> Descent:
         optimizer = torch.optim.Adam(groups, lr=learning_rate)
         rows = max(1, leading_size((args, kwargs)))
-        return Descent(Objective(model, guide, elbo), optimizer, args, rows, stream=stream)
+        return Descent(objective, optimizer, args, rows, stream=stream)
 
     expectation = in_backend(
         descent([{"params": e_step}, *held]), backend, "variational_em", steps=rounds * steps,

@@ -102,7 +102,8 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
         register_optimizer_step_pre_hook, register_optimizer_step_post_hook,
     ):  # fmt: skip
         with register(lambda *_: None) as handle:  # which knows the hooks beside its own
-            if len(handle.hooks_dict_ref()) > 1:
+            hooks: Any = handle.hooks_dict_ref()
+            if len(hooks) > 1:
                 return True
     return False
 

@@ -387,7 +387,8 @@ def _bound(node: fx.Node, bounds: Mapping[Any, float], results: Sequence[Tensor]
     count = max((v.numel() for n in node.all_input_nodes for v in _tensors(n)), default=1)
     match getattr(node.target, "overloadpacket", node.target):
         case aten.add | aten.sub:
-            return first + second * abs(node.kwargs.get("alpha", 1))
+            alpha: Any = node.kwargs.get("alpha", 1)
+            return first + second * abs(alpha)
         case aten.mul:
             return first * second
         case aten.remainder | aten.fmod:

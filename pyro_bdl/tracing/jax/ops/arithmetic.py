@@ -163,13 +163,13 @@ def _slope(function, x):
     return jax.jvp(function, (x,), (jnp.ones_like(x),))[1]
 
 
-@register(aten.digamma)
 @jax.custom_jvp
 def _digamma(x):
     return jnp.where(x == 0, -1 / x, special.digamma(jnp.where(x == 0, 1, x)))
 
 
 _digamma.defjvps(lambda tangent, _, x: _polygamma(1, x) * tangent)
+register(aten.digamma)(_digamma)
 
 
 @register(aten.special_log_ndtr)
