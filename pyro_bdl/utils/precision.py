@@ -1,6 +1,7 @@
 """Float64, which some devices lack, such as Apple's GPUs."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ def rounds_to_tf32(like: Tensor) -> bool:
     """Return whether torch may round float32 factors on the device of ``like`` to TF32, which has
     the digits of half precision: in convolutions on CUDA, unless
     ``torch.backends.cudnn.allow_tf32 = False``, and in matrix products where the user allows it."""
-    products = torch.backends.cudnn.conv, torch.backends.cuda.matmul
+    backends: Any = torch.backends
+    products = backends.cudnn.conv, backends.cuda.matmul
     single = like.device.type == "cuda" and like.dtype == torch.float32
     return single and any(kind.fp32_precision == "tf32" for kind in products)
 

@@ -62,7 +62,7 @@ def _by_positions(
 
     torch itself calls it where images lie in memory with their channels last.
     """
-    start = x.storage_offset()
+    start = int(x.storage_offset())
 
     def positions(sizes: Sequence[int], strides: Sequence[int], first: int) -> np.ndarray:
         place = np.array(first)
