@@ -540,7 +540,7 @@ def _details(
 
 
 def _is_short(row: Row) -> bool:
-    """Whether chains have too few effective draws for errors."""
+    """Return whether chains have too few effective draws for errors."""
     return number_of_groups(row.get("ess_median", math.inf)) == 0
 
 

@@ -96,7 +96,7 @@ UPDATES: dict[type, tuple[Callable, dict[str, Any]]] = {
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether steps call hooks, of the optimizer or of all optimizers."""
+    """Return whether steps call hooks, of the optimizer or of all optimizers."""
     for register in (
         optimizer.register_step_pre_hook, optimizer.register_step_post_hook,
         register_optimizer_step_pre_hook, register_optimizer_step_post_hook,

@@ -149,7 +149,7 @@ def test_forty_draws_give_the_range_of_a_coverage(draws, known):
 
 
 def test_separation_has_an_error_over_the_draws():
-    """That of one evaluation is how far those of many seeds are from one of many draws."""
+    """The error of one evaluation is how far those of many seeds are from one of many draws."""
     torch.manual_seed(0)
     x, other = torch.randn(60, 3), 2 * torch.randn(50, 3)
     model = models.Classification(bayesianize(torch.nn.Linear(3, 3)))

@@ -167,7 +167,7 @@ def test_of_many_differences_one_is_beyond_two_errors_as_rarely_as_is_said():
 
 
 def test_the_error_over_draws_holds_the_bias_of_few_of_them():
-    """Of the square of a mean of S draws, which is s^2 / S too high (Quenouille 1956)."""
+    """The square of a mean of S draws is s^2 / S too high (Quenouille 1956)."""
     draws = torch.tensor([0.3, -1.2, 2.0, 0.4, 1.1, -0.6]).double()
     without = (draws.sum() - draws) / 5
     found = PointScores(0.0, 0.0, draws, without**2 - draws.mean() ** 2)
