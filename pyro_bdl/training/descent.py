@@ -345,7 +345,7 @@ def rows_of(
         total = rows if total is None else total
         per_step = rows_per_step(model, guide, args, size, total)
         if per_step == rows and isinstance(guide, Guide):
-            _compare_stated(model, guide, total)
+            _compare_stated(model, guide, (args, kwargs), total)
         return Rows(rows, per_step, (args, {}))
     if size is not None:
         raise ArgumentError(
@@ -414,12 +414,10 @@ def _check_batches(model: Callable, guide: Callable, args: tuple, size: int, tot
     stated_data(run.observed, size, total)
 
 
-def _compare_stated(model: Callable, guide: Guide, known: int) -> None:
-    """Warn if a program states another number of data than all that it is given at once, which a
-    run on a few rows of them tells."""
-    few = guide.example_rows
-    rows, stated = counted(_run_at_draw(model, guide, few).observed)
-    if rows == leading_size(few) < stated != known:
+def _compare_stated(model: Callable, guide: Guide, batch: Batch, known: int) -> None:
+    """Warn if a program states another number of data than all that it is given at once."""
+    rows, stated = counted(_run_at_draw(model, guide, batch).observed)
+    if rows == leading_size(batch) < stated != known:
         _warn_of_stated(stated, known)
 
 

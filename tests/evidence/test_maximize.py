@@ -148,7 +148,7 @@ SCALES = {
 @pytest.mark.parametrize("method", ["fixed-point", "gradient"])
 @pytest.mark.parametrize("kind", SCALES)
 def test_every_parameter_of_a_program_is_at_its_maximum(kind, method, line):
-    """Of log N(y; 0, X diag(s^2) X' + noise^2), by L-BFGS."""
+    """The maximum of log N(y; 0, X diag(s^2) X' + noise^2), by L-BFGS."""
     x, y = line.design, line.y
 
     def model(x, y=None):

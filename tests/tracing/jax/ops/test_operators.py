@@ -301,7 +301,7 @@ def test_functions_of_few_numbers():
     assert not said
 
 
-# Of other forms in the graphs of this release of torch, or compared on their own.
+# Operators of other forms in the graphs of this release of torch, or compared on their own.
 ABSENT = """
     _cholesky_solve_helper _embedding_bag alias conj_physical contiguous hardsigmoid imag real
     lift_fresh_copy native_dropout reshape
