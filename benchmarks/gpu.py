@@ -59,6 +59,11 @@ class Bench:
         self.device, self.repeats = device, repeats
         self.rows: Rows = {}
 
+    def add(self, name: str, value: float) -> None:
+        """Add a row, and show it at once: a run that is stopped leaves what it has measured."""
+        self.rows[name] = value
+        print(f"{name:60}{value:12.4g}", file=sys.stderr, flush=True)
+
     def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -77,10 +82,10 @@ class Bench:
             call()
             self.wait()
             seconds.append(time.perf_counter() - start)
-        self.rows[f"{name}: ms"] = 1e3 * median(seconds)
+        self.add(f"{name}: ms", 1e3 * median(seconds))
         if cuda:
             peak = torch.cuda.max_memory_allocated(self.device) - held
-            self.rows[f"{name}: MB"] = peak / 2**20
+            self.add(f"{name}: MB", peak / 2**20)
 
     def ratio(self, name: str, other: str) -> None:
         """Add the time of another row, divided by that of the row called ``name``."""
@@ -191,8 +196,8 @@ def trainings(bench: Bench, sizes: argparse.Namespace) -> None:
                 seconds.append(time.perf_counter() - start)
             name = f"{network}, training, {side}"
             slope = (seconds[2] - seconds[1]) / (sizes.steps - sizes.steps // 2)
-            bench.rows[f"{name}: ms"] = 1e3 * slope
-            bench.rows[f"{name}: first {sizes.steps // 2} steps, s"] = seconds[0]
+            bench.add(f"{name}: ms", 1e3 * slope)
+            bench.add(f"{name}: first {sizes.steps // 2} steps, s", seconds[0])
 
 
 def laplace(bench: Bench, sizes: argparse.Namespace, peer: bool) -> None:
