@@ -107,4 +107,6 @@ def test_ready_guides_move_to_another_device(guide, device):
     assert draws.device.type == device.type
     assert {value.device.type for value in quantiles.values()} == {device.type}
     here = copy.deepcopy(guide).to(draws.dtype)
-    torch.testing.assert_close(moved.variances().cpu(), here.variances())
+    # with layers these are variances of 4096 draws, of each device's own random numbers
+    error = 5 * (2 / 4096) ** 0.5 if getattr(guide, "layers", ()) else 1e-7
+    torch.testing.assert_close(moved.variances().cpu(), here.variances(), rtol=error, atol=1e-7)

@@ -40,7 +40,8 @@ def shard(rank, size):
 def facts(posterior):
     """Numbers that depend on all of a posterior."""
     precision, p = posterior.precision, posterior.subset.size
-    directions = torch.linspace(-1.0, 1.0, 3 * p, dtype=torch.float64).view(3, p).sin()
+    where = posterior.location()
+    directions = torch.linspace(-1.0, 1.0, 3 * p, dtype=torch.float64).view(3, p).sin().to(where)
     return [
         precision.logdet().detach(),
         precision.variances(),
