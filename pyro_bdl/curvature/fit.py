@@ -219,7 +219,7 @@ class LikelihoodSums:
         if self.noise is not None and not shares_noise(run, self.noise):
             self.noise = None
         hyperprior_names = hyperpriors(run, linearization.leaves)
-        self.factors.read(run, hyperprior_names, linearization.factors_of_rows)
+        self.factors.read(run, hyperprior_names, linearization.factors_of_data)
         for factor in self.factors.new:
             part = part + factor.batch_log_prob()
         if not torch.isfinite(part):
