@@ -432,13 +432,14 @@ class ProgramAtPoint:
         )
 
     @torch.no_grad()
-    def factors_of(self, batch: Batch) -> set[str] | None:
-        """The factor statements that depend on a batch, by their operators; None where that cannot
-        be told, see ``depending_on``."""
+    def dependent(self, batch: Batch) -> set[str] | None:
+        """The factors and observed sites that depend on a batch, by their operators; None where
+        that cannot be told, see ``depending_on``."""
 
         def densities(args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
             run = self._run((args, kwargs), {}, leaves)
-            return {name: site.log_prob() for name, site in run.factors.items()}
+            sites = run.factors | {n: s for n, s in run.observed.items() if s.value is not None}
+            return {name: site.log_prob() for name, site in sites.items()}
 
         leaves = {name: leaf.detach() for name, leaf in self.leaves.items()}
         return depending_on(densities, batch)
