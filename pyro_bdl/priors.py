@@ -547,16 +547,32 @@ def learnable(prior: Any) -> Any:
     if isinstance(prior, ByName):
         rules = {k: None if rule is None else learnable(rule) for k, rule in prior.rules.items()}
         return ByName(rules)
-    for name in ("scale", "gain", "delta"):
-        value = getattr(prior, name, None)
-        if isinstance(value, PyroParam | Hyperprior):
-            return prior
-        if isinstance(value, int | float):
-            result = copy.copy(prior)
-            start = torch.tensor(float(value), device="cpu")
-            setattr(result, name, PyroParam(start, constraint=dist.constraints.positive))
-            return result
-    raise TypeError(f"{type(prior).__name__} has no scale, gain or delta that is a number")
+    name = _scale_name(prior)
+    if name is None:
+        raise TypeError(f"{type(prior).__name__} has no scale, gain or delta that is a number")
+    value = getattr(prior, name)
+    if isinstance(value, PyroParam | Hyperprior):
+        return prior
+    result = copy.copy(prior)
+    start = torch.tensor(float(value), device="cpu")
+    setattr(result, name, PyroParam(start, constraint=dist.constraints.positive))
+    return result
+
+
+def _scale_name(prior: Any) -> str | None:
+    """The attribute that is a prior's scale, a number or what has its place already."""
+    kinds = int | float | PyroParam | Hyperprior
+    names = ("scale", "gain", "delta")
+    return next((name for name in names if isinstance(getattr(prior, name, None), kinds)), None)
+
+
+def has_scale(prior: Any) -> bool:
+    """Return whether ``learnable`` takes a prior."""
+    if isinstance(prior, PerLayer):
+        return has_scale(prior.prior)
+    if isinstance(prior, ByName):
+        return all(has_scale(rule) for rule in prior.rules.values() if rule is not None)
+    return _scale_name(prior) is not None
 
 
 def is_constant(prior: PriorFunction) -> bool:

@@ -220,3 +220,14 @@ def test_laplace_of_classes_and_of_a_program_of_ones_own(quiet):
 
     found = posteriors.fit("laplace-full", Problem(Own(), x, x.sum(-1)), OPTIONS)
     assert found.settings == {"steps": 30, "structure": "full"}
+
+
+def test_errors_of_a_users_prior_are_shown():
+    class Wrong(priors.Normal):
+        def __copy__(self):
+            raise TypeError("of the user")
+
+    model = models.Regression(bayesianize(torch.nn.Linear(2, 1), Wrong(0.7)), noise=0.1)
+    problem = Problem(model, torch.zeros(2, 2), torch.zeros(2))
+    with pytest.raises(TypeError, match="of the user"):
+        posteriors.get("laplace-evidence").program(problem)

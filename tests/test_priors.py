@@ -1,5 +1,6 @@
 """Weight priors: closed forms, shapes, hyperparameters as sites or learned parameters."""
 
+import contextlib
 import math
 
 import pyro
@@ -354,6 +355,23 @@ def test_learnable_inside_others():
     net, x = NORMALIZED["linear"][0](), torch.randn(8, 3)
     groups = priors.learnable(priors.PerNormalizedGroup(priors.Normal(0.3), net, x))
     assert isinstance(groups.prior.scale, PyroParam) and groups.groups == ("0",)
+
+
+@pytest.mark.parametrize(
+    ("prior", "has_scale"),
+    [
+        (priors.Normal(0.7), True),
+        (priors.Normal(dist.HalfNormal(1.0)), False),
+        (lambda *a: None, False),
+        (priors.PerLayer(priors.FanIn(0.7)), True),
+        (priors.ByName({"*.weight": priors.FanIn(0.7), "*": None}), True),
+        (priors.ByName({"*.weight": priors.FanIn(0.7), "*": lambda *a: None}), False),
+    ],
+)
+def test_whether_a_prior_has_a_scale(prior, has_scale):
+    assert priors.has_scale(prior) == has_scale
+    with contextlib.nullcontext() if has_scale else pytest.raises(TypeError, match=SCALELESS):
+        priors.learnable(prior)
 
 
 # Around a pretrained network

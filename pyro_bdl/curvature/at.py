@@ -30,7 +30,7 @@ from pyro_bdl.program.rows import (
 )
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
-from pyro_bdl.program.vmap import RowMap, depends_on_row
+from pyro_bdl.program.vmap import RowMap, depending_on, depends_on_row
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import Modules, evaluation_mode
 from pyro_bdl.utils.trees import tree_leaves
@@ -429,26 +429,20 @@ class ProgramAtPoint:
             facts.deterministic,
             reading=reading if read else None,
             together=partial(self._run, batch, mapped.plates) if mapped.rows.together else None,
-            factors_of_rows=self._factors_of_rows(batch, mapped) if mapped.run.factors else (),
         )
 
     @torch.no_grad()
-    def _factors_of_rows(self, batch: Batch, mapped: _Mapped) -> set[str]:
-        """The factor statements that depend on the row, by the operators of a run in which latents
-        do not: where uses are recorded, they do."""
-        found: set[str] = set()
+    def dependent(self, batch: Batch) -> set[str] | None:
+        """The factors and observed sites that depend on a batch, by their operators; None where
+        that cannot be told, see ``depending_on``."""
 
-        def of_row(both: tuple, kwargs: dict[str, Any], lane: Tensor) -> Tensor:
-            args, plates = both
-            run = record(self.model, {**values, **plates}, args, kwargs, draw=leave_open)
-            densities = {name: site.log_prob() for name, site in run.factors.items()}
-            found.update(n for n, value in densities.items() if depends_on_row(value, lane))
-            return lane
+        def densities(args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+            run = self._run((args, kwargs), {}, leaves)
+            sites = run.factors | {n: s for n, s in run.observed.items() if s.value is not None}
+            return {name: site.log_prob() for name, site in sites.items()}
 
-        with self._mode():
-            values = self.subset.layout.to_supports(self.leaves)
-            self._map(of_row, (batch[0], mapped.plates), batch[1])
-        return found
+        leaves = {name: leaf.detach() for name, leaf in self.leaves.items()}
+        return depending_on(densities, batch)
 
 
 def _rows_at_once(

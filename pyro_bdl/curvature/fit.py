@@ -29,6 +29,7 @@ from pyro_bdl.distributions.parameters import SEVERAL_CLASSES, base_distribution
 from pyro_bdl.errors import UnsupportedProgramError, warn
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.check import check_finite_batches
+from pyro_bdl.program.rows import along_rows
 from pyro_bdl.program.supports import check_support
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import has_own_functions, reaches
@@ -170,6 +171,8 @@ class LikelihoodSums:
     ) -> None:
         self.batches, self.config = batches, config
         self.factors = FactorStatements(batches.ranks, earlier=earlier)
+        self._earlier = earlier
+        self._values: dict[str, torch.Tensor] = {}  # observed in the first batch
         self.log_likelihood: Any = 0.0
         self.num_data = 0
         self.gradient = torch.zeros_like(at.subset.take(at.vector))
@@ -203,6 +206,7 @@ class LikelihoodSums:
             )
         check_scales(run.observed)
         check_support(run, first_row=self.num_data)
+        self._refuse_repeated(linearization)
         part, largest = linearization.vector.new_zeros(()), 0
         for name, site in run.observed.items():
             if site.value is None:
@@ -219,7 +223,7 @@ class LikelihoodSums:
         if self.noise is not None and not shares_noise(run, self.noise):
             self.noise = None
         hyperprior_names = hyperpriors(run, linearization.leaves)
-        self.factors.read(run, hyperprior_names, linearization.factors_of_rows)
+        self.factors.read(run, hyperprior_names, linearization.dependent)
         for factor in self.factors.new:
             part = part + factor.batch_log_prob()
         if not torch.isfinite(part):
@@ -232,6 +236,28 @@ class LikelihoodSums:
             self.gradient += linearization.gradient(part)
         self.log_likelihood = self.log_likelihood + double(part.detach())
         self.num_data += largest
+
+    def _refuse_repeated(self, linearization: Linearization) -> None:
+        """Refuse a site that observes the program's own values in several batches: the same memory,
+        of no argument, or a statement that no argument enters."""
+        if linearization.rows is not None:
+            return
+        args = linearization.args, linearization.kwargs
+        observed = linearization.run.observed
+        depend = linearization.dependent() if self.num_data or self._earlier else None
+        for name, site in observed.items():
+            if site.value is None:
+                continue
+            first = self._values.setdefault(name, site.value)
+            same = self.num_data and first.data_ptr() == site.value.data_ptr()
+            if (same and along_rows(site.value, args) is None) or name not in (
+                observed if depend is None else depend
+            ):
+                raise UnsupportedProgramError(
+                    f"the site '{name}' observes values that the program holds itself, and would "
+                    "count them again in each batch: pass them as an argument, or all data as one "
+                    "batch"
+                )
 
     def _add_squares(self, site: Site) -> None:
         base: Any = base_distribution(site.distribution)

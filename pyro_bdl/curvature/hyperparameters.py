@@ -13,7 +13,7 @@ from torch.distributions import transform_to
 
 from pyro_bdl.curvature.prior import hyperpriors, independent_normal, is_one_number, run_at
 from pyro_bdl.distributions.families import name_of
-from pyro_bdl.distributions.parameters import base_distribution
+from pyro_bdl.distributions.parameters import base_distribution, parameters_of
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
@@ -288,6 +288,17 @@ def followed(reading: ParameterReading) -> dict[str, Hyperparameter]:
     """
     others = reading.in_likelihood
     return {name: p for name, p in reading.parameters.items() if name not in others}
+
+
+@torch.enable_grad()
+def other_noise(reading: ParameterReading) -> list[str]:
+    """Parameters of the likelihood that the evidence cannot follow, and that a parameter of an
+    observed distribution depends on which no latent moves: noises, shapes, degrees of freedom."""
+    bases = [base_distribution(site.distribution) for site in reading.run.observed.values()]
+    values = [value for base in bases for value in parameters_of(base).values()]
+    still = [value for value in values if not reaches(value, reading.leaves.values())]
+    names = reading.in_likelihood
+    return [n for n in names if any(reaches(v, [reading.parameters[n].value]) for v in still)]
 
 
 @contextmanager

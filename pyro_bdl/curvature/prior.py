@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -207,16 +207,22 @@ class FactorStatements:
     def __init__(self, ranks: Ranks | None = None, *, earlier: bool = False) -> None:
         self.values: dict[str, Tensor] = {}
         self.new: list[Site] = []
+        self._proved: set[str] = set()  # to depend on no data
         self._counts = not earlier and (ranks is None or ranks.number == 0)
 
     def read(
-        self, run: Run, hyperprior_names: Iterable[str], of_rows: Collection[str] = ()
+        self,
+        run: Run,
+        hyperprior_names: Iterable[str],
+        of_data: Callable[[], Collection[str] | None] | None = None,
     ) -> None:
         """Record the factors of a run.
 
         :param hyperprior_names: the names of the hyperpriors, which are not part of the likelihood.
-        :param of_rows: the names of factors that are known to depend on the data.
-        :raises ValueError: if a factor that counts once differs from batch to batch.
+        :param of_data: returns the names of the factors that depend on the data by their operators,
+            None where that cannot be told; it is asked once, for data after the first ones.
+        :raises ValueError: if a factor that counts once depends on the data of its batch, or if
+            that cannot be told.
         """
         hyperprior_names, of_latents, self.new = set(hyperprior_names), set(), []
         for latent in run.latents.values():
@@ -228,15 +234,28 @@ class FactorStatements:
                 self.new.append(site)
                 continue
             value = site.log_prob().detach()
-            counts = self._counts and name not in self.values
-            if counts:
+            if self._counts and name not in self.values:
                 self.new.append(site)
-            same = torch.allclose(self.values.setdefault(name, value), value, equal_nan=True)
-            if not same or (name in of_rows and not counts):
-                raise ValueError(
-                    f"the factor '{name}' is in no plate of the data, so that it counts once, but "
-                    "it depends on the data of its batch: put it in the plate of the data"
-                )
+            elif of_data is not None and name not in self._proved:
+                found = of_data()
+                if found is None:
+                    raise ValueError(
+                        f"the factor '{name}' is in no plate of the data, and the program has "
+                        "operators that vmap cannot follow, so that its dependence on the data is "
+                        "unknown: put it in the plate of the data, or pass all data as one batch"
+                    )
+                if name in found:
+                    _refuse_factor(name)
+                self._proved.add(name)
+            if not torch.allclose(self.values.setdefault(name, value), value, equal_nan=True):
+                _refuse_factor(name)
+
+
+def _refuse_factor(name: str) -> NoReturn:
+    raise ValueError(
+        f"the factor '{name}' is in no plate of the data, so that it counts once, but it depends "
+        "on the data of its batch: put it in the plate of the data"
+    )
 
 
 def prior_precision(

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_bdl.curvature.hyperparameters import (
     ParameterReading,
     followed,
+    other_noise,
     owners_of_priors,
     restored_on_error,
 )
@@ -206,6 +207,16 @@ def maximize(
             "with a prior of its own, priors.Normal(priors.Hyperprior(LogNormal(0.0, 1.0)))"
         )
     warn_of_shared_scales(guide, guide.subset, reading, stacklevel=2)
+    left = [name for name in other_noise(reading) if name not in guide.warned_of]
+    if left:
+        guide.warned_of.update(left)
+        warn(
+            f"the evidence leaves {', '.join(left)} as trained, since the noise of the data "
+            "depends on it otherwise than by one number: give all targets one noise parameter to "
+            "have it set too",
+            "evidence",
+            stacklevel=2,
+        )
     if hyperpriors(reading.run, reading.leaves):
         method = "gradient"  # the fixed point knows no hyperpriors
     if guide.mode is not None:

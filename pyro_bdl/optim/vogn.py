@@ -20,7 +20,7 @@ from pyro_bdl.estimators import PerDatum
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.optim.base import DiagonalNaturalGradient
-from pyro_bdl.program.rows import difference, rows_of
+from pyro_bdl.program.rows import rows_of
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import record, sum_out_discrete
 from pyro_bdl.utils.autograd import leaves_behind
@@ -42,6 +42,10 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
     contains the squared residual. Its sum differs from the Gauss-Newton matrix even for a linear
     model, by the chance of the data and by any misfit, and no number of steps averages this out
     (Kunstner, Balles & Hennig 2019).
+
+    The value is that of the program in its modules' modes, the squares are those of evaluation
+    mode. After the first pass over the data, a program all of whose modules are in evaluation mode
+    runs once a step for both, and any other one twice.
 
     :param temperature: see ``TemperedTraceMeanField_ELBO``, which also explains ``num_particles``
         and ``cold_temperature``.
@@ -68,8 +72,6 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         super().__init__(temperature, num_particles, cold_temperature=cold_temperature)
         self.config = CurvatureConfig(structure_of(self.structure), curvature, rows=rows)
         self._point: ProgramAtPoint | None = None
-        # by the modes of the program's modules: whether they compute as in evaluation mode
-        self._modes_agree: dict[tuple[bool, ...], bool] = {}
 
     def flat_terms(
         self, model: Callable, guide: Guide, args: tuple, kwargs: dict, estimator: PerDatum | None
@@ -86,7 +88,6 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         if self._point is None or self._point.subset.layout is not layout:
             rows, modules = rows_of(model, self), guide.program_modules
             self._point = ProgramAtPoint(model, Subset(layout), guide.location(), rows, modules)
-            self._modes_agree = {}
         vectors = guide.sample_vectors(self.num_particles)
         particles = [self._at(model, guide, vector, args, kwargs) for vector in vectors.unbind()]
         return Terms(*(torch.stack(t).mean() for t in zip(*particles, strict=True)))
@@ -99,19 +100,15 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         assert point is not None
         if not torch.is_grad_enabled():
             return self.particle(model, partial(FlatDraw, guide, vector), args, kwargs)
-        modes = tuple(module.training for module in guide.program_modules)
         due = point.is_due(args, kwargs)  # to be compared with rows together
-        if self._modes_agree.get(modes) and not due:  # one run gives the value and the squares
-            at = point.moved(vector, training=True).linearize(args, kwargs, compared=False)
-            run = at.run
-        else:
+        if due or any(module.training for module in guide.program_modules):
             with own_randomness():
                 at = point.moved(vector).linearize(args, kwargs, compared=due)
             latents = point.subset.layout.constrain(vector)[0]
             run = record(model, latents, args, kwargs, draw=sum_out_discrete)
-            if due or modes not in self._modes_agree:
-                agree = vector.requires_grad and difference(run, at.run) is None
-                self._modes_agree[modes] = agree and self._modes_agree.get(modes, True)
+        else:  # in evaluation mode one run gives the value and the squares
+            at = point.moved(vector, training=True).linearize(args, kwargs, compared=False)
+            run = at.run
         total = self.log_likelihood(run, point.subset.layout.latents)
         likelihood = torch.as_tensor(total, device=vector.device)
         kl, q_entropy = self.divergence(FlatDraw(guide, vector), run)

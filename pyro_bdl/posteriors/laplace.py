@@ -11,7 +11,7 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer, AutoSubnetwork, LaplaceGuide
 from pyro_bdl.nn import BayesianModule, with_prior
 from pyro_bdl.posteriors.registry import Problem, Result, register, trained
-from pyro_bdl.priors import ByName, learnable
+from pyro_bdl.priors import ByName, has_scale, learnable
 from pyro_bdl.training.svi import train
 
 
@@ -39,10 +39,9 @@ def _with_learnable_scale(problem: Problem, only: str | None = None) -> nn.Modul
     """
 
     def changed(prior: Any) -> Any:
-        try:
-            scaled = learnable(prior)
-        except TypeError:  # a prior without a scale
+        if not has_scale(prior):
             return prior
+        scaled = learnable(prior)
         return scaled if only is None else ByName({only: scaled, "*": prior})
 
     if not any(isinstance(module, BayesianModule) for module in problem.model.modules()):

@@ -238,6 +238,10 @@ class RowMap:
         return self._map(of_row, {**rows, "lane": lanes})
 
 
+class InsideAnotherMapError(Exception):
+    """A tensor is in a ``torch.vmap`` of the program's own, and has no value outside of it."""
+
+
 class _OutsideOfMap:
     """A tensor of a map over rows as it is outside of the map, and whether it differs from row to
     row by its operators."""
@@ -265,6 +269,8 @@ class _Tap(torch.autograd.Function):
     def vmap(  # type: ignore[override]
         info: Any, in_dims: tuple, value: Tensor, lane: Tensor, outside: _OutsideOfMap, copied: bool
     ) -> tuple[Tensor, int]:
+        if in_dims[1] is None:  # the innermost map is another one
+            raise InsideAnotherMapError
         if in_dims[0] is None:
             rows = value.expand(info.batch_size, *value.shape)
         else:
@@ -280,6 +286,7 @@ def tap(value: Tensor, lane: Tensor | None) -> tuple[Tensor, Tensor]:
 
     :param lane: the row's, see ``RowMap``; None outside of maps. Where the rows are taken in a
         loop, both tensors are the same.
+    :raises InsideAnotherMapError: for a tensor in a ``torch.vmap`` of the program's own.
     """
     if lane is None or not is_mapped():
         result = value.clone()
@@ -295,3 +302,30 @@ def depends_on_row(value: Tensor, lane: Tensor) -> bool:
     outside = _OutsideOfMap()
     _Tap.apply(value, lane, outside, False)
     return outside.depends
+
+
+def depending_on(function: Callable[..., Mapping[str, Tensor]], batch: tuple) -> set[str] | None:
+    """The names of tensors that a function computes from a tensor of a batch, by its operators,
+    whatever their numbers; None where one of the operators has no batching rule.
+
+    :param function: of a batch's arguments and keyword arguments, tensors by name.
+    """
+    leaves, spec = tree_flatten(batch)
+    places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    found: set[str] = set()
+
+    def of_one_copy(lane: Tensor, copies: list[Tensor]) -> Tensor:
+        own = dict(zip(places, copies, strict=True))
+        values = function(
+            *tree_unflatten([own.get(n, leaf) for n, leaf in enumerate(leaves)], spec)
+        )
+        found.update(name for name, value in values.items() if depends_on_row(value, lane))
+        return lane
+
+    try:
+        with vmappable():
+            lanes, copies = torch.zeros(1, device="cpu"), [leaves[place][None] for place in places]
+            torch.vmap(of_one_copy, randomness="different")(lanes, copies)
+    except RuntimeError:
+        return None
+    return found

@@ -90,6 +90,53 @@ def test_targets_outside_their_support_in_a_later_batch(oracle, structure, curva
         oracle.fit(program, vector, batches, structure=structure, curvature=curvature)
 
 
+def _own_targets(x, y):
+    """The targets of a closure, beside other inputs."""
+    pyro.sample("y", dist.Normal(_weight() * x, 1.0).to_event(1), obs=TARGETS)
+
+
+def _no_arguments(x, y):
+    w = _weight()
+    with pyro.plate("data", 4):
+        pyro.sample("y", dist.Normal(w, 1.0), obs=2.0 * TARGETS)
+
+
+def _an_anchor(x, y):
+    w = _weight()
+    pyro.sample("anchor", dist.Normal(w, 0.1), obs=torch.tensor(0.2))
+    pyro.sample("y", dist.Normal(w * x, 1.0).to_event(1), obs=y)
+
+
+def _residuals(x, y):
+    """Observed zeros, which the program makes, of other rows in each batch."""
+    mean = _weight() * x - y
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=torch.zeros(len(x)))
+
+
+def _weight():
+    return pyro.sample("w", dist.Normal(0.0, 1.0))
+
+
+TARGETS = torch.tensor([0.3, 1.0, -0.5, 2.0])
+
+
+@pytest.mark.parametrize("model", [_own_targets, _no_arguments, _an_anchor, _residuals])
+def test_targets_of_the_program_in_several_batches(oracle, model):
+    x, y = torch.tensor([1.0, 2.0, -1.0, 0.5]), torch.tensor([0.2, 0.4, 0.1, -0.3])
+    program, vector = oracle.program(model, x, y)
+    options = {"structure": "full", "rows": "together"}
+    first = oracle.fit(program, vector, (x, y), **options)
+    assert torch.isfinite(first.curvature.matrix).all()
+    batches = [(x, y), (2 * x, y + 1)]
+    if model is _residuals:
+        found = oracle.fit(program, vector, batches, **options).curvature.matrix
+        torch.testing.assert_close(found, 5 * x.square().sum().reshape(1, 1))
+        return
+    with pytest.raises(UnsupportedProgramError, match="count them again in each batch: pass them"):
+        oracle.fit(program, vector, batches, **options)
+
+
 def test_values_that_broadcast_against_their_distribution_count_each(oracle):
     def model(y=None):
         m = pyro.sample("m", dist.Normal(0.0, 1.0))

@@ -154,8 +154,8 @@ def test_a_factor_of_the_latents_counts_once(is_update):
 
 @pytest.mark.parametrize("is_update", [False, True])
 @pytest.mark.parametrize("curvature", ["ggn", "hessian"])
-@pytest.mark.parametrize("power", [1, 2])
-def test_a_factor_of_the_data_outside_their_plate(power, curvature, is_update):
+@pytest.mark.parametrize(("power", "rows"), [(1, "alone"), (2, "alone"), (2, "together")])
+def test_a_factor_of_the_data_outside_their_plate(power, rows, curvature, is_update):
     """At the center all of its values are zero, and for the square all of its slopes too."""
     x, y = torch.randn(8, 2), torch.randn(8)
 
@@ -165,8 +165,8 @@ def test_a_factor_of_the_data_outside_their_plate(power, curvature, is_update):
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
-    guide = AutoLaplaceGGN(model, structure="full", curvature=curvature).prototype(x, y)
-    guide.loc.data.zero_()
+    guide = AutoLaplaceGGN(model, structure="full", curvature=curvature, rows=rows)
+    guide.prototype(x, y).loc.data.zero_()
     guide.warned_of.add("not at a maximum")
     halves = [(x[:4], y[:4]), (x[4:], y[4:])]
     with warnings.catch_warnings():

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.linear_ops.recognize import AffineOp, recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
-from pyro_bdl.program.vmap import tap
+from pyro_bdl.program.vmap import InsideAnotherMapError, depends_on_row, tap
 from pyro_bdl.utils.trees import tree_leaves, tree_map
 
 
@@ -106,6 +106,14 @@ class UseRecorder(Tracker):
                 "makes data depend on each other: make it with track_running_stats=True and train "
                 'again, use GroupNorm or LayerNorm, or declare rows="together"'
             )
+        try:
+            return self._record(op, func, args, kwargs, tagged)
+        except InsideAnotherMapError as error:
+            raise UnseenUseError({tag.site for tag in tagged}) from error
+
+    def _record(
+        self, op: AffineOp | None, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]
+    ) -> Any:
         if op is None or not op.is_plain or any(repeats(tag.indices) for tag in tagged):
             return self._dense(func, args, kwargs, tagged)
         result = func(*args, **kwargs)
@@ -122,6 +130,14 @@ class UseRecorder(Tracker):
         if recorded:
             result, self.edges[number] = self._tapped(result)
         return result
+
+    def _is_view(self, func: Any, args: tuple, tagged: list[Tag]) -> bool:
+        """Return whether all rows take the same view: no rows of a table at indices of the data."""
+        lane, leaves = self.lane, tree_leaves(args[1:])
+        indices = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if lane is not None and any(depends_on_row(index, lane) for index in indices):
+            return False
+        return super()._is_view(func, args, tagged)
 
     def inputs(self) -> dict[int, Tensor]:
         """The inputs of the uses that have some, by their place among all."""

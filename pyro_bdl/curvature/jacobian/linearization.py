@@ -2,7 +2,7 @@
 from the uses of latents by single rows."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -240,7 +240,6 @@ class Linearization:
         ``ParameterReading``).
     :param together: the program on all rows at once, as a function of the leaves, where single rows
         were mapped.
-    :param factors_of_rows: the factor statements that are known to depend on the row.
     """
 
     def __init__(
@@ -253,7 +252,6 @@ class Linearization:
         by_row: Mapping[str, bool] | None = None,
         reading: Any = None,
         together: Callable[[Mapping[str, Tensor]], Run] | None = None,
-        factors_of_rows: Collection[str] = (),
     ) -> None:
         self.model, self.subset, self.vector = at.model, at.subset, at.vector
         self.leaves: Mapping[str, Tensor] = at.leaves
@@ -262,13 +260,18 @@ class Linearization:
         self.run, self.rows, self.reading = run, rows, reading
         self._parameters = parameters or {}
         self.by_row = by_row or {}
-        self.together, self.factors_of_rows = together, factors_of_rows
+        self.together = together
+        self._dependent = at.dependent
 
     def parameters(self, name: str) -> dict[str, Tensor]:
         """The tensors of an observed site's distribution, by name."""
         if name in self._parameters:
             return self._parameters[name]
         return parameters_of(base_distribution(self.run.observed[name].distribution))
+
+    def dependent(self) -> set[str] | None:
+        """``ProgramAtPoint.dependent`` of the batch."""
+        return self._dependent((self.args, self.kwargs))
 
     def gradient(self, value: Tensor, *, create_graph: bool = False) -> Tensor:
         """The gradient of a scalar in the subset, (p,); zero where it does not depend on it."""

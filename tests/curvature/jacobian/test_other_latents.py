@@ -55,8 +55,28 @@ def heteroscedastic(x, y):
     pyro.sample("y", dist.Normal(mean, (x * slope).sum(1, True).exp()).to_event(1), obs=y)
 
 
+def its_own_map_over_rows(x, y):
+    w, v = _sample("w", 2, 4), _sample("v", 4, OUT)
+    mean = torch.vmap(lambda row: (row @ w).tanh() @ v)(x) + x @ w[:, :OUT]
+    pyro.sample("y", dist.Normal(mean, 0.3).to_event(1), obs=y)
+
+
+def its_own_map_over_weights(x, y):
+    w = _sample("w", OUT, 2, 4)
+    mean = torch.vmap(lambda own: (x @ own).tanh().sum(1), out_dims=1)(w)
+    pyro.sample("y", dist.Normal(mean, 0.3).to_event(1), obs=y)
+
+
+def rows_of_a_table(x, y):
+    group = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    table, w = _sample("table", 3, OUT), _sample("w", 2, OUT)
+    mean = x @ w + table[group] + table[0] * table[group.flip(0).flip(0), :1]
+    pyro.sample("y", dist.Normal(mean, 0.3).to_event(1), obs=y)
+
+
 PROGRAMS = [
     one_scale, a_scale_for_each_output, a_factor, degrees_too, in_the_mean_as_well, heteroscedastic,
+    its_own_map_over_rows, its_own_map_over_weights, rows_of_a_table,
 ]  # fmt: skip
 
 
