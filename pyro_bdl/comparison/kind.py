@@ -93,6 +93,7 @@ class Kind:
     :param most_rows: the program's ``num_data``, beyond which it takes no targets; None for any.
     :param is_masked: whether a mask tensor leaves data out of the likelihood.
     :param factors: its factors, which belong to no datum and are not scored.
+    :param is_log: whether the numbers are censored ones above 0, whose function is of their logs.
     :param named: its latent sites that are no weights of a network, nor scales of their priors.
     """
 
@@ -111,6 +112,7 @@ class Kind:
     is_masked: bool = False
     factors: tuple[str, ...] = ()
     named: tuple[str, ...] = ()
+    is_log: bool = False
 
     @property
     def is_single(self) -> bool:
@@ -374,6 +376,10 @@ def _kind_of(
         is_masked=any(site.is_masked for site in sites.values()),
         named=() if program is None else named_latents(program),
         factors=() if program is None else program.factors,
+        is_log=all(
+            isinstance(s.distribution, Censored) and s.distribution.law != "normal"
+            for s in sites.values()
+        ),
     )
 
 
