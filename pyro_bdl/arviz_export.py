@@ -365,10 +365,19 @@ def _of_posterior(
     density = predictive.log_likelihood(*program.args, **program.kwargs)
     groups["log_likelihood"] = _split(density, leading)
     with torch.no_grad():
-        coupled = program.run(program.initial).one_step_ahead()
-    if coupled is not None:
+        run = program.run(program.initial)
+    if (coupled := run.one_step_ahead()) is not None:
         message = f"{coupled}; arviz.loo on log_likelihood is no estimate for new data"
         warn(message, "data-depend", stacklevel=3)
+    if scaled := [repr(name) for name, site in run.observed.items() if site.is_scaled]:
+        warn(
+            f"the likelihood of {', '.join(scaled)} is raised to a power in the posterior (a "
+            "temperature, or poutine.scale), and log_likelihood has it to the power 1, as "
+            "predictions do: arviz.loo and psense_summary would take it for the posterior's; use "
+            "pyro_bdl.loo and diagnostics.prior_sensitivity",
+            "powers-of-likelihoods",
+            stacklevel=3,
+        )
     return groups
 
 

@@ -16,6 +16,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from pyro_bdl import posteriors, priors
+from pyro_bdl.data.dataset import CENSORED
 from pyro_bdl.data.programs import LIKELIHOODS, perceptron
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import DEFAULT_DRAWS
@@ -195,25 +196,24 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
     @in_turn
     def fit(self, X: Any, y: Any) -> "BayesianRegressor":
         """Fit the posterior to features (N, D) and targets (N,), censored ones (N, 2) or (N, 3)."""
-        task = self._task(("regression", "count", "share", "censored"))
+        task = self._task(("regression", "count", "share", *CENSORED))
         x, y = validate_data(
             self, X, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2,
-            multi_output=task == "censored",
+            multi_output=task in CENSORED,
         )  # fmt: skip
         y = np.array(y, dtype=np.float64)
         self.mean_, self.sd_ = 0.0, 1.0
         values = y
-        if task == "censored":
+        if task in CENSORED:
             if y.ndim != 2 or y.shape[1] not in (2, 3) or not np.isin(y[:, 1], range(4)).all():
                 raise ValueError(
                     f"likelihood={self.likelihood!r} needs targets (N, 2), values and status (0 to "
                     f"3), or (N, 3), with the upper ends of intervals, got shape {y.shape}"
                 )
             values = y[:, 0]
-        is_positive = self.likelihood in ("censored_lognormal", "censored_weibull")
-        if is_positive and not (values > 0).all():
-            raise ValueError(f"likelihood={self.likelihood!r} needs values above 0")
-        if is_positive:
+        if task == "times":
+            if not (values > 0).all():
+                raise ValueError(f"likelihood={self.likelihood!r} needs values above 0")
             self.sd_ = float(np.exp(np.log(values).mean()))
         elif task in ("regression", "censored"):
             size = float(np.abs(values).max()) or 1.0  # whose square may overflow
@@ -223,7 +223,7 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
             raise ValueError(f"likelihood={self.likelihood!r} needs counts: 0, 1, 2 and so on")
         elif task == "share" and not ((y > 0) & (y < 1)).all():
             raise ValueError(f"likelihood={self.likelihood!r} needs shares between 0 and 1")
-        numbers = y[:, ::2] if task == "censored" else y  # without the status
+        numbers = y[:, ::2] if task in CENSORED else y  # without the status
         numbers -= self.mean_
         numbers /= self.sd_
         self._fit(x, torch.from_numpy(y))

@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from scipy import stats
 from torch import nn
 
 import pyro_bdl as bdl
@@ -343,6 +344,11 @@ def test_scores_of_censored_targets_are_those_of_their_limits(units):
     expected = metrics.crps(draws, low, upper=high)
     assert evaluation.scores["crps_censored"] == pytest.approx(float(expected))
     assert "crps" not in evaluation.scores and evaluation.pit.shape == (7,)
+    # a limit has a probability, which is the same in all units
+    law = stats.norm(evaluation.expected.numpy(), 0.7 * units[0])
+    within = torch.from_numpy(law.cdf(high.numpy()) - law.cdf(low.numpy()))
+    p = torch.where(low == high, torch.from_numpy(law.pdf(low.numpy())), within).mean(0)
+    assert evaluation.scores["nlpd"] == pytest.approx(float(-p.log().mean()))
 
 
 @pytest.mark.parametrize("law", CENSORED)

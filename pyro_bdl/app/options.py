@@ -11,7 +11,7 @@ from torch import nn
 
 from pyro_bdl import posteriors, references
 from pyro_bdl.data.csv import load_csv, read_csv
-from pyro_bdl.data.dataset import Dataset, Imputer, Task, quoted
+from pyro_bdl.data.dataset import CENSORED, Dataset, Imputer, Task, quoted
 from pyro_bdl.data.examples import EXAMPLES
 from pyro_bdl.data.programs import LIKELIHOODS, Activation, Likelihood, program
 
@@ -26,6 +26,8 @@ _OF_FILES = (
     "one_hot",
     "impute",
     "missing_targets",
+    "status",
+    "upper",
 )
 _OF_PROGRAM = ("hidden", "activation", "likelihood", "prior_gain")
 
@@ -73,6 +75,16 @@ class Options:
         _data(help="A text that stands for a missing value in every column; several times."),
     ] = None
     task: Annotated[Task | None, _data(help="Found from the target if it is not given.")] = None
+    status: Annotated[
+        str | None,
+        _data(
+            help="Of censored targets the column that says whether each is larger than its value "
+            "(0), its value (1), smaller (2), or between it and --upper (3)."
+        ),
+    ] = None
+    upper: Annotated[
+        str | None, _data(help="The column with the upper ends of targets of status 3.")
+    ] = None
     one_hot: Annotated[bool, _data("--one-hot", help="Columns of text as zeros and ones.")] = False
     impute: Annotated[
         Imputer | None, _data(help="Fill in missing features from the training rows.")
@@ -101,7 +113,7 @@ class Options:
         Likelihood | None,
         _network(
             help="Default: normal, categorical, poisson or beta, by the task; all but normal ones "
-            "need not say --task."
+            "need not say --task. Censored ones need --status."
         ),
     ] = None
     prior_gain: Annotated[
@@ -199,10 +211,13 @@ class Options:
         task = self.task
         if task is None and self.likelihood is not None:
             task = cast(Task, LIKELIHOODS[self.likelihood].task)
+        if self.baselines and task in CENSORED:
+            raise ValueError("--baselines: those of other libraries take no censored targets")
         return load_csv(
             self.data, self.target, task, separator=separator, decimal=self.decimal,
             thousands=self.thousands, dates=self.dates or (), missing=self.missing or (),
-            one_hot=self.one_hot, impute=self.impute, missing_targets=self.missing_targets, **split,
+            one_hot=self.one_hot, impute=self.impute, missing_targets=self.missing_targets,
+            status=self.status, upper=self.upper, **split,
         ).to(self.device)  # fmt: skip
 
     def program(self, data: Dataset) -> tuple[nn.Module, dict[str, str]]:

@@ -68,8 +68,10 @@ def _data(data: Dataset) -> dict[str, Any]:
         "classes": ", ".join(data.class_names),
         "inferred": " ".join(data.notes),
     }
-    if data.task == "regression":
+    if data.task in ("regression", "censored"):
         values["target's mean and sd"] = (
             f"{data.y_mean:.6g} and {data.y_sd:.6g}: the program sees (y - mean) / sd"
         )
+    if data.task == "times":
+        values["target's geometric mean"] = f"{data.y_sd:.6g}: the program sees y / mean"
     return {name: value for name, value in values.items() if value}

@@ -291,7 +291,8 @@ class _Draws:
         inputs["drawing"] = self.seconds, self.count
         if data.ood is not None:
             there = observe(self.predictive, data.kind, data.ood, None)
-            there = there.on(double_device(there.mean.device)).in_units(*data.units)
+            there = there.on(double_device(there.mean.device))
+            there = there.in_units(*data.units, is_log=data.kind.is_log)
             every_row = torch.arange(there.rows, device=there.mean.device)
             there = there.at(every_row, chains, len(here.mean))  # the draws that are kept of here
             points = separation(here, there, data.kind.task, are_draws=self.are_draws)
@@ -401,7 +402,8 @@ def _scored(
         rows = len(seen_rows)
     places = spaced(rows)
     for block in blocks:
-        block = block.on(double_device(block.mean.device)).in_units(scale, shift)
+        block = block.on(double_device(block.mean.device))
+        block = block.in_units(scale, shift, is_log=kind.is_log)
         score.add(block)
         density = block.log_density
         inside = places[(places >= start) & (places < start + block.rows)] - start

@@ -43,6 +43,7 @@ _BY_CLASS = ("Categorical", "OrderedLogistic")  # a probability for each class
 # Bytes of the draws in memory at once while the test points are scored: scores hold about ten
 # arrays of this size, and bars move on after each part.
 _DRAWS_AT_ONCE = 2**23
+_ROUNDING = 1e-12  # of sums of powers
 
 
 class Seen(NamedTuple):
@@ -93,6 +94,8 @@ class Kind:
     :param most_rows: the program's ``num_data``, beyond which it takes no targets; None for any.
     :param is_masked: whether a mask tensor leaves data out of the likelihood.
     :param factors: its factors, which belong to no datum and are not scored.
+    :param is_log: whether the numbers are censored ones above 0, whose function is of their logs.
+    :param is_scaled: whether the likelihood of some data is raised to a power, as by a temperature.
     :param named: its latent sites that are no weights of a network, nor scales of their priors.
     """
 
@@ -111,6 +114,8 @@ class Kind:
     is_masked: bool = False
     factors: tuple[str, ...] = ()
     named: tuple[str, ...] = ()
+    is_log: bool = False
+    is_scaled: bool = False
 
     @property
     def is_single(self) -> bool:
@@ -191,6 +196,23 @@ class Kind:
         """The data that were seen; None where no mask leaves any out."""
         return observed(model, args, posterior, self).seen if self.is_masked else None
 
+    def powers(self, model: Callable, args: tuple, posterior: Any) -> Tensor | None:
+        """The powers ``(N,)`` of the data's likelihoods in the density of the program; None where
+        all are 1."""
+        return observed(model, args, posterior, self).powers if self.is_scaled else None
+
+    def powers_in(self, run: Run) -> Tensor:
+        """The powers of a run's data; NaN where the numbers of a datum have different ones."""
+        at: dict[str, Tensor] = {}
+        for name in self.sites:
+            site: Any = run.observed[name]
+            power = torch.as_tensor(site.power, dtype=torch.float64, device="cpu")
+            at[name] = power.expand(site.distribution.batch_shape)[None]
+        count = self.densities({name: torch.ones_like(power) for name, power in at.items()})
+        mean = self.densities(at) / count
+        square = self.densities({name: power**2 for name, power in at.items()}) / count
+        return mean.where(square - mean**2 <= _ROUNDING * square, torch.nan)[0]
+
     def targets(self, run: Run, args: tuple) -> Tensor:
         """The numbers that a run observes."""
         values: dict[str, Any] = {name: run.observed[name].value for name in self.sites}
@@ -238,12 +260,14 @@ class Observed(NamedTuple):
     :param seen: which of them masks do not leave out; None where they leave out none.
     :param bounds: of a censored site, the two ends between which each number is known to lie,
         ``(2, *y.shape)``.
+    :param powers: of the data's likelihoods, ``(N,)``; None where all are 1.
     """
 
     kind: Kind
     y: Tensor
     seen: Seen | None
     bounds: Tensor | None = None
+    powers: Tensor | None = None
 
 
 @torch.no_grad()
@@ -296,7 +320,7 @@ def _read(
     names: Collection[str] | None,
 ) -> Observed | None:
     """The observed numbers of all batches; None if they are no rows of one kind."""
-    targets, marks, ends = [], [], []
+    targets, marks, ends, powers = [], [], [], []
     for args in batches:
         run, program, at = _first_run(model, args, posterior)
         names = names if kind is None else kind.sites
@@ -315,6 +339,8 @@ def _read(
             return None
         targets.append(kind.targets(run, args))
         marks.append(kind.seen_in(run, args))
+        if kind.is_scaled:
+            powers.append(kind.powers_in(run))
         site = next(iter(run.observed.values()))
         if kind.is_single and isinstance(site.distribution, Censored):
             ends.append(torch.stack(site.distribution.bounds(site.value)))
@@ -324,7 +350,8 @@ def _read(
     if seen is not None and seen.numbers.all():
         seen = None
     bounds = torch.cat(ends, 1) if ends else None
-    return Observed(kind, targets[0] if len(targets) == 1 else torch.cat(targets), seen, bounds)
+    y = targets[0] if len(targets) == 1 else torch.cat(targets)
+    return Observed(kind, y, seen, bounds, torch.cat(powers) if powers else None)
 
 
 def _kind_of(
@@ -356,7 +383,7 @@ def _kind_of(
             f"the program does not sample the site {name!r} where the targets are None: "
             "write it with y=None as an argument and pyro.sample(..., obs=y)"
         )
-    return Kind(
+    kind = Kind(
         sites=kinds,
         task="classification" if is_class else "regression",
         latents=None if program is None else program.latents,
@@ -374,7 +401,16 @@ def _kind_of(
         is_masked=any(site.is_masked for site in sites.values()),
         named=() if program is None else named_latents(program),
         factors=() if program is None else program.factors,
+        is_log=all(
+            isinstance(s.distribution, Censored) and s.distribution.law != "normal"
+            for s in sites.values()
+        ),
+        is_scaled=any(site.is_scaled for site in sites.values()),
     )
+    if kind.is_scaled and not kind.no_single and kind.powers_in(run).isnan().any():
+        words = "numbers of one datum have likelihoods that are raised to different powers"
+        kind = replace(kind, no_single=f"{words} (poutine.scale)")
+    return kind
 
 
 def needs_targets(model: Callable, kind: Kind, args: tuple, posterior: Any) -> bool:

@@ -20,9 +20,12 @@ from pyro_bdl.diagnostics.loo import (
     LOO,
     SubsampledLOO,
     difference_estimate,
+    leave_out,
+    left_out_columns,
     log_mean_exp,
     standard_error,
     subsampled_loo,
+    total,
 )
 from pyro_bdl.diagnostics.psis import smooth
 from pyro_bdl.errors import BdlWarning
@@ -216,14 +219,24 @@ def leave_one_out(
         (args, None if seen is None else seen.at(rows))
         for args, rows in kind.batches(train, samples.num_chains * samples.num_draws)
     ]
-    rows, density, total, approximation = _likelihoods(predictive, kind, parts, most, progress)
+    powers = kind.powers(model, train, posterior)
+    if powers is not None and seen is not None:
+        powers = powers[(seen.counts > 0).to(powers.device)]
+    rows, density, of_all, approximation = _likelihoods(
+        predictive, kind, parts, most, powers, progress
+    )
     draws = density.unflatten(0, (samples.num_chains if chains else 1, -1))
+    powers = None if powers is None else powers[rows]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)  # the table holds the number of high k-hats
         if log_p is None or log_q is None:
-            loo: Any = diagnostics.loo(draws)
+            loo: Any = total(left_out_columns(draws, powers=powers), draws)
+        elif powers is None:
+            loo = diagnostics.loo_approximate_posterior(draws, (log_p + of_all)[None], log_q[None])
         else:
-            loo = diagnostics.loo_approximate_posterior(draws, (log_p + total)[None], log_q[None])
+            ll = double(density).T
+            ratios = log_p + of_all - log_q - powers.to(ll.device)[:, None] * ll
+            loo = total(leave_out(ll, ratios, 1.0), draws)
     if len(rows) < len(approximation):
         loo = subsampled_loo(loo, approximation, rows)
     return loo, EXACT if chains else CORRECTED
@@ -242,13 +255,14 @@ def _likelihoods(
     kind: Kind,
     parts: Sequence[tuple[tuple, Seen | None]],
     most: int,
+    powers: Tensor | None,
     progress: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The numbers ``(m,)`` of the data that are left out, log p(y_n | draw) of these ``(S, m)``,
-    its sum over all data ``(S,)``, and the log of its mean over the draws at all data ``(N,)``; the
-    whole ``(S, N)`` is never held. Data that were not seen are none."""
+    the sum over all data ``(S,)`` of it times its power, and the log of its mean over the draws at
+    all data ``(N,)``; the whole ``(S, N)`` is never held. Data that were not seen are none."""
     densities, means, start = [], [], 0
-    total: Any = 0.0
+    of_all: Any = 0.0
     rows: Any = None
     for part, seen in shown(parts, "leave-one-out", progress):
         density = log_densities(predictive, kind, part, seen)
@@ -262,10 +276,11 @@ def _likelihoods(
         inside = (rows >= start) & (rows < end)
         densities.append(density[:, (rows[inside] - start).to(density.device)])
         density = double(density)
-        total = total + density.sum(1)
+        power: Any = 1.0 if powers is None else powers[start:end].to(density.device)
+        of_all = of_all + (power * density).sum(1)
         means.append(log_mean_exp(density.T))
         start = end
-    return rows, torch.cat(densities, 1), total, torch.cat(means)
+    return rows, torch.cat(densities, 1), of_all, torch.cat(means)
 
 
 def withheld_notes(scores: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -459,7 +474,7 @@ def _log_density(
     """log E p(y_n | w) of each row, ``(N,)``, the error over the draws of its sum, whether anything
     of the row was seen, and k-hat of p(y_n | w) over the draws."""
     rows = rows_of(model, posterior)
-    kind, _, seen, _ = observed(model, args, posterior, draws=num_samples, rows=rows)
+    kind, _, seen, *_ = observed(model, args, posterior, draws=num_samples, rows=rows)
     if not kind.by_rows or kind.is_joint:
         raise ValueError(
             f"k_fold leaves out rows, and the observed sites {', '.join(map(repr, kind.sites))} "

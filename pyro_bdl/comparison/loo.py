@@ -30,6 +30,8 @@ from pyro_bdl.utils.module_state import device_of, evaluation_mode
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
 
+_FACTOR = "loo_mixture"
+
 
 class _LooMixture(nn.Module):
     """A program with one more factor, of ``loo_mixture``."""
@@ -48,9 +50,11 @@ class _LooMixture(nn.Module):
                 run.add(node)
         sites = {n: run.observed[n].unscaled_log_prob()[None] for n in self.kind.sites}
         density = self.kind.densities(sites)[0]
+        if self.kind.is_scaled:
+            density = density * self.kind.powers_in(run).to(density)
         if self._seen is not None:
             density = density[self._seen.to(density.device)]
-        pyro.factor("loo_mixture", (-density).logsumexp(0))
+        pyro.factor(_FACTOR, (-density).logsumexp(0))
         return result
 
 
@@ -58,6 +62,8 @@ def loo_mixture(model: Callable, *data: Any) -> nn.Module:
     """The program whose posterior is the mixture of those without one datum each, for ``loo``::
 
         p(w, y) sum_n 1 / p(y_n | w)
+
+    A tempered program has the power of p(y_n | w) in both factors.
 
     Importance weights of its draws to each of the mixed posteriors are bounded, so that their
     variances are finite, whatever the number of latents and however influential the datum::
@@ -68,24 +74,39 @@ def loo_mixture(model: Callable, *data: Any) -> nn.Module:
     :param data: all the data, the targets last; they are left out one at a time.
     :raises UnsupportedProgramError: if no datum has a density of its own, or the program has
         discrete latents that are summed out.
-    :raises ValueError: if masks leave out all data.
+    :raises ValueError: if masks leave out all data, or the program states more data than these.
 
     Source: Silva & Zanella (2023), Robust leave-one-out cross-validation for high-dimensional
     Bayesian models, equations 7 and 8.
     """
     args = arguments_of("data", data, model, device=device_of(model))
-    program = Program(model, *args)
+    program, run = Program.with_run(model, args, {})
+    _check_all(run, "loo_mixture")
     if program.discrete:
         raise UnsupportedProgramError(
             f"loo_mixture has no densities of single data where discrete sites "
             f"({', '.join(program.discrete)}) are summed out: use loo, or k_fold"
         )
-    kind, _, seen, _ = observed(model, args, None, rows=rows_of(model))
+    kind, _, seen, *_ = observed(model, args, None, rows=rows_of(model))
     if kind.no_single:
         raise UnsupportedProgramError(f"{kind.no_single}: no datum can be left out")
     if seen is not None and not seen.numbers.any():
         raise ValueError("masks leave out all data, and there is none to be left out one at a time")
     return _LooMixture(model, kind, seen)
+
+
+def _check_all(run: Run, name: str) -> None:
+    """Check that a run has all the data that its plates state.
+
+    :param name: what needs them, for the message.
+    """
+    for site, statement in run.observed.items():
+        if statement.subsampling != 1:
+            raise ValueError(
+                f"{name} needs all the data, and the program states {statement.subsampling:.6g} "
+                f"times as many at the site {site!r} (num_data, or a plate's size) as it is given "
+                "or draws: pass all of them to a program that takes all"
+            )
 
 
 def loo(
@@ -111,6 +132,9 @@ def loo(
         an outlier can leave too high, and the new value is taken if it is lower.
     :param seed: of the predictions of ``LOO.pit``; the refit without row n starts from ``seed +
         n``; ``n_jobs`` as in ``k_fold``.
+    A tempered program's draws are of its own posterior, so that a datum is left out with the power
+    that its likelihood has there; what is scored is log p(y_n | w) itself.
+
     :raises TypeError: for a guide, whose draws are not of the posterior.
     :raises UnsupportedProgramError: if no datum has a density of its own, or with ``refit`` rows
         hold several data.
@@ -147,40 +171,54 @@ def _columns(
     count = samples.num_chains * samples.num_draws
     is_mixture = isinstance(model, _LooMixture)
     model = model.model if isinstance(model, _LooMixture) else model
-    kind, y, seen, bounds = observed(model, args, samples, draws=count, rows=rows_of(model))
+    kind, y, seen, bounds, powers = observed(model, args, samples, draws=count, rows=rows_of(model))
     if kind.no_single:
         raise UnsupportedProgramError(f"{kind.no_single}: no datum can be left out")
+    if _FACTOR in kind.factors:
+        raise ValueError(
+            "the program is loo_mixture under a handler: apply the handler first, as in "
+            "loo_mixture(temper(model, T), x, y)"
+        )
     parts, densities, transforms = [], [], []
+    if powers is not None and seen is not None:
+        powers = powers[(seen.counts > 0).to(powers.device)]
     predictive, mixed = Predictive(model, samples), torch.zeros((), device="cpu")
     for part, batch in kind.batches(args, count):
         parts.append((part, None if seen is None else seen.at(batch)))
     if is_mixture:  # log sum_n 1 / p(y_n | w)
-        ratios = [-log_densities(predictive, kind, *part) for part in parts]
-        mixed = torch.cat(ratios, 1).logsumexp(1, keepdim=True)
+        found = torch.cat([log_densities(predictive, kind, *part) for part in parts], 1)
+        mixed = _powered(-found, powers).logsumexp(1, keepdim=True)
+    start = 0
     with seeded(seed):
         for (part, of_part), (_, batch) in zip(parts, kind.batches(args, count), strict=True):
             ends = None if bounds is None else bounds[:, batch]
             block = observe(predictive, kind, part, y[batch], of_part, ends)
-            densities.append(cast(Tensor, block.log_density))
-            transforms.append(_pit(block, mixed, samples.num_chains))
+            density = cast(Tensor, block.log_density)
+            of_block = None if powers is None else powers[start : start + density.shape[1]]
+            densities.append(density)
+            transforms.append(_pit(block, mixed, samples.num_chains, of_block))
+            start += density.shape[1]
     known = [value for value in transforms if value is not None]
     log_likelihood = torch.cat(densities, 1)
     draws = log_likelihood.unflatten(0, (samples.num_chains, samples.num_draws))
-    columns = left_out_columns(draws)
+    columns = left_out_columns(draws, powers=powers)
     if is_mixture:
-        columns = leave_out(log_likelihood.T, (-log_likelihood - mixed).T, 1.0)
+        ratios = _powered(-log_likelihood, powers) - mixed
+        columns = leave_out(log_likelihood.T, ratios.T, 1.0)
         columns[1] = (log_likelihood - mixed).logsumexp(0) - (-mixed).logsumexp(0)
     limit = good_k(count)
     if method == "moment_matching":
         with evaluation_mode(model, samples):
-            program = Program(model, *args)
+            program, run = Program.with_run(model, args, {})
+            _check_all(run, "moment matching")
             vectors = program.unconstrain(samples.flat())
             log_joint, _ = log_densities_of(program, None, samples)
             bad = (columns[2] > limit).nonzero().flatten().tolist()
             for n in shown(bad, "moment matching", progress):
                 density = _density(model, program, kind, parts, densities, n)
                 own = log_likelihood[:, n]
-                column = moment_matched(vectors, log_joint, own, density)
+                power = 1.0 if powers is None else float(powers[n])
+                column = moment_matched(vectors, log_joint, own, density, power=power)
                 if column is not None:
                     columns[0, n], columns[2:, n] = column[0], column[2:]
     variance = 0.0
@@ -205,11 +243,17 @@ def _columns(
     return columns, draws, variance**0.5, torch.cat(known) if known else None
 
 
-def _pit(block: Block, mixed: Tensor, chains: int) -> Tensor | None:
+def _powered(log_densities: Tensor, powers: Tensor | None) -> Tensor:
+    """Log densities ``(S, N)`` times the powers of the data, ``(N,)``."""
+    return log_densities if powers is None else log_densities * powers.to(log_densities.device)
+
+
+def _pit(block: Block, mixed: Tensor, chains: int, powers: Tensor | None) -> Tensor | None:
     """The PITs of a batch's numbers without each of them; None of classes, and where a datum has
     several numbers.
 
     :param mixed: log sum_n 1 / p(y_n | w) of draws of the mixture, ``(S, 1)``; 0 of others.
+    :param powers: of the batch's likelihoods, ``(n,)``.
     """
     density = cast(Tensor, block.log_density)
     if block.draws is None or block.y is None:
@@ -222,9 +266,8 @@ def _pit(block: Block, mixed: Tensor, chains: int) -> Tensor | None:
         draws, low, end = draws[:, cells], low[cells], end[cells]
     if draws.shape != density.shape:
         return None
-    weights = psis((-density - mixed.to(density)).unflatten(0, (chains, -1))).log_weights.flatten(
-        0, 1
-    )
+    ratios = (_powered(-density, powers) - mixed.to(density)).unflatten(0, (chains, -1))
+    weights = psis(ratios).log_weights.flatten(0, 1)
     return pit(draws, low, upper=end, log_weights=weights)
 
 

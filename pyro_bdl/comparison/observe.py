@@ -141,9 +141,12 @@ class Block:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return Block(**tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, values))
 
-    def in_units(self, scale: float, shift: float) -> "Block":
+    def in_units(self, scale: float, shift: float, *, is_log: bool = False) -> "Block":
         """The predictions of ``y * scale + shift``; the density is smaller by log(scale) for each
-        number of a target."""
+        number of a target that was seen, while of a limit it is a probability.
+
+        :param is_log: whether the function is of log y.
+        """
 
         def moved(values: Tensor, _: int = 0) -> Tensor:
             return values * scale + shift
@@ -153,15 +156,18 @@ class Block:
             if density is None or self.y is None:
                 return density
             numbers: Any = self.y.numel() / density.shape[-1]
-            return double(density) - math.log(scale) * (
-                numbers if self.counts is None else self.counts
-            )
+            numbers = numbers if self.counts is None else self.counts
+            if self.bounds is not None:
+                numbers = numbers * (self.bounds[0] == self.bounds[1])
+            return double(density) - math.log(scale) * numbers
 
         noise, closed = None if self.noise is None else self.noise * scale**2, self.closed
         if closed is not None:
             of_targets = in_own(closed.log_density)
             closed = ClosedPredictions(moved(closed.mean), closed.variance * scale**2, of_targets)
         values = self._map(moved, ("mean", "function", "y", "draws", "bounds"))
+        if is_log:
+            values["function"] = self.function + math.log(scale)
         density = in_own(self.log_density)
         return replace(self, **values, noise=noise, log_density=density, closed=closed)
 

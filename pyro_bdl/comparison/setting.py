@@ -102,7 +102,7 @@ class Setting:
             raise ValueError(f"units must be (scale, shift) with a positive scale, got {units}")
         with seeded(seed):
             try:
-                kind, y, seen, bounds = observed(
+                kind, y, seen, bounds, _ = observed(
                     model, args, posterior, sites=sites, draws=num_samples, rows=rows
                 )
             except (ValueError, RuntimeError, IndexError):

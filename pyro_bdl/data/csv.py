@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from pyro_bdl.data.dataset import Dataset, prepare, quoted
+from pyro_bdl.data.dataset import CENSORED, Dataset, prepare, quoted
 
 _MIN_TEXTS = 10  # up to this many different texts are always turned into indicators
 _DATE = r"\d{4}-\d{1,2}-\d{1,2}.*"
@@ -30,6 +30,8 @@ def load_csv(
     dates: Sequence[str] = (),
     missing: Sequence[str] = (),
     one_hot: bool = False,
+    status: str | None = None,
+    upper: str | None = None,
     **options: Any,
 ) -> Dataset:
     """Read a CSV file with a header; every column but the target is a feature.
@@ -41,9 +43,8 @@ def load_csv(
 
     :param path: the file.
     :param target: name of the target column.
-    :param task: ``"regression"``, ``"classification"`` or ``"count"``; found from the target if
-        None: text, or whole numbers with at most 10 distinct values, are classes. The data set's
-        ``notes`` say what was found.
+    :param task: as of :func:`prepare`; if None it is found from the target: text, or whole numbers
+        with at most 10 distinct values, are classes. The data set's ``notes`` say what was found.
     :param separator: the character between columns.
     :param decimal: the mark before decimals.
     :param thousands: the mark between groups of three digits; None: there is none.
@@ -52,11 +53,14 @@ def load_csv(
     :param missing: texts that stand for missing values in every column, such as ``["NA", "?"]``.
     :param one_hot: turn each column of text into one column of zeros and ones for each of its
         values in the training part, named ``column=value``.
+    :param status: of censored targets the column that says how each is known: 0, it is larger than
+        its value; 1, it is the value; 2, it is smaller; 3, it is between the value and ``upper``,
+        the column of upper ends, of which other rows say nothing.
     :param options: ``impute``, ``test_fraction``, ``seed`` and ``fold``, see :func:`prepare`.
     :raises OSError: if there is no such file.
     :raises ValueError: if the file is no table in UTF-8 with a header of different names; if the
         target is not among the columns; if a feature is not numeric or a date is not written as
-        above; and in the cases of :func:`prepare`.
+        above; if the status of censored targets is missing; and in the cases of :func:`prepare`.
     """
     if len(decimal) != 1 or thousands == decimal:
         raise ValueError(
@@ -64,7 +68,16 @@ def load_csv(
             f"thousands={thousands!r} (--thousands)"
         )
     frame, notes = _table(path, separator, missing)
-    for name in (target, *dates):
+    of_target = [name for name in (target, status, upper) if name is not None]
+    if (status is None) == (task in CENSORED) or (upper is not None and status is None):
+        raise ValueError(
+            "status: a column that says how the targets are known (--status) and censored targets "
+            "(--likelihood censored_normal, censored_lognormal or censored_weibull) need each "
+            f"other; status is {status!r}, upper {upper!r}, and the task {task!r}"
+        )
+    if len(set(of_target)) < len(of_target):
+        raise ValueError(f"target, status and upper must be three columns, got {quoted(of_target)}")
+    for name in (*of_target, *dates):
         if name not in frame.columns:
             near = difflib.get_close_matches(name, frame.columns, n=3, cutoff=0.5)
             hint = f"did you mean {quoted(near)}?" if near else f"it has {quoted(frame.columns)}"
@@ -75,9 +88,9 @@ def load_csv(
     of_numbers = numbers.notna().any() & ~(is_text & ~usual).any()
     is_text &= ~of_numbers
     if not one_hot:
-        _refuse_texts(frame, is_text.drop(columns=[target, *dates]), path)
+        _refuse_texts(frame, is_text.drop(columns=[*of_target, *dates]), path)
     features: dict[str, pd.Series] = {}
-    for name in frame.columns.drop(target):
+    for name in frame.columns.drop(of_target):
         if name in dates:
             features |= _date_parts(frame[name].mask(usual[name]))
         elif is_text[name].any():
@@ -104,11 +117,33 @@ def load_csv(
             )
         y = frame[target].astype(object)
         notes += _values_of_their_own(frame[target], usual[target])
+    targets = y.to_numpy()
+    if status is not None:
+        targets = _censored(frame[of_target], numbers[of_target], usual[of_target])
     made = prepare(
-        pd.DataFrame(features), y.to_numpy(),
+        pd.DataFrame(features), targets,
         feature_names=tuple(features), target_name=target, task=task, **options,
     )  # fmt: skip
     return replace(made, source=f"the file {path}", notes=(*notes, *made.notes))
+
+
+def _censored(frame: pd.DataFrame, numbers: pd.DataFrame, usual: pd.DataFrame) -> np.ndarray:
+    """The columns of censored targets: value, status and, if there is one, upper end.
+
+    :param usual: where the text is one that stands for a missing value.
+    """
+    for name in frame.columns[1:]:
+        if (text := numbers[name].isna() & frame[name].notna() & ~usual[name]).any():
+            raise ValueError(
+                f"data: column {name!r} is not numeric ({_first(frame[name], text)}); correct it"
+            )
+    known = numbers.to_numpy()
+    if known.shape[1] == 3 and not (known[:, 1] == 3).any():
+        raise ValueError(
+            f"upper: no row has the status 3, of an interval, so that column "
+            f"{frame.columns[2]!r} (--upper) says nothing: leave it out"
+        )
+    return known
 
 
 def read_csv(path: str | Path, separator: str = ",") -> pd.DataFrame:

@@ -13,9 +13,11 @@ from torch import Tensor
 from pyro_bdl.errors import warn
 from pyro_bdl.utils.precision import double
 
-Task = Literal["regression", "classification", "count", "share"]
-# The network's output in words, for tasks whose targets are not standardized.
-LINKS = {"count": "log rate", "share": "logit of the mean"}
+Task = Literal["regression", "classification", "count", "share", "censored", "times"]
+# The network's output in words, for tasks whose targets are on another scale.
+LINKS = {"count": "log rate", "share": "logit of the mean", "times": "log location"}
+CENSORED = ("censored", "times")
+_KNOWN_AS = ("known to be larger (0)", "seen (1)", "known to be smaller (2)", "in an interval (3)")
 Imputer = Literal["mean", "median", "most_frequent"]
 _MAX_INTEGER_CLASSES = 10
 _MIN_ROWS, _MIN_TRAINING_ROWS = 10, 5
@@ -28,15 +30,17 @@ class Dataset:
 
     :param x_train: ``(N, D)``, standardized with its mean and sd.
     :param y_train: ``(N,)``. Regression: standardized, see :meth:`in_units`. Classification: int64
-        indices into ``class_names``.
+        indices into ``class_names``. Censored targets: ``(N, 2)`` or ``(N, 3)``, as those of
+        ``models.CensoredRegression``.
     :param x_test: ``(N, D)``, standardized with the mean and sd of the training part.
     :param y_test: ``(N,)``, as ``y_train``.
     :param feature_names: names of the D columns.
     :param target_name: name of the target.
-    :param task: ``"regression"``, ``"classification"``, ``"count"`` or ``"share"``.
+    :param task: ``"regression"``, ``"classification"``, ``"count"``, ``"share"``, ``"censored"`` or
+        ``"times"``.
     :param class_names: names of the classes, empty for regression.
     :param y_mean: the mean subtracted from the regression target, in its units.
-    :param y_sd: the sd that it was then divided by, in its units.
+    :param y_sd: the sd that it was then divided by, in its units; of times their geometric mean.
     :param x_mean: D means that were subtracted from the features, in their units; empty if nothing
         was.
     :param x_sd: D sds that they were then divided by.
@@ -82,18 +86,27 @@ class Dataset:
         return {
             "row": self.test_rows[place] if self.test_rows else None,
             "inputs": dict(zip(self.feature_names, values.tolist(), strict=True)),
-            "target": self.class_names[int(y)] if self.class_names else float(self.in_units(y)),
+            "target": self._in_words(y) if y.dim() else self._target(y),
         }
 
     def point_name(self, place: int) -> str:
         """A test point's row in the source, or its place in simulated data, and its target."""
-        point = self.point(place)
-        where = f"point {place}" if point["row"] is None else f"row {point['row']}"
-        return f"{where}, target {_plain(point['target'], 3)}"
+        row, y = self.test_rows[place] if self.test_rows else None, self.y_test[place]
+        where = f"point {place}" if row is None else f"row {row}"
+        target = self._in_words(y, 3) if y.dim() else _plain(self._target(y), 3)
+        return f"{where}, target {target}"
 
     def in_units(self, y: Tensor) -> Tensor:
         """Standardized targets or predictions in the units of the target, y * sd + mean."""
         return y * self.y_sd + self.y_mean
+
+    def _target(self, y: Tensor) -> str | float:
+        return self.class_names[int(y)] if self.class_names else float(self.in_units(y))
+
+    def _in_words(self, y: Tensor, digits: int = 6) -> str:
+        """What is known of a target by its status."""
+        value, *_, upper = (_plain(number, digits) for number in self.in_units(y).tolist())
+        return (f"> {value}", value, f"< {value}", f"{value} to {upper}")[int(y[1])]
 
     def to(self, device: torch.device | str) -> "Dataset":
         """The same data set on another device."""
@@ -121,11 +134,14 @@ def prepare(
     their numbers, become zeros, with a warning that names them.
 
     :param x: ``(N, D)``, numbers; columns of text (dtype ``object``) of a table become indicators.
-    :param y: ``(N,)``, numbers or, for classes, text.
+    :param y: ``(N,)``, numbers or, for classes, text; of censored targets ``(N, 2)``, values and
+        status, or ``(N, 3)``, with the upper ends of intervals (see ``models.CensoredRegression``).
     :param feature_names: D names, used in messages.
     :param target_name: name of the target, used in messages.
     :param task: ``"regression"``, ``"classification"``, ``"count"`` (whole numbers) or
-        ``"share"`` (between 0 and 1), which are not standardized, or None to find it from ``y``.
+        ``"share"`` (between 0 and 1), which are not standardized, ``"censored"``, numbers of which
+        some are known within limits only, ``"times"``, the same above 0, which are divided by their
+        geometric mean, or None to find it from ``y``.
     :param impute: what missing numbers (NaN) are filled in with, of the training part:
         ``"mean"``, ``"median"`` or ``"most_frequent"``; missing text is filled in with the most
         frequent one. None refuses them.
@@ -139,13 +155,16 @@ def prepare(
         NaN, infinity, or numbers so large that squared errors overflow (the error names rows and
         columns); a constant target, or a target that the dtype cannot resolve; fewer than two
         classes; too few rows in each class for the test part or the folds; an unknown task; a test
-        fraction outside (0, 1).
+        fraction outside (0, 1); a status that is none, or an interval without an upper end.
     """
     y, dtype = np.asarray(y), torch.get_default_dtype()
     if task not in (None, *get_args(Task)):
         raise ValueError(f"task={task!r} is unknown; choose {quoted(get_args(Task))}")
     if impute not in (None, *get_args(Imputer)):
         raise ValueError(f"impute={impute!r} is unknown; choose {quoted(get_args(Imputer))}")
+    known = None
+    if task in CENSORED:
+        y, known = _known(y, target_name)
     if x.ndim != 2 or y.shape != x.shape[:1] or x.shape[1] != len(feature_names):
         raise ValueError(
             f"x and y must be (N, D) and (N,) with D feature_names, but have shapes {x.shape} and "
@@ -156,6 +175,7 @@ def prepare(
     numbers, notes = np.arange(len(y)) + 1, []
     if missing_targets and (missing := pd.isna(y)).any():
         frame, y, numbers = frame[~missing].reset_index(drop=True), y[~missing], numbers[~missing]
+        known = None if known is None else known[~missing]
         notes.append(
             f"{int(missing.sum())} of {len(missing)} rows have no {target_name} and are left out."
         )
@@ -183,6 +203,16 @@ def prepare(
             f"target: column {target_name!r} does not hold shares between 0 and 1 ({y[row]:g} in "
             f"row {row + 1}); move 0 and 1 inside, or say task='regression' (--task regression)"
         )
+    elif task == "times" and (bad := y <= 0).any():
+        row = int(np.flatnonzero(bad)[0])
+        raise ValueError(
+            f"target: column {target_name!r} does not hold times above 0 ({y[row]:g} in row "
+            f"{numbers[row]}); an interval from 0 is known to be smaller than its end (status 2)"
+        )
+    if known is not None:
+        counts = zip(np.bincount(known[:, 0].astype(int), minlength=4), _KNOWN_AS, strict=True)
+        parts = ", ".join(f"{count} {words}" for count, words in counts if count)
+        notes.append(f"{target_name}: of {len(y)} rows {parts}.")
     test = _random_rows(labels, test_fraction, seed) if fold is None else _fold(labels, fold, seed)
     if not test.any() or (~test).sum() < _MIN_TRAINING_ROWS:
         raise ValueError(
@@ -200,8 +230,14 @@ def prepare(
                 f"and sd {y_sd:g}, which {dtype} cannot resolve: choose another target, or "
                 "subtract a constant from it"
             )
-        y_mean, y_sd = (y_mean, y_sd) if task == "regression" else (0.0, 1.0)
+        if task == "times":
+            y_mean, y_sd = 0.0, float(np.exp(np.log(y[~test]).mean()))
+        elif task not in ("regression", "censored"):
+            y_mean, y_sd = 0.0, 1.0
         y = (y - y_mean) / y_sd
+        if known is not None:
+            upper = (known[:, 1:] - y_mean) / y_sd
+            y = np.column_stack([y, known[:, 0], upper])
     features, x_mean, x_sd = _features(frame, ~test, impute)
     if impute:
         texts = frame.columns.drop(frame.select_dtypes("number").columns)
@@ -234,6 +270,40 @@ def prepare(
         split=f"at random, {share} for the test{by_class}; seed {seed}",
         notes=tuple(notes),
     )
+
+
+def _known(y: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The values of censored targets, and their status with, where there are intervals, the upper
+    ends ``(N, 1)`` or ``(N, 2)``.
+
+    :raises ValueError: for another shape, a status that is none, or an upper end that is not above
+        the value.
+    """
+    if y.ndim != 2 or y.shape[1] not in (2, 3):
+        raise ValueError(
+            f"target: {name} must be (N, 2), values and status, or (N, 3), with the upper ends of "
+            f"intervals, got shape {y.shape}"
+        )
+    value, status = y[:, 0].astype(float), y[:, 1].astype(float)
+    if (bad := ~np.isin(status, range(4)) & ~np.isnan(value)).any():
+        row = int(np.flatnonzero(bad)[0])
+        given = "missing" if np.isnan(status[row]) else f"{status[row]:g}"
+        raise ValueError(
+            f"status: that of {name} in row {row + 1} is {given}; write 0 where it is known to be "
+            "larger than its value, 1 where it is the value, 2 where it is smaller, and 3 where it "
+            "is between the value and an upper end"
+        )
+    if not (status == 3).any():
+        return value, status[:, None]
+    upper = y[:, 2].astype(float) if y.shape[1] == 3 else np.full_like(value, np.nan)
+    upper = np.where(status == 3, upper, value)
+    if (bad := (status == 3) & ~((upper > value) & np.isfinite(upper)) & ~np.isnan(value)).any():
+        row = int(np.flatnonzero(bad)[0])
+        raise ValueError(
+            f"upper: {name} is in an interval (status 3) in row {row + 1}, from {value[row]:g} to "
+            f"{upper[row]:g}: give a larger number as its upper end (--upper)"
+        )
+    return value, np.column_stack([status, upper])
 
 
 def _check_values(

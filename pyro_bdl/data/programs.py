@@ -18,7 +18,8 @@ Activation = Literal["tanh", "relu", "silu"]
 Likelihood = Literal[
     "normal", "heteroscedastic", "student_t", "poisson", "negative_binomial",
     "zero_inflated_poisson", "zero_inflated_negative_binomial", "hurdle_poisson",
-    "hurdle_negative_binomial", "beta", "categorical", "ordinal",
+    "hurdle_negative_binomial", "beta", "categorical", "ordinal", "censored_normal",
+    "censored_lognormal", "censored_weibull",
 ]  # fmt: skip
 _ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _PRIOR = {"prior of the noise": "HalfNormal(1), in sds of the target"}
@@ -102,9 +103,9 @@ LIKELIHOODS: dict[str, Kind] = {
     ),
     **{
         f"censored_{law}": Kind(
-            "censored", _plain(models.CensoredRegression, law=law),
-            {"likelihood": f"{says}, known as the status says",
-             "prior of the scale": "HalfNormal(1)"},
+            "censored" if law == "normal" else "times", _plain(models.CensoredRegression, law=law),
+            {"likelihood": f"{says}, known as the status says", "prior of the scale":
+             "HalfNormal(1)" + (", in sds of the target" if law == "normal" else "")},
         )
         for law, says in _CENSORED.items()
     },
@@ -144,7 +145,7 @@ def program(
     :param hidden: units of each hidden layer.
     :param activation: "tanh", "relu" or "silu".
     :param likelihood: a word of ``Likelihood``; by default "normal", a common sd, "categorical",
-        "poisson" or "beta", by the task.
+        "poisson", "beta", "censored_normal" or "censored_lognormal", by the task.
     :param gain: of the prior ``FanIn``.
     :raises ValueError: for the likelihood of another task; for a network whose copies during a
         fit, with the units of all training rows, exceed the free memory.

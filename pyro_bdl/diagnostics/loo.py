@@ -115,11 +115,20 @@ def loo(log_likelihood: Tensor, *, r_eff: float | None = 1.0) -> LOO:
     return total(left_out_columns(log_likelihood, r_eff), log_likelihood)
 
 
-def left_out_columns(log_likelihood: Tensor, r_eff: float | None = 1.0) -> Tensor:
+def left_out_columns(
+    log_likelihood: Tensor, r_eff: float | None = 1.0, powers: Tensor | None = None
+) -> Tensor:
     """The columns of ``leave_out`` of all observations, ``(3 + G, ...)``, from the arguments of
-    ``loo``."""
+    ``loo``.
+
+    :param powers: of the likelihoods in the density of the posterior, ``(N,)``, for ``(chains,
+        draws, N)``; 1 by default.
+    """
     if r_eff is not None:
         check_efficiency(r_eff)
+    if powers is not None:
+        ll = double(log_likelihood.flatten(0, 1)).T
+        return leave_out(ll, -powers.to(ll.device)[:, None] * ll, 1.0)
 
     def statistic(x: Tensor) -> Tensor:
         ll = x.flatten(1)

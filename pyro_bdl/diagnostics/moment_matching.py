@@ -44,7 +44,12 @@ class _Affine:
 
 
 def moment_matched(
-    draws: Tensor, log_joint: Tensor, log_likelihood: Tensor, density: Density, r_eff: float = 1.0
+    draws: Tensor,
+    log_joint: Tensor,
+    log_likelihood: Tensor,
+    density: Density,
+    r_eff: float = 1.0,
+    power: float = 1.0,
 ) -> Tensor | None:
     """PSIS-LOO of one observation, from draws that are moved to the posterior without it.
 
@@ -59,6 +64,7 @@ def moment_matched(
     :param log_joint: log p(u, y) at the draws over the unconstrained numbers, ``(S,)``.
     :param log_likelihood: log p(y_n | u) at the draws, ``(S,)``.
     :param density: a function of draws ``(S, P)`` that returns these two.
+    :param power: of p(y_n | u) in p(u, y), which then is to this power in v too.
     :returns: a column as of ``leave_out``, whose k-hat is the larger of those of v and of
         v p(y_n | u); None if no map lowers k-hat.
 
@@ -66,7 +72,7 @@ def moment_matched(
     """
     u, here, own = double(draws), double(log_joint), double(log_likelihood)
     at = _Affine(u.mean(0), torch.zeros_like(u[0]), torch.ones_like(u[0]))
-    weights, start = smooth(-own[None], r_eff)
+    weights, start = smooth(-power * own[None], r_eff)
     moved, moved_joint, moved_own, k = u, here, own, start
     for _ in range(_MOST_STEPS):
         if not k > _GOAL:
@@ -74,7 +80,8 @@ def moment_matched(
         for trial in _trials(at, u, moved, weights[0].exp()):
             there = trial(u)
             joint, likelihood = (double(value) for value in density(there.to(draws)))
-            new_weights, new_k = smooth(_usable(joint - likelihood - here)[None], r_eff)
+            ratios = joint - power * likelihood - here
+            new_weights, new_k = smooth(_usable(ratios)[None], r_eff)
             if new_k < k:
                 at, moved, moved_joint, moved_own = trial, there, joint, likelihood
                 weights, k = new_weights, new_k
@@ -83,7 +90,8 @@ def moment_matched(
             break
     if not k < start:
         return None
-    return _of_mixture(at, u, (here, own), (moved_joint, moved_own), density, start, r_eff)
+    points = (here, own), (moved_joint, moved_own)
+    return _of_mixture(at, u, *points, density, start, r_eff, power)
 
 
 def _of_mixture(
@@ -94,6 +102,7 @@ def _of_mixture(
     density: Density,
     start: Tensor,
     r_eff: float,
+    power: float,
 ) -> Tensor | None:
     """The column from the even draws, moved, and the odd draws, as they are."""
     even = torch.arange(len(u), device=u.device) % 2 == 0
@@ -101,7 +110,7 @@ def _of_mixture(
     back = here[0].clone()  # log p at T^-1 of the points: of the moved ones, where they were
     back[~even] = density(at.inverse(u[~even]))[0].to(back)
     proposal = torch.logaddexp(joint, _usable(back - at.log_det))
-    ratios = _usable(joint - likelihood - proposal)[None]
+    ratios = _usable(joint - power * likelihood - proposal)[None]
     likelihood = likelihood.nan_to_num(-torch.inf)[None]
     column = leave_out(likelihood, ratios, r_eff)[:, 0]
     column[2] = torch.fmax(column[2], smooth(_usable(ratios + likelihood), r_eff)[1][0])

@@ -59,6 +59,17 @@ class Site(NamedTuple):
     subsampling: float = 1.0
     plates: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def power(self) -> float | Tensor:
+        """The power of p(value) in the density of the program, of each datum: its scale without
+        N/B."""
+        return self.scale / self.subsampling
+
+    @property
+    def is_scaled(self) -> bool:
+        """True if the power of p(value) is not 1, up to the rounding of N/B, or is a tensor."""
+        return isinstance(self.power, Tensor) or abs(self.power - 1) > 1e-12
+
     def log_prob(self) -> Tensor:
         """log p(value) in nats, scaled and masked, with the distribution's batch shape."""
         density = to_full_precision(self.distribution.log_prob(self.value))

@@ -13,10 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
-from pyro_bdl import posteriors
+from pyro_bdl import Predictive, load_posterior, posteriors
 from pyro_bdl.app import run as app
 from pyro_bdl.app.command import main
+from pyro_bdl.app.options import Options
 from pyro_bdl.app.run import limited_threads
 from pyro_bdl.comparison.report.figures import CAPTIONS
 from pyro_bdl.curvature import config as curvature_config
@@ -134,6 +136,85 @@ def test_shares(tmp_path, run, no_figures, rows_of):
     path.write_text(path.read_text() + "25,1.0\n")
     code, _, err = run(*given, "--task", "share")
     assert code and "does not hold shares between 0 and 1 (1 in row 25)" in err
+
+
+@pytest.fixture
+def censored(tmp_path):
+    """A file of times of all kinds of status, and its rows."""
+    random, rows = np.random.default_rng(0), []
+    for i in range(48):
+        x, value, status = random.normal(), 20 * math.exp(random.normal()), i % 4
+        rows.append((x, value, status, 1.5 * value if status == 3 else ""))
+    lines = [",".join(map(str, row)) for row in rows]
+    path = tmp_path / "times.csv"
+    path.write_text("\n".join(["x,days,how,until", *lines]) + "\n")
+    return path, rows
+
+
+def limits(law, status, value, upper):
+    """log p of what is known of a target of a law of scipy."""
+    known = law.sf(value), law.pdf(value), law.cdf(value), law.cdf(upper or 0.0) - law.cdf(value)
+    return math.log(known[status])
+
+
+@pytest.mark.parametrize("name", ["normal", "lognormal", "weibull"])
+def test_censored_targets_score_as_by_hand(name, censored, tmp_path, run, no_figures, rows_of):
+    path, rows = censored
+    given = {"data": path, "target": "days", "status": "how", "upper": "until"}
+    words = [part for key, value in given.items() for part in (f"--{key}", value)]
+    word = f"censored_{name}"
+    code, printed, err = run(*TINY, *words, "--likelihood", word, "--guides", "map", "--details")
+    assert code == 0, err
+    assert "of 48 rows 12 known to be larger (0), 12 seen (1), 12 known to be smaller" in printed
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert all((" " in str(p["target"])) == (rows[p["row"] - 1][2] != 1) for p in report["points"])
+    options = Options(**given, likelihood=word, hidden=(4,))
+    data = options.load()
+    (saved,) = (tmp_path / "out").glob("posteriors/*/map.safetensors")
+    posterior = load_posterior(saved, options.program(data)[0])
+    drawn = {n: v[0] for n, v in posterior.sample_latents(1).items()}
+    f = Predictive(posterior.program_model, posterior, 1)(data.x_test)["f"][0].double().numpy()
+    total = 0.0
+    for place, loc in zip(data.test_rows, f, strict=True):
+        scale = float(drawn["scale"])
+        law = {
+            "normal": stats.norm(loc * data.y_sd + data.y_mean, scale * data.y_sd),
+            "lognormal": stats.lognorm(scale, scale=data.y_sd * math.exp(loc)),
+            "weibull": stats.weibull_min(1 / scale, scale=data.y_sd * math.exp(loc)),
+        }[name]
+        _, value, status, upper = rows[place - 1]
+        total += limits(law, status, value, upper)
+    row = rows_of(tmp_path / "out")["map"]
+    assert float(row["nlpd"]) == pytest.approx(-total / len(f), rel=1e-4)
+    assert float(row["crps_censored"]) > 0 and "rmse" not in row
+
+
+@pytest.mark.parametrize(
+    "options, change, words",
+    [
+        ("", None, "need each other"),
+        ("--status how --likelihood student_t", None, "need each other"),
+        ("--upper until", None, "need each other"),
+        ("--status kind", None, "has no column 'kind'"),
+        ("--status days", None, "three columns"),
+        ("--status how --upper x", (",0,", ",1,"), "in an interval (status 3) in row 4"),
+        ("--status how", None, "in an interval (status 3) in row 4"),
+        ("--status how --upper until", (",2,", ",4,"), "in row 3 is 4; write 0 where"),
+        ("--status how --upper until", (",2,", ",,"), "in row 3 is missing; write 0 where"),
+        ("--status how --upper until", (",2,", ",NA,"), "in row 3 is missing; write 0 where"),
+        ("--status how --upper until", (",2,", ",dead,"), "not numeric ('dead' in row 3)"),
+        ("--status how --upper until", (",3,", ",1,"), "says nothing: leave it out"),
+        ("--status how --upper until --baselines", None, "no censored targets"),
+    ],
+)
+def test_a_status_that_is_missing_or_none_is_refused(options, change, words, censored, run):
+    path, _ = censored
+    if change is not None:
+        path.write_text(path.read_text().replace(*change))
+    chosen = options if "--likelihood" in options else f"{options} --likelihood censored_weibull"
+    given = ["--data", path, "--target", "days", *chosen.split()]
+    code, _, err = run(*TINY, *given, "--guides", "map")
+    assert code == 2 and words in err
 
 
 def test_a_file_is_read_as_it_is_said_to_be_written(tmp_path, run, no_figures):

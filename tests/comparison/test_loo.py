@@ -344,3 +344,159 @@ def test_the_difference_of_two_programs_is_paired(data):
     assert "nats (se" in str(differences[0])
     with pytest.raises(ValueError, match=r"the same data, got \(11,\) and \(10,\)"):
         found(line, chains(x, y), x, y).difference(found(line, chains(x, y), x[1:], y[1:]))
+
+
+# ------------------------------------------- likelihoods to a power, as of tempered posteriors
+
+
+def weights_of(x):
+    """A weight of each row, from 0.5 to 2."""
+    return 1.25 + 0.75 * torch.sin(5 * x[:, 1])
+
+
+class Powered:
+    """The posterior of the line with the prior to a power and the likelihood of each datum to one,
+    w ~ Normal(0, 2 / sqrt(prior power)) up to a constant."""
+
+    def __init__(self, x, y, powers, prior=1.0):
+        self.x, self.y, self.powers, self.prior = x, y, powers, prior
+        self.precision = prior * torch.eye(2, dtype=x.dtype) / PRIOR**2
+        self.precision = self.precision + (x.T * powers) @ x / NOISE**2
+        self.covariance = torch.linalg.inv(self.precision)
+        self.shift = x.T @ (powers * y) / NOISE**2
+        self.law = torch.distributions.MultivariateNormal(
+            self.covariance @ self.shift, self.covariance
+        )
+
+    def log_normalizer(self):
+        each = -0.5 * (self.y / NOISE).square() - 0.5 * math.log(2 * math.pi * NOISE**2)
+        fitted = 0.5 * self.shift @ self.covariance @ self.shift
+        return fitted - 0.5 * torch.logdet(self.precision) + (self.powers * each).sum()
+
+    def without(self, n):
+        others = torch.arange(len(self.y)) != n
+        return Powered(self.x[others], self.y[others], self.powers[others], self.prior)
+
+    def left_out(self):
+        """The predictive law of each datum without it."""
+        laws = []
+        for n in range(len(self.y)):
+            w, x = self.without(n).law, self.x[n]
+            spread = NOISE**2 + x @ w.covariance_matrix @ x
+            laws.append(dist.Normal(x @ w.mean, spread.sqrt()))
+        return laws
+
+    def mixture(self, draws):
+        """Draws of sum_n p(w | y) / p(y_n | w)^c."""
+        logits = torch.stack([self.without(n).log_normalizer() for n in range(len(self.y))])
+        numbers = torch.distributions.Categorical(logits=logits).sample((4, draws))
+        w = torch.empty(4, draws, 2, dtype=self.x.dtype)
+        for n in range(len(self.y)):
+            chosen = numbers == n
+            w[chosen] = self.without(n).law.sample((int(chosen.sum()),))
+        return w
+
+
+def weighted(x, y=None):
+    w = pyro.sample("w", dist.Normal(x.new_zeros(2), PRIOR).to_event(1))
+    with pyro.plate("data", len(x)), pyro.poutine.scale(scale=weights_of(x)):
+        pyro.sample("y", dist.Normal(x @ w, NOISE), obs=y)
+
+
+POWERS = {
+    "tempered": (lambda: bdl.handlers.temper(line, 0.4), lambda x: 2.5, 1.0),
+    "warm": (lambda: bdl.handlers.temper(line, 4.0), lambda x: 0.25, 1.0),
+    "cold": (lambda: bdl.handlers.cold(line, 0.5), lambda x: 2.0, 2.0),
+    "scaled": (lambda: pyro.poutine.scale(line, 0.5), lambda x: 0.5, 0.5),
+    "of each datum": (lambda: weighted, weights_of, 1.0),
+}
+
+
+@pytest.fixture(params=POWERS)
+def powered(request):
+    """A program, its exact posterior, and log p(y_n | the others) with its law."""
+    make, powers, prior = POWERS[request.param]
+    x = torch.stack([torch.ones(20), torch.linspace(-1, 1, 20)], 1).double()
+    y = x @ torch.tensor([0.3, 1.0], dtype=x.dtype) + NOISE * torch.randn(20, dtype=x.dtype)
+    x[-1, 1], y[-1] = 1.5, 1.0
+    exactly = Powered(x, y, powers(x) * torch.ones_like(y), prior)
+    laws = exactly.left_out()
+    return make(), exactly, [law.log_prob(value) for law, value in zip(laws, y, strict=True)], laws
+
+
+@pytest.mark.parametrize("method", ["psis", "moment_matching", "mixture"])
+def test_a_datum_is_left_out_with_its_power_and_scored_without_it(method, powered):
+    model, exactly, truth, laws = powered
+    x, y, truth = exactly.x, exactly.y, torch.stack(truth)
+    if method == "mixture":
+        draws, options = exactly.mixture(2000), {}
+        mixture = bdl.loo_mixture(model, x, y)
+        w = torch.randn(5, 2, dtype=x.dtype)
+        joint, plain = (
+            torch.stack([bdl.Program(program, x, y).log_joint({"w": v}) for v in w])
+            for program in (mixture, model)
+        )
+        each = exactly.powers * dist.Normal(w @ x.T, NOISE).log_prob(y)
+        torch.testing.assert_close(joint, plain + (-each).logsumexp(1))
+        model = mixture
+    else:
+        draws, options = exactly.law.sample((4, 2000)), {"method": method}
+    result = found(model, bdl.Samples({"w": draws}), x, y, **options)
+    assert abs(result.elpd - truth.sum()) < 4 * result.draws_se + 0.05 < 0.8
+    pit = torch.stack([law.cdf(value) for law, value in zip(laws, y, strict=True)])
+    torch.testing.assert_close(result.pit, pit, atol=0.03, rtol=0.0)
+
+
+@pytest.mark.parametrize("powered", ["tempered", "of each datum"], indirect=True)
+def test_compare_leaves_out_with_the_power_too(powered):
+    """By draws, and by p / q of a guide, which then is about the program's own posterior."""
+    model, exactly, truth, _ = powered
+    wider = 1.4 * torch.linalg.cholesky(exactly.covariance)
+
+    def guide(x, y=None):
+        pyro.sample("w", dist.MultivariateNormal(exactly.law.mean, scale_tril=wider))
+
+    posteriors = {"draws": bdl.Samples({"w": exactly.law.sample((4, 1000))}), "p / q": guide}
+    data = exactly.x, exactly.y
+    table = bdl.compare(
+        model, posteriors, *data, train=data, reference=None, num_samples=1000, progress=False
+    ).table
+    for by in posteriors:
+        assert table.loc[by, "loo_by"] == by
+        assert abs(table.loc[by, "elpd_loo"] - sum(truth)) < 0.4
+
+
+def test_powers_and_parts_that_leave_out_no_datum_are_refused(data):
+    x, y = data
+
+    def both(x, y=None, z=None):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(2), PRIOR).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, NOISE), obs=y)
+            with pyro.poutine.scale(scale=0.5):
+                pyro.sample("z", dist.Normal(x @ w, NOISE), obs=z)
+
+    def stated(x, y=None):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(2), PRIOR).to_event(1))
+        with pyro.plate("data", 10 * len(x), subsample=torch.arange(len(x))):
+            pyro.sample("y", dist.Normal(x @ w, NOISE), obs=y)
+
+    samples = chains(x, y, 20)
+    with pytest.raises(bdl.errors.UnsupportedProgramError, match="raised to different powers"):
+        bdl.loo(both, samples, x, y, y)
+    with pytest.raises(ValueError, match="states 10 times as many at the site 'y'"):
+        bdl.loo_mixture(stated, x, y)
+    with pytest.raises(ValueError, match="moment matching needs all the data"):
+        found(stated, samples, x, y, method="moment_matching")
+    mixture = bdl.handlers.temper(bdl.loo_mixture(line, x, y), 0.5)
+    with pytest.raises(ValueError, match="apply the handler first"):
+        bdl.loo(mixture, samples, x, y)
+
+
+def test_arviz_has_the_likelihood_of_predictions_and_says_that_it_is_not_the_posteriors(data):
+    x, y = data
+    model, samples = bdl.handlers.temper(line, 0.4), chains(x, y, 20)
+    with pytest.warns(bdl.errors.BdlWarning, match="raised to a power in the posterior"):
+        found = bdl.to_arviz(model, samples, x, y)
+    expected = dist.Normal(samples.latents["w"] @ x.T, NOISE).log_prob(y)
+    torch.testing.assert_close(torch.as_tensor(found["log_likelihood"]["y"].values), expected)

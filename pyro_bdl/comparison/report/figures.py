@@ -133,7 +133,7 @@ def _bands(
     if not isinstance(x, Tensor) or x[0].numel() != 1 or next(iter(draws.values())).dim() != 2:
         return None
     train: dict[str, Any] = {}
-    if data is not None and data.task not in LINKS:
+    if data is not None and data.task in ("regression", "classification"):
         train = {"x_train": data.x_train, "y_train": data.in_units(data.y_train)}
     return plots.predictive_bands(
         x, draws, reference=comparison.reference, ylabel=quantity,
@@ -146,8 +146,9 @@ def _feature(data: Dataset) -> str:
 
 
 def _predictions(comparison: "Comparison", data: Dataset | None) -> dict[str, Figure]:
-    """Calibration of classes, or of posteriors with draws of the target, unless the targets may be
-    limits."""
+    """Calibration of classes, or of posteriors with draws of the target; of targets that may be
+    limits their PITs alone."""
+    drawn, reference = {}, comparison.reference
     if comparison.task == "classification":
         known = {name: each.function.mean(0) for name, each in comparison.evaluations.items()}
         y = class_labels(comparison.y, next(iter(known.values())))
@@ -157,14 +158,15 @@ def _predictions(comparison: "Comparison", data: Dataset | None) -> dict[str, Fi
             for name, each in comparison.evaluations.items()
             if each.predictions is not None
         }
-        if not known or comparison.first.may_be_censored:
+        if not known:
             return {}
         y = comparison.y.reshape(next(iter(known.values())).shape[1:])
-    options: Any = {"reference": comparison.reference if comparison.reference in known else None}
-    drawn = {"calibration": plots.calibration(known, y, task=comparison.task, **options)}
-    if comparison.task != "classification":
-        target = "target" if data is None else data.target_name
-        drawn["ppc"] = plots.ppc(known, y, xlabel=target, **options)
+    options: Any = {"reference": reference if reference in known else None}
+    if not comparison.first.may_be_censored:
+        drawn["calibration"] = plots.calibration(known, y, task=comparison.task, **options)
+        if comparison.task != "classification":
+            target = "target" if data is None else data.target_name
+            drawn["ppc"] = plots.ppc(known, y, xlabel=target, **options)
     pit = {name: p for name in known if (p := comparison.evaluations[name].pit) is not None}
     return drawn | ({"pit": plots.pit_ecdf(pit, **options)} if pit else {})
 

@@ -15,7 +15,7 @@ from pyro_bdl.comparison.report import write
 from pyro_bdl.comparison.report.figures import CAPTIONS, cost, figures, points
 from pyro_bdl.comparison.report.write import Table
 from pyro_bdl.comparison.table import NAME
-from pyro_bdl.data.dataset import LINKS, Dataset
+from pyro_bdl.data.dataset import CENSORED, LINKS, Dataset
 from pyro_bdl.plots.style import GRAY
 from pyro_bdl.utils.files import atomic_write
 
@@ -119,15 +119,14 @@ def units(data: Dataset) -> str:
     """The units of the numbers in the table."""
     if data.task == "classification":
         return "NLPD and ELBO are in nats; distances are between class probabilities."
-    if data.task in LINKS:
-        return (
-            f"RMSE and CRPS are in units of {data.target_name}; distances are of the "
-            f"{LINKS[data.task]}; NLPD and ELBO are in nats."
-        )
-    return (
-        f"RMSE, CRPS and distances are in units of {data.target_name}; NLPD is in nats for them, "
-        "ELBO in nats for the standardized training targets."
-    )
+    scores = ["CRPS"] if data.task in CENSORED else ["RMSE", "CRPS"]
+    scores = scores if data.task in LINKS else [*scores, "distances"]
+    text = f"{', '.join(scores[:-1])} and {scores[-1]}" if scores[1:] else scores[0]
+    text += f" {'are' if scores[1:] else 'is'} in units of {data.target_name}; "
+    text += f"distances are of the {LINKS[data.task]}; " if data.task in LINKS else ""
+    if (data.y_mean, data.y_sd) == (0, 1):
+        return f"{text}NLPD and ELBO are in nats."
+    return f"{text}NLPD is in nats for them, ELBO in nats for the standardized training targets."
 
 
 def _answer(comparison: "Comparison") -> dict[str, Any]:
