@@ -6,6 +6,7 @@ A metric names its inputs by ``of``. Each input is a pair, of the posterior and 
 =================  ==============================================================================
 ``"function"``     draws of the function ``(S, N, ...)``; of classes their probabilities
 ``"few draws"``    at most 500 of them, for metrics that use all pairs of draws
+``"points"``       W1 and the square of W2 at each test point, ``(N, ...)``: no pair
 ``"scaled"``       the few draws, divided by the median distance between two of the reference's;
                    not known where that is zero
 ``"moments"``      of a regression mean and variance of the target given the draw,
@@ -59,13 +60,13 @@ distance = partial(metric, group=GROUP, error=True)
 # -------------------------------------------------------------------------------------- metrics
 
 
-@distance("W1", "function")
-def wasserstein(a: Tensor, b: Tensor) -> Tensor:
+@distance("W1", "points")
+def wasserstein(w1: Tensor, square: Tensor) -> Tensor:
     """Wasserstein-1 distance of the function's distributions over the posterior, averaged over the
     test points (and classes), in units of the target or of a probability, with its Monte Carlo
     error. The last row compares two halves of the reference's draws, which sampling alone sets
     apart."""
-    return metrics.wasserstein1(a, b)
+    return w1.mean()
 
 
 @distance("mean", "function", task=NUMBERS)
@@ -105,11 +106,11 @@ def sd_ratio(a: Tensor, b: Tensor) -> Tensor:
     return sd_of_draws(a).mean() / torch.where(spread > 0, spread, torch.nan)
 
 
-@distance("W2", "function", detail=True)
-def wasserstein2(a: Tensor, b: Tensor) -> Tensor:
+@distance("W2", "points", detail=True)
+def wasserstein2(w1: Tensor, square: Tensor) -> Tensor:
     """Wasserstein-2 distance of the function's distributions, root mean square over the test
     points, in the function's units."""
-    return metrics.wasserstein2(a, b)
+    return square.mean().sqrt()
 
 
 @distance("energy", "few draws", detail=True)
@@ -232,13 +233,9 @@ def sd_of_draws(draws: Tensor) -> Tensor:
 def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
     """All distances of a posterior from the reference, by key, and their errors as ``key_se``."""
     inputs, groups = _inputs(evaluation, reference), groups_of(evaluation, reference)
-    numbers = measure(ALL_DISTANCES, evaluation.task, inputs)
-    in_shares = (wasserstein, wasserstein2)
-    with_error = [
-        m
-        for m in of_task(ALL_DISTANCES, evaluation.task)
-        if m.error and m.of and m not in in_shares
-    ]
+    known = {**inputs, "points": wasserstein_at_points(*inputs["function"])}
+    numbers = measure(ALL_DISTANCES, evaluation.task, known)
+    with_error = [m for m in of_task(ALL_DISTANCES, evaluation.task) if m.error]
     for name, pair in inputs.items():
         numbers |= _errors([m for m in with_error if m.of == name], pair, groups)
     seen = numbers.get("mean_shift", math.nan)
@@ -259,25 +256,26 @@ def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
 def _shares(a: Tensor, b: Tensor, groups: int) -> Numbers:
     """Shares of the points at which the posterior leaves the bands of the groups, or k = 1 - r^2 of
     its sd ratio r is high: an average over the points may hide some where it fails. Also the errors
-    of W1 and W2, of the same sorted draws.
+    of the means over the points, of the same sorted draws.
 
     Noise of the draws makes distances larger, so that a share of 0 is one with any draws.
     """
 
     a, b = at_some_points(a), at_some_points(b)
+    means = [m for m in ALL_DISTANCES if m.of == "points"]
 
     def at_points(a: Tensor, b: Tensor) -> Tensor:
-        w1, square = wasserstein_at_points(a, b)
-        both = w1, (sd_of_draws(a) / sd_of_draws(b)).nan_to_num(1.0)
+        found = wasserstein_at_points(a, b)
+        both = found[0], (sd_of_draws(a) / sd_of_draws(b)).nan_to_num(1.0)
         parts = [value.reshape(len(value), -1).mean(1) for value in both]
-        return torch.cat([*parts, torch.stack([w1.mean(), square.mean().sqrt()])])
+        return torch.cat([*parts, torch.stack([m.function(*found) for m in means])])
 
     count, few = b.shape[1], (1.0, max(1, groups - 1))
-    distances, ratios, _ = at_points(a, b).split([count, count, 2])
+    distances, ratios, _ = at_points(a, b).split([count, count, len(means)])
     every = monte_carlo_error(at_points, a, b, groups=groups)
     errors, of_ratios = (every[: 2 * count] * enlarged(_ERRORS_AT_POINTS, few)).split(count)
-    keys = (f"{metric.key}_se" for metric in (wasserstein, wasserstein2))
-    whole = dict(zip(keys, (every[-2:] * enlarged(ERRORS, few)).tolist(), strict=True))
+    of_means = (every[2 * count :] * enlarged(ERRORS, few)).tolist()
+    whole = {f"{m.key}_se": error for m, error in zip(means, of_means, strict=True)}
     points = at_points(double(b).mean(0, keepdim=True), b)[:count]
     points = points + 4 * torch.finfo(b.dtype).eps * b.abs().max()  # rounding
     beyond = {

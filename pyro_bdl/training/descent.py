@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from pyro_bdl.curvature.fisher import check_scales, num_data
 from pyro_bdl.elbo.checks import check_data, step_of
-from pyro_bdl.elbo.draw import values_of
 from pyro_bdl.errors import ArgumentError, FailedStepError, warn
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batch_norm import keeps_statistics
@@ -29,7 +29,8 @@ from pyro_bdl.program.check import (
     kind_of,
     named_arguments,
 )
-from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
+from pyro_bdl.program.program import trace_once
+from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.module_state import Modules, device_of, evaluation_mode
 from pyro_bdl.utils.one_thread import Hidden
 from pyro_bdl.utils.progress import hidden
@@ -329,12 +330,18 @@ def data_for(model: Callable, guide: Guide, args: tuple) -> Batches:
 
 
 def rows_of(
-    model: Callable, guide: Callable, data: Batches, size: int | None, total: int | None = None
+    model: Callable,
+    data: Batches,
+    size: int | None,
+    *,
+    total: int | None = None,
+    run: Run | None = None,
 ) -> Rows:
     """Read what steps are to be taken on, and check that a program takes it as part of all data.
 
     :param size: rows in each step that the user wants; None for the default.
     :param total: the number of all data, where some are held back.
+    :param run: one on the first batch, where there was one.
     :raises ArgumentError: for ``size`` with an iterable.
     :raises ValueError: if the program states no number of data that fits.
     """
@@ -343,9 +350,11 @@ def rows_of(
     rows = leading_size((args, kwargs))
     if data.whole is not None:
         total = rows if total is None else total
-        per_step = rows_per_step(model, guide, args, size, total)
-        if per_step == rows and isinstance(guide, Guide):
-            _compare_stated(model, guide, (args, kwargs), total)
+        per_step = rows_per_step(model, args, size, total)
+        if per_step == rows:  # all that it is given at once
+            held, stated = counted((run or _run_on(model, (args, kwargs))).observed)
+            if held == rows < stated != total:
+                _warn_of_stated(stated, total)
         return Rows(rows, per_step, (args, {}))
     if size is not None:
         raise ArgumentError(
@@ -355,7 +364,7 @@ def rows_of(
     stated = rows
     if not data.is_single:
         known = data.num_data
-        run = _run_at_draw(model, guide, (args, kwargs))
+        run = run or _run_on(model, (args, kwargs))
         stated = stated_data(run.observed, rows, known, exact=False)
     return Rows(stated, rows, (args, kwargs), Stream(data.part, stated=stated))
 
@@ -370,9 +379,7 @@ def check_tensors(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> No
             raise ArgumentError(f"{name} is a {kind_of(value)}: {TENSORS_NEEDED}")
 
 
-def rows_per_step(
-    model: Callable, guide: Callable, args: tuple, size: int | None, total: int
-) -> int:
+def rows_per_step(model: Callable, args: tuple, size: int | None, total: int) -> int:
     """The rows of each step, see ``batch_size`` of ``train``.
 
     :param args: the program's arguments with all rows to train on.
@@ -390,11 +397,11 @@ def rows_per_step(
             f"batch_size={size} is for data among the program's arguments, and there are none"
         )
     if size < rows:
-        _check_batches(model, guide, args, size, total)
+        _check_batches(model, args, size, total)
     return min(size, rows)
 
 
-def _check_batches(model: Callable, guide: Callable, args: tuple, size: int, total: int) -> None:
+def _check_batches(model: Callable, args: tuple, size: int, total: int) -> None:
     """Check that a program takes so many of the rows as a minibatch of all data.
 
     :raises ValueError: if it states another number of data.
@@ -402,7 +409,7 @@ def _check_batches(model: Callable, guide: Callable, args: tuple, size: int, tot
     """
     some = tuple(select_rows(value, slice(size)) for value in args)
     try:
-        run = _run_at_draw(model, guide, (some, {}))
+        run = _run_on(model, (some, {}))
     except Exception as error:
         _explain_plate(model, args, size)
         text = (str(error).strip().splitlines() or [""])[0]
@@ -414,13 +421,6 @@ def _check_batches(model: Callable, guide: Callable, args: tuple, size: int, tot
     stated_data(run.observed, size, total)
 
 
-def _compare_stated(model: Callable, guide: Guide, batch: Batch, known: int) -> None:
-    """Warn if a program states another number of data than all that it is given at once."""
-    rows, stated = counted(_run_at_draw(model, guide, batch).observed)
-    if rows == leading_size(batch) < stated != known:
-        _warn_of_stated(stated, known)
-
-
 def _warn_of_stated(stated: int, known: int) -> None:
     warn(
         f"the program states {stated} data, and the data set holds {known}: the likelihood is "
@@ -430,12 +430,15 @@ def _warn_of_stated(stated: int, known: int) -> None:
     )
 
 
-@torch.no_grad()
-def _run_at_draw(model: Callable, guide: Callable, batch: Batch) -> Run:
-    """A run in evaluation mode, which changes nothing."""
-    with Hidden(), own_randomness(), evaluation_mode(model, guide):
-        values = values_of(record(guide, {}, *batch))
-        return record(model, values, *batch, draw=sum_out_discrete)
+def _run_on(model: Callable, batch: Batch) -> Run:
+    """The statements at a draw of the prior in evaluation mode; the run changes nothing."""
+    with own_randomness(), evaluation_mode(model):
+        nodes = trace_once(model, *batch).trace.nodes.values()
+    run = Run()
+    for node in nodes:
+        if node["type"] == "sample" and not site_is_subsample(node):
+            run.add(node)
+    return run
 
 
 def _explain_plate(model: Callable, args: tuple, size: int) -> None:

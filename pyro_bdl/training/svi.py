@@ -132,7 +132,7 @@ def train(
         kept, back = options.split(data.whole)
         total, data = leading_size(data.whole), Batches([kept])
         stopping = EarlyStopping(model, guide, back, options, steps)
-    rows = rows_of(model, guide, data, batch_size, total)
+    rows = rows_of(model, data, batch_size, total=total)
     args, size, stream = rows.first[0], rows.size, rows.stream
     batches = [rows.first]
     if stream is None and size < leading_size(args):  # a full batch is checked at the first step
@@ -226,7 +226,7 @@ def estimate_elbo(
     count = 0 if data.whole is None else leading_size(data.whole)
     if batch_size is None and count:
         batch_size = _ROWS_AT_ONCE if getattr(model, "num_data", None) == count else count
-    all_rows, size, *_ = rows_of(model, guide, data, batch_size)
+    all_rows, size, *_ = rows_of(model, data, batch_size, run=run)
     at_once = min(_NUMBERS_AT_ONCE // max(1, size), DRAWS_AT_ONCE // max(1, program.size))
     share = math.ceil(num_particles / max(1, math.ceil(all_rows / max(1, size))))
     elbo = TemperedTraceMeanField_ELBO(num_particles=max(_LEAST_PARTICLES, min(at_once, share)))

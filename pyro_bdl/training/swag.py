@@ -80,7 +80,7 @@ def collect_swag(
     data = data_for(model, guide, args)
     if batch_size is None and data.whole is not None and (count := leading_size(data.whole)):
         batch_size = min(BATCH, max(1, count // 10))
-    count, size, first, stream = rows_of(model, guide, data, batch_size)
+    count, size, first, stream = rows_of(model, data, batch_size)
     every = max(1, count // max(1, size)) if every is None else every
     steps = snapshots * every
     elbo: Any = TemperedTraceMeanField_ELBO(num_particles=guide.num_members)

@@ -167,10 +167,9 @@ def test_programs_without_minibatches_are_refused(case, by):
 
 def test_the_check_of_a_minibatch_draws_no_numbers():
     model, (x, y) = STATING["subsample_size"](), data()
-    guide = bdl.guides.AutoMeanField(model).prototype(x, y)
     torch.manual_seed(2)
     before = torch.get_rng_state()
-    bdl.training.descent.rows_per_step(model, guide, (x, y), 10, N)
+    bdl.training.descent.rows_per_step(model, (x, y), 10, N)
     assert torch.equal(torch.get_rng_state(), before)
 
 
