@@ -206,7 +206,7 @@ def jax_by_hand(guide, case):
         parameters = {"loc": jnp.full(size, 0.01)}
         if guide == "mean-field":
             parameters["free"] = jnp.full(size, -3.0)
-        key = jax.random.key(0, impl="rbg")
+        key = jax.random.key(0, impl="threefry2x32")
         jax.block_until_ready(train(parameters, key, steps))
 
     return run

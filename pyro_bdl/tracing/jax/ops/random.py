@@ -97,7 +97,6 @@ def standard_gamma(key: Key, spec: Spec, concentration: Any, **_: Any) -> jax.Ar
 
 @draws(aten.poisson)
 def poisson(key: Key, spec: Spec, rate: Any, **_: Any) -> jax.Array:
-    key = jax.random.key(jax.random.bits(key), impl="threefry2x32")  # the only one it takes
     return jax.random.poisson(key, rate, spec.shape)
 
 
