@@ -25,10 +25,11 @@ def run(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chain
 
     :raises ValueError: for a kernel, a metric or a checkpoint that needs JAX.
     """
-    if not isinstance(kernel, Hamiltonian) or kernel.inverse_mass is not None or plan.checkpoint:
+    in_jax = kernel.low_rank or kernel.inverse_mass is not None or plan.checkpoint
+    if not isinstance(kernel, Hamiltonian) or in_jax:
         raise ValueError(
-            "backend='pyro' runs NUTS and HMC, without inverse_mass and checkpoint, which are for "
-            "JAX only: leave out backend='pyro'"
+            "backend='pyro' runs NUTS and HMC, without inverse_mass, low_rank and checkpoint, "
+            "which are for JAX only: leave out backend='pyro'"
         )
     total = len(start) * (plan.num_warmup + plan.num_samples)
     bar = progress_bar(plan.progress, total, kernel.name.upper())

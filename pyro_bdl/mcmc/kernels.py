@@ -76,12 +76,21 @@ class Kernel(Options):
     :param step_size: the step size, then not adapted; in units of the metric.
     :param inverse_mass: the metric, then not adapted: an estimate of the variances (P,) or the
         covariance (P, P) of the unconstrained latents, such as ``guide.variances()``.
+    :param low_rank: adapt the correlations of up to 64 directions besides the scale of each number.
     :raises ValueError: for an option outside its range; TypeError for one that is no number.
     """
 
     library: ClassVar[str] = "jax"
     step_size: float | None = None
     inverse_mass: Any = None
+    low_rank: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low_rank and (self.inverse_mass is not None or getattr(self, "dense_mass", False)):
+            raise ValueError(
+                "low_rank=True is a metric of its own: leave out inverse_mass and dense_mass"
+            )
 
     def check_size(self, size: int) -> None:
         """Check that the metric is of P numbers."""
@@ -92,12 +101,20 @@ class Kernel(Options):
             )
 
     def transition(self, log_density: Callable, plan: "Plan", size: int) -> "Transition":
-        """The kernel in JAX.
+        """The kernel in JAX, without the option ``low_rank``.
 
         :param log_density: vector (P,) -> scalar, in JAX.
         :param size: P.
         """
         raise NotImplementedError
+
+    def with_metric(self, log_density: Callable, plan: "Plan", size: int) -> "Transition":
+        """``transition`` in the metric of all options."""
+        if not self.low_rank:
+            return self.transition(log_density, plan, size)
+        from pyro_bdl.mcmc import low_rank
+
+        return low_rank.transition(self, log_density, plan, size)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -147,6 +164,9 @@ class NUTS(Hamiltonian):
     :param step_size: the step size, then not adapted; in units of the metric.
     :param inverse_mass: the metric, then not adapted: an estimate of the variances (P,) or the
         covariance (P, P) of the unconstrained latents, such as ``guide.variances()``.
+    :param low_rank: adapt the correlations of up to 64 directions too, from draws and gradients of
+        the warm-up (Seyboldt, Carlson & Carpenter 2026): for posteriors whose correlations make
+        trajectories long. It costs up to 256 P multiplications a gradient.
     """
 
     papers: ClassVar[tuple[str, ...]] = (bibliography.NUTS,)
@@ -165,6 +185,7 @@ class HMC(Hamiltonian):
     :param dense_mass: adapt a full mass matrix (P x P) instead of its diagonal.
     :param step_size: the step size, then not adapted; in units of the metric.
     :param inverse_mass: the metric, then not adapted; see ``NUTS``.
+    :param low_rank: adapt the correlations of up to 64 directions too; see ``NUTS``.
     """
 
     papers: ClassVar[tuple[str, ...]] = (bibliography.HMC,)
@@ -185,6 +206,7 @@ class MCLMC(Kernel):
     :param thinning: steps in an iteration; each takes two gradients, and more where it is divided.
     :param step_size: the step size, then not adapted; in units of the metric.
     :param inverse_mass: the metric, then not adapted; see ``NUTS``.
+    :param low_rank: adapt the correlations of up to 64 directions too; see ``NUTS``.
     """
 
     papers: ClassVar[tuple[str, ...]] = (bibliography.MCLMC,)
@@ -206,6 +228,7 @@ class MAMS(Kernel):
     :param max_steps: at most so many steps in each iteration on average, of two gradients each.
     :param step_size: the step size, then not adapted; in units of the metric.
     :param inverse_mass: the metric, then not adapted; see ``NUTS``.
+    :param low_rank: adapt the correlations of up to 64 directions too; see ``NUTS``.
     """
 
     papers: ClassVar[tuple[str, ...]] = (bibliography.MAMS,)

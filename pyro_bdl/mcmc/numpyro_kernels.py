@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 from numpyro.infer import HMC, NUTS
+from numpyro.infer.hmc_util import build_adaptation_schedule
 
 from pyro_bdl.mcmc.chains import Plan
 from pyro_bdl.mcmc.kernels import HMC as Hmc
@@ -26,7 +27,16 @@ def transition(
     )
 
     def init(key: jax.Array, start: jax.Array) -> Any:
-        return sampler.init(key, plan.num_warmup, init_params=start, model_args=(), model_kwargs={})
+        state = sampler.init(
+            key, plan.num_warmup, init_params=start, model_args=(), model_kwargs={}
+        )
+        if metric is None:
+            return state
+        # The windows are those of the metric, and at the end of each the step size begins anew:
+        # a metric that stays is in the last one from the start.
+        last = len(build_adaptation_schedule(plan.num_warmup)) - 1
+        adaptation = state.adapt_state._replace(window_idx=jnp.array(last))
+        return state._replace(adapt_state=adaptation)
 
     def step(state: Any) -> tuple[Any, dict[str, jax.Array]]:
         jax.eval_shape(init, state.rng_key, state.z)  # it gives the sampler its adaptation

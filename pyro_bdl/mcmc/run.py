@@ -84,7 +84,7 @@ def run(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chain
         compiled = _compiled(log_density, kernel, plan, start, lockstep)
         held = log_density.constants(), jnp.asarray(np.int64(plan.seed))
         init, advance = (partial(function, held) for function in compiled)
-        warmup = kernel.transition(log_density, plan, start.shape[-1]).warmup
+        warmup = kernel.with_metric(log_density, plan, start.shape[-1]).warmup
         starts = jnp.asarray(start.detach().cpu().numpy())
         keys = jax.random.split(jax.random.PRNGKey(plan.seed), len(start))
         identity = kernel.options() | {
@@ -133,7 +133,7 @@ def _compiled(
 
     def transition(held: tuple[list[jax.Array], Any]) -> Transition:
         constants, seed = held
-        return kernel.transition(partial(pure, constants), plan._replace(seed=seed), size)
+        return kernel.with_metric(partial(pure, constants), plan._replace(seed=seed), size)
 
     def init(held: tuple, *starts: Any) -> Any:
         own = transition(held).init
