@@ -1,6 +1,5 @@
 """Programs with ``pyro.sample(..., obs=y, obs_mask=seen)``."""
 
-import math
 import warnings
 
 import pyro
