@@ -75,6 +75,8 @@ class Importance:
             f"{self.elbo_error:.2f}, log evidence {self.log_evidence:.2f}, gap {self.gap:.2f} nats"
         )
 
+    __repr__ = __str__
+
 
 def ratios(
     model: Callable,

@@ -1,5 +1,6 @@
 """The tutorials run from top to bottom, and keep their outputs in the repository."""
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -26,3 +27,10 @@ def test_notebook_holds_its_outputs_in_order(path):
     assert "error" not in kinds
     assert path.stat().st_size < 300_000  # images with a palette are small enough
     assert any("image/png" in o.get("data", {}) for cell in cells for o in cell.outputs)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_names_no_file_of_the_machine_that_ran_it(path):
+    for cell in nbformat.read(path, as_version=4).cells:
+        for output in cell.get("outputs", []):
+            assert not re.search(r"^\S*/\S+:\d+: ", output.get("text", ""), re.MULTILINE)

@@ -139,6 +139,8 @@ class Calibration:
     def __str__(self) -> str:
         return self.table().to_string(float_format="{:.3g}".format)
 
+    __repr__ = __str__
+
 
 def _verdict(probabilities: Tensor, uniformity: float, symmetry: float) -> str:
     findings = []

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl import diagnostics
+from pyro_bdl.comparison.columns import with_error
 from pyro_bdl.comparison.costs import COSTS, Costs, Mixing
 from pyro_bdl.comparison.kind import without_targets
 from pyro_bdl.comparison.leave_one_out import (
@@ -112,6 +113,12 @@ class Evaluation:
     at_points: tuple[str, ...] = ()
     sensitivity: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     may_be_censored: bool = False
+
+    def __repr__(self) -> str:
+        """The scores with their errors; the draws would fill pages."""
+        points = self.points.items()
+        scores = (f"{key} {with_error(score.number, score.error)}" for key, score in points)
+        return f"<Evaluation at {self.rows} test rows, {self.task}: {', '.join(scores)}>"
 
     @property
     def effective(self) -> float:

@@ -72,6 +72,8 @@ class KFold:
     def __str__(self) -> str:
         return f"elpd {self.elpd:.2f} (se {self.se:.2f}) of {self.folds} folds"
 
+    __repr__ = __str__
+
     def check_data(self, train: tuple) -> None:
         """Check that the folds are parts of these data.
 

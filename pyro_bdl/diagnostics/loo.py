@@ -31,6 +31,8 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         return f"{self.elpd:+.1f} nats (se {self.se:.1f} over data, {self.draws_se:.1f} over draws)"
 
+    __repr__ = __str__
+
 
 @dataclass(frozen=True)
 class LOO:
@@ -87,6 +89,8 @@ class LOO:
             f"{self.pointwise.numel()} observations, {self.num_draws} draws; "
             f"k-hat above {self.good_k:.2f}: {self.num_bad}"
         )
+
+    __repr__ = __str__
 
 
 def loo(log_likelihood: Tensor, *, r_eff: float | None = 1.0) -> LOO:
@@ -304,6 +308,8 @@ class SubsampledLOO:
             f"{len(self.approximation)} observations; "
             f"k-hat above {self.left_out.good_k:.2f}: {self.num_bad}"
         )
+
+    __repr__ = __str__
 
 
 def subsampled_loo(left_out: LOO, approximation: Tensor, rows: Tensor) -> SubsampledLOO:

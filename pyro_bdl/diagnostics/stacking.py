@@ -38,6 +38,8 @@ class Stacking:
         parts = (f"{k} {w:.2f} (se {self.weights_se[k]:.2f})" for k, w in self.weights.items())
         return f"{', '.join(parts)}; elpd {self.elpd:.2f} (se {self.se:.2f})"
 
+    __repr__ = __str__
+
 
 def stacking_weights(scores: Mapping[str, Any]) -> Stacking:
     """Weights with which the predictive densities of several posteriors predict best together.

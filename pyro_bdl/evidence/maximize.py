@@ -133,6 +133,8 @@ class Evidence:
         width, numbers = max(map(len, rows)), max(map(len, rows.values()))
         return "\n".join(f"{name:{width}}  {text:>{numbers}}" for name, text in rows.items())
 
+    __repr__ = __str__
+
 
 def maximize(
     guide: LaplaceGuide,

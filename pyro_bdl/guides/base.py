@@ -1,6 +1,7 @@
 """The base class of all guides: one adapter from families over a flat vector to Pyro's guides."""
 
 import hashlib
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +14,7 @@ from pyro.infer.autoguide.guides import prototype_hide_fn
 from pyro.ops.tensor_utils import periodic_repeat
 from torch import Tensor
 
-from pyro_bdl.errors import warn
+from pyro_bdl.errors import ArgumentError, warn
 from pyro_bdl.guides import summaries
 from pyro_bdl.guides.family import Family
 from pyro_bdl.guides.saved import SavedGuide, sites_of
@@ -56,7 +57,15 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         *,
         init_loc_fn: Callable = init_to_network,
         create_plates: Callable | None = None,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            own = inspect.signature(type(self).__init__).parameters.values()
+            names = [option.name for option in own if option.kind is option.KEYWORD_ONLY]
+            raise ArgumentError(
+                f"{type(self).__name__} has no option {', '.join(map(repr, unknown))}: it has "
+                f"{', '.join(names)}, and those that help({type(self).__name__}) lists"
+            )
         AutoGuide.__init__(self, start_at(init_loc_fn)(model), create_plates=create_plates)
         self.layout = None
         self._take_name()

@@ -80,6 +80,8 @@ class HeldOut:
             "its best): the network is kept, the posterior is for inputs unlike these"
         )
 
+    __repr__ = __str__
+
 
 @torch.no_grad()
 def search(at: ProgramAtPoint, precision: Precision, held_out: Batches) -> HeldOut:

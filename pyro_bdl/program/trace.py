@@ -160,6 +160,9 @@ class Run:
                 plates.append((frame.name, frame.dim))
         distribution = distribution_of_targets(msg) if msg["is_observed"] else msg["fn"]
         distribution, mask = without_masks(distribution, msg["mask"])
+        twin = self._observed_twin(name)
+        if twin is not None and isinstance(mask, Tensor) and isinstance(twin.mask, Tensor):
+            mask = mask | twin.mask
         site = Site(distribution, value, msg["scale"], mask, subsampling, tuple(plates))
         kind = "latents"
         if msg["is_observed"] and point_of(msg["fn"]) is not None:
@@ -177,6 +180,17 @@ class Run:
         if kind in ("latents", "observed", "factors", "prior_factors"):
             getattr(self, kind)[name] = site
         return kind, site
+
+    def _observed_twin(self, name: str) -> Site | None:
+        """The statement of what ``obs_mask`` has seen, of the name of what it has not.
+
+        A latent has values for both, and those for what was seen are used by nothing. With the
+        density of the statement they integrate to one; without it they would have no law.
+        """
+        if not name.endswith(UNOBSERVED):
+            return None
+        twin = f"{name.removesuffix(UNOBSERVED)}_observed"
+        return self.observed.get(twin) or self.latents.get(twin)
 
     def refuse_improper(self, number: str) -> None:
         """Check that no mask tensor leaves single numbers of a latent without a density: they have

@@ -164,3 +164,9 @@ def test_separation_has_an_error_over_the_draws():
         errors = torch.tensor([of.points[key].over_draws for of in found])
         assert errors.mean() == pytest.approx(float(off.square().mean().sqrt()), rel=0.4)
         assert found[0].scores[f"{key}_se"] > found[0].points[key].over_points
+
+
+def test_an_evaluation_prints_as_its_scores():
+    found = evaluate(line, weights(2), GRID, Y)
+    shown = repr(found)
+    assert shown.startswith("<Evaluation at 9 test rows, regression: rmse ") and len(shown) < 500

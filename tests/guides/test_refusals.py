@@ -76,6 +76,8 @@ REFUSALS = [
     (made(AutoVariationalLastLayer, features="none"), ValueError, "features"),
     (made(AutoVariationalLastLayer, init_scale=0.0), ValueError, "init_scale"),
     (made(AutoEnsemble, size=0), ValueError, "size must be at least 1"),
+    (made(AutoEnsemble, members=3), TypeError, "no option 'members': it has size, anchored"),
+    (made(AutoMAP, lr=0.1), TypeError, "AutoMAP has no option 'lr': it has init_loc_fn"),
     *(
         (
             lambda *data, kind=kind: members(*data).as_guides(kind),

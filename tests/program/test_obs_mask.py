@@ -1,6 +1,5 @@
 """Programs with ``pyro.sample(..., obs=y, obs_mask=seen)``."""
 
-import math
 import warnings
 
 import pyro
@@ -196,26 +195,58 @@ def test_a_missing_input_is_a_latent_and_an_output_is_none():
     assert list(Program(two_outputs, x, seen, y).latents) == ["w"]
 
 
+def masked_latents(x, seen, y):
+    w = pyro.sample("w", dist.Normal(_one(0.0), _one()))
+    with pyro.plate("n", len(y)):
+        u = pyro.sample("u", dist.Normal(_one(0.0), _one()).mask(seen))
+        pyro.sample("y", dist.Normal(w * x + u, NOISE), obs=y)
+
+
 def test_numbers_without_a_density_have_neither_evidence_nor_bound():
     x, seen, y = _data()
-    guide = bdl.guides.AutoMeanField(missing_inputs).prototype(x, seen, y)
-    with pytest.raises(UnsupportedProgramError, match=r"20 of the 30 numbers .* 'x_unobserved'"):
-        bdl.training.estimate_elbo(missing_inputs, guide, x, seen, y, progress=False)
+    guide = bdl.guides.AutoMeanField(masked_latents).prototype(x, ~seen, y)
+    with pytest.raises(UnsupportedProgramError, match=r"20 of the 30 numbers .* 'u'"):
+        bdl.training.estimate_elbo(masked_latents, guide, x, ~seen, y, progress=False)
     with pytest.raises(UnsupportedProgramError, match="no ratio"):
-        importance.ratios(missing_inputs, guide, x, seen, y)
-    guide = bdl.guides.AutoLaplaceGGN(missing_inputs).prototype(x, seen, y)
+        importance.ratios(masked_latents, guide, x, ~seen, y)
+    guide = bdl.guides.AutoLaplaceGGN(masked_latents).prototype(x, ~seen, y)
     with pytest.warns(bdl.errors.BdlWarning):
-        posterior = guide.laplace_approximation((x, seen, y))
+        posterior = guide.laplace_approximation((x, ~seen, y))
     with pytest.raises(UnsupportedProgramError, match="no evidence"):
         log_marginal_likelihood(posterior)
 
 
-def test_numbers_that_all_have_a_density_have_an_evidence():
-    x, _, y = _data()
-    nothing = torch.zeros(N, dtype=torch.bool)
-    guide = bdl.guides.AutoMeanField(missing_inputs).prototype(x, nothing, y)
-    elbo = bdl.training.estimate_elbo(missing_inputs, guide, x, nothing, y, progress=False)
-    assert math.isfinite(elbo)
+def noisy_inputs(x, seen, y):
+    """Inputs of N(0, 1), and targets that are these with noise."""
+    with pyro.plate("n", len(y)):
+        x = pyro.sample("x", dist.Normal(_one(0.0), _one()), obs=x, obs_mask=seen)
+        pyro.sample("y", dist.Normal(x, NOISE), obs=y)
+
+
+def test_missing_inputs_have_an_evidence():
+    """p(y_n) is N(0, 1 + s^2) where x_n is missing, and p(x_n) p(y_n | x_n) where it was seen."""
+    x, seen, y = _data()
+    scale = _one(1.0 + NOISE**2).sqrt()
+    known = dist.Normal(0.0, 1.0).log_prob(x) + dist.Normal(x, NOISE).log_prob(y)
+    expected = known[seen].sum() + dist.Normal(0.0, scale).log_prob(y)[~seen].sum()
+    guide = bdl.guides.AutoLaplaceGGN(noisy_inputs, structure="full").prototype(x, seen, y)
+    mean = torch.where(seen, 0.0, y / scale.square())
+    guide.loc.data.copy_(mean)
+    posterior = guide.laplace_approximation((x, seen, y))
+    torch.testing.assert_close(log_marginal_likelihood(posterior).detach(), expected)
+    torch.testing.assert_close(posterior.variances()[seen], torch.ones_like(y[seen]))
+
+
+def test_chains_draw_from_the_prior_where_an_input_was_seen():
+    x, seen, y = _data()
+    draws = bdl.mcmc.sample(
+        noisy_inputs, x, seen, y, num_warmup=200, num_samples=500, progress=False
+    )
+    values = draws.latents["x_unobserved"][0]
+    variance = torch.where(seen, 1.0, NOISE**2 / (1.0 + NOISE**2))
+    error = values.var(0) / variance - 1.0
+    assert error.abs().max() < 0.5  # about four errors of a variance of independent draws
+    assert draws.stats["num_steps"].max() < 64
 
 
 def test_a_bound_of_pyro_is_warned_of():
