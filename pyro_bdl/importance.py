@@ -59,7 +59,7 @@ class Importance:
         """The Monte Carlo standard error of ``elbo``, in nats."""
         return float(self.log_ratios.std() / math.sqrt(len(self.log_ratios)))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         limit = good_k(len(self.log_ratios))
         trust = (
             "good" if self.pareto_k <= limit else "too high" if self.pareto_k < 1 else "hopeless"
@@ -74,8 +74,6 @@ class Importance:
             f"{tail}, ELBO {self.elbo:.2f} ± "
             f"{self.elbo_error:.2f}, log evidence {self.log_evidence:.2f}, gap {self.gap:.2f} nats"
         )
-
-    __repr__ = __str__
 
 
 def ratios(

@@ -136,10 +136,8 @@ class Calibration:
         values = {"uniformity": uniform, "symmetry": symmetric, "verdict": verdicts}
         return pd.DataFrame(values, index=self.names)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.table().to_string(float_format="{:.3g}".format)
-
-    __repr__ = __str__
 
 
 def _verdict(probabilities: Tensor, uniformity: float, symmetry: float) -> str:

@@ -69,10 +69,8 @@ class KFold:
         """K."""
         return int(self.fold.max()) + 1
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"elpd {self.elpd:.2f} (se {self.se:.2f}) of {self.folds} folds"
-
-    __repr__ = __str__
 
     def check_data(self, train: tuple) -> None:
         """Check that the folds are parts of these data.

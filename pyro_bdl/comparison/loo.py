@@ -215,10 +215,10 @@ def _columns(
             log_joint, _ = log_densities_of(program, None, samples)
             bad = (columns[2] > limit).nonzero().flatten().tolist()
             for n in shown(bad, "moment matching", progress):
-                density = _density(model, program, kind, parts, densities, n)
+                of_datum = _density(model, program, kind, parts, densities, n)
                 own = log_likelihood[:, n]
                 power = 1.0 if powers is None else float(powers[n])
-                column = moment_matched(vectors, log_joint, own, density, power=power)
+                column = moment_matched(vectors, log_joint, own, of_datum, power=power)
                 if column is not None:
                     columns[0, n], columns[2:, n] = column[0], column[2:]
     variance = 0.0

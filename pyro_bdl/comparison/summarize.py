@@ -65,12 +65,10 @@ class Summary:
     columns: tuple[Column, ...]
     posteriors: Mapping[str, tuple[Callable, Any]]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rows = [{"posterior": name, **row.to_dict()} for name, row in self.table.iterrows()]
         table = to_text(rows, [replace(NAME, title=""), *self.columns], _WIDTH)
         return f"{textwrap.fill(self.answer, _WIDTH, break_on_hyphens=False)}\n\n{table}"
-
-    __repr__ = __str__
 
 
 def summarize(

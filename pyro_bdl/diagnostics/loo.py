@@ -28,10 +28,8 @@ class Difference(NamedTuple):
     se: float
     draws_se: float
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.elpd:+.1f} nats (se {self.se:.1f} over data, {self.draws_se:.1f} over draws)"
-
-    __repr__ = __str__
 
 
 @dataclass(frozen=True)
@@ -83,14 +81,12 @@ class LOO:
         error = math.hypot(self.draws_se, other.draws_se)
         return Difference(float(each.sum()), standard_error(each), error)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return (
             f"elpd_loo {self.elpd:.2f} (se {self.se:.2f}), p_loo {self.p_loo:.2f}; "
             f"{self.pointwise.numel()} observations, {self.num_draws} draws; "
             f"k-hat above {self.good_k:.2f}: {self.num_bad}"
         )
-
-    __repr__ = __str__
 
 
 def loo(log_likelihood: Tensor, *, r_eff: float | None = 1.0) -> LOO:
@@ -301,15 +297,13 @@ class SubsampledLOO:
         """Standard error of ``elpd`` over the draws: N / m times that of the m observations."""
         return self.left_out.draws_se * len(self.approximation) / len(self.rows)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return (
             f"elpd_loo {self.elpd:.2f} (se {self.se:.2f}, by subsampling "
             f"{self.subsampling_se:.2f}), p_loo {self.p_loo:.2f}; {len(self.rows)} of "
             f"{len(self.approximation)} observations; "
             f"k-hat above {self.left_out.good_k:.2f}: {self.num_bad}"
         )
-
-    __repr__ = __str__
 
 
 def subsampled_loo(left_out: LOO, approximation: Tensor, rows: Tensor) -> SubsampledLOO:

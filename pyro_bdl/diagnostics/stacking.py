@@ -34,11 +34,9 @@ class Stacking:
     se: float
     pointwise: Tensor
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         parts = (f"{k} {w:.2f} (se {self.weights_se[k]:.2f})" for k, w in self.weights.items())
         return f"{', '.join(parts)}; elpd {self.elpd:.2f} (se {self.se:.2f})"
-
-    __repr__ = __str__
 
 
 def stacking_weights(scores: Mapping[str, Any]) -> Stacking:

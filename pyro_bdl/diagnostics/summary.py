@@ -82,7 +82,7 @@ class Summary:
         parts = [_numbers(site, self.latents[site], self.by_site[site]) for site in sites]
         return pd.concat(parts)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = []
         if self.listed:
             rows = self._rows(self.listed)
@@ -117,8 +117,6 @@ class Summary:
             said = (_SAMPLER[name].format(value) for name, value in self.sampler.items())
             lines.append("; ".join(said))
         return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 def _shown(value: Any, form: str) -> str:

@@ -125,15 +125,13 @@ class Evidence:
     history: list[float] = field(default_factory=list)
     gap: float | None = None
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rows = {"log evidence": f"{self.log_evidence:.6g}", "gamma": f"{self.gamma:.4g}"}
         for name, value in self.hyperparameters.items():
             low, high = float(value.min()), float(value.max())
             rows[name] = f"{low:.4g}" if value.numel() == 1 else f"{low:.3g} to {high:.3g}"
         width, numbers = max(map(len, rows)), max(map(len, rows.values()))
         return "\n".join(f"{name:{width}}  {text:>{numbers}}" for name, text in rows.items())
-
-    __repr__ = __str__
 
 
 def maximize(

@@ -69,7 +69,7 @@ class HeldOut:
         """True if the gain is above two standard errors, and above 1e-4 nats."""
         return self.gain > max(2.0 * self.error, _UNCHANGED)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         gain = f"{self.gain:.4f} ± {self.error:.4f} nats"
         if max(abs(self.gain), self.error) < 5e-5:
             gain = "less than 0.0001 nats"
@@ -79,8 +79,6 @@ class HeldOut:
             f"on {self.rows} held-out rows the posterior adds nothing beyond its error ({gain} at "
             "its best): the network is kept, the posterior is for inputs unlike these"
         )
-
-    __repr__ = __str__
 
 
 @torch.no_grad()

@@ -305,7 +305,7 @@ class AutoInducing(Guide):
 
     @torch.no_grad()
     def variances(self) -> Tensor:
-        """The marginal variances; with layers those of 4096 draws, the same each time on a device."""
+        """The marginal variances; with layers of 4096 draws, the same each time on a device."""
         if not self.layers:
             return self.parameter("scale").square()
         center = self.location()
