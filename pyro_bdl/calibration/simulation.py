@@ -177,7 +177,7 @@ def simulation_based_calibration(
 
     :param model: a program with proper priors, its targets among its arguments.
     :param inference: a function ``(model, *args) -> guide or Samples``; or an untrained guide,
-        which is trained on all simulations at once by ``vmap``.
+        which is trained on all simulations at once by ``vmap``, from 1,000 steps on in JAX.
     :param training: options of the guide's training, see
         ``training.several_targets.GuidesOfTargets.train``.
     :param args: the program's arguments; keywords by ``functools.partial``. The targets among them

@@ -6,6 +6,7 @@ differentiates it; the loop over minibatches with the optimizer's update is comp
 Between two stretches of steps the parameters and the optimizer's state are torch's own.
 """
 
+import copy
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from torch.optim.optimizer import (
 from pyro_bdl.elbo.checks import step_of
 from pyro_bdl.elbo.step import Terms
 from pyro_bdl.elbo.tempered import TemperedTrace_ELBO
-from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.errors import FailedStepError, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import as_dicts, select_rows
 from pyro_bdl.tracing.compiled import split
@@ -37,9 +38,11 @@ from pyro_bdl.training.descent import Descent
 from pyro_bdl.utils.autograd import have_hooks
 from pyro_bdl.utils.module_state import Modules, without_side_effects
 from pyro_bdl.utils.one_thread import Hidden
+from pyro_bdl.utils.random_state import continued
 from pyro_bdl.utils.validation import check_temperature
 
 STEPS_AT_ONCE = 500
+_COUNT = 3  # the place of the number of steps among the arguments of the loop
 _ROUNDING = 100.0  # by how many units two runs with the same numbers may differ: a GPU's sums do
 Arrays = dict[str, jax.Array]
 
@@ -149,6 +152,80 @@ class JointUpdate(Protocol):
         ...
 
 
+def loop_over_steps(
+    function: Callable[..., Any],
+    update: Callable,
+    groups: Sequence[Mapping[str, Any]],
+    places: Sequence[int],
+    cut: Sequence[bool],
+    *,
+    joint: bool = False,
+) -> Callable[..., Any]:
+    """The loop over steps, which ends before a step whose loss or gradient is not finite.
+
+    ``jax.vmap`` of it takes the steps of several fits, each of which ends for itself.
+
+    :param function: of a ``JaxLoss``.
+    :param update: of the optimizer.
+    :param groups: the optimizer's options for each parameter.
+    :param places: the number of each parameter's group.
+    :param cut: for each argument whether steps are on some of its rows.
+    :param joint: whether the update is that of all parameters together.
+    """
+
+    def run(
+        parameters: list, states: list, seed: Any, count: Any, rows: Any, rates: Any,
+        scheduled: Any, constants: list, data: list,
+    ) -> Any:  # fmt: skip
+        key = jax.random.key(seed, impl=KEYS)
+
+        def value(parameters: list, key: Any, arguments: list) -> tuple[Any, Any]:
+            first, *terms = function(parameters, constants, key, *arguments)
+            return first, terms
+
+        def arguments(i: Any) -> list:
+            parts = [
+                leaf.at[rows[i]].get(mode="promise_in_bounds") if is_cut else leaf
+                for leaf, is_cut in zip(data, cut, strict=True)
+            ]
+            return [*parts, *scheduled[i]]
+
+        def evaluate(i: Any, parameters: list) -> Any:
+            at = jax.value_and_grad(value, has_aux=True)
+            return at(parameters, jax.random.fold_in(key, i), arguments(i))
+
+        def body(carry: Any) -> Any:
+            i, _, parameters, states, losses, _ = carry
+            (loss, terms), gradients = evaluate(i, parameters)
+            finite = jnp.isfinite(loss)
+            for gradient in gradients:
+                finite &= jnp.isfinite(jnp.abs(gradient).max(initial=0.0))
+            if joint:
+                draw = terms[-1] if terms else None
+                now = rates[i, 0], scheduled[i][0], draw
+                moved, state = update(groups[0], parameters, gradients, states[0], *now)
+                after = list(zip(moved, [state, *states[1:]], strict=True))
+            else:
+                after = [
+                    update(group, *three, rates[i, number])
+                    for group, number, *three in zip(
+                        groups, places, parameters, gradients, states, strict=True
+                    )
+                ]
+            before = list(zip(parameters, states, strict=True))
+            after = jax.tree.map(lambda a, b: jnp.where(finite, a, b), after, before)
+            losses = losses.at[i].set(loss)
+            return i + finite, finite, *map(list, zip(*after, strict=True)), losses, terms
+
+        shapes = jax.eval_shape(evaluate, 0, parameters)[0]
+        loss, terms = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        losses = jnp.zeros(len(scheduled), loss.dtype)
+        start = jnp.array(0), jnp.array(True), parameters, states, losses, terms
+        return jax.lax.while_loop(lambda carry: (carry[0] < count) & carry[1], body, start)
+
+    return run
+
+
 class JaxDescent(Descent):
     """Gradient steps as :class:`Descent` takes them, many at a time in a compiled loop.
 
@@ -178,6 +255,7 @@ class JaxDescent(Descent):
     ) -> None:
         super().__init__(*args, **options)
         self.steps, self.rates, self.stride = steps, rates, min(stride, steps)
+        self._pure = isinstance(self._bound, PureLoss)
         self._update = self._supported()
         rows = self.batches.size if self.batches.size < self.batches.rows else None
         whole = split(self.args, {})
@@ -201,7 +279,7 @@ class JaxDescent(Descent):
             with ExitStack() as stack:
                 for part, names in self._numbers:
                     stack.enter_context(part.at_parameters({name: next(left) for name in names}))
-                if isinstance(bound, PureLoss):
+                if self._pure:
                     return (bound.pure_loss(model, guide, args, kwargs) * self.scale,)
                 terms = bound.terms(model, guide, args, kwargs)
             return bound.negative_bound(terms, temperature) * self.scale, *terms[:3], terms.draw
@@ -221,11 +299,11 @@ class JaxDescent(Descent):
         ]
         seeded = torch.Tag.nondeterministic_seeded
         self._draws = any(seeded in getattr(op, "tags", ()) for op in translated.operators)
-        self._x64 = translated.double
+        self.double = translated.double
         self._dtype = str(dtype).removeprefix("torch.")
-        with jax.enable_x64(self._x64):
-            self._data = [jnp.asarray(tensor.detach().cpu().numpy()) for tensor in whole.tensors]
-            self._constants = [jnp.asarray(constant) for constant in translated.constants]
+        with jax.enable_x64(self.double):
+            self.data = [jnp.asarray(tensor.detach().cpu().numpy()) for tensor in whole.tensors]
+            self.constants = [jnp.asarray(constant) for constant in translated.constants]
         fixed = [
             (place, name, value)
             for place in self._places
@@ -233,7 +311,8 @@ class JaxDescent(Descent):
             if name not in ("params", "lr")
         ]
         key = translated.signature, self._update.__qualname__, repr((fixed, self._cut))
-        self._loop = shared(key, lambda: jax.jit(self._compiled(translated.function)))
+        self._function, self.key = translated.function, (*key, self.double)
+        self._loop = shared(self.key, lambda: jax.jit(self.loop()))
 
     @property
     def _bound(self) -> Any:
@@ -265,82 +344,29 @@ class JaxDescent(Descent):
             raise UnsupportedProgramError("the optimizer has hooks, which are called at each step")
         if have_hooks(p for group in self.optimizer.param_groups for p in group["params"]):
             raise UnsupportedProgramError("a parameter has a hook on its gradient")
-        if not isinstance(self._bound, TemperedTrace_ELBO | PureLoss):
+        if not (self._pure or isinstance(self._bound, TemperedTrace_ELBO)):
             raise UnsupportedProgramError(
                 f"{type(self._bound).__name__} is none of the tempered bounds"
             )
         return update
 
+    def loop(self) -> Callable[..., Any]:
+        options = [  # without the parameters, which the compiled loop would keep
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        groups = [options[place] for place in self._places]
+        joint = self._joint_update() is not None
+        return loop_over_steps(
+            self._function, self._update, groups, self._places, self._cut, joint=joint
+        )
+
     def _scheduled(self, ahead: int) -> list[float]:
         """The temperature after so many more steps, and the numbers of the guides."""
         bound = self._bound
         numbers = [part.numbers(ahead)[name] for part, names in self._numbers for name in names]
-        pure = isinstance(bound, PureLoss)
-        temperature = 1.0 if pure else check_temperature(bound.schedule(bound.step + ahead))
+        temperature = 1.0 if self._pure else check_temperature(bound.schedule(bound.step + ahead))
         return [temperature, *numbers]
-
-    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The loop over steps, which ends before a step whose loss or gradient is not finite."""
-        places, update, cut, joint = (
-            self._places,
-            self._update,
-            self._cut,
-            self._joint_update() is not None,
-        )
-        groups = [  # without the parameters, which the compiled loop would keep
-            {name: v for name, v in self.optimizer.param_groups[place].items() if name != "params"}
-            for place in places
-        ]
-
-        def run(
-            parameters: list, states: list, constants: list, key: Any, count: Any, rows: Any,
-            rates: Any, scheduled: Any, data: list,
-        ) -> Any:  # fmt: skip
-            def value(parameters: list, key: Any, arguments: list) -> tuple[Any, Any]:
-                first, *terms = function(parameters, constants, key, *arguments)
-                return first, terms
-
-            def arguments(i: Any) -> list:
-                parts = [
-                    leaf.at[rows[i]].get(mode="promise_in_bounds") if is_cut else leaf
-                    for leaf, is_cut in zip(data, cut, strict=True)
-                ]
-                return [*parts, *scheduled[i]]
-
-            def evaluate(i: Any, parameters: list) -> Any:
-                at = jax.value_and_grad(value, has_aux=True)
-                return at(parameters, jax.random.fold_in(key, i), arguments(i))
-
-            def body(carry: Any) -> Any:
-                i, _, parameters, states, losses, _ = carry
-                (loss, terms), gradients = evaluate(i, parameters)
-                finite = jnp.isfinite(loss)
-                for gradient in gradients:
-                    finite &= jnp.isfinite(jnp.abs(gradient).max(initial=0.0))
-                if joint:
-                    draw = terms[-1] if terms else None
-                    now = rates[i, 0], scheduled[i][0], draw
-                    moved, state = update(groups[0], parameters, gradients, states[0], *now)
-                    after = list(zip(moved, [state, *states[1:]], strict=True))
-                else:
-                    after = [
-                        update(group, *three, rates[i, number])
-                        for group, number, *three in zip(
-                            groups, places, parameters, gradients, states, strict=True
-                        )
-                    ]
-                before = list(zip(parameters, states, strict=True))
-                after = jax.tree.map(lambda a, b: jnp.where(finite, a, b), after, before)
-                losses = losses.at[i].set(loss)
-                return i + finite, finite, *map(list, zip(*after, strict=True)), losses, terms
-
-            shapes = jax.eval_shape(evaluate, 0, parameters)[0]
-            loss, terms = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            losses = jnp.zeros(len(scheduled), loss.dtype)
-            start = jnp.array(0), jnp.array(True), parameters, states, losses, terms
-            return jax.lax.while_loop(lambda carry: (carry[0] < count) & carry[1], body, start)
-
-        return run
 
     def _check_one_loss(self, args: tuple, modules: Modules) -> torch.dtype:
         """Check program, guide and data, and that the loss is one function of torch's random
@@ -350,7 +376,7 @@ class JaxDescent(Descent):
         """
         bound, losses, numbers = self._bound, list[Tensor](), list[dict]()
         model, guide = self.objective.model, self.objective.guide
-        pure = isinstance(bound, PureLoss)
+        pure = self._pure
         step = None if pure else bound.step
         for seed in range(2):
             with without_side_effects(modules), torch.set_grad_enabled(pure):
@@ -384,68 +410,95 @@ class JaxDescent(Descent):
 
     def advance(self, number: int) -> int:
         """Take the steps to the end of a stretch; return the number of the next step."""
+        rows = self.next_rows(number)
+        while rows:
+            with jax.enable_x64(self.double):
+                results = jax.device_get(self._loop(*self.inputs(number, rows)))
+            taken = self.take(number, rows, results)
+            number, rows = number + taken, rows[taken:]
+        return number
+
+    def at(self, parameters: Sequence[Tensor], args: tuple) -> "JaxDescent":
+        """The same steps from other parameters and on other data, of the same shapes.
+
+        The guide must have no ``numbers`` that change from step to step: it counts its own steps.
+
+        :param parameters: in the place of ``parameters``, without gradients.
+        """
+        other = copy.copy(self)
+        other.objective = copy.copy(self._bound)(self.objective.model, self.objective.guide)
+        other.parameters = list(parameters)
+        before, now = split(self.args, {}).tensors, split(args, {}).tensors
+        other.args = args
+        other.data = [
+            known if a is b else jnp.asarray(_array(b))
+            for known, a, b in zip(self.data, before, now, strict=True)
+        ]
+        other.begin()
+        return other
+
+    def next_rows(self, number: int) -> list[Tensor | None]:
+        """The rows of each step to the end of the stretch in which a step is."""
         end = min((number // self.stride + 1) * self.stride, self.steps)
         rows = [self.batches.next() for _ in range(end - number)]
         self._check_rows(rows)
-        while rows:
-            taken = self._stretch(number, rows)
-            number, rows = number + taken, rows[taken:]
-        return number
+        return rows
 
     def _check_rows(self, rows: Iterable[Tensor | None]) -> None:
         """Compare rows alone with the rows of each step, in the first pass over the data."""
         model, guide = self.objective.model, self.objective.guide
-        if isinstance(self._bound, PureLoss):
+        if self._pure:
             return
         for indices in rows:
             args = self.args if indices is None else _some(self.args, indices)
             if not self._bound.check_rows(model, guide, args, {}):
                 return
 
-    def _stretch(self, number: int, rows: list[Tensor | None]) -> int:
-        """Take steps with these rows up to the first that fails; return how many were tried."""
-        bound, count = self._bound, len(rows)
+    def inputs(self, number: int, rows: list[Tensor | None]) -> tuple:
+        """The arguments of the loop for steps with these rows."""
+        count = len(rows)
         scheduled = [self._scheduled(i) for i in range(count)]
         rates = np.array([self.rates(number + i) for i in range(count)], self._dtype)
         chosen = [indices for indices in rows if indices is not None]  # all of them, or none
         indices = torch.stack(chosen).cpu().numpy() if chosen else np.zeros((count, 0), int)
         seed = int(torch.randint(2**31, (), device="cpu")) if self._draws else 0
-        states = self._states()
-        with jax.enable_x64(self._x64):
-            results = self._loop(
-                [_array(p) for p in self.parameters],
-                [{name: self._number(value) for name, value in s.items()} for s in states],
-                self._constants, jax.random.key(seed, impl=KEYS), count, self._padded(indices),
-                self._padded(rates),
-                self._padded(np.asarray(scheduled, self._dtype)),
-                self._data,
-            )  # fmt: skip
-            done, finite, parameters, after, losses, terms = jax.device_get(results)
-        self._write(parameters, states, after)
-        done = int(done)
+        return (
+            [_array(parameter) for parameter in self.parameters],
+            [{n: self._number(v) for n, v in state.items()} for state in self._states()],
+            np.int32(seed), np.int32(count), self._padded(indices), self._padded(rates),
+            self._padded(np.asarray(scheduled, self._dtype)), self.constants, self.data,
+        )  # fmt: skip
+
+    def take(self, number: int, rows: list[Tensor | None], results: tuple) -> int:
+        """Write what the loop gave for these rows; return how many steps were tried: those up to
+        the first that failed."""
+        done, finite, parameters, after, losses, terms = results
+        bound, done = self._bound, int(done)
+        self._write(parameters, self._states(), after)
         device = self.parameters[0].device
         self.losses.extend(torch.from_numpy(losses[:done].copy()).to(device).unbind())
         tried = done if finite else done + 1
+        temperature = self._scheduled(tried - 1)[0]
         last = torch.tensor(losses[tried - 1], device=device)
-        if not isinstance(bound, PureLoss):
+        if not self._pure:
             values: Any = [None if t is None else torch.tensor(t, device=device) for t in terms]
             bound.skip(tried)
-            bound.record_terms(Terms(*values), last, scheduled[tried - 1][0])
+            bound.record_terms(Terms(*values), last, temperature)
         if not finite:
             self.fail(number + done, last, rows[done])
         return tried
 
-    def _padded(self, values: np.ndarray) -> jax.Array:
+    def _padded(self, values: np.ndarray) -> np.ndarray:
         """Values of each step, as many in every stretch, so that one loop is compiled."""
         missing = self.stride - len(values)
         widths = [(0, missing), *[(0, 0)] * (values.ndim - 1)]
-        return jnp.asarray(np.pad(values, widths))
+        return np.pad(values, widths)
 
-    def _number(self, value: Any) -> jax.Array:
+    def _number(self, value: Any) -> np.ndarray:
         """A part of the optimizer's state, a tensor or a number."""
         if isinstance(value, Tensor):
             return _array(value)
-        return jnp.asarray(value, self._dtype if isinstance(value, float) else None)
+        return np.asarray(value, self._dtype if isinstance(value, float) else None)
 
     def _states(self) -> list[dict[str, Any]]:
         """The optimizer's state of each parameter, made where there is none yet."""
@@ -474,6 +527,80 @@ class JaxDescent(Descent):
                     self.optimizer.state[parameter][name] = type(before)(values[name])
 
 
+class Together:
+    """Steps of several fits of one shape in one compiled loop, by ``vmap`` over the fits.
+
+    Each has its own parameters, state of the optimizer, random numbers and data, and comes out as
+    it would alone. A fit whose step is not finite leaves it out while the others go on, or its
+    error ends them all, as its policy says.
+
+    :param fits: their programs, guides and optimizers differ in their numbers alone.
+    :param states: those of torch's generators for each fit, which its steps move.
+    :raises UnsupportedProgramError: for fits that differ in more.
+    """
+
+    def __init__(self, fits: Sequence[JaxDescent], states: Sequence[dict[str, Tensor]]) -> None:
+        self.fits, self.states = list(fits), list(states)
+        first = self.fits[0]
+        self.stride = first.stride
+        if any(fit.key != first.key for fit in fits):
+            raise UnsupportedProgramError("the fits differ in more than their numbers")
+        axes = [  # none for an array that all fits read
+            [
+                None if all(one is each[0] for one in each) else 0
+                for each in zip(*lists, strict=True)
+            ]
+            for lists in ([fit.constants for fit in fits], [fit.data for fit in fits])
+        ]
+        self._axes = axes
+        key = *first.key, repr(axes)
+        self._loop = shared(key, lambda: jax.jit(jax.vmap(first.loop(), (*[0] * 7, *axes))))
+
+    def advance(self, number: int) -> int:
+        """Take the steps to the end of a stretch; return the number of the next step.
+
+        :raises FailedStepError: of a fit, with its number in a note.
+        """
+        first, rows, numbers = self.fits[0], list[list](), [number] * len(self.fits)
+        for fit, states in zip(self.fits, self.states, strict=True):
+            with continued(states):
+                rows.append(fit.next_rows(number))
+        inputs: list[tuple] = [()] * len(rows)
+        while any(rows):
+            for i, (fit, states) in enumerate(zip(self.fits, self.states, strict=True)):
+                if rows[i]:
+                    with continued(states):
+                        inputs[i] = fit.inputs(numbers[i], rows[i])
+                else:
+                    inputs[i] = (*inputs[i][:_COUNT], np.int32(0), *inputs[i][_COUNT + 1 :])
+            with jax.enable_x64(first.double):
+                results = jax.device_get(self._loop(*self._stacked(inputs)))
+            for i, fit in enumerate(self.fits):
+                if rows[i]:
+                    own = jax.tree.map(lambda value, i=i: value[i], results)
+                    try:
+                        with continued(self.states[i]):
+                            taken = fit.take(numbers[i], rows[i], own)
+                    except FailedStepError as error:
+                        error.add_note(f"(in fit {i})")
+                        raise
+                    numbers[i], rows[i] = numbers[i] + taken, rows[i][taken:]
+        return numbers[0]
+
+    def _stacked(self, inputs: Sequence[tuple]) -> tuple:
+        """The arguments of all fits, those that they share once."""
+
+        def joined(axis: int | None, *parts: Any) -> Any:
+            return parts[0] if axis is None else jax.tree.map(lambda *a: np.stack(a), *parts)
+
+        *numbers, constants, data = zip(*inputs, strict=True)
+        lists = [
+            [joined(*each) for each in zip(axes, *parts, strict=True)]
+            for axes, parts in zip(self._axes, (constants, data), strict=True)
+        ]
+        return (*[joined(0, *parts) for parts in numbers], *lists)
+
+
 def _numbers_in(modules: Modules) -> dict[tuple[nn.Module, str], Any]:
     """The numbers and words among the attributes of modules."""
     return {
@@ -488,5 +615,5 @@ def _some(args: tuple, rows: slice | Tensor) -> tuple:
     return tuple(select_rows(as_dicts(value), rows) for value in args)
 
 
-def _array(tensor: Tensor) -> jax.Array:
-    return jnp.asarray(tensor.detach().cpu().numpy())
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().numpy()

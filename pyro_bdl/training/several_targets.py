@@ -1,6 +1,8 @@
 """One guide trained for several data sets at once, by ``vmap`` over its parameters."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import pyro
 import torch
@@ -9,9 +11,13 @@ from torch.distributions import transform_to
 
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides.base import Guide
+from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.observed_arguments import TargetArguments
+from pyro_bdl.training.descent import Descent
+from pyro_bdl.training.svi import cosine, in_backend
 from pyro_bdl.utils.module_state import vmappable
 from pyro_bdl.utils.progress import shown
+from pyro_bdl.utils.random_state import seeded, torch_states
 
 _Values = Mapping[str, Tensor]
 
@@ -35,7 +41,7 @@ class GuidesOfTargets:
     ) -> None:
         self.model, self.guide, self.targets = model, guide, targets
         self.values = dict(values)
-        count = len(next(iter(self.values.values())))
+        self.count = len(next(iter(self.values.values())))
         guide.require_layout()
         if guide.subsampled:
             raise ValueError(
@@ -49,7 +55,7 @@ class GuidesOfTargets:
         }
         self._free = {}
         for name, parameter in guide.named_parameters(recurse=False):
-            start = parameter.detach().expand(count, *parameter.shape).clone()
+            start = parameter.detach().expand(self.count, *parameter.shape).clone()
             self._free[name] = start.requires_grad_(parameter.requires_grad)
         if not any(value.requires_grad for value in self._free.values()):
             raise ValueError(
@@ -72,15 +78,59 @@ class GuidesOfTargets:
         steps: int = 2000,
         learning_rate: float = 0.02,
         num_particles: int = 4,
+        backend: str = "auto",
         progress: bool | None = None,
     ) -> Tensor:
         """Maximize the D ELBOs by Adam with a cosine schedule.
 
         :param learning_rate: Adam's initial learning rate, which falls to zero along half a cosine.
         :param num_particles: draws per step and data set.
+        :param backend: as of ``training.train``.
         :returns: the negative ELBO of each step, (steps, D), in nats.
+        :raises FailedStepError: for a loss or gradient that is not finite.
         """
+        from pyro_bdl.training.jax_steps import JaxDescent  # JAX is imported where it is used
+
         elbo = TemperedTraceMeanField_ELBO(num_particles=num_particles)
+        trained = [value for value in self.guide.parameters(recurse=False) if value.requires_grad]
+        optimizer = torch.optim.Adam(trained, lr=learning_rate)
+        args, kwargs = self._arguments(0)
+        descent = Descent(elbo(self.model, self.guide), optimizer, args, leading_size(args))
+        parts = (part for part in self.guide.modules() if isinstance(part, Guide))
+        if kwargs or any(part.numbers() for part in parts):  # one guide would count all steps
+            backend = "torch"
+        descent = in_backend(
+            descent, backend, "the guides' training", steps=steps,
+            rates=partial(cosine, [learning_rate], steps),
+        )  # fmt: skip
+        if isinstance(descent, JaxDescent):
+            return self._in_jax(descent, steps, progress)
+        return self._in_torch(elbo, steps, learning_rate, progress)
+
+    def _arguments(self, i: int) -> tuple[tuple, dict]:
+        return self.targets.with_values({name: value[i] for name, value in self.values.items()})
+
+    def _in_jax(self, descent: Any, steps: int, progress: bool | None) -> Tensor:
+        """The training of all copies in one compiled loop."""
+        from pyro_bdl.training.jax_steps import Together
+
+        names = {id(value): name for name, value in self.guide.named_parameters(recurse=False)}
+        seed = int(torch.randint(2**31, (), device="cpu"))
+        fits, states = [], []
+        for i in range(self.count):
+            own = [self._free[names[id(value)]].detach()[i] for value in descent.parameters]
+            fits.append(descent.at(own, self._arguments(i)[0]))
+            with seeded(seed + i):
+                states.append(torch_states())
+        together = Together(fits, states)
+        for number in shown(range(0, steps, together.stride), "guides", progress):
+            together.advance(number)
+        return torch.stack([fit.stacked_losses() for fit in fits], -1)
+
+    def _in_torch(
+        self, elbo: TemperedTraceMeanField_ELBO, steps: int, rate: float, progress: bool | None
+    ) -> Tensor:
+        """The training of all copies by torch's ``vmap``."""
 
         def loss(free: dict[str, Tensor], values: dict[str, Tensor]) -> Tensor:
             args, kwargs = self.targets.with_values(values)
@@ -90,7 +140,7 @@ class GuidesOfTargets:
 
         losses_of = torch.vmap(loss, randomness="different")
         trained = [value for value in self._free.values() if value.requires_grad]
-        optimizer = torch.optim.Adam(trained, lr=learning_rate)
+        optimizer = torch.optim.Adam(trained, lr=rate)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         history = []
         with pyro.validation_enabled(False), vmappable():

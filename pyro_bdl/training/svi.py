@@ -1,7 +1,8 @@
 """Training of a guide by stochastic variational inference, and estimates of its ELBO."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -149,12 +150,7 @@ def train(
     if isinstance(elbo, TemperedTrace_ELBO):
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         warn_of_joint_scales(model, guide, trained, rows.first)
-    largest = [group["lr"] for group in optimizer.param_groups]
-
-    def rates(step: int) -> list[float]:
-        factor = 0.5 * (1.0 + math.cos(math.pi * step / steps))
-        return [factor * rate for rate in largest]
-
+    rates = partial(cosine, [group["lr"] for group in optimizer.param_groups], steps)
     descent = Descent(objective, optimizer, args, size, stream=stream, on_nonfinite=on_nonfinite)
     stride = {} if stopping is None else {"stride": stopping.check_every}
     descent = in_backend(descent, backend, "train", steps=steps, rates=rates, **stride)
@@ -240,6 +236,12 @@ def estimate_elbo(
         drawn = elbo.num_particles * len(counts)
         passes, repeats = passes + 1, math.ceil(num_particles / drawn)
     return total / sum(counts) / passes
+
+
+def cosine(largest: Sequence[float], steps: int, step: int) -> list[float]:
+    """The learning rates of a step, which fall to zero along half a cosine."""
+    factor = 0.5 * (1.0 + math.cos(math.pi * step / steps))
+    return [factor * rate for rate in largest]
 
 
 def check_backend(backend: str) -> None:

@@ -74,6 +74,19 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def continued(states: dict[str, Tensor]) -> Iterator[None]:
+    """Run with torch's generators at states, which have moved on at exit; the generators' own
+    states are put back."""
+    before = torch_states()
+    set_torch_states(states)
+    try:
+        yield
+    finally:
+        states.update(torch_states())
+        set_torch_states(before)
+
+
 def fixed_normal(like: Tensor, seed: int = 0) -> Tensor:
     """Standard normal numbers with the shape, dtype and device of ``like``.
 
