@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -454,3 +455,14 @@ def test_published_mnist_prints_both_numbers(digits):
     assert entry["published"]["log likelihood"] == -661
     assert entry["log likelihood"]["mean"] == pytest.approx(-10 * entry["NLL"]["mean"])
     assert run("published_mnist", options, digits, "--rows", rows) == found
+
+
+def test_low_rank_metric_counts_effective_draws():
+    result = run("low_rank_metric", "--quick --kernels mclmc")["table"]
+    assert [entry["low rank"] for entry in result] == [False, True]
+    assert all(entry["min ESS of f / gradients"][0] > 0 for entry in result)
+
+
+def test_tempered_evidence_has_both_evidences():
+    (row,) = run("tempered_evidence", "--quick --threads 1")["rows"]
+    assert row["error"] > 0 and row["copies"] == pytest.approx(math.log(8))

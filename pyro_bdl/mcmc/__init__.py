@@ -13,6 +13,7 @@ from pyro_bdl.utils.names import attributes_elsewhere
 
 if TYPE_CHECKING:
     from pyro_bdl.contrib.stochastic_gradient import PSGLD, SGNHT, SMILE
+    from pyro_bdl.mcmc.tempered import tempered_smc
 
 __all__ = [
     "HMC",
@@ -31,8 +32,10 @@ __all__ = [
     "sample",
     "sgmcmc",
     "suggest_step_size",
+    "tempered_smc",
 ]
 
 __getattr__ = attributes_elsewhere(
-    __name__, PSGLD="pyro_bdl.contrib", SGNHT="pyro_bdl.contrib", SMILE="pyro_bdl.contrib"
-)
+    __name__, PSGLD="pyro_bdl.contrib", SGNHT="pyro_bdl.contrib", SMILE="pyro_bdl.contrib",
+    tempered_smc="pyro_bdl.mcmc.tempered",
+)  # fmt: skip

@@ -11,8 +11,8 @@ have the same covariance up to their sign. Hence S^2 = sqrt(Var x / Var g) for e
 these units Sigma Cov(g) Sigma = Cov(x), whose solution is the geometric mean of the covariance of
 the draws and the inverse of the gradients'.
 
-Source: Seyboldt, Carlson & Carpenter (2026), Preconditioning Hamiltonian Monte Carlo by minimizing
-Fisher divergence, arXiv 2603.18845.
+Source: Seyboldt, Carlson & Carpenter (2026), arXiv 2603.18845. Their directions and eigenvalues are
+of the same draws, with a prior that draws the latter to 1; here, of two halves.
 """
 
 from collections.abc import Callable
