@@ -210,7 +210,7 @@ def _scalars(
     each posterior's others that are single numbers; the noise in the target's units."""
     scales: dict[str, float] = {}
     if data is not None and data.task in _SHIFTED and data.y_sd != 1:
-        scales = dict.fromkeys(_SHIFTED.values(), data.y_sd)
+        scales = {_SHIFTED[data.task]: data.y_sd}
     scalars, farthest = {}, _farthest(comparison)
     with seeded(0):
         for name, evaluation in comparison.evaluations.items():
