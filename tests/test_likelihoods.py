@@ -402,6 +402,18 @@ def test_the_curvature_of_censored_targets_is_the_hessian(law, num_draws):
         torch.testing.assert_close(found[:, 0, 0], -direct)
 
 
+@pytest.mark.parametrize("status, words", [(5.0, "not 0, 1, 2 or 3"), (3.0, "not above its value")])
+def test_a_status_or_an_interval_that_is_none_is_refused(status, words):
+    """Where the posterior is made, and not as draws that are NaN."""
+    model = models.CensoredRegression(network(), "weibull")
+    x, y = torch.randn(6, 2, dtype=D), torch.ones(6, 3, dtype=D)
+    y[4, 1], y[4, 2] = status, 0.5
+    with pytest.raises(ValueError, match=f"y has in row 4 .*{words}"):
+        bdl.guides.AutoMeanField(model).prototype(x, y)
+    with pytest.raises(ValueError, match=f"y has in row 4 .*{words}"):
+        bdl.Program(model, x, y).check()
+
+
 def test_censored_targets_that_do_not_fit_are_refused():
     x, y = torch.randn(5, 2, dtype=D), torch.ones(5, 2, dtype=D)
     with pytest.raises(ValueError, match="'normal', 'lognormal', 'weibull'"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.special import logit
 from torch import Tensor
 from torch.distributions import Normal, Poisson
 
@@ -25,6 +26,8 @@ _DENSITY = {
     "regression": "a Normal around its prediction, whose variance is the mean square of its "
     f"errors on {_FOLDS} left-out folds of the training rows",
     "classification": "its class probabilities, with the shares of the classes as one more row",
+    "share": "a Normal of the logit around its prediction of it, with a variance from "
+    f"{_FOLDS} left-out folds",
     "count": "a Poisson at its rate, with the mean count as one more row",
 }
 
@@ -46,6 +49,8 @@ def predictions(name: str, data: Dataset, seed: int) -> PredictiveDraws:
     """
     x, y, x_test = (part.cpu().numpy() for part in (data.x_train, data.y_train, data.x_test))
     rows, dtype = len(y), data.x_train.dtype
+    if data.task == "share":
+        y = logit(y.astype(float))
     random = torch.Generator(device="cpu").manual_seed(seed)
     model = _model(name, data.task, seed)
 
@@ -69,8 +74,11 @@ def predictions(name: str, data: Dataset, seed: int) -> PredictiveDraws:
     sd = float(np.sqrt(np.mean((cross_val_predict(model, x, y, cv=folds) - y) ** 2)))
     mean = draws(model.fit(x, y).predict(x_test))
     noise = sd * torch.randn(_DRAWS // 2, len(x_test), dtype=dtype, device="cpu", generator=random)
-    targets = mean + torch.cat([noise, -noise])
-    return PredictiveDraws(mean, targets, Normal(mean, sd).log_prob(y_test))
+    targets, law = mean + torch.cat([noise, -noise]), Normal(mean, sd)
+    if data.task == "share":
+        density = law.log_prob(y_test.logit()) - (y_test * (1 - y_test)).log()
+        return PredictiveDraws(mean, targets.sigmoid(), density)
+    return PredictiveDraws(mean, targets, law.log_prob(y_test))
 
 
 def _model(name: str, task: str, seed: int) -> Any:

@@ -16,8 +16,10 @@ SCORES = tuple(
         ("accuracy", "accuracy", "percent"),
         ("nlpd", "NLPD", "number"),
         ("crps", "CRPS", "number"),
+        ("crps_censored", "CRPS, censored", "number"),
         ("coverage", "in 90 %", "percent"),
         ("brier", "Brier", "number"),
+        ("ranked_probability_score", "RPS", "number"),
     )
 )
 NOTE = (

@@ -193,11 +193,11 @@ def _columns(
         for (part, of_part), (_, batch) in zip(parts, kind.batches(args, count), strict=True):
             ends = None if bounds is None else bounds[:, batch]
             block = observe(predictive, kind, part, y[batch], of_part, ends)
-            density = cast(Tensor, block.log_density)
-            of_block = None if powers is None else powers[start : start + density.shape[1]]
-            densities.append(density)
+            densities.append(cast(Tensor, block.log_density))
+            end = start + densities[-1].shape[1]
+            of_block = None if powers is None else powers[start:end]
             transforms.append(_pit(block, mixed, samples.num_chains, of_block))
-            start += density.shape[1]
+            start = end
     known = [value for value in transforms if value is not None]
     log_likelihood = torch.cat(densities, 1)
     draws = log_likelihood.unflatten(0, (samples.num_chains, samples.num_draws))

@@ -61,6 +61,11 @@ class Censored(TorchDistribution):
         return constraints.real if self.law == "normal" else constraints.positive
 
     @property
+    def is_validated(self) -> bool:
+        """True if its arguments are checked, as in a program's first run and not under ``vmap``."""
+        return bool(self._validate_args)
+
+    @property
     def _whole(self) -> Any:
         return uncensored(self.law, self.loc, self.scale)
 

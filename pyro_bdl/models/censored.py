@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from pyro_bdl.distributions.censored import LAWS, Censored
+from pyro_bdl.distributions.censored import INTERVAL, LAWS, Censored
 from pyro_bdl.models.base import ObservationModel, Output
 from pyro_bdl.scales import Scale
 
@@ -71,4 +71,18 @@ class CensoredRegression(ObservationModel):
     def _as_observed(self, likelihood: Any, y: Tensor) -> tuple[Any, Tensor]:
         loc, scale, upper = likelihood.loc, likelihood.scale, likelihood.upper
         upper = y[:, 2] if y.shape[1] == 3 else upper
+        if likelihood.is_validated:
+            self._check_known(y[:, 0], y[:, 1], upper)
         return Censored(self.law, loc, scale, y[:, 1], upper), y[:, 0]
+
+    def _check_known(self, value: Tensor, status: Tensor, upper: Tensor) -> None:
+        """Check that each status is one, and that intervals end above their values."""
+        known = torch.isin(status, torch.arange(4, device=status.device).to(status))
+        right = (status != INTERVAL) | (upper > value)
+        for fits, words in (
+            (known, "a status that is not 0, 1, 2 or 3"),
+            (right, "the status 3, an interval, whose upper end is not above its value"),
+        ):
+            if not fits.all():
+                row = int((~fits).nonzero()[0])
+                raise ValueError(f"{self._targets_name} has in row {row} {words}")

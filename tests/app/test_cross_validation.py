@@ -8,6 +8,7 @@ import torch
 
 from pyro_bdl import posteriors
 from pyro_bdl.app import cross_validation
+from pyro_bdl.comparison import scores
 
 
 def test_errors_are_those_of_overlapping_splits():
@@ -54,3 +55,10 @@ def test_a_split_that_is_interrupted_loses_no_report_and_quiet_prints_results_on
     assert answer == "There is only map, and nothing to compare it with."
     assert written.startswith("Written to")
     assert "Scores over 2 splits" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_every_score_of_one_split_is_there_over_several():
+    """But those that need as many test points as all splits have together."""
+    known = {score.key for score in cross_validation.SCORES}
+    of_one = {m.key for m in scores.SCORES if m.group == scores.TEST_DATA and not m.detail}
+    assert of_one - {"nlpd_calibrated", "ece"} == known

@@ -129,10 +129,13 @@ def test_shares(tmp_path, run, no_figures, rows_of):
     rows = [f"{i},{1 / (1 + math.exp(0.3 * (10 - i)))}" for i in range(1, 25)]
     path.write_text("\n".join(["size,part", *rows]) + "\n")
     given = ["--data", path, "--target", "part", "--guides", "mean-field", *TINY]
-    code, printed, err = run(*given, "--likelihood", "beta")
+    code, printed, err = run(*given, "--likelihood", "beta", "--baselines")
     assert code == 0, err
     assert "part: share" in printed and "y ~ Beta(mean" in printed
-    assert math.isfinite(float(rows_of(tmp_path / "out")["mean-field"]["crps"]))
+    found = rows_of(tmp_path / "out")
+    for name in ("mean-field", "sklearn-linear", "sklearn-forest"):
+        assert math.isfinite(float(found[name]["crps"])) and float(found[name]["rmse"]) < 0.3
+    assert float(found["sklearn-linear"]["nlpd"]) < -3  # its logits are a line
     path.write_text(path.read_text() + "25,1.0\n")
     code, _, err = run(*given, "--task", "share")
     assert code and "does not hold shares between 0 and 1 (1 in row 25)" in err

@@ -43,6 +43,8 @@ CAPTIONS = {
 _POINTS = 4
 _DRAWS = 500  # of latents, from a guide
 _LATENTS = 6  # named numbers that are shown
+# Tasks whose targets are standardized, and the latent that is their sd.
+_SHIFTED = {"regression": "noise", "censored": "scale"}
 
 
 def figures(
@@ -206,7 +208,9 @@ def _scalars(
 ) -> dict[str, dict[str, Tensor]]:
     """Draws ``(S,)`` of the compared latents that are the farthest from the reference's, and of
     each posterior's others that are single numbers; the noise in the target's units."""
-    scales = {} if data is None or data.y_sd == 1 else {"noise": data.y_sd}
+    scales: dict[str, float] = {}
+    if data is not None and data.task in _SHIFTED and data.y_sd != 1:
+        scales = {_SHIFTED[data.task]: data.y_sd}
     scalars, farthest = {}, _farthest(comparison)
     with seeded(0):
         for name, evaluation in comparison.evaluations.items():
