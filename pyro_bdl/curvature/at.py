@@ -208,7 +208,7 @@ class ProgramAtPoint:
         (result,) = self._pieces(batch, lambda batch, _: leading_size(batch), compared=compared)
         return result
 
-    def whole(
+    def linearize_batch(
         self, args: tuple, kwargs: Mapping[str, Any], plates: Mapping[str, Tensor] | None = None
     ) -> Linearization:
         """The linearization of one batch from a run over all of its rows at once.
@@ -247,7 +247,9 @@ class ProgramAtPoint:
         elif priors is not None and whole is not None:
             priors.append(Run(whole.run.latents, prior_factors=whole.run.prior_factors))
         if facts is None:
-            linearization = self.whole(*batch, {} if whole is None else whole.run.subsamples)
+            linearization = self.linearize_batch(
+                *batch, {} if whole is None else whole.run.subsamples
+            )
             if whole is not None:
                 with torch.enable_grad():  # distributions keep what they compute here
                     check_repeated(whole.run, linearization.run)
@@ -265,7 +267,7 @@ class ProgramAtPoint:
             if read and start == 0 and whole is not None:
                 found = linearization.reading.run
                 if differing_prior(whole.run, found, found.priors) is not None:
-                    linearization.reading = self.whole(*batch).reading  # of all rows
+                    linearization.reading = self.linearize_batch(*batch).reading  # of all rows
             yield linearization
             start += at_once
         if whole is not None:
@@ -392,7 +394,11 @@ class ProgramAtPoint:
         templates = {name: template_of(site) for name, site in mapped.run.observed.items()}
         factors = mapped.run.factors or mapped.run.prior_factors
         unknown = factors or mapped.run.discrete or None in templates.values()
-        whole = self.whole(*batch) if unknown or (read and mapped.parameters is None) else None
+        whole = (
+            self.linearize_batch(*batch)
+            if unknown or (read and mapped.parameters is None)
+            else None
+        )
         run = copy.copy(mapped.run if whole is None else whole.run)
         run.observed = dict(run.observed)
         for name, site in mapped.run.observed.items():

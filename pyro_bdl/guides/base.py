@@ -72,6 +72,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         self._program_model = (model,)  # in a tuple, so that it is no submodule
         # Those of the program, which calls them in its first run.
         self.program_modules = Modules(model)
+        self.observed_sites: frozenset[str] = frozenset()  # in the program's first run
         self._values: Mapping[str, Tensor] | None = None  # of parameters, while ``at_parameters``
         self.subsampled: set[str] = set()
         self.warned_of: set[str] = set()  # warnings about the program that are given once
@@ -123,9 +124,16 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
 
     @outside_inference_mode()
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        first = trace_once(self.model, args, kwargs, self._prototype_hide_fn)
+        observed: set[str] = set()
+
+        def hide(msg: Any) -> bool:
+            if msg["type"] == "sample" and msg["is_observed"]:
+                observed.add(msg["name"])
+            return self._prototype_hide_fn(msg)
+
+        first = trace_once(self.model, args, kwargs, hide)
         program, trace = Program.from_run(self.model, first, args, kwargs), first.trace
-        self.program_modules = first.modules
+        self.program_modules, self.observed_sites = first.modules, frozenset(observed)
         start, full = at_full_size(program, trace)
         if self.master is not None:
             self.master()._check_prototype(trace)
@@ -164,6 +172,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         """Copy the layout of a guide for the same program, instead of ``prototype``."""
         self.layout = source.require_layout()
         self.program_modules = source.program_modules
+        self.observed_sites = source.observed_sites
         self._rename()
         self.subsampled = source.subsampled
         self.warned_of = source.warned_of

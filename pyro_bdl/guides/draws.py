@@ -19,7 +19,14 @@ from pyro_bdl.program.layout import NEW_ROWS, Latent, describe_mismatch, shape_m
 from pyro_bdl.program.program import Program, SiteShape, site_shapes
 from pyro_bdl.program.samples import Samples, as_tensor, is_numpyro_mcmc
 from pyro_bdl.program.saved import check_same, described_program
-from pyro_bdl.program.trace import UNOBSERVED, Run, Site, leave_open, record
+from pyro_bdl.program.trace import (
+    UNOBSERVED,
+    Run,
+    Site,
+    leave_open,
+    record,
+    uses_of_placeholders,
+)
 from pyro_bdl.program.vmap import joined, map_draws, number_of_draws
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import preserved_buffers
@@ -439,9 +446,10 @@ def run_of_posterior(
 ) -> Run:
     """Run a program at a draw of a posterior, and check that the posterior belongs to it.
 
-    Without targets, observed sites look like latents. A site without plates whose distribution does
-    not depend on the latents is taken for a latent that the posterior lacks; where there is one,
-    a second run follows it in autograd's graph.
+    Without targets, observed sites look like latents. A guide knows which are observed: another
+    site whose value a statement depends on is a latent that it lacks. So is, for any posterior, a
+    site without plates whose distribution does not depend on the latents. Where there may be one, a
+    second run follows it in autograd's graph.
 
     :raises ValueError: if names or shapes of the latents do not match; the error lists all of them.
     """
@@ -461,6 +469,12 @@ def run_of_posterior(
             if _may_be_latent(site) and not _depend(site, list(leaves.values())):
                 distribution: Any = site.distribution
                 expected[name] = distribution.shape()
+    if isinstance(posterior, Guide):
+        theirs = posterior.observed_sites
+        used = uses_of_placeholders(run, program, values, args, kwargs, besides=theirs)
+        for name in used.values():
+            distribution = run.observed[name].distribution
+            expected[name] = distribution.shape()
     if not isinstance(posterior, Guide | Samples):  # Pyro's own guides have auxiliary sites too
         given = {name: shape for name, shape in given.items() if name in expected}
     _refuse(expected, given)

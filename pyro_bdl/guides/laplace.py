@@ -22,7 +22,7 @@ from pyro_bdl.program.rows import rows_of
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils import bibliography
-from pyro_bdl.utils.module_state import as_written, evaluation_mode, vmappable
+from pyro_bdl.utils.module_state import evaluation_mode, uncompiled, vmappable
 
 
 class AutoLaplaceGGN(UnconstrainedMAP):
@@ -133,7 +133,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
             held_out = self.batches(held_out)
             check_held_out(self.program_model, held_out)
         batches.on_all_ranks(lambda: self._begin(config.rows, *batches.first()))
-        with as_written(self.program_modules):
+        with uncompiled(self.program_modules):
             chosen = subset_of(self, subset, *batches.first())
             posterior = self._approximate(
                 config, chosen, batches, check=held_out is None, progress=progress

@@ -37,7 +37,7 @@ from pyro_bdl.elbo.step import Step, StepOptimizer
 from pyro_bdl.guides.mean_field import AutoMeanField
 
 
-class Move(NamedTuple):
+class NaturalStep(NamedTuple):
     """The step size and averages that an optimizer's step moves by.
 
     :param rate: rho, the step size in the precision.
@@ -118,7 +118,7 @@ class NaturalGradient(StepOptimizer):
         loc = self.guide.loc
         return {"step": 0, "momentum": torch.zeros_like(loc, requires_grad=False), "peak": 0.0}
 
-    def move(self, step: Move, *, lr: float, clip: float) -> None:
+    def move(self, step: NaturalStep, *, lr: float, clip: float) -> None:
         """Move the guide's parameters; where this raises, they stay as they were."""
         raise NotImplementedError
 
@@ -166,7 +166,7 @@ class NaturalGradient(StepOptimizer):
         peak = max(state["peak"], group["lr"])
         share = math.sqrt(group["lr"] / peak) if peak > 0 else 0.0  # a warm-up may start at zero
         momentum = torch.lerp(state["momentum"], loc.grad, 1 - beta1)
-        step = Move(
+        step = NaturalStep(
             rate=(1 - beta2) * share,
             gradient=momentum / (1 - beta1**number),
             average=state["momentum"] / (1 - beta1 ** max(1, state["step"])),
@@ -216,7 +216,7 @@ class DiagonalNaturalGradient(NaturalGradient):
         """
         return scale_gradient
 
-    def move(self, step: Move, *, lr: float, clip: float) -> None:
+    def move(self, step: NaturalStep, *, lr: float, clip: float) -> None:
         loc, free = self.param_groups[0]["params"]
         scale = torch.nn.functional.softplus(free)
         scale_gradient = free.grad / torch.expm1(-scale).neg_()  # ds/du = 1 - exp(-s)

@@ -11,7 +11,7 @@ from pyro_bdl.curvature.structures.kron.curvature import KroneckerCurvature
 from pyro_bdl.curvature.structures.kron.factors import WeightFactors, decompose
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.matrix_normal import AutoMatrixNormal
-from pyro_bdl.optim.base import Move, NaturalGradient
+from pyro_bdl.optim.base import NaturalGradient, NaturalStep
 from pyro_bdl.optim.vogn import GaussNewton_ELBO
 from pyro_bdl.utils.precision import double
 
@@ -132,7 +132,7 @@ class NoisyKFAC(NaturalGradient):
         guide.require_layout()
         return list(guide.parameters())
 
-    def move(self, step: Move, *, lr: float, clip: float) -> None:
+    def move(self, step: NaturalStep, *, lr: float, clip: float) -> None:
         guide, eta, moved = self.guide, step.temperature, {}
         layout = guide.require_layout()
         for k, name in enumerate(guide.matrices):

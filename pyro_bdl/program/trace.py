@@ -1,7 +1,7 @@
 """One run of a Pyro program, statement by statement."""
 
 import functools
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -500,12 +500,15 @@ def uses_of_placeholders(
     values: Mapping[str, Any],
     args: tuple,
     kwargs: Mapping[str, Any],
+    *,
+    besides: Collection[str] = (),
 ) -> dict[str, str]:
     """The observed sites that depend on the value of an open one, each with the name of such a one.
 
     Where statements follow an open site, the program runs once more, and autograd's graph says.
 
     :param run: of the program, with sites left open.
+    :param besides: the names of open sites that do not count.
     """
     if not run.followed or len(run.observed) < 2:
         return {}
@@ -513,7 +516,8 @@ def uses_of_placeholders(
 
     def leave(msg: Any) -> None:
         leave_open(msg)
-        if msg["infer"].get("_placeholder") and msg["value"].is_floating_point():
+        is_wanted = msg["infer"].get("_placeholder") and msg["name"] not in besides
+        if is_wanted and msg["value"].is_floating_point():
             placeholders[msg["name"]] = msg["value"].requires_grad_()
 
     with torch.enable_grad():

@@ -198,8 +198,9 @@ class RowMap:
     numbers.
 
     Every tensor among the arguments with as many rows as the first one is cut; a row keeps its
-    leading axis, of length one. ``lane`` is a number of each row, for ``tap``. Where an operation
-    has no batching rule, as torch's recurrent layers, the rows are taken in a loop, with a warning.
+    leading axis, of length one. ``lane`` is a number of each row, for ``attach_row``. Where an
+    operation has no batching rule, as torch's recurrent layers, the rows are taken in a loop, with
+    a warning.
     """
 
     def __init__(self) -> None:
@@ -280,7 +281,7 @@ class _Tap(torch.autograd.Function):
         return outside.value, 0
 
 
-def tap(value: Tensor, lane: Tensor | None) -> tuple[Tensor, Tensor]:
+def attach_row(value: Tensor, lane: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return an equal tensor, to go on with in a map over rows, and the same tensor as it is
     outside of the map, (n, *shape): gradients in it are those of each row.
 

@@ -20,7 +20,7 @@ from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed, with_gradients, without_hooks
 from pyro_bdl.utils.memory import keep_freed_blocks
-from pyro_bdl.utils.module_state import Modules, as_written, changed, without_side_effects
+from pyro_bdl.utils.module_state import Modules, changed, uncompiled, without_side_effects
 from pyro_bdl.utils.one_thread import Hidden
 from pyro_bdl.utils.trees import TreeSpec, constants_of, tree_flatten, tree_unflatten
 
@@ -358,7 +358,7 @@ class CompiledLoss:
         statements = poutine.trace(param_only=True)
         try:
             with (
-                without_side_effects(modules), as_written(modules), Hidden(), statements,
+                without_side_effects(modules), uncompiled(modules), Hidden(), statements,
                 pyro.validation_enabled(False),
             ):  # fmt: skip
                 step = trace_step(evaluation.traced, evaluation.tensors(), self.backend)

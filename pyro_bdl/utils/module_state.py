@@ -250,7 +250,7 @@ def without_side_effects(
             tensor.data.copy_(value)
 
 
-def as_written(*owners: Any) -> AbstractContextManager[Modules]:
+def uncompiled(*owners: Any) -> AbstractContextManager[Modules]:
     """Run modules of ``torch.compile`` uncompiled.
 
     Hooks, tracers and transforms of ``torch.func`` then see their operations.

@@ -144,6 +144,30 @@ def test_sites_that_are_predicted_alone_are_no_missing_latents():
         assert set(bdl.Predictive(model, posterior, 5)(X)) == {"y", "more"}
 
 
+def _lacking(with_weights):
+    """A program whose weights' prior depends on a latent that stands in another program too."""
+
+    def model(x, y=None):
+        t = pyro.sample("t", dist.HalfNormal(x.new_ones(())))
+        w = x.new_ones(2)
+        if with_weights:
+            w = pyro.sample("w", dist.Normal(x.new_zeros(2), t).to_event(1))
+        first = pyro.sample("first", dist.Normal(x[0] @ w, t), obs=None if y is None else y[0])
+        mean = x @ w + first
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, t), obs=y)
+
+    return model
+
+
+@pytest.mark.parametrize("use", ["Predictive", "Predictive.mean", "importance", "compare"])
+def test_a_latent_that_is_lacking_below_another_one(use):
+    with pytest.raises(ValueError, match="'w'"):
+        USES[use](_lacking(False), _lacking(True))
+    if use.startswith("Predictive"):  # one observed site depends on another one
+        USES[use](_lacking(True), _lacking(True))
+
+
 def test_another_order_is_refused_where_it_counts():
     guide = bdl.guides.AutoMeanField(_hierarchical(["a", "b"])).prototype(X, Y)
     model = _hierarchical(["b", "a"])

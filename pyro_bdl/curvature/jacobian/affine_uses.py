@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.linear_ops.recognize import AffineOp, recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
-from pyro_bdl.program.vmap import InsideAnotherMapError, depends_on_row, tap
+from pyro_bdl.program.vmap import InsideAnotherMapError, attach_row, depends_on_row
 from pyro_bdl.utils.trees import tree_leaves, tree_map
 
 
@@ -177,7 +177,7 @@ class UseRecorder(Tracker):
         return result
 
     def _tapped(self, value: Tensor) -> tuple[Tensor, GradientEdge | None]:
-        result, outside = tap(value, self.lane)
+        result, outside = attach_row(value, self.lane)
         self.mapped = outside is not result
         return result, get_gradient_edge(outside) if outside.requires_grad else None
 
