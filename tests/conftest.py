@@ -12,6 +12,7 @@ import pyro
 import pytest
 import torch
 from helpers import second_device
+from helpers.conjugate import Conjugate, with_ones
 
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.curvature.structures import STRUCTURES
@@ -170,7 +171,7 @@ class LinearGaussian:
         self.x[:, 1] += 0.7 * self.x[:, 0]
         self.y = self.x @ torch.tensor([1.0, -0.5, 0.3], dtype=torch.float64) + 0.4
         self.y += 0.5 * torch.randn(8, dtype=torch.float64)
-        self.design = torch.cat([self.x, torch.ones(8, 1, dtype=torch.float64)], 1)
+        self.design = with_ones(self.x)
         self.net = torch.nn.Linear(3, 1).double()
         self.model = models.Regression(
             bayesianize(self.net, priors.Normal(self.prior)), noise=self.noise
@@ -178,12 +179,10 @@ class LinearGaussian:
         self.size = 4
 
     def precision(self, eta=1.0):
-        gram = self.design.T @ self.design / self.noise**2
-        return gram / eta + torch.eye(4, dtype=torch.float64) / self.prior**2
+        return Conjugate(self.design, self.y, self.noise, self.prior, eta).precision
 
     def mean(self, eta=1.0):
-        right = self.design.T @ self.y / self.noise**2 / eta
-        return torch.linalg.solve(self.precision(eta), right)
+        return Conjugate(self.design, self.y, self.noise, self.prior, eta).mean
 
     def terms(self, loc, scale):
         """E_q[log p(y | w)] and KL(q || p(w)) of q = Normal(loc, diag(scale^2))."""

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers.conjugate import Conjugate
 from torch import nn
 from torch.func import functional_call
 
@@ -202,11 +203,10 @@ def test_the_last_layer_is_the_last_b():
     assert list(posterior.subset.parts) == ["2.lora_B"]
     hidden = net[1](net[0](x)).detach()
     design = ALPHA / RANK * hidden @ net[2].lora_A.detach().T
-    precision = design.T @ design / 0.4**2 + torch.eye(RANK)
-    mean = torch.linalg.solve(precision, design.T @ (y - net[2].base(hidden)[:, 0]) / 0.4**2)
-    torch.testing.assert_close(posterior.median()["2.lora_B"][0], mean.detach())
+    exact = Conjugate(design, (y - net[2].base(hidden)[:, 0]).detach(), 0.4)
+    torch.testing.assert_close(posterior.median()["2.lora_B"][0], exact.mean)
     found = torch.linalg.inv(posterior.precision.solve(torch.eye(RANK)))
-    torch.testing.assert_close(found, precision)
+    torch.testing.assert_close(found, exact.precision)
 
 
 @pytest.mark.parametrize("optimizer", [None, bdl.optim.IVON])

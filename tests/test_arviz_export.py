@@ -11,6 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import xarray
+from helpers.conjugate import Conjugate, with_ones
 from matplotlib import pyplot
 from torch import nn
 
@@ -136,9 +137,7 @@ def test_a_laplace_approximation_predicts_by_the_linearised_network():
         warnings.simplefilter("ignore", BdlWarning)  # not at its maximum
         laplace = guide.laplace_approximation((x, y))
     data = to_arviz(model, laplace, x, y, num_samples=4000, prior_samples=0)
-    inputs = torch.cat([x, torch.ones(N, 1)], 1)
-    covariance = torch.linalg.inv(inputs.mT @ inputs / 0.25 + torch.eye(3))
-    sd = (inputs @ covariance @ inputs.mT).diagonal().sqrt()
+    sd = Conjugate(with_ones(x), y, 0.5).predictive(with_ones(x))[1].diagonal().sqrt()
     found = data["posterior"]["f"].values[0].std(0)
     np.testing.assert_allclose(found, sd, rtol=5 / np.sqrt(2 * 4000))
 

@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.conjugate import Conjugate
 from pyro.nn import PyroParam
 from torch.distributions import MultivariateNormal, constraints
 
@@ -36,15 +37,9 @@ def program(noise=NOISE, **options):
 def exact(x, y):
     """Posterior mean (targets, 2) and covariances (targets, 2, 2), and log p(y), target by target
     over the rows in which it was seen."""
-    means, covariances, evidence = [], [], 0.0
-    for target in y.T:
-        seen = ~target.isnan()
-        a, b = x[seen], target[seen]
-        covariances.append((a.T @ a / NOISE**2 + torch.eye(2, **D)).inverse())
-        means.append(covariances[-1] @ a.T @ b / NOISE**2)
-        prior = a @ a.T + NOISE**2 * torch.eye(len(a), **D)
-        evidence += float(MultivariateNormal(torch.zeros_like(b), prior).log_prob(b))
-    return torch.stack(means), torch.stack(covariances), evidence
+    each = [Conjugate(x[seen := ~target.isnan()], target[seen], NOISE) for target in y.T]
+    evidence = float(sum(e.evidence for e in each))
+    return torch.stack([e.mean for e in each]), torch.stack([e.covariance for e in each]), evidence
 
 
 def laplace(model, x, y, **options):

@@ -361,12 +361,13 @@ def rows_of(
             f"batch_size={size} is for rows of tensors (x, y), and the data are an iterable, whose "
             "batches have their own size: make them of that many rows"
         )
-    stated = rows
+    stated, known = rows, data.num_data
     if not data.is_single:
-        known = data.num_data
         run = run or _run_on(model, (args, kwargs))
         stated = stated_data(run.observed, rows, known, exact=False)
-    return Rows(stated, rows, (args, kwargs), Stream(data.part, stated=stated))
+    # of another declared number a warning was given, before the first pass
+    counted_by_pass = stated if known in (None, stated) else None
+    return Rows(stated, rows, (args, kwargs), Stream(data.part, stated=counted_by_pass))
 
 
 def check_tensors(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:

@@ -30,6 +30,7 @@ from botorch.posteriors import GPyTorchPosterior
 from botorch.posteriors.ensemble import EnsemblePosterior
 from botorch.sampling.get_sampler import get_sampler
 from botorch.sampling.normal import SobolQMCNormalSampler
+from helpers.conjugate import Conjugate, with_ones
 
 from pyro_bdl.contrib.botorch import PosteriorModel
 
@@ -78,10 +79,7 @@ def linear(outputs=1, x=None, y=None):
 
 def closed_form(x, y, new):
     """Mean and covariance of one output at new inputs (..., q, d), by the textbook's formulas."""
-    phi, at = (torch.cat([v, torch.ones(*v.shape[:-1], 1, **DOUBLE)], -1) for v in (x, new))
-    precision = phi.mT @ phi / NOISE**2 + torch.eye(INPUTS + 1, **DOUBLE) / PRIOR**2
-    covariance = precision.inverse()
-    return at @ covariance @ phi.mT @ y / NOISE**2, at @ covariance @ at.mT
+    return Conjugate(with_ones(x), y, NOISE, PRIOR).predictive(with_ones(new))
 
 
 def surrogate(outputs=1, **options):

@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.conjugate import Conjugate, with_ones
 from helpers.guide_programs import X, Y, regression
 from pyro.infer import SVI
 from torch import nn
@@ -29,10 +30,6 @@ def _data(rows=12, columns=3, outputs=1):
 def _network(*layers, prior, **options):
     net = nn.Sequential(*layers).double()
     return bdl.models.Regression(bdl.bayesianize(net, prior), noise=0.3, **options)
-
-
-def _with_one(x):
-    return torch.cat([x, torch.ones_like(x[:, :1])], 1)
 
 
 # The law of one layer
@@ -73,14 +70,11 @@ def test_a_linear_model_has_its_exact_posterior_and_evidence(columns):
     x, y = _data(columns=columns)
     model = _network(nn.Linear(columns, 1), prior=bdl.priors.Normal(1.5))
     guide = AutoInducing(model).prototype(x, y)
-    phi = _with_one(x)
-    marginal = 1.5**2 * phi @ phi.T + 0.3**2 * torch.eye(len(x), **DOUBLE)
-    evidence = dist.MultivariateNormal(torch.zeros_like(y), marginal).log_prob(y)
+    exact = Conjugate(with_ones(x), y, 0.3, 1.5)
     for bound in (elbo.TemperedTrace_ELBO(), elbo.TemperedTrace_ELBO(num_particles=3)):
-        assert bound.loss(model, guide, x, y) == pytest.approx(-evidence.item(), abs=1e-6)
-    covariance = torch.linalg.inv(phi.T @ phi / 0.3**2 + torch.eye(columns + 1, **DOUBLE) / 1.5**2)
-    torch.testing.assert_close(guide.location(), covariance @ phi.T @ y / 0.3**2)
-    torch.testing.assert_close(guide.variances(), covariance.diagonal(), rtol=0.1, atol=0)
+        assert bound.loss(model, guide, x, y) == pytest.approx(-exact.evidence.item(), abs=1e-6)
+    torch.testing.assert_close(guide.location(), exact.mean)
+    torch.testing.assert_close(guide.variances(), exact.covariance.diagonal(), rtol=0.1, atol=0)
 
 
 def test_minibatches_count_as_all_data():
@@ -108,7 +102,7 @@ def test_the_density_of_a_draw_in_a_network_of_two_layers():
     _, guide = _two_layers()
     draw, total = guide.sample_vectors(1)[0], 0.0
     values = guide.layout.unflatten(draw)
-    phi, rows = _with_one(guide.inducing_0), 5
+    phi, rows = with_ones(guide.inducing_0), 5
     targets = guide.targets.split([rows * 4, rows * 2])
     for site, v, power in zip("02", targets, guide.log_precision.exp().split(rows), strict=True):
         weight = torch.cat([values[f"{site}.weight"], values[f"{site}.bias"][:, None]], 1)
@@ -116,7 +110,7 @@ def test_the_density_of_a_draw_in_a_network_of_two_layers():
         covariance = torch.linalg.inv(phi.T @ (power[:, None] * phi) + prior)
         mean = covariance @ phi.T @ (power[:, None] * v.view(rows, -1))
         total += dist.MultivariateNormal(mean.T, covariance).log_prob(weight).sum()
-        phi = _with_one(torch.tanh(phi @ weight.T))
+        phi = with_ones(torch.tanh(phi @ weight.T))
     torch.testing.assert_close(guide.log_density(draw, draw.new_zeros(())), total)
 
 
@@ -301,10 +295,9 @@ def test_a_convolution_starts_at_the_data_position_by_position():
     guide = AutoInducing(model).prototype(x, y)
     (layer,) = guide.layers.values()
     rows = x.unfold(2, 2, 1).movedim(1, 2).reshape(-1, 4)
-    phi, targets = _with_one(rows), y.movedim(1, 2).reshape(-1, 3)
+    targets = y.movedim(1, 2).reshape(-1, 3)
     torch.testing.assert_close(guide.targets.view(layer.rows, 3), targets)
-    covariance = torch.linalg.inv(phi.T @ phi / 0.3**2 + torch.eye(5, **DOUBLE) / 0.7**2)
-    mean = (covariance @ phi.T @ targets / 0.3**2).T
+    mean = Conjugate(with_ones(rows), targets, 0.3, 0.7).mean.T
     found = guide.layout.unflatten(guide.location())
     torch.testing.assert_close(found["0.weight"].flatten(1), mean[:, :-1])
     torch.testing.assert_close(found["0.bias"], mean[:, -1])

@@ -3,9 +3,9 @@
 import warnings
 from typing import NamedTuple
 
-import pyro.distributions as dist
 import pytest
 import torch
+from helpers.conjugate import Conjugate, with_ones
 from helpers.parameters import AroundOne, learned
 from scipy.optimize import minimize
 from torch import nn
@@ -27,7 +27,7 @@ class Line:
         torch.manual_seed(7)
         self.x = torch.randn(size, features)
         self.y = self.x @ torch.linspace(1.0, -2.0, features) + 0.3 + 0.4 * torch.randn(size)
-        self.design = torch.cat([self.x, torch.ones(size, 1)], 1)
+        self.design = with_ones(self.x)
         self.prior, self.noise = prior, noise
         self.bnn = bayesianize(nn.Linear(features, 1), priors.Normal(learned(prior)))
         noise = learned(noise) if learn_noise else noise
@@ -41,19 +41,15 @@ class Line:
         """log p(y | a, s)."""
         a = torch.as_tensor(self.prior if a is None else a)
         s = torch.as_tensor(self.noise if s is None else s)
-        size = len(self.y)
-        total = self.design @ torch.diag(a.square().expand(self.design.shape[1])) @ self.design.T
-        total = total + s.square() * torch.eye(size)
-        return dist.MultivariateNormal(torch.zeros(size), total).log_prob(self.y)
+        return Conjugate(self.design, self.y, s, a).evidence
 
     def precision(self, a=None, s=None, eta=1.0):
         a, s = self.prior if a is None else a, self.noise if s is None else s
-        return self.design.T @ self.design / s**2 / eta + torch.eye(self.design.shape[1]) / a**2
+        return Conjugate(self.design, self.y, s, a, eta).precision
 
     def mode(self, a=None, s=None, eta=1.0):
-        s = self.noise if s is None else s
-        right = self.design.T @ self.y / s**2 / eta
-        return torch.linalg.solve(self.precision(a, s, eta), right)
+        a, s = self.prior if a is None else a, self.noise if s is None else s
+        return Conjugate(self.design, self.y, s, a, eta).mean
 
     def best(self):
         """The maximum of the evidence in both, and where it is."""

@@ -8,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.conjugate import Conjugate
 from torch import nn
 
 from pyro_bdl import bayesianize, models, priors
@@ -32,9 +33,9 @@ def collinear():
 def program(x, y, prior):
     """The program, and its precision and mode in closed form."""
     network = nn.Linear(P, 1, bias=False, dtype=D)
-    precision = x.T @ x / 0.25 + torch.eye(P, dtype=D) / prior**2
-    mode = torch.linalg.solve(precision, x.T @ y / 0.25)
-    return models.Regression(bayesianize(network, priors.Normal(prior)), noise=0.5), precision, mode
+    model = models.Regression(bayesianize(network, priors.Normal(prior)), noise=0.5)
+    exact = Conjugate(x, y, 0.5, prior)
+    return model, exact.precision, exact.mean
 
 
 def said(model, start, structure):
@@ -90,8 +91,7 @@ def test_another_scale_of_the_prior_explains_the_gradient(structure):
     this prior, and nothing under that one."""
     x, y = collinear()
     model, precision, _ = program(x, y, prior=0.01)
-    other = x.T @ x / 0.25 + 4.0 * torch.eye(P, dtype=D)
-    start = torch.linalg.solve(other, x.T @ y / 0.25)
+    start = Conjugate(x, y, 0.5, 0.5).mean
     gradient = x.T @ (y - x @ start) / 0.25 - start / 0.01**2
     assert 0.5 * gradient @ torch.linalg.solve(precision, gradient) > 100 * LIMIT
     assert said(model, start, structure) is None

@@ -7,6 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.conjugate import Conjugate, with_ones
 from pyro.nn import PyroParam
 from torch import nn
 from torch.func import functional_call, jacrev
@@ -412,11 +413,9 @@ def test_a_vector_of_weights(form):
     guide = AutoLastLayer(model).prototype(x, y)
     assert list(guide.layer(x, y).sites) == ["w", "b"]
     laplace = guide.laplace_approximation((x, y))
-    features = torch.cat([(x @ guide.median()["inside"]).tanh(), torch.ones_like(x[:, :1])], 1)
-    precision = features.T @ features / 0.09 + torch.eye(4, dtype=torch.float64)
-    mean = torch.linalg.solve(precision, features.T @ y / 0.09)
-    torch.testing.assert_close(laplace.loc[-4:], mean)
-    torch.testing.assert_close(laplace.variances()[-4:], precision.inverse().diagonal())
+    exact = Conjugate(with_ones((x @ guide.median()["inside"]).tanh()), y, 0.3)
+    torch.testing.assert_close(laplace.loc[-4:], exact.mean)
+    torch.testing.assert_close(laplace.variances()[-4:], exact.covariance.diagonal())
 
 
 def test_networks_in_a_plate_have_a_regression_each():
@@ -439,10 +438,8 @@ def test_networks_in_a_plate_have_a_regression_each():
     variances = fitted.require_layout().unflatten(fitted.variances())
     for n in range(3):
         hidden = torch.tanh(x @ at["0.weight"][n].T + at["0.bias"][n])
-        features = torch.cat([hidden, torch.ones(5, 1)], 1)
-        precision = features.T @ features / 0.09 + torch.eye(4)
-        mean = torch.linalg.solve(precision, features.T @ y[:, n] / 0.09)
+        exact = Conjugate(with_ones(hidden), y[:, n], 0.3)
         both = torch.cat([found["2.weight"][n].flatten(), found["2.bias"][n]])
-        torch.testing.assert_close(both, mean)
+        torch.testing.assert_close(both, exact.mean)
         both = torch.cat([variances["2.weight"][n].flatten(), variances["2.bias"][n]])
-        torch.testing.assert_close(both, torch.linalg.inv(precision).diagonal())
+        torch.testing.assert_close(both, exact.covariance.diagonal())

@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.conjugate import Conjugate
 from torch import nn
 from torch.distributions import MultivariateNormal, kl_divergence
 
@@ -117,13 +118,12 @@ def test_the_exact_optimum_of_a_conjugate_model(exact_expectations):
     x, y = torch.randn(9, 3, dtype=D), torch.randn(9, dtype=D)
     net = nn.Linear(3, 1, bias=False).double()
     model = models.Regression(bayesianize(net, priors.Normal(1.5)), noise=0.4)
-    precision = x.T @ x / 0.16 + torch.eye(3, dtype=D) / 2.25
-    mean = torch.linalg.solve(precision, x.T @ y / 0.16)
+    exact = Conjugate(x, y, 0.4, 1.5)
     guide = AutoMatrixNormal(model).prototype(x, y)
     with torch.no_grad():
-        guide.loc.copy_(mean)
+        guide.loc.copy_(exact.mean)
         guide.row_0 = torch.tensor([[2.0]], dtype=D)
-        guide.column_0 = torch.linalg.cholesky(precision.inverse()) / 2
+        guide.column_0 = torch.linalg.cholesky(exact.covariance) / 2
     particles = exact_expectations(3)
     loss = TemperedTraceMeanField_ELBO(num_particles=particles)(model, guide)
     value = loss(x, y)

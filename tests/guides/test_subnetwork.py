@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.conjugate import Conjugate, with_ones
 from torch import nn
 
 import pyro_bdl as bdl
@@ -27,10 +28,8 @@ def linear(data):
     x, y = data
     net = nn.Linear(3, 1).double()
     model = bdl.models.Regression(bdl.bayesianize(net, bdl.priors.Normal(SCALE)), noise=NOISE)
-    design = torch.cat([x, torch.ones(30, 1, dtype=x.dtype)], 1)
-    precision = design.T @ design / NOISE**2 + torch.eye(4, dtype=x.dtype) / SCALE**2
-    mean = torch.linalg.solve(precision, design.T @ y / NOISE**2)
-    return model, mean, precision
+    exact = Conjugate(with_ones(x), y, NOISE, SCALE)
+    return model, exact.mean, exact.precision
 
 
 def at_mode(model, mean, data, **options):

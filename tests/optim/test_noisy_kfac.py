@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.conjugate import Conjugate
 from torch import nn
 
 import pyro_bdl as bdl
@@ -53,9 +54,8 @@ def test_the_posterior_of_a_linear_regression(first, eta):
     """It is MN(M, I, P^-1) with P = x' x / (eta sigma^2) + I: exactly Kronecker-factored."""
     x, y = data()
     guide = trained(program(first), x, y, eta, curvature="ggn")
-    precision = x.mT @ x / NOISE**2 / eta + torch.eye(INPUTS, dtype=x.dtype)
-    covariance = torch.linalg.inv(precision).contiguous()
-    mean = (covariance @ x.mT @ y / NOISE**2 / eta).mT
+    exact = Conjugate(x, y, NOISE, eta=eta)
+    covariance, mean = exact.covariance.contiguous(), exact.mean.mT
     rows, columns = (f @ f.mT for f in guide.factors("w"))
     identity = torch.eye(OUTPUTS, dtype=x.dtype)
     expected = torch.kron(identity, covariance) if first else torch.kron(covariance, identity)

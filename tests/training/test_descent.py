@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.conjugate import Conjugate
 
 import pyro_bdl as bdl
 from pyro_bdl.training.descent import Minibatches
@@ -47,8 +48,7 @@ STATING = {
 
 
 def exact_mean():
-    x, y = data()
-    return torch.linalg.solve(x.T @ x / 0.09 + torch.eye(2, **D), x.T @ y / 0.09)
+    return Conjugate(*data(), 0.3).mean
 
 
 def mean_of(latents):
@@ -114,10 +114,10 @@ def test_laplace_and_the_elbo_by_batches_are_those_of_all_rows(stated):
     x, y = data()
     model = STATING[stated]()
     guide = bdl.guides.AutoLaplaceGGN(model, structure="full").prototype(x, y)
-    batches = [(x[:15], y[:15]), (x[15:], y[15:])]
-    posterior = guide.laplace_approximation(batches)
-    precision = x.T @ x / 0.09 + torch.eye(2, **D)
-    torch.testing.assert_close(posterior.precision.solve(torch.eye(2, **D)), precision.inverse())
+    guide.loc.data.copy_(exact_mean())
+    posterior = guide.laplace_approximation([(x[:15], y[:15]), (x[15:], y[15:])])
+    inverse = posterior.precision.solve(torch.eye(2, **D))
+    torch.testing.assert_close(inverse, Conjugate(x, y, 0.3).covariance)
     point = bdl.guides.AutoMAP(model).prototype(x, y)
     found = bdl.training.estimate_elbo(model, point, x, y, batch_size=15)
     w = mean_of(point.median())

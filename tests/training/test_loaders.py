@@ -8,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.conjugate import Conjugate
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import pyro_bdl as bdl
@@ -123,8 +124,8 @@ def test_numbers_of_all_data_are_those_of_tensors(form, data):
         warnings.simplefilter("ignore", BdlWarning)
         posterior = guide.laplace_approximation(batches)
     x, y = data
-    precision = x.T @ x / 0.09 + torch.eye(2, **D)
-    torch.testing.assert_close(posterior.precision.solve(torch.eye(2, **D)), precision.inverse())
+    inverse = posterior.precision.solve(torch.eye(2, **D))
+    torch.testing.assert_close(inverse, Conjugate(x, y, 0.3).covariance)
     point = bdl.guides.AutoMAP(model).prototype(*data)
     w = point.location().detach()
     joint = dist.Normal(0.0, 1.0).log_prob(w).sum() + dist.Normal(x @ w, 0.3).log_prob(y).sum()
@@ -136,7 +137,7 @@ def test_numbers_of_all_data_are_those_of_tensors(form, data):
 def test_evidence_and_snapshots_by_a_loader(data):
     x, y = data
     loader = DataLoader(TensorDataset(x, y), batch_size=11, shuffle=True)
-    exact = torch.linalg.solve(x.T @ x / 0.09 + torch.eye(2, **D), x.T @ y / 0.09)
+    exact = Conjugate(x, y, 0.3).mean
     model = program()
     guide = bdl.guides.AutoLaplaceGGN(model, structure="full")
     posterior, interrupted = bdl.evidence.train_by_evidence(
@@ -167,8 +168,10 @@ def test_a_program_that_states_no_number_of_data_is_refused_with_the_number(data
 
 
 def test_another_number_of_data_than_stated_is_said(data):
-    with pytest.warns(BdlWarning, match=f"states 100 data, and the data set holds {N}"):
+    """Once, and before the first pass where a loader declares it."""
+    with pytest.warns(BdlWarning, match=f"states 100 data, and the data set holds {N}") as said:
         train(program(100), DataLoader(TensorDataset(*data), batch_size=SIZE))
+    assert len(said) == 1
     with pytest.warns(BdlWarning, match=f"states 100 data, but a pass .* holds {N}"):
         train(program(100), FORMS["function"](*data, SIZE))
 

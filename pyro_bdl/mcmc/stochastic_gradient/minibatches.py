@@ -88,4 +88,5 @@ class MinibatchSource:
         refuse_local_latents(program.latents, parts, why, "pass all data at once")
         total = self.source.num_data if self.num_rows is None else self.num_rows
         stated = stated_data(sites, self.size, total, exact=self.num_rows is not None)
-        self.stated = stated if rows == self.size else None
+        said = total not in (None, stated)  # by a warning
+        self.stated = stated if rows == self.size and not said else None

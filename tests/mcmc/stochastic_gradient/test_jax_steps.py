@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.conjugate import Conjugate
 from torch import nn
 
 import pyro_bdl as bdl
@@ -63,18 +64,17 @@ def test_draws_have_the_tempered_posterior(kernel, monkeypatch):
     monkeypatch.setattr(walk, "_WORTH_COMPILING", 0)
     x = torch.stack([torch.ones(12), torch.linspace(-1, 1, 12)], -1)
     y = x @ torch.tensor([0.5, -1.0]) + 0.1 * torch.cos(50 * x[:, 1])
-    covariance = torch.linalg.inv(torch.eye(2) + x.T @ x / 0.25)
-    mean = covariance @ x.T @ y / 0.25
+    exact = Conjugate(x, y, 0.5)
     kernel = type(kernel)(step_size=1e-3, temperature=0.7, thinning=20)
     samples = bdl.mcmc.sgmcmc(
         normal, (x, y), kernel=kernel, num_chains=4, num_warmup=1000, num_samples=500,
         progress=False,
     )  # fmt: skip
-    offset = samples.latents["w"] - mean
+    offset = samples.latents["w"] - exact.mean
     squares = offset[..., :, None] * offset[..., None, :]
     assert (offset.mean((0, 1)).abs() < 5 * bdl.diagnostics.mcse(offset)).all()
-    slack = 5 * bdl.diagnostics.mcse(squares) + 0.05 * covariance.max()
-    assert ((squares.mean((0, 1)) - 0.7 * covariance).abs() < slack).all()
+    slack = 5 * bdl.diagnostics.mcse(squares) + 0.05 * exact.covariance.max()
+    assert ((squares.mean((0, 1)) - 0.7 * exact.covariance).abs() < slack).all()
 
 
 class Branching(SGLD):
