@@ -64,7 +64,7 @@ _BY_NLPD = (
     "NLPD on the test data in nats per datum, and differences from the best; how near they are to "
     "the posterior is not known without a reference."
 )
-_BEST = "The best and what two errors do not tell from it"
+_BEST = "The best and those within two errors of it"
 _ONE = "There is only {name}, and nothing to compare it with."
 
 

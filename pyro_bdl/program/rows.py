@@ -191,7 +191,7 @@ class AllRows:
     def are_joint(self) -> bool:
         """True if the statements say that rows are no data of their own: an observed site has
         another first dimension than the rows or none, as one whose distribution is joint over all
-        rows, a latent stands in the data's plate, or discrete sites couple the data."""
+        rows, a latent is in the data's plate, or discrete sites couple the data."""
         observed = (site.distribution.batch_shape for site in self.run.observed.values())
         return (
             any(tuple(shape[:1]) != (self.count,) for shape in observed)
@@ -234,7 +234,7 @@ class AllRows:
     def compare(
         self, alone: Mapping[str, Mapping[str, Tensor]], row: Run, start: int = 0
     ) -> dict[str, bool]:
-        """Check tensors of rows alone, and tell which sites have a datum for each row.
+        """Check tensors of rows alone, and find the sites that have a datum for each row.
 
         :param alone: site -> name -> (n, *shape in one row), of the rows from ``start`` on.
         :param row: a run over one of them.

@@ -21,7 +21,7 @@ SAVED_KIND = "file of samples"
 
 @dataclass(frozen=True)
 class Samples:
-    """Draws from a posterior.
+    """Draws of Markov chains: ``samples.latents["w"]`` by chain, ``samples.flat()["w"]`` in a row.
 
     :param latents: site -> (chains, draws, *shape), in the site's support.
     :param stats: name -> (chains, draws): ``potential_energy`` and ``energy`` (nats), ``num_steps``

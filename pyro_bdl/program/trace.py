@@ -112,7 +112,7 @@ class Run:
     ``deterministic`` holds observed Deltas too, whose value the latents give; ``factors`` their
     densities, unless they are masked. ``prior_factors`` are those of ``prior_factor``, which count
     as prior and not as likelihood. ``observed`` also holds open sites, which the program would
-    observe but was given no value for. ``open`` tells that there are such, ``followed`` that
+    observe but was given no value for. ``open`` is true if there are such sites, ``followed`` if
     statements come after one of them and may use its value. ``subsamples`` are the indices of the
     plates. ``imputed`` are the sites of what ``obs_mask`` leaves unobserved and no statement uses:
     they are drawn where the program is to predict, and are integrated out of all densities.

@@ -59,7 +59,7 @@ class DrawMap:
     It uses ``vmap`` for chunks of several draws. Latents that all draws share are no inputs of it,
     so that what depends on them alone is computed once for a chunk. If ``vmap`` raises a
     ``RuntimeError``, as for an operator without a batching rule, and a loop over the draws does
-    not, it warns once and loops from then on; after a want of memory only that once. BatchNorm
+    not, it warns once and loops from then on; after a lack of memory only that once. BatchNorm
     layers in training mode update their
     running statistics as in a loop. A map is for one program.
 

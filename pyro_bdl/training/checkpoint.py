@@ -27,11 +27,11 @@ _SECONDS = 60.0
 class Checkpoint:
     """The state of a training run in a file, from which it goes on as if it had never stopped.
 
-    Its ``steps`` are a loop over the steps that are left. Started again after a crash, the same
-    lines go on after the last step that was written, and end with the numbers of an uninterrupted
-    run: on a CPU bit for bit.
+    ``steps`` is a loop over the steps that are left. After a crash the same script continues from
+    the last step that was saved, and ends with the numbers of an uninterrupted run: on a CPU bit
+    for bit.
 
-    Written are the state of each part, Pyro's other parameters, and the random states of torch (CPU
+    It saves the state of each part, Pyro's other parameters, and the random states of torch (CPU
     and CUDA), numpy and Python. A part is a module, such as a program or a guide, also before its
     first step; an optimizer of torch, Pyro or this library; a learning-rate schedule; an ELBO, for
     the step of its temperature schedule; a ``training.Minibatches``, for the position in the data;

@@ -1,4 +1,4 @@
-"""Checks of a training: a guide that has collapsed to the prior, and a prior that will to 0."""
+"""Checks of a training run: a guide that has collapsed to the prior, a prior that shrinks to 0."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class Collapse(NamedTuple):
     """How far a guide is from a posterior that ignores the inputs.
 
     :param kl: KL(q || p(w)) per datum, in nats.
-    :param gain: what the predictions know by the inputs, in nats per datum,
+    :param gain: how much the inputs improve the predictions, in nats per datum,
 
             mean_n log q(y_n | x_n) - log mean_m q(y_n | x_m),
 

@@ -298,7 +298,7 @@ def _words(rows: Tensor | None) -> str:
 
 
 class Rows(NamedTuple):
-    """What steps are taken on: rows of data in memory, or the batches of an iterable.
+    """The data of gradient steps: rows in memory, or the batches of an iterable.
 
     :param total: N, the number of all data.
     :param size: rows in each step.
@@ -337,7 +337,7 @@ def rows_of(
     total: int | None = None,
     run: Run | None = None,
 ) -> Rows:
-    """Read what steps are to be taken on, and check that a program takes it as part of all data.
+    """Choose the data of the steps, and check that a program accepts them as a part of all data.
 
     :param size: rows in each step that the user wants; None for the default.
     :param total: the number of all data, where some are held back.

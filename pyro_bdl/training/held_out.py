@@ -28,7 +28,7 @@ _CHECKS = 50
 
 
 class KeptRows(OneThread):
-    """Handler under which the rows that are kept are all data, N / B is K / B.
+    """Handler that makes the K rows left for training all of the data: N / B becomes K / B.
 
     Where a plate of the data has more cells than the rows that the program gets, it has the size N
     that the program states of all of them, and gets the size K. A program that counts the rows it

@@ -1,4 +1,4 @@
-"""Independent fits: seeds, settings, the posteriors of a comparison, members trained apart."""
+"""Independent fits: seeds, settings, the posteriors of a comparison, members trained separately."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
