@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_bdl.mcmc.chains import Chains, Plan, progress_bar, stack_chains
 from pyro_bdl.mcmc.kernels import HMC as Hmc
-from pyro_bdl.mcmc.kernels import Hamiltonian, Kernel
+from pyro_bdl.mcmc.kernels import LONGEST, Hamiltonian, Kernel
 from pyro_bdl.mcmc.starts import Restriction
 from pyro_bdl.tracing.compiled import CompiledDensity
 from pyro_bdl.utils.autograd import with_gradients
@@ -76,7 +76,8 @@ def _run_chain(
             steps = 0
             if isinstance(kernel, Hmc):
                 longest = kernel.max_steps * float(sampler.step_size)
-                sampler.trajectory_length = min(kernel.trajectory_length, longest)
+                length = kernel.trajectory_length or LONGEST * torch.rand((), device="cpu").item()
+                sampler.trajectory_length = min(length, longest)
             parameters = sampler.sample(parameters)
             bar.update(1)
             if i < plan.num_warmup:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from pyro_bdl.mcmc.chains import Plan
     from pyro_bdl.mcmc.run import Transition
 
+LONGEST = 2 * np.pi  # of HMC's drawn lengths: once around a Normal in its own metric
+
 
 def positive(value: Any, name: str) -> float:
     """Return a number, which may be a tensor, as a float."""
@@ -131,8 +133,10 @@ class Hamiltonian(Kernel):
 
     def shared_options(self) -> dict[str, Any]:
         """The arguments that Pyro's and NumPyro's HMC and NUTS share."""
-        reach = self.options().keys() & {"max_tree_depth", "trajectory_length"}
-        return {name: getattr(self, name) for name in reach} | {
+        reach = {
+            name: getattr(self, name, None) for name in ("max_tree_depth", "trajectory_length")
+        }
+        return {name: value for name, value in reach.items() if value is not None} | {
             "target_accept_prob": self.target_accept,
             "step_size": self.step_size or 1.0,
             "adapt_step_size": self.step_size is None,
@@ -178,7 +182,9 @@ class NUTS(Hamiltonian):
 class HMC(Hamiltonian):
     """Hamiltonian Monte Carlo (Neal 2011), exact.
 
-    :param trajectory_length: step size times number of steps.
+    :param trajectory_length: step size times number of steps; None draws it in each iteration,
+        uniformly up to 2 pi: a fixed length near a period of the posterior, which is 2 pi along a
+        Normal in its own metric, ends where it began.
     :param max_steps: at most so many steps in an iteration, of a gradient each; where the step
         size would need more, the trajectory is shorter.
     :param target_accept: the acceptance probability that the step size is adapted to.
@@ -190,7 +196,7 @@ class HMC(Hamiltonian):
 
     papers: ClassVar[tuple[str, ...]] = (bibliography.HMC,)
     name: ClassVar[str] = "hmc"
-    trajectory_length: float = 2 * np.pi
+    trajectory_length: float | None = None
     max_steps: int = 256
 
 

@@ -10,8 +10,10 @@ from numpyro.infer.hmc_util import build_adaptation_schedule
 
 from pyro_bdl.mcmc.chains import Plan
 from pyro_bdl.mcmc.kernels import HMC as Hmc
-from pyro_bdl.mcmc.kernels import Hamiltonian
+from pyro_bdl.mcmc.kernels import LONGEST, Hamiltonian
 from pyro_bdl.mcmc.run import Stage, Transition
+
+_LENGTHS = 2**32 - 1  # a small number here would be the key of the sampler's own split
 
 
 def transition(
@@ -42,7 +44,10 @@ def transition(
         jax.eval_shape(init, state.rng_key, state.z)  # it gives the sampler its adaptation
         if isinstance(kernel, Hmc):  # it takes the length over the step size, rounded up
             longest = (kernel.max_steps - 0.5) * state.adapt_state.step_size
-            length = jnp.minimum(kernel.trajectory_length, longest)
+            key = jax.random.fold_in(state.rng_key, _LENGTHS)
+            drawn = LONGEST * jax.random.uniform(key)
+            given = kernel.trajectory_length
+            length = jnp.minimum(drawn if given is None else given, longest)
             state = state._replace(trajectory_length=length.astype(state.trajectory_length.dtype))
         state = sampler.sample(state, (), {})
         return state, {

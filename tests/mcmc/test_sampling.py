@@ -80,6 +80,8 @@ TEMPERED, COLD = partial(temper, temperature=0.1), partial(cold, temperature=0.2
         ("numpyro", NUTS(max_tree_depth=5), COLD),
         ("numpyro", HMC(trajectory_length=1.5), TEMPERED),
         ("pyro", HMC(trajectory_length=1.5), _as_it_is),
+        ("numpyro", HMC(), _as_it_is),
+        ("pyro", HMC(), _as_it_is),
         pytest.param("numpyro", NUTS(max_tree_depth=5), _as_it_is, marks=pytest.mark.slow),
         pytest.param("pyro", NUTS(max_tree_depth=5), TEMPERED, marks=pytest.mark.slow),
     ],
@@ -168,10 +170,10 @@ def test_statistics_mean_what_they_say(backend, quick):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("length, steps", [({}, (19, 20)), ({"trajectory_length": 0.1}, (9, 11))])
+@pytest.mark.parametrize("length, steps", [(6.0, (19, 20)), (0.1, (9, 11)), (None, (1, 20))])
 def test_the_steps_of_a_trajectory_are_capped(backend, length, steps):
-    """At a step size of 0.01 the default length needs 629 steps."""
-    kernel = HMC(step_size=0.01, max_steps=20, **length)
+    """At a step size of 0.01 the first length needs 600 steps."""
+    kernel = HMC(step_size=0.01, max_steps=20, trajectory_length=length)
     samples = bdl.mcmc.sample(
         linear_model, X, Y, kernel=kernel, num_warmup=2, num_samples=4, backend=backend,
         progress=False,
