@@ -78,11 +78,9 @@ CUDA = pytest.param(
 )
 
 
-# Where a warning that nobody expects is no error yet: these folders, the files beside this one, and
-# what runs with other marks. The list only gets shorter.
-LENIENT = {"distributed", "elbo", "program", "training"}
+# A warning that nobody expects is an error, but in the files beside this one and in what runs with
+# other marks.
 OTHER_RUNS = ("slow", "accel", "cuda", "tutorials", "bench", "smoke")
-STRICT = {path.name for path in Path(__file__).parent.iterdir() if path.is_dir()} - LENIENT
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -95,8 +93,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "device" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.accel)
-        strict = any(item.path.is_relative_to(tests / folder) for folder in STRICT)
-        if not strict or any(item.get_closest_marker(name) for name in OTHER_RUNS):
+        beside = item.path.parent == tests
+        if beside or any(item.get_closest_marker(name) for name in OTHER_RUNS):
             item.add_marker(pytest.mark.filterwarnings("default"), append=False)
     yield
     if any(item.get_closest_marker("accel") for item in items):

@@ -48,6 +48,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
         or (n == 1 and kind not in (AutoLaplaceGGN, AutoLastLayer)),
     ),
 )  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*#members")  # a member in each step
 def test_every_guide(kind, num_particles):
     options = {"temperature": SCHEDULE, "num_particles": num_particles}
     elbo, _ = same_steps(options, [(X, Y)] * 5, kind=kind)
@@ -152,6 +153,7 @@ def test_another_shape_is_traced_anew():
     assert elbo.num_traces == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*#number-of-data")
 def test_too_many_shapes_run_uncompiled():
     model = regression()
     guide = AutoMeanField(model).prototype(X, Y)

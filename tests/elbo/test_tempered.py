@@ -446,6 +446,7 @@ def _exponential(x, y=None):
         (_exponential, 1, -1.0),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*#number-of-data")
 def test_targets_outside_the_support_are_named_in_a_later_batch(
     kind, program, outputs, bad, particles
 ):

@@ -124,6 +124,7 @@ def test_compiled_steps_and_laplace_are_those_without_checkpoints(data, particle
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_torchs_own_checkpoint_is_refused(data, reentrant):
     x, _ = data
     bnn = bdl.bayesianize(_Net(partial(torch_checkpoint, use_reentrant=reentrant)))

@@ -136,6 +136,7 @@ def test_guides_and_bounds(name):
 
 
 @pytest.mark.parametrize("options", [{"hide": ["a"]}, {"expose": ["s", "y", "data"]}], ids=str)
+@pytest.mark.filterwarnings("ignore:.*#one-by-one")  # its draws are in place
 def test_a_hidden_latent_is_refused(options):
     wrapped = poutine.block(model, **options)
     message = r"'y' is .* in another at the same latents.* poutine\.block"

@@ -249,6 +249,7 @@ def test_chains_draw_from_the_prior_where_an_input_was_seen():
     assert draws.stats["num_steps"].max() < 64
 
 
+@pytest.mark.filterwarnings("ignore:Found vars in model but not guide")
 def test_a_bound_of_pyro_is_warned_of():
     """It adds E log p(y_unobserved | w), which is no part of the bound; ours does not."""
     data = _data()

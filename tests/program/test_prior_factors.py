@@ -65,6 +65,7 @@ def test_densities(name):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.filterwarnings("ignore:.*#number-of-data")
 def test_the_laplace_approximation_is_exact(name):
     model, of_prior, of_likelihood = PROGRAMS[name]
     precision = of_prior * (1 + LAMBDA) + of_likelihood * 50

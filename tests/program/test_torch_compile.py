@@ -11,6 +11,9 @@ from torch import nn
 
 import pyro_bdl as bdl
 
+# Dynamo looks at .grad of what is no leaf.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
 WAYS = ["network", *(pytest.param(w, marks=pytest.mark.slow) for w in ("bayesian", "in place"))]
 
 
@@ -78,6 +81,7 @@ def test_laplace_and_predictions(way):
 
 
 @pytest.mark.parametrize("backend", ["pyro", pytest.param("numpyro", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:.*#divergences")  # of two draws
 def test_mcmc(backend):
     found = []
     for way in ("no", "network"):

@@ -175,6 +175,7 @@ def local(x, y=None, seen=None, likelihood=dist.Normal):
 
 @pytest.mark.parametrize("count", [40, 200])
 @pytest.mark.parametrize("case", ["numbers", "missing numbers", "counts"])
+@pytest.mark.filterwarnings("ignore:.*#collapse")
 def test_a_finished_training_is_not_lost_to_the_check(case, count):
     """With a latent for each row, at the prior, of more rows than any check would take a part of;
     the training returns."""
@@ -280,6 +281,7 @@ def scaled(where):
         ("nowhere", bdl.guides.AutoMAP, False, False),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*#dropout")
 def test_scales_of_the_prior_are_not_trained_with_a_point(where, family, alone, told):
     model = scaled(where)
     guide = family(model).prototype(X, Y)

@@ -182,6 +182,7 @@ FAMILIES = ["AutoMAP", "AutoMeanField", "AutoMCDropout", "AutoEnsemble", "AutoSW
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", [(0,), (2,), (4,), (0, 1, 4)])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore:.*#dropout")  # of a network without hidden units
 def test_a_score_that_is_not_finite_is_never_the_best(family, where, bad):
     """The others decide, whenever it comes; it counts against the patience, and is said."""
     x, y = data()
