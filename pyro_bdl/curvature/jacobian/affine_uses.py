@@ -135,7 +135,10 @@ class UseRecorder(Tracker):
         """Return whether all rows take the same view: no rows of a table at indices of the data."""
         lane, leaves = self.lane, tree_leaves(args[1:])
         indices = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if lane is not None and any(depends_on_row(index, lane) for index in indices):
+        try:
+            if lane is not None and any(depends_on_row(index, lane) for index in indices):
+                return False
+        except InsideAnotherMapError:  # which rows have these indices is not known
             return False
         return super()._is_view(func, args, tagged)
 
