@@ -132,9 +132,6 @@ def loo(
         an outlier can leave too high, and the new value is taken if it is lower.
     :param seed: of the predictions of ``LOO.pit``; the refit without row n starts from ``seed +
         n``; ``n_jobs`` as in ``k_fold``.
-    A tempered program's draws are of its own posterior, so that a datum is left out with the power
-    that its likelihood has there; what is scored is log p(y_n | w) itself.
-
     :raises TypeError: for a guide, whose draws are not of the posterior.
     :raises UnsupportedProgramError: if no datum has a density of its own, or with ``refit`` rows
         hold several data.

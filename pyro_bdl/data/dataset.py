@@ -104,7 +104,7 @@ class Dataset:
         return self.class_names[int(y)] if self.class_names else float(self.in_units(y))
 
     def _in_words(self, y: Tensor, digits: int = 6) -> str:
-        """What is known of a target by its status."""
+        """A censored target in words: its value, its limit or its interval."""
         value, *_, upper = (_plain(number, digits) for number in self.in_units(y).tolist())
         return (f"> {value}", value, f"< {value}", f"{value} to {upper}")[int(y[1])]
 

@@ -157,14 +157,18 @@ def transition(
         return jax.tree.map(np.asarray, restarted(state, map, x[:, -1]))
 
     def own_stage(stage: Stage) -> Stage:
+        own_finish = stage.finish
+        if own_finish is None:
+            return stage
+
         def finish(state: State, trace: np.ndarray) -> State:
             own = None
             if stage.traced:
                 shape = jax.eval_shape(inner(identity(size)).step, one(state).inner)[1][TRACE].shape
                 own = trace[..., 2 * size :].reshape(*trace.shape[:2], *shape)
-            return state._replace(inner=stage.finish(state.inner, own))  # type: ignore[misc]
+            return state._replace(inner=own_finish(state.inner, own))
 
-        return Stage(stage.iterations, stage.finish and finish, stage.traced)
+        return Stage(stage.iterations, finish, stage.traced)
 
     def one(state: State) -> State:
         return jax.tree.map(lambda v: v[0], state)

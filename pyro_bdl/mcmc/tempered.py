@@ -4,7 +4,7 @@ N particles stand for p_b(u) proportional to p(u) p(y | u)^b, from draws of the 
 the posterior at b = 1. Each stage chooses the next b, weights the particles, resamples them, and
 moves each by a few iterations of Hamiltonian Monte Carlo for p_b. Nothing needs to be reached from
 one start: symmetric and separate modes all take part, with their mass. The mean weights multiply to
-an unbiased estimate of the evidence p(y)::
+an estimate of the evidence p(y)::
 
     log p(y) ~ sum over stages of log mean_i p(y | u_i)^(b' - b)
 
@@ -56,7 +56,8 @@ def tempered_smc(
     """Draw from the posterior by particles from the prior, and estimate the log evidence.
 
     For programs of some hundred numbers. ``info["log_evidence"]`` is the logarithm of the runs'
-    mean evidence in nats, and ``info["log_evidence_error"]`` its jackknife error over the runs.
+    mean evidence in nats, and ``info["log_evidence_error"]`` its jackknife error over the runs. It
+    does not hold the bias of temperatures and steps that are chosen by the particles: take more.
 
     Example::
 

@@ -327,6 +327,6 @@ def depending_on(function: Callable[..., Mapping[str, Tensor]], batch: tuple) ->
         with vmappable():
             lanes, copies = torch.zeros(1, device="cpu"), [leaves[place][None] for place in places]
             torch.vmap(of_one_copy, randomness="different")(lanes, copies)
-    except RuntimeError:
+    except RuntimeError:  # the function itself has run on these tensors: it is the map that fails
         return None
     return found
