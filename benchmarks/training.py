@@ -255,13 +255,15 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["8-50-50-1", "784-100-100-10", "LeNet"])
     parser.add_argument("--guides", nargs="+", default=list(GUIDES))
     parser.add_argument("--steps", type=int, default=3000, help="of the sides in JAX")
+    parser.add_argument("--torch-steps", type=int, default=300, help="of the other sides")
     parser.set_defaults(threads=1, repeats=3)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     results = {}
     for name in options.cases:
         case = problem(name)
-        short, long = max(1, options.steps // 30), max(2, options.steps // 10)
+        long = max(2, options.torch_steps)  # many: each run of "compiled" traces anew, in a second
+        short = max(1, long // 3)
         for guide in options.guides:
             in_jax = ours(guide, "jax", False, case)
             start = time.process_time()

@@ -69,7 +69,7 @@ def line(tmp_path):
 SMALL = {
     "svi": "--steps 3 --repeats 1",
     "compiled": "--steps 2 --repeats 1 --cases 8-50-50-1",
-    "training": "--steps 600 --repeats 1 --cases 8-50-50-1 --guides mean-field",
+    "training": "--steps 600 --torch-steps 60 --repeats 1 --cases 8-50-50-1 --guides mean-field",
     "predictive": "--draws 8 --inputs 20 --cnn-draws 2 --repeats 1",
     "gradient_variance": "--draws 3 --steps 1 --train 1 --repeats 1",
     "sgmcmc": "--steps 20 --chains 2 --repeats 1",
