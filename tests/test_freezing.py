@@ -503,3 +503,29 @@ def test_a_site_by_name():
     x = torch.randn(4)
     mean, _ = bdl.freeze(with_two_sites, samples, x, draws=2, site="b")(x)
     torch.testing.assert_close(mean, -1.5 * x)
+
+
+@pytest.mark.parametrize("kind", ["draws", "Laplace"])
+def test_a_deterministic_site_in_the_plate(kind):
+    """Pyro's statement of it has n times the n numbers, which repeat."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            f = pyro.deterministic("f", (x @ w).sin())
+            return pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+    x, y = torch.randn(9, 4), torch.randn(9)
+    guide = bdl.guides.AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    posterior = bdl.Samples({"w": torch.randn(1, 4, 4)})
+    if kind == "Laplace":
+        guide.warned_of.add("not at a maximum")
+        posterior = guide.laplace_approximation((x, y))
+    frozen = bdl.freeze(model, posterior, x[:1], draws=4)
+    for rows in (torch.cat([x] * 9), x[:1]):
+        if kind == "Laplace":
+            mean = (rows @ guide.location()).sin()
+            close(frozen(rows)[0], mean)
+        else:
+            moments = bdl.Predictive(model, posterior).moments(rows)["y"]
+            close(frozen(rows), (moments.mean, moments.variance.sqrt()))
