@@ -81,6 +81,8 @@ class Evaluation:
     :param seen: how many numbers of the test targets were seen, and how many there are; those that
         masks leave out of the likelihood count in no score.
     :param factors: the program's factors, which are likelihood that no score counts.
+    :param observed_inputs: its observed sites of inputs, of which some may be missing; nor are they
+        targets.
     :param latents: ``(S, K)``, draws of at most 1000 numbers of the named latents; None without.
     :param latent_names: their names, as "tau" or "theta[3]".
     :param at_points: those of them that a guide holds at one value in all draws.
@@ -108,6 +110,7 @@ class Evaluation:
     loo: LeftOut | None = None
     seen: tuple[int, int] | None = None
     factors: tuple[str, ...] = ()
+    observed_inputs: tuple[str, ...] = ()
     latents: Tensor | None = None
     latent_names: tuple[str, ...] = ()
     at_points: tuple[str, ...] = ()
@@ -443,6 +446,7 @@ def _scored(
         points=points,
         seen=None if data.seen is None else data.seen.numbers_seen(),
         factors=kind.factors,
+        observed_inputs=kind.inputs,
         may_be_censored=kind.may_be_censored,
     )
     inputs = score.inputs()

@@ -6,7 +6,8 @@ numbers follow each other, ``(N, D)``. Otherwise all numbers are in one vector `
 data are passed to the program at once. Sites in common plates have one log density for each of
 their cells, as for the sequences of a hidden Markov chain. Without a common plate each site has its
 own terms; if discrete sites that are summed out tie the data to each other, there is one density.
-Those that are scored can be named.
+Those that are scored can be named. By default all are but inputs of which some are missing: sites
+whose ``obs_mask`` leaves numbers to be latents, which later statements use.
 
 A plate holds the rows if it is the first dimension of the observed values, has a cell for each row
 of the arguments, and no memory says otherwise: values that are a view of an argument show which of
@@ -94,6 +95,8 @@ class Kind:
     :param most_rows: the program's ``num_data``, beyond which it takes no targets; None for any.
     :param is_masked: whether a mask tensor leaves data out of the likelihood.
     :param factors: its factors, which belong to no datum and are not scored.
+    :param inputs: its observed sites of inputs, which are not scored.
+    :param is_partial: whether other sites or factors are a part of its likelihood.
     :param is_log: whether the numbers are censored ones above 0, whose function is of their logs.
     :param is_scaled: whether the likelihood of some data is raised to a power, as by a temperature.
     :param named: its latent sites that are no weights of a network, nor scales of their priors.
@@ -113,6 +116,8 @@ class Kind:
     most_rows: int | None = None
     is_masked: bool = False
     factors: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    is_partial: bool = False
     named: tuple[str, ...] = ()
     is_log: bool = False
     is_scaled: bool = False
@@ -192,14 +197,15 @@ class Kind:
         parts = [slice(start, start + size) for start in range(0, leading_size(args), size)]
         return [(select_rows(args, rows), rows) for rows in parts]
 
-    def seen(self, model: Callable, args: tuple, posterior: Any) -> Seen | None:
-        """The data that were seen; None where no mask leaves any out."""
-        return observed(model, args, posterior, self).seen if self.is_masked else None
-
-    def powers(self, model: Callable, args: tuple, posterior: Any) -> Tensor | None:
-        """The powers ``(N,)`` of the data's likelihoods in the density of the program; None where
-        all are 1."""
-        return observed(model, args, posterior, self).powers if self.is_scaled else None
+    def marks(
+        self, model: Callable, args: tuple, posterior: Any
+    ) -> tuple[Seen | None, Tensor | None]:
+        """The data that were seen, None where no mask leaves any out, and the powers ``(N,)`` of
+        their likelihoods in the density of the program, None where all are 1."""
+        if not (self.is_masked or self.is_scaled):
+            return None, None
+        found = observed(model, args, posterior, self)
+        return found.seen, found.powers
 
     def powers_in(self, run: Run) -> Tensor:
         """The powers of a run's data; NaN where the numbers of a datum have different ones."""
@@ -323,7 +329,11 @@ def _read(
     targets, marks, ends, powers = [], [], [], []
     for args in batches:
         run, program, at = _first_run(model, args, posterior)
-        names = names if kind is None else kind.sites
+        every, inputs = run.observed, run.observed_inputs
+        if kind is not None:
+            names = kind.sites
+        elif names is None and len(inputs) < len(every):
+            names = [name for name in every if name not in inputs]
         if names is not None:
             if unknown := [name for name in names if name not in run.observed]:
                 raise ValueError(
@@ -331,7 +341,13 @@ def _read(
                     f"{', '.join(map(repr, run.observed))}"
                 )
             run = replace(run, observed={name: run.observed[name] for name in names})
-        kind = kind or _kind_of(model, args, run, program, at)
+        if kind is None:
+            kind = _kind_of(model, args, run, program, at)
+            kind = replace(
+                kind,
+                inputs=tuple(name for name in inputs if name not in run.observed),
+                is_partial=len(run.observed) < len(every) or bool(run.factors),
+            )
         by_rows = kind.by_rows and _are_rows(args, run.observed, _common_plates(run.observed))
         if run.observed.keys() != kind.sites.keys() or by_rows != kind.by_rows:
             return None

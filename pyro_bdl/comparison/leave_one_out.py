@@ -212,19 +212,20 @@ def leave_one_out(
     log_p, log_q = (None, None) if chains else _densities(model, kind, posterior, samples, train)
     if not chains and log_q is None:
         return None, NOT_REFITTED
-    seen = kind.seen(model, train, posterior)
+    seen, powers = kind.marks(model, train, posterior)
     if seen is not None and not seen.numbers.any():
         return None, ""
     parts = [
         (args, None if seen is None else seen.at(rows))
         for args, rows in kind.batches(train, samples.num_chains * samples.num_draws)
     ]
-    powers = kind.powers(model, train, posterior)
     if powers is not None and seen is not None:
         powers = powers[(seen.counts > 0).to(powers.device)]
     rows, density, of_all, approximation = _likelihoods(
         predictive, kind, parts, most, powers, progress
     )
+    if log_p is not None and not kind.is_partial:
+        log_p = log_p + of_all
     draws = density.unflatten(0, (samples.num_chains if chains else 1, -1))
     powers = None if powers is None else powers[rows]
     with warnings.catch_warnings():
@@ -232,10 +233,10 @@ def leave_one_out(
         if log_p is None or log_q is None:
             loo: Any = total(left_out_columns(draws, powers=powers), draws)
         elif powers is None:
-            loo = diagnostics.loo_approximate_posterior(draws, (log_p + of_all)[None], log_q[None])
+            loo = diagnostics.loo_approximate_posterior(draws, log_p[None], log_q[None])
         else:
             ll = double(density).T
-            ratios = log_p + of_all - log_q - powers.to(ll.device)[:, None] * ll
+            ratios = log_p - log_q - powers.to(ll.device)[:, None] * ll
             loo = total(leave_out(ll, ratios, 1.0), draws)
     if len(rows) < len(approximation):
         loo = subsampled_loo(loo, approximation, rows)
@@ -371,13 +372,16 @@ def _densities(
     model: Callable, kind: Kind, guide: Any, samples: Samples, args: tuple
 ) -> tuple[Tensor, Tensor | None]:
     """log p(u) and log q(u) over the unconstrained latents, ``(S,)`` each; log q is None for a
-    guide without a density."""
+    guide without a density. Of p the prior alone, or the whole with the likelihood where other
+    sites than those that are scored, or factors, are a part of it."""
     with evaluation_mode(model, guide):
         local = kind.latents is None or any(latent.plates for latent in kind.latents.values())
-        if not local and has_rows((args, {}), leading_size(args)):
+        few = not (local or kind.is_partial) and has_rows((args, {}), leading_size(args))
+        if few:
             args = select_rows(args, slice(0, 2))  # the prior does not depend on the data
         program = Program(model, *args)
-        log_p, log_q = log_densities_of(program, guide, samples, program.log_prior)
+        target = program.log_joint if kind.is_partial else program.log_prior
+        log_p, log_q = log_densities_of(program, guide, samples, target)
     return double(log_p), None if log_q is None else double(log_q)
 
 

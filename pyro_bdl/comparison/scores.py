@@ -624,6 +624,12 @@ def data_notes(evaluation: Any) -> list[str]:
             "The targets may be censored: NLPD and the censored CRPS count each as what is known "
             "of it; RMSE and coverage, which would take the limits for the targets, are left out."
         )
+    if evaluation.observed_inputs:
+        names = listed([repr(name) for name in evaluation.observed_inputs])
+        notes.append(
+            f"The observed numbers of {names} are inputs, of which some may be missing, and count "
+            "in no score: observed= names the sites that are scored."
+        )
     if evaluation.factors:
         names = listed([repr(name) for name in evaluation.factors])
         notes.append(

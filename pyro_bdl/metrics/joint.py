@@ -65,7 +65,7 @@ def mmd(
     scale = float(median_distance(b) if length_scale is None else length_scale)
     if not scale > 0:
         raise ValueError(f"length_scale must be positive, got {scale:g}")
-    return _contrast(lambda d: (-(d / scale).square() / 2).exp(), a, b, groups)
+    return _contrast(lambda d: d.square().div_(-2 * scale**2).exp_(), a, b, groups)
 
 
 def median_distance(draws: Tensor) -> Tensor:
@@ -82,38 +82,41 @@ def _contrast(
     """E s(X, X') + E s(Y, Y') - 2 E s(X, Y) for a function s of distances."""
     same_functions(a, b)
     x, y = _vectors(a, b[0]), _vectors(b, b[0])
-    groups = groups or 0
-    of_x, of_y = _groups(x, groups), _groups(y, groups)
-    across = similarity(torch.cdist(x, y)).flatten()
-    pairs = of_x.repeat_interleave(len(y)), of_y.repeat(len(x))
-    total = -2 * _means(across, *pairs, groups)
-    for vectors, of in ((x, of_x), (y, of_y)):
-        distances = torch.pdist(vectors) if len(vectors) > 1 else vectors.new_zeros(1)
-        first, second = torch.triu_indices(len(vectors), len(vectors), 1, device=vectors.device)
-        pairs = (of[first], of[second]) if len(vectors) > 1 else (of, of)
-        total = total + _means(similarity(distances), *pairs, groups)
-    return total
+    of_x, of_y = (_groups(vectors, groups or 1) for vectors in (x, y))
+    parts = [(-2, x, y, of_x, of_y), (1, x, x, of_x, of_x), (1, y, y, of_y, of_y)]
+    return sum(
+        sign * _mean(similarity(torch.cdist(p, q)), of_p, of_q, p is q, groups)
+        for sign, p, q, of_p, of_q in parts
+    )
 
 
 def _groups(draws: Tensor, groups: int) -> Tensor:
-    """The group of neighbors of each draw."""
-    parts = torch.arange(len(draws), device=draws.device).tensor_split(max(1, groups))
-    return torch.cat([torch.full_like(part, number) for number, part in enumerate(parts)])
+    """The group of neighbors of each draw, ``(S, G)``, 1 for the draw's own and 0 for others."""
+    parts = torch.arange(len(draws), device=draws.device).tensor_split(groups)
+    return torch.block_diag(*(torch.ones_like(part)[:, None] for part in parts)).to(draws)
 
 
-def _means(values: Tensor, first: Tensor, second: Tensor, groups: int) -> Tensor:
-    """The mean of values of pairs; with groups of draws the means (G,) without each group.
+def _mean(
+    values: Tensor, of_first: Tensor, of_second: Tensor, is_own: bool, groups: int | None
+) -> Tensor:
+    """The mean of values ``(S1, S2)`` of all pairs of draws; with groups of draws the means
+    ``(G,)`` without each group.
 
-    :param first: the group of a pair's first draw; ``second`` that of its second.
+    :param of_first: the groups of the first draws; ``of_second`` those of the second.
+    :param is_own: whether both are the same draws, of which pairs with themselves are left out.
     """
-    if not groups:
-        return values.mean()
+    sizes = of_first.sum(0)
+    counts = sizes[:, None] * of_second.sum(0)
+    if is_own and len(values) > 1:
+        values.fill_diagonal_(0.0)
+        counts = counts - sizes.diag()
 
-    def left(weights: Tensor) -> Tensor:
-        sums = torch.bincount(first * groups + second, weights, groups**2).view(groups, groups)
+    def left(sums: Tensor) -> Tensor:
+        if groups is None:
+            return sums.sum()
         return sums.sum() - sums.sum(0) - sums.sum(1) + sums.diagonal()
 
-    return left(values) / left(torch.ones_like(values))
+    return left(of_first.mT @ values @ of_second) / left(counts)
 
 
 def _vectors(draws: Tensor, origin: Tensor) -> Tensor:

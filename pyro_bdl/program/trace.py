@@ -208,6 +208,14 @@ class Run:
                 )
 
     @property
+    def observed_inputs(self) -> tuple[str, ...]:
+        """The observed sites of inputs: numbers that ``obs_mask`` leaves out of them are latents,
+        which later statements use."""
+        latents = (name for name in self.latents if name.endswith(UNOBSERVED))
+        twins = {f"{name.removesuffix(UNOBSERVED)}_observed" for name in latents}
+        return tuple(name for name in self.observed if name in twins)
+
+    @property
     def priors(self) -> dict[str, Site]:
         """The statements whose densities make the prior: of latents, and declared factors."""
         return self.latents | self.prior_factors

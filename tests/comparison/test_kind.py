@@ -215,3 +215,25 @@ def test_sites_that_are_named_are_scored_alone():
     assert both == pytest.approx(bdl.evaluate(pairs, posterior, *data, **options).scores["nlpd"])
     with pytest.raises(ValueError, match=r"observed='c' is no observed site .* 'a', 'b'"):
         bdl.evaluate(pairs, posterior, *data, observed="c", progress=False)
+
+
+def test_observed_inputs_of_which_some_are_missing_are_no_targets():
+    """NLPD is that of y, as log mean p(y | x, w) has it; of both where both are named."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))
+        with pyro.plate("data", len(x)):
+            x = pyro.sample("x", dist.Normal(0.0, 1.0), obs=x, obs_mask=x < 9)
+            pyro.sample("y", dist.Normal(x * w, 0.5), obs=y)
+
+    torch.manual_seed(0)
+    x, y = torch.randn(12), torch.randn(12)
+    x[::4] = 10.0
+    draws = {"w": torch.randn(100), "x_unobserved": torch.randn(100, 12)}
+    filled = torch.where(x < 9, x, draws["x_unobserved"])
+    density = dist.Normal(filled * draws["w"][:, None], 0.5).log_prob(y)
+    found = bdl.compare(model, {"q": draws}, x, y, reference=None)
+    assert found.table.loc["q", "nlpd"] == pytest.approx(nlpd(density), rel=1e-5)
+    assert found.first.seen is None and "'x_observed' are inputs" in " ".join(found.notes)
+    both = bdl.evaluate(model, draws, x, y, observed=("x_observed", "y"))
+    assert both.seen == (21, 24) and not both.observed_inputs

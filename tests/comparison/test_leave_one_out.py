@@ -98,6 +98,33 @@ def laplace(data):
     return point.laplace_approximation(data)
 
 
+@pytest.mark.parametrize("other", ["site", "factor"])
+def test_weights_are_of_the_whole_program_where_a_part_of_it_is_scored(data, other):
+    """Of a second observed site, or a factor, that has as much to say of w as 30 data at 2."""
+    sd = 30**-0.5
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 2.0))
+        if other == "site":
+            pyro.sample("z", dist.Normal(w, sd), obs=torch.tensor(2.0))
+        else:
+            pyro.factor("z", dist.Normal(w, sd).log_prob(torch.tensor(2.0)))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w.expand(len(x)), 1.0), obs=y)
+
+    x, y = data
+    precision = 0.25 + N + 30
+    q = bdl.guides.AutoMeanField(model).prototype(x, y)
+    with torch.no_grad():
+        q.loc.fill_((y.sum() + 60) / precision)
+        q.scale = torch.full_like(q.scale, 1.3 * precision**-0.5)
+    found = bdl.evaluate(model, q, x, y, train=data, observed="y", num_samples=8000)
+    means = (y.sum() + 60 - y) / (precision - 1)
+    elpd = dist.Normal(means, (1 + 1 / (precision - 1)) ** 0.5).log_prob(y).sum()
+    assert found.scores["loo_by"] == "p / q"
+    assert float(found.loo.elpd) == pytest.approx(float(elpd), abs=0.05)
+
+
 def test_what_was_fitted_to_a_datum_is_not_left_out(data):
     """A linearization keeps its point, so that there is no value, and nothing is computed."""
     q = laplace(data)
