@@ -189,19 +189,20 @@ def prepare(
     labels = np.zeros(len(y), int)
     if task == "classification":
         values, labels = np.unique(y, return_inverse=True)
-        _check_classes(values, y, target_name)
+        _check_classes(values, y, target_name, numbers[0])
         y, class_names = labels, tuple(map(_plain, values))
     elif task == "count" and (bad := (y < 0) | (y != np.round(y.astype(float)))).any():
         row = int(np.flatnonzero(bad)[0])
         raise ValueError(
-            f"target: column {target_name!r} does not hold counts ({y[row]:g} in row {row + 1}); "
-            "say task='regression' (--task regression)"
+            f"target: column {target_name!r} does not hold counts ({y[row]:g} in row "
+            f"{numbers[row]}); say task='regression' (--task regression)"
         )
     elif task == "share" and (bad := ~((y > 0) & (y < 1))).any():
         row = int(np.flatnonzero(bad)[0])
         raise ValueError(
             f"target: column {target_name!r} does not hold shares between 0 and 1 ({y[row]:g} in "
-            f"row {row + 1}); move 0 and 1 inside, or say task='regression' (--task regression)"
+            f"row {numbers[row]}); move 0 and 1 inside, or say task='regression' (--task "
+            "regression)"
         )
     elif task == "times" and (bad := y <= 0).any():
         row = int(np.flatnonzero(bad)[0])
@@ -356,7 +357,7 @@ def _task_of(y: np.ndarray, name: str) -> tuple[str, str]:
     return "regression", f"{name} holds numbers, {values} different ones: a regression{counts}."
 
 
-def _check_classes(values: np.ndarray, y: np.ndarray, target_name: str) -> None:
+def _check_classes(values: np.ndarray, y: np.ndarray, target_name: str, first: int) -> None:
     if len(values) < 2:
         raise ValueError(
             f"target: column {target_name!r} has the single class {_plain(values[0])!r}; at least "
@@ -365,7 +366,7 @@ def _check_classes(values: np.ndarray, y: np.ndarray, target_name: str) -> None:
     if len(values) > len(y) // 2:
         raise ValueError(
             f"target: column {target_name!r} has {len(values)} different values ({_plain(y[0])!r} "
-            f"in row 1) in {len(y)} rows, too many for classes; if it is a quantity, make it "
+            f"in row {first}) in {len(y)} rows, too many for classes; if it is a quantity, make it "
             "numbers and say task='regression' (--task regression)"
         )
 
@@ -387,6 +388,8 @@ def _fold(labels: np.ndarray, fold: tuple[int, int], seed: int) -> np.ndarray:
     from sklearn.model_selection import KFold, StratifiedKFold
 
     place, count = fold
+    if not 0 <= place < count:
+        raise ValueError(f"fold={fold} must be (i, k) with 0 <= i < k: k folds are 0 to k - 1")
     kind = StratifiedKFold if labels.any() else KFold
     splits = kind(count, shuffle=True, random_state=seed).split(labels[:, None], labels)
     with warnings.catch_warnings():

@@ -48,8 +48,11 @@ def require_gradients() -> None:
 def require_differentiable(elbo: Any) -> None:
     """Check that a bound gives a loss to differentiate.
 
-    :raises ArgumentError: for one that only makes gradients, as ``pyro.infer.RenyiELBO``.
+    :raises ArgumentError: for one that only makes gradients, as ``pyro.infer.RenyiELBO``, or for
+        the class of one.
     """
+    if isinstance(elbo, type):
+        raise ArgumentError(f"elbo is the class {elbo.__name__}: make one, {elbo.__name__}()")
     if not hasattr(elbo, "differentiable_loss"):
         raise ArgumentError(
             f"{type(elbo).__name__} has no differentiable_loss: use an ELBO that has one, such as "

@@ -15,7 +15,7 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.infer import Trace_ELBO
+from pyro.infer import ELBO, Trace_ELBO
 from torch import Tensor, nn
 
 from pyro_bdl.elbo.checks import (
@@ -362,6 +362,11 @@ class TemperedTraceMeanField_ELBO(TemperedTrace_ELBO):
 
 
 def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
+    if isinstance(temperature, type | ELBO):  # both can be called
+        raise TypeError(
+            "temperature must be a number or a function step -> number, got the ELBO "
+            f"{getattr(temperature, '__name__', type(temperature).__name__)}"
+        )
     if callable(temperature):
         return temperature
     check_temperature(temperature)

@@ -70,8 +70,8 @@ def same_functions(a: Tensor, b: Tensor) -> None:
 def checked_labels(probabilities: Tensor, y: Tensor) -> Tensor:
     """y as class indices ``(N,)``, where probabilities are float64.
 
-    :raises ValueError: if the shapes do not fit, there is no point, or a label is not in 0 ... C -
-        1.
+    :raises ValueError: if the shapes do not fit, there is no point, or a label is not a whole
+        number from 0 to C - 1.
     """
     if probabilities.dim() != 2 or y.shape != probabilities.shape[:1]:
         hint = (
@@ -89,4 +89,11 @@ def checked_labels(probabilities: Tensor, y: Tensor) -> Tensor:
             f"y must hold class indices from 0 to {classes - 1}, but holds values from "
             f"{int(labels.min())} to {int(labels.max())}"
         )
+    if y.is_floating_point() and not torch.equal(labels.to(y), y):
+        raise ValueError("y must hold class indices, but holds numbers that are not whole")
     return labels.to(double_device(labels.device))
+
+
+def nan_where(missing: Tensor, values: Tensor) -> Tensor:
+    """Values that are NaN where a prediction is: comparisons with NaN are False, not NaN."""
+    return values.masked_fill(missing.to(values.device), torch.nan)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.diagnostics.rank import sort
-from pyro_bdl.metrics.blocks import blocks, checked_labels, same_points
+from pyro_bdl.metrics.blocks import blocks, checked_labels, nan_where, same_points
 from pyro_bdl.utils.precision import double, double_device
 
 
@@ -151,7 +151,7 @@ def expected_calibration_error(
     """
     confidence, right, share = reliability(probabilities, y, bins=bins)
     if not pointwise:
-        return ((right - confidence).abs() * share).nansum()
+        return ((right - confidence).abs() * share)[share > 0].sum()
     surest, predicted = double(probabilities).max(-1)
     signs = (right - confidence).sign()[_bin_of(surest, bins)]
     return signs * (double(predicted == checked_labels(probabilities, y)) - surest)
@@ -262,6 +262,7 @@ def _stretches(
     some = [draws, y[None], end[None], *([] if log_weights is None else [log_weights])]
     for part, target, last, *weights in blocks(*some):
         counts = size * double(weights[0]).exp() if weights else 1
-        below.append(double(((part < target) * counts).sum(-1)))
-        up_to.append(double(((part <= last) * counts).sum(-1)))
+        missing = part.isnan().any(-1) | target.isnan()[:, 0] | last.isnan()[:, 0]
+        below.append(nan_where(missing, double(((part < target) * counts).sum(-1))))
+        up_to.append(nan_where(missing, double(((part <= last) * counts).sum(-1))))
     return torch.cat(below) / (size + 1), (torch.cat(up_to) + 1) / (size + 1)

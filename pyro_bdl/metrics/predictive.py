@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
-from pyro_bdl.metrics.blocks import mean_of_draws, same_functions, same_shape
+from pyro_bdl.metrics.blocks import mean_of_draws, nan_where, same_functions, same_shape
 from pyro_bdl.utils.precision import double
 
 
 def agreement(a: Tensor, b: Tensor) -> Tensor:
-    """Share of the test points at which both posteriors predict the same class, from 0 to 1.
+    """Share of the test points at which both posteriors predict the same class, from 0 to 1; NaN if
+    a probability is.
 
     :param a: ``(S1, N, C)``, draws of class probabilities; the prediction is the class with the
         largest mean.
@@ -19,7 +20,8 @@ def agreement(a: Tensor, b: Tensor) -> Tensor:
     """
     same_functions(a, b)
     p, q = mean_of_draws(a), mean_of_draws(b)
-    return double(p.argmax(-1) == q.argmax(-1)).mean()
+    same = double(p.argmax(-1) == q.argmax(-1))
+    return nan_where((p + q).isnan().any(-1), same).mean()
 
 
 def total_variation(a: Tensor, b: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.diagnostics.rank import sort
-from pyro_bdl.metrics.blocks import blocks, checked_labels, same_points, same_shape
+from pyro_bdl.metrics.blocks import blocks, checked_labels, nan_where, same_points, same_shape
 from pyro_bdl.utils.precision import double, double_device
 
 _PAIRS = 8  # of Normals beside each one of a mixture, for CRPS
@@ -35,7 +35,8 @@ def squared_error(mean: Tensor, y: Tensor) -> Tensor:
 
 
 def accuracy(probabilities: Tensor, y: Tensor, *, pointwise: bool = False) -> Tensor:
-    """Share of test points whose most probable class is the observed one, from 0 to 1.
+    """Share of test points whose most probable class is the observed one, from 0 to 1; NaN if a
+    probability is.
 
     :param probabilities: ``(N, C)``.
     :param y: ``(N,)``, class indices.
@@ -43,7 +44,8 @@ def accuracy(probabilities: Tensor, y: Tensor, *, pointwise: bool = False) -> Te
     :raises ValueError: if the shapes do not fit, or a label is not in 0 ... C - 1.
     """
     labels = checked_labels(probabilities, y)
-    return _mean(double(probabilities.argmax(-1).to(labels.device) == labels), pointwise)
+    right = double(probabilities.argmax(-1).to(labels.device) == labels)
+    return _mean(nan_where(probabilities.isnan().any(-1), right), pointwise)
 
 
 def negative_log_predictive_density(log_likelihood: Tensor, *, pointwise: bool = False) -> Tensor:

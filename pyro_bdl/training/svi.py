@@ -147,6 +147,12 @@ def train(
     objective: Any = elbo(model if stopping is None else stopping.of_kept(args), guide)
     if optimizer is None:
         optimizer = torch.optim.Adam(objective.parameters(), lr=learning_rate)
+    elif not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentError(
+            f"optimizer must be one of torch over parameters, such as "
+            f"torch.optim.Adam(guide.parameters()), got {optimizer!r}: those of Pyro are for "
+            "pyro.infer.SVI"
+        )
     if isinstance(elbo, TemperedTrace_ELBO):
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         warn_of_joint_scales(model, guide, trained, rows.first)

@@ -2,6 +2,7 @@
 
 import math
 import operator
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ from torch import Tensor
 def check_temperature(temperature: float, argument: str = "temperature") -> float:
     """Check and return a temperature.
 
+    :raises TypeError: if it is no number.
     :raises ValueError: unless it is a positive finite number.
     """
+    if not isinstance(temperature, Real | Tensor):
+        raise TypeError(f"{argument} must be a number, got {temperature!r}")
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(
             f"{argument} must be a positive finite number, got {temperature}; use 1.0 for Bayes"

@@ -103,6 +103,12 @@ def changed(values, row, value):
     return np.where(np.arange(len(values)) == row, value, values)
 
 
+def gap_before(y, task, value=0.5):
+    """The fourth target has this value, behind one that is missing and left out."""
+    y = changed(changed(y, 1, np.nan), 3, value)
+    return split(X, y, task=task, missing_targets=True)
+
+
 @pytest.mark.parametrize(
     "make, words",
     [
@@ -127,6 +133,15 @@ def changed(values, row, value):
         (lambda: split(X, np.full(40, "u")), "single class 'u'"),
         (lambda: split(X, X.astype(str)), "40 different values"),
         (lambda: split(X, changed(X, 0, 0.5), task="count"), r"not hold counts \(0.5 in row 1\)"),
+        (lambda: gap_before(X, "count"), r"not hold counts \(0.5 in row 4\)"),
+        (lambda: gap_before(X / 99, "share"), r"not hold shares between 0 and 1 \(0 in row 1\)"),
+        (lambda: gap_before(X / 99 + 0.2, "share", 7.5), r"0 and 1 \(7.5 in row 4\)"),
+        (
+            lambda: gap_before(X.astype(str).astype(object), None, "u"),
+            r"'0.0' in row 1\) in 39 rows",
+        ),
+        (lambda: split(X, fold=(5, 5)), r"fold=\(5, 5\).*0 <= i < k"),
+        (lambda: split(X, fold=(-1, 5)), r"fold=\(-1, 5\).*0 <= i < k"),
     ],
 )
 def test_refusals(make, words):

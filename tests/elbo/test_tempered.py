@@ -365,6 +365,12 @@ def test_what_is_refused(kind, words):
         REFUSALS[words](kind)
 
 
+@pytest.mark.parametrize("temperature", ["0.5", None, TemperedTrace_ELBO(), TemperedTrace_ELBO])
+def test_a_temperature_is_a_number_or_a_schedule(kind, temperature):
+    with pytest.raises(TypeError, match="temperature must be a number"):
+        kind(temperature)
+
+
 def _bad(x, places, value):
     x = x.clone()
     for place in places:

@@ -207,3 +207,34 @@ def test_crps_of_a_mixture_of_normals(count):
     share = torch.distributions.Normal(mean[:, None], sd[:, None]).cdf(grid).mean(0)
     expected = torch.trapezoid((share - (grid >= y).double()).square(), grid[:, 0], dim=0)
     torch.testing.assert_close(crps_of_normals(mean, sd, y), expected, rtol=1e-3, atol=1e-3)
+
+
+_OF_CLASSES = ["accuracy", "brier", "expected_calibration_error", "adaptive_calibration_error"]
+_OF_NUMBERS = ["interval_coverage", "pit", "crps"]
+
+
+@pytest.mark.parametrize("name", [*_OF_CLASSES, "agreement", "total_variation", *_OF_NUMBERS])
+def test_scores_of_predictions_that_are_nan_are_nan(name):
+    """A posterior that diverged has no calibration error of 0 and no coverage of 0."""
+    score, bad = getattr(metrics, name), torch.tensor([torch.nan, 0.0, 0.0, 0.0])
+    p = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.5, 0.5]])
+    if name in _OF_CLASSES:
+        found = [score(p + bad[:, None], torch.tensor([0, 1, 0, 1]))]
+    elif name in _OF_NUMBERS:
+        draws, y = torch.randn(5, 4), torch.zeros(4)
+        found = [score(draws + bad, y).flatten()[0], score(draws, y + bad).flatten()[0]]
+    else:
+        found = [score(p[None], p[None] + bad[:, None]), score(p[None] + bad[:, None], p[None])]
+    assert all(value.isnan() for value in found)
+
+
+def test_labels_that_are_not_whole_are_refused():
+    p = torch.tensor([[0.9, 0.1], [0.2, 0.8]])
+    assert metrics.accuracy(p, torch.tensor([0.0, 1.0])) == 1.0
+    with pytest.raises(ValueError, match="not whole"):
+        metrics.accuracy(p, torch.tensor([0.2, 1.0]))
+
+
+def test_coverage_and_pit_of_a_target_of_which_nothing_is_known():
+    draws, anything = torch.randn(5, 1), torch.tensor([torch.inf])
+    assert 0 <= metrics.pit(draws, -anything, upper=anything) <= 1

@@ -198,6 +198,20 @@ def test_dicts_of_inputs_are_cut_as_tensors_are(conjugate):
         training.train(model, guide, {"left": x * math.nan, "right": x}, y, steps=1)
 
 
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"elbo": TemperedTrace_ELBO}, r"the class TemperedTrace_ELBO: make one"),
+        ({"optimizer": torch.optim.Adam}, r"optimizer must be one of torch over parameters"),
+        ({"optimizer": pyro.optim.Adam({"lr": 0.1})}, r"those of Pyro are for pyro\.infer\.SVI"),
+    ],
+)
+def test_classes_and_optimizers_of_pyro_are_refused_by_name(conjugate, options, words):
+    guide = guides.AutoMeanField(conjugate.model)
+    with pytest.raises(TypeError, match=words):
+        training.train(conjugate.model, guide, conjugate.x, conjugate.y, steps=1, **options)
+
+
 def test_guides_of_pyro_are_refused_by_name():
     model, x, y = straight_line(20)
     with pytest.raises(TypeError, match=r"AutoNormal: use pyro\.infer\.SVI"):
