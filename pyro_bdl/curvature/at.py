@@ -30,10 +30,11 @@ from pyro_bdl.program.rows import (
 )
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
-from pyro_bdl.program.vmap import RowMap, depending_on, depends_on_row
+from pyro_bdl.program.vmap import RowMap, depends_on_row
+from pyro_bdl.utils.dispatch import Origins
 from pyro_bdl.utils.memory import bytes_at_once
-from pyro_bdl.utils.module_state import Modules, evaluation_mode
-from pyro_bdl.utils.trees import tree_leaves
+from pyro_bdl.utils.module_state import Modules, evaluation_mode, uncompiled
+from pyro_bdl.utils.trees import tree_flatten, tree_leaves, tree_unflatten
 
 _BUDGET = 24 * 2**20  # bytes for the activations and gradients of a piece, at least
 _PER_WEIGHT = 8  # or this multiple of the weights' bytes, which every piece reads and adds to
@@ -438,17 +439,23 @@ class ProgramAtPoint:
         )
 
     @torch.no_grad()
-    def dependent(self, batch: Batch) -> set[str] | None:
-        """The factors and observed sites that depend on a batch, by their operators; None where
-        that cannot be told, see ``depending_on``."""
-
-        def densities(args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-            run = self._run((args, kwargs), {}, leaves)
-            sites = run.factors | {n: s for n, s in run.observed.items() if s.value is not None}
-            return {name: site.log_prob() for name, site in sites.items()}
-
-        leaves = {name: leaf.detach() for name, leaf in self.leaves.items()}
-        return depending_on(densities, batch)
+    def origins(self, batch: Batch) -> dict[str, list[Tensor]]:
+        """For each factor the tensors of a batch that its density is computed from, for each
+        observed site those that its value is, by their operators; its density where the value is
+        computed from nothing, as zeros."""
+        leaves, spec = tree_flatten(batch)
+        copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        sources = [leaf for leaf in copies if isinstance(leaf, Tensor)]
+        latents = {name: leaf.detach() for name, leaf in self.leaves.items()}
+        found: dict[str, frozenset[int]] = {}
+        with uncompiled(self._modules), Origins(sources) as origins:
+            run = self._run(tree_unflatten(copies, spec), {}, latents)
+            for name, site in (run.observed | run.factors).items():
+                if name in run.observed and site.value is not None:
+                    found[name] = origins.of(site.value)
+                if not found.get(name) and site.value is not None:
+                    found[name] = origins.of(site.log_prob())
+        return {name: [sources[i] for i in own if i >= 0] for name, own in found.items()}
 
 
 def _rows_at_once(

@@ -3,6 +3,7 @@ observed sites, whose rows' outer products it is the sum of, and the sums that g
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,9 +28,8 @@ from pyro_bdl.curvature.structures.base import Curvature
 from pyro_bdl.distributions.families import Cotangent, name_of
 from pyro_bdl.distributions.parameters import SEVERAL_CLASSES, base_distribution
 from pyro_bdl.errors import UnsupportedProgramError, warn
-from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.batches import Batches, leading_size
 from pyro_bdl.program.check import check_finite_batches
-from pyro_bdl.program.rows import along_rows
 from pyro_bdl.program.supports import check_support
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import has_own_functions, reaches
@@ -172,7 +172,6 @@ class LikelihoodSums:
         self.batches, self.config = batches, config
         self.factors = FactorStatements(batches.ranks, earlier=earlier)
         self._earlier = earlier
-        self._values: dict[str, torch.Tensor] = {}  # observed in the first batch
         self.log_likelihood: Any = 0.0
         self.num_data = 0
         self.gradient = torch.zeros_like(at.subset.take(at.vector))
@@ -223,7 +222,7 @@ class LikelihoodSums:
         if self.noise is not None and not shares_noise(run, self.noise):
             self.noise = None
         hyperprior_names = hyperpriors(run, linearization.leaves)
-        self.factors.read(run, hyperprior_names, linearization.dependent)
+        self.factors.read(run, hyperprior_names, linearization.origins)
         for factor in self.factors.new:
             part = part + factor.batch_log_prob()
         if not torch.isfinite(part):
@@ -238,21 +237,19 @@ class LikelihoodSums:
         self.num_data += largest
 
     def _refuse_repeated(self, linearization: Linearization) -> None:
-        """Refuse a site that observes the program's own values in several batches: the same memory,
-        of no argument, or a statement that no argument enters."""
-        if linearization.rows is not None:
+        """Refuse values of the program's own in several batches, by what they are computed from:
+        of no argument, or more of them than there are numbers in the arguments."""
+        alone = self.num_data == 0 and not self._earlier and self.batches.ranks is None
+        if linearization.rows is not None or alone:
             return
-        args = linearization.args, linearization.kwargs
-        observed = linearization.run.observed
-        depend = linearization.dependent() if self.num_data or self._earlier else None
-        for name, site in observed.items():
+        origins = linearization.origins()
+        rows = leading_size((linearization.args, linearization.kwargs))
+        for name, site in linearization.run.observed.items():
             if site.value is None:
                 continue
-            first = self._values.setdefault(name, site.value)
-            same = self.num_data and first.data_ptr() == site.value.data_ptr()
-            if (same and along_rows(site.value, args) is None) or name not in (
-                observed if depend is None else depend
-            ):
+            passed = sum(source.numel() for source in origins[name])
+            more = num_data(site) > rows and _distinct(site.value) > passed
+            if more or not origins[name]:
                 raise UnsupportedProgramError(
                     f"the site '{name}' observes values that the program holds itself, and would "
                     "count them again in each batch: pass them as an argument, or all data as one "
@@ -311,6 +308,12 @@ class LikelihoodSums:
             stacklevel=5,
         )
         return self.stated / self.num_data
+
+
+def _distinct(value: Tensor) -> int:
+    """How many numbers a tensor has in memory, of which ``expand`` repeats some."""
+    pairs = zip(value.shape, value.stride(), strict=True)
+    return math.prod(size for size, stride in pairs if stride)
 
 
 def check_factors(run: Run, leaves: Mapping[str, Tensor], config: CurvatureConfig) -> None:

@@ -214,15 +214,14 @@ class FactorStatements:
         self,
         run: Run,
         hyperprior_names: Iterable[str],
-        of_data: Callable[[], Collection[str] | None] | None = None,
+        origins: Callable[[], Mapping[str, Collection[Tensor]]] | None = None,
     ) -> None:
         """Record the factors of a run.
 
         :param hyperprior_names: the names of the hyperpriors, which are not part of the likelihood.
-        :param of_data: returns the names of the factors that depend on the data by their operators,
-            None where that cannot be told; it is asked once, for data after the first ones.
-        :raises ValueError: if a factor that counts once depends on the data of its batch, or if
-            that cannot be told.
+        :param origins: returns for each factor the data that it is computed from; it is asked
+            once, for data after the first ones.
+        :raises ValueError: if a factor that counts once depends on the data of its batch.
         """
         hyperprior_names, of_latents, self.new = set(hyperprior_names), set(), []
         for latent in run.latents.values():
@@ -236,15 +235,8 @@ class FactorStatements:
             value = site.log_prob().detach()
             if self._counts and name not in self.values:
                 self.new.append(site)
-            elif of_data is not None and name not in self._proved:
-                found = of_data()
-                if found is None:
-                    raise ValueError(
-                        f"the factor '{name}' is in no plate of the data, and the program has "
-                        "operators that vmap cannot follow, so that its dependence on the data is "
-                        "unknown: put it in the plate of the data, or pass all data as one batch"
-                    )
-                if name in found:
+            elif origins is not None and name not in self._proved:
+                if origins()[name]:
                     _refuse_factor(name)
                 self._proved.add(name)
             if not torch.allclose(self.values.setdefault(name, value), value, equal_nan=True):

@@ -1,7 +1,7 @@
 """Draws from a posterior (a guide or draws), their log densities, and checks of posteriors."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -446,12 +446,14 @@ def run_of_posterior(
 ) -> Run:
     """Run a program at a draw of a posterior, and check that the posterior belongs to it.
 
-    Without targets, observed sites look like latents. A guide knows which are observed: another
-    site whose value a statement depends on is a latent that it lacks. So is, for any posterior, a
-    site without plates whose distribution does not depend on the latents. Where there may be one, a
-    second run follows it in autograd's graph.
+    Without targets, observed sites look like latents. A guide knows which are observed, and so do
+    the draws of ``mcmc.sample``: another site whose value a statement depends on is a latent that
+    they lack. Of draws from elsewhere it may be either. For any posterior a site without plates
+    whose distribution does not depend on the latents is one. Where there may be one, a second run
+    follows it in autograd's graph.
 
     :raises ValueError: if names or shapes of the latents do not match; the error lists all of them.
+        For draws from elsewhere that lack a site whose value a statement depends on.
     """
 
     def run_at(values: Mapping[str, Tensor]) -> Run:
@@ -469,16 +471,39 @@ def run_of_posterior(
             if _may_be_latent(site) and not _depend(site, list(leaves.values())):
                 distribution: Any = site.distribution
                 expected[name] = distribution.shape()
-    if isinstance(posterior, Guide):
-        theirs = posterior.observed_sites
-        used = uses_of_placeholders(run, program, values, args, kwargs, besides=theirs)
-        for name in used.values():
+    if isinstance(posterior, Guide | Samples) and not _is_of_sampler(posterior):
+        theirs = _observed_by(posterior)
+        used = uses_of_placeholders(
+            run, program, values, args, kwargs, besides=theirs or (), latents=True
+        )
+        for site, name in used.items():
+            if theirs is None and name not in expected:
+                raise ValueError(
+                    f"the draws have no value of '{name}', which the site '{site}' depends "
+                    "on: if it is a latent, draw it too, or pass a dict of draws, of which those "
+                    "that it lacks come from their prior; if it is observed, say so by "
+                    "samples.of_program(bdl.Program(model, x, y))"
+                )
             distribution = run.observed[name].distribution
             expected[name] = distribution.shape()
     if not isinstance(posterior, Guide | Samples):  # Pyro's own guides have auxiliary sites too
         given = {name: shape for name, shape in given.items() if name in expected}
     _refuse(expected, given)
     return run
+
+
+def _is_of_sampler(posterior: Guide | Samples) -> bool:
+    """Return whether Pyro or NumPyro drew them, and thus every latent of their program."""
+    info = {} if isinstance(posterior, Guide) else posterior.info
+    return info.get("backend") in ("pyro", "numpyro") and getattr(posterior, "program", 0) is None
+
+
+def _observed_by(posterior: Guide | Samples) -> Collection[str] | None:
+    """The sites that a posterior's own program observes; None where it is unknown."""
+    if isinstance(posterior, Guide):
+        return posterior.observed_sites
+    tree = posterior.program
+    return None if tree is None else tree["statements"].keys() - tree["point"].keys()
 
 
 def _may_be_latent(site: Site) -> bool:

@@ -169,13 +169,15 @@ class LaplaceGuide(JointGuide, NormalGuide):
         """Add the curvature of more data at the same point; return the guide, which moves if it
         is at the mode of a last layer.
 
-        :param data: as in ``laplace_approximation``.
-        :raises ValueError: if the noise of a Normal observation has changed since the fit, or the
-            program scales parts of the data up to a number that it states.
+        :param data: as in ``laplace_approximation``, without data that are in the posterior.
+        :raises ValueError: if the noise of a Normal observation has changed since the fit, the
+            program scales parts of the data up to a number that it states, or the same tensors are
+            in the posterior already.
         :raises UnsupportedProgramError: if the program has other priors on these data.
         """
-        _check_addable(self)
-        self._add(self.batches(data), self.curvature, progress)
+        batches = self.batches(data)
+        _check_addable(self, batches)
+        self._add(batches, self.curvature, progress)
         self.refresh()
         if self.mode == "steps":
             find_mode(self, progress=progress)
@@ -452,10 +454,21 @@ def _shift(guide: LaplaceGuide, step: Tensor) -> None:
     guide.loc = guide.subset.put(guide.loc, guide.subset.take(guide.loc) + step)
 
 
-def _check_addable(guide: LaplaceGuide) -> None:
+def _check_addable(guide: LaplaceGuide, data: Batches) -> None:
     """Check that sums over more data can be added to those of a guide."""
-    if any(factor != 1.0 for _, factor in guide._passes or ()):
+    before = guide._passes or ()
+    if any(factor != 1.0 for _, factor in before):
         raise ValueError(SCALED_UP)
+    if any(data.shares_with(batches) for batches, _ in before):
+        raise ValueError(
+            "these tensors are in the posterior already, and would count again: pass update what "
+            "was observed since, or x.clone() where the same numbers were observed again"
+        )
+    if any(not leading_size(batches.first()) for batches, _ in before):
+        raise ValueError(
+            "the program held the data of the fit itself, so that it is not known whether these "
+            "are others: fit it by laplace_approximation((x, y)), with the data as arguments"
+        )
     factor = guide.noise_factor_at(guide.read())
     if factor is not None and not torch.isclose(factor, torch.ones_like(factor)):
         raise ValueError(

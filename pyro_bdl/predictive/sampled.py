@@ -119,6 +119,7 @@ class Predictive(Predictions):
         self.progress, self.differentiable = progress, differentiable
         self._modules = Modules()  # those that its calls have met
         self._statistics: tuple[list[Any], Draws] | None = None
+        self._source: Any = None  # what the posterior is draws of
         self._is_checked = (
             isinstance(posterior, Guide) and posterior.is_of(model) and not posterior.subsampled
         )
@@ -165,11 +166,13 @@ class Predictive(Predictions):
             count = DEFAULT_DRAWS if self.num_samples is None else self.num_samples
             with torch.no_grad():
                 posterior = to_samples(posterior, count, *args, **kwargs)
-        return Predictive(
+        result = Predictive(
             self.model, posterior, self.num_samples, memory=self.memory,
             batch_norm_data=self.batch_norm_data, progress=self.progress,
             differentiable=self.differentiable,
         )  # fmt: skip
+        result._source = self._source or self.posterior
+        return result
 
     @property
     def samples(self) -> Samples | None:
@@ -230,7 +233,8 @@ class Predictive(Predictions):
             elif self._is_checked:
                 run = run_at(draws)
             else:
-                run = run_of_posterior(program, self.posterior, draws, args, kwargs)
+                source = self._source or self.posterior
+                run = run_of_posterior(program, source, draws, args, kwargs)
                 self._is_checked = True
             if densities and run.factors and not densities_of(run.observed):
                 raise UnsupportedProgramError(

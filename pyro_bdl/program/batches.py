@@ -18,7 +18,14 @@ from torch.utils.data import Dataset
 from pyro_bdl.errors import ArgumentError, warn
 from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.random_state import set_torch_states, torch_states
-from pyro_bdl.utils.trees import is_record, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from pyro_bdl.utils.trees import (
+    constants_of,
+    is_record,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 Batch = tuple[tuple, dict[str, Any]]
 # what programs raise that cannot run on fewer rows than they were written for
@@ -146,6 +153,14 @@ class Batches:
             with suppress(TypeError):  # a loader over an iterable that has no length
                 return len(self.source) == 1
         return len(list(itertools.islice(self.part(), 2))) == 1
+
+    def shares_with(self, other: "Batches") -> bool:
+        """Return whether both read one list or loader, or hold a batch of the same tensors in
+        memory."""
+        if self.source is other.source:
+            return isinstance(self.source, Sized)
+        own, others = ({*_memories(data.source)} for data in (self, other))
+        return not own.isdisjoint(others)
 
     @property
     def num_data(self) -> int | None:
@@ -298,6 +313,16 @@ def _numbers(leaf: Any, device: torch.device | None) -> Any:
             "pass one that does"
         )
     return leaf.to(device, non_blocking=leaf.device.type == "cpu" and leaf.is_pinned())
+
+
+def _memories(source: Any) -> Iterator[tuple]:
+    """What identifies the arguments in each batch of a list."""
+    for batch in source if isinstance(source, list) else ():
+        leaves = tree_leaves(_arguments(batch))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if tensors and all(t.layout is torch.strided and t.numel() for t in tensors):
+            places = tuple((t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors)
+            yield places, constants_of(leaves)
 
 
 def _stacked(parts: tuple[Any, ...]) -> Any:

@@ -258,7 +258,7 @@ class AllRows:
                 if aligned is None:
                     self.refuse(f"'{_shown(key)}' of the site '{name}' has no row for each")
                 places[name] = places.get(name, False) or aligned.in_front
-                self._check_equal(name, key, aligned, start)
+                self._check_equal(name, key, aligned, row, start)
             alone_site = row.observed.get(name)
             shape = () if alone_site is None else alone_site.distribution.batch_shape
             cells = next(iter(shape), 1)
@@ -279,11 +279,19 @@ class AllRows:
             return Aligned(alone, together.expand_as(alone), _slack(together[None]), in_front=False)
         return None
 
-    def _check_equal(self, site: str, key: str, tensors: "Aligned", start: int) -> None:
+    def _check_equal(
+        self, site: str, key: str, tensors: "Aligned", one_row: Run, start: int
+    ) -> None:
         wrong = ~tensors.agree.reshape(len(tensors.alone), -1)
         if self.count == 1 or not wrong.any():
             return
         check_repeated(self.run, self.again())
+        values = [run.observed[site].value for run in (one_row, self.run) if site in run.observed]
+        if len({value.shape for value in values if value is not None}) == 1 and values[0].dim():
+            self.refuse(
+                f"the site '{site}' observes values that the program holds itself (a closure, "
+                "poutine.condition), all of them beside each row: pass them as an argument, or else"
+            )
         row, entry = (int(i) for i in wrong.nonzero()[0])
         one, all_ = (
             value[row].reshape(-1)[entry].item() for value in (tensors.alone, tensors.together)

@@ -505,11 +505,12 @@ def draw_placeholder(msg: Any) -> None:
 def uses_of_placeholders(
     run: Run,
     function: Callable,
-    values: Mapping[str, Any],
+    values: Mapping[str, Tensor],
     args: tuple,
     kwargs: Mapping[str, Any],
     *,
     besides: Collection[str] = (),
+    latents: bool = False,
 ) -> dict[str, str]:
     """The observed sites that depend on the value of an open one, each with the name of such a one.
 
@@ -517,8 +518,9 @@ def uses_of_placeholders(
 
     :param run: of the program, with sites left open.
     :param besides: the names of open sites that do not count.
+    :param latents: whether latents count too, by their priors.
     """
-    if not run.followed or len(run.observed) < 2:
+    if not run.followed or (len(run.observed) < 2 and not latents):
         return {}
     placeholders: dict[str, Tensor] = {}
 
@@ -530,7 +532,9 @@ def uses_of_placeholders(
 
     with torch.enable_grad():
         found = {}
-        for name, site in record(function, values, args, kwargs, draw=leave).observed.items():
+        fixed = {name: value.detach() for name, value in values.items()}
+        run = record(function, fixed, args, kwargs, draw=leave)
+        for name, site in (run.observed | (run.latents if latents else {})).items():
             tensors = [*parameters_of(site.distribution).values(), site.scale, site.mask]
             for other, value in placeholders.items():
                 if any(isinstance(t, Tensor) and reaches(t, [value]) for t in tensors):

@@ -303,30 +303,3 @@ def depends_on_row(value: Tensor, lane: Tensor) -> bool:
     outside = _OutsideOfMap()
     _Tap.apply(value, lane, outside, False)
     return outside.depends
-
-
-def depending_on(function: Callable[..., Mapping[str, Tensor]], batch: tuple) -> set[str] | None:
-    """The names of tensors that a function computes from a tensor of a batch, by its operators,
-    whatever their numbers; None where one of the operators has no batching rule.
-
-    :param function: of a batch's arguments and keyword arguments, tensors by name.
-    """
-    leaves, spec = tree_flatten(batch)
-    places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    found: set[str] = set()
-
-    def of_one_copy(lane: Tensor, copies: list[Tensor]) -> Tensor:
-        own = dict(zip(places, copies, strict=True))
-        values = function(
-            *tree_unflatten([own.get(n, leaf) for n, leaf in enumerate(leaves)], spec)
-        )
-        found.update(name for name, value in values.items() if depends_on_row(value, lane))
-        return lane
-
-    try:
-        with vmappable():
-            lanes, copies = torch.zeros(1, device="cpu"), [leaves[place][None] for place in places]
-            torch.vmap(of_one_copy, randomness="different")(lanes, copies)
-    except RuntimeError:  # the function itself has run on these tensors: it is the map that fails
-        return None
-    return found

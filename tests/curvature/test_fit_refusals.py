@@ -7,6 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from helpers.observations import observations
+from pyro import poutine
 
 from pyro_bdl import working_memory
 from pyro_bdl.curvature import LowRank
@@ -107,6 +108,47 @@ def _an_anchor(x, y):
     pyro.sample("y", dist.Normal(w * x, 1.0).to_event(1), obs=y)
 
 
+def _copied_targets(x, y):
+    """Targets of a closure, computed anew in each run."""
+    w = _weight()
+    with pyro.plate("data", 4):
+        pyro.sample("y", dist.Normal(w * x, 1.0), obs=TARGETS.clone())
+
+
+def _appended_targets(x, y):
+    """Rows of a closure behind those of the arguments."""
+    _plain(torch.cat([x, TARGETS]), torch.cat([y, 2.0 * TARGETS]))
+
+
+def _written_targets(x, y):
+    """Targets of the arguments in the first places of a buffer."""
+    values = 2.0 * TARGETS.repeat(2)
+    values[: len(y)] = y
+    _plain(torch.cat([x, TARGETS]), values)
+
+
+def _plain(x, y):
+    w = _weight()
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+
+
+def _conditioned(x, y):
+    return poutine.condition(_plain, {"y": TARGETS})(x, None)
+
+
+def _chosen_rows(x, y):
+    """Targets from a table of the program's, at indices among the data."""
+    _plain(x, TARGETS[x.long()])
+
+
+def _repeated(x, y):
+    """The same targets for two copies of the inputs, of which one counts nothing."""
+    w, both = _weight(), torch.stack([x, 0.0 * x])
+    with pyro.plate("copies", 2, dim=-2), pyro.plate("data", len(x), dim=-1):
+        pyro.sample("y", dist.Normal(w * both, 1.0), obs=y.expand(2, -1))
+
+
 def _residuals(x, y):
     """Observed zeros, which the program makes, of other rows in each batch."""
     mean = _weight() * x - y
@@ -121,20 +163,34 @@ def _weight():
 TARGETS = torch.tensor([0.3, 1.0, -0.5, 2.0])
 
 
-@pytest.mark.parametrize("model", [_own_targets, _no_arguments, _an_anchor, _residuals])
+OWN = [_own_targets, _copied_targets, _no_arguments, _an_anchor, _appended_targets]
+OWN += [_written_targets, _conditioned]
+
+
+@pytest.mark.parametrize("model", [*OWN, _residuals, _chosen_rows, _repeated])
 def test_targets_of_the_program_in_several_batches(oracle, model):
-    x, y = torch.tensor([1.0, 2.0, -1.0, 0.5]), torch.tensor([0.2, 0.4, 0.1, -0.3])
+    x, y = torch.tensor([1.0, 2.0, 0.0, 3.0]), torch.tensor([0.2, 0.4, 0.1, -0.3])
     program, vector = oracle.program(model, x, y)
     options = {"structure": "full", "rows": "together"}
     first = oracle.fit(program, vector, (x, y), **options)
     assert torch.isfinite(first.curvature.matrix).all()
-    batches = [(x, y), (2 * x, y + 1)]
-    if model is _residuals:
+    batches = [(x, y), (x.flip(0), y + 1)]
+    if model not in OWN:
         found = oracle.fit(program, vector, batches, **options).curvature.matrix
-        torch.testing.assert_close(found, 5 * x.square().sum().reshape(1, 1))
+        torch.testing.assert_close(found, 2 * x.square().sum().reshape(1, 1))
         return
     with pytest.raises(UnsupportedProgramError, match="count them again in each batch: pass them"):
         oracle.fit(program, vector, batches, **options)
+
+
+@pytest.mark.parametrize("model", [_conditioned, _copied_targets])
+def test_targets_of_the_program_beside_single_rows(oracle, model):
+    x = torch.tensor([1.0, 2.0, 0.0, 3.0])
+    program, vector = oracle.program(model, x, x)
+    whole = oracle.fit(program, vector, (x, x), structure="full", rows="together")
+    torch.testing.assert_close(whole.curvature.matrix, x.square().sum().reshape(1, 1))
+    with pytest.raises(UnsupportedProgramError, match="all of them beside each row: pass them"):
+        oracle.fit(program, vector, (x, x), structure="full")
 
 
 def test_values_that_broadcast_against_their_distribution_count_each(oracle):

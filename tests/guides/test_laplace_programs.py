@@ -129,18 +129,22 @@ def test_the_hessian_of_a_program_of_factors(conjugate, batches, covariance):
     )
 
 
+@pytest.mark.parametrize("is_recurrent", [False, True])
 @pytest.mark.parametrize("is_update", [False, True])
-def test_a_factor_of_the_latents_counts_once(is_update):
+def test_a_factor_of_the_latents_counts_once(is_update, is_recurrent):
+    """Also beside operators that vmap has no rule for."""
     torch.manual_seed(0)
-    x, y = torch.randn(8, 2), torch.randn(8)
+    x, y, layer = torch.randn(8, 2), torch.randn(8), nn.GRU(2, 2)
 
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
         pyro.factor("penalty", -(w.sum() ** 2))
+        x = layer(x[None])[0][0].detach() if is_recurrent else x
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
-    guide = AutoLaplaceGGN(model, structure="full", curvature="hessian").prototype(x, y)
+    rows = "together" if is_recurrent else "alone"
+    guide = AutoLaplaceGGN(model, structure="full", curvature="hessian", rows=rows).prototype(x, y)
     with torch.no_grad():
         guide.loc.fill_(0.3)
     whole, halves = guide.laplace_approximation((x, y)), [(x[:4], y[:4]), (x[4:], y[4:])]
@@ -150,6 +154,49 @@ def test_a_factor_of_the_latents_counts_once(is_update):
         parts = guide.laplace_approximation(halves)
     torch.testing.assert_close(parts.curvature.matrix, whole.curvature.matrix, rtol=1e-6, atol=0)
     torch.testing.assert_close(parts.log_likelihood, whole.log_likelihood)
+
+
+def line(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(()), 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+
+
+SLOPES, TARGETS = torch.tensor([1.0, 2.0, 0.5, 3.0]), torch.tensor([0.3, 1.0, -0.5, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("data", "more"),
+    [
+        ((SLOPES, TARGETS), (SLOPES, TARGETS)),
+        ([(SLOPES[:2], TARGETS[:2]), (SLOPES[2:], TARGETS[2:])], (SLOPES[2:], TARGETS[2:])),
+        (loader := [(SLOPES.clone(), TARGETS)], loader),
+    ],
+    ids=["the same", "a batch", "a list"],
+)
+def test_data_that_are_in_the_posterior_are_refused(data, more):
+    guide = AutoLaplaceGGN(line, structure="full").prototype(SLOPES, TARGETS)
+    guide.warned_of.add("not at a maximum")
+    posterior = guide.laplace_approximation(data)
+    precision = 1 + SLOPES.square().sum()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="these tensors are in the posterior already"):
+            posterior.update(more)
+        torch.testing.assert_close(posterior.variances(), 1 / precision[None])
+    again = posterior.update((SLOPES.clone(), TARGETS))
+    torch.testing.assert_close(again.variances(), 1 / (2 * precision - 1)[None])
+
+
+def test_more_data_for_a_program_that_held_its_own_are_refused():
+    def program(x=SLOPES, y=TARGETS):
+        return line(x, y)
+
+    guide = AutoLaplaceGGN(program, structure="full").prototype()
+    guide.warned_of.add("not at a maximum")
+    posterior = guide.laplace_approximation()
+    with pytest.raises(ValueError, match="the program held the data of the fit itself"):
+        posterior.update((SLOPES, TARGETS))
+    torch.testing.assert_close(posterior.variances(), 1 / (1 + SLOPES.square().sum())[None])
 
 
 @pytest.mark.parametrize("is_update", [False, True])

@@ -140,8 +140,32 @@ def test_sites_that_are_predicted_alone_are_no_missing_latents():
     model = _hierarchical(["a"])
     guide = bdl.guides.AutoMeanField(model).prototype(X, Y)
     samples = bdl.Samples({name: value[None] for name, value in guide.sample_latents(5).items()})
-    for posterior in (guide, samples):
+    for posterior in (guide, samples.of_program(bdl.Program(model, X, Y))):
         assert set(bdl.Predictive(model, posterior, 5)(X)) == {"y", "more"}
+
+
+def _grouped(x, y=None):
+    """Latents that the prior of the weights, or of their scales, rests on."""
+    width = pyro.sample("width", dist.HalfNormal(x.new_ones(())))
+    with pyro.plate("groups", 2):
+        scale = pyro.sample("scale", dist.HalfNormal(width))
+    w = pyro.sample("w", dist.Normal(x.new_zeros(2), scale).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, width), obs=y)
+
+
+@pytest.mark.parametrize("lacking", ["width", "scale", "w"])
+@pytest.mark.parametrize("args", [(X,), (X, Y)], ids=["x", "x and y"])
+@pytest.mark.parametrize("name", ["__call__", "moments", "mean"])
+def test_draws_from_elsewhere_that_lack_a_latent(lacking, args, name):
+    """They were drawn from the prior."""
+    values = {"width": X.new_ones(1, 3), "scale": X.new_ones(1, 3, 2), "w": X.new_ones(1, 3, 2)}
+    del values[lacking]
+    predictive = bdl.Predictive(_grouped, bdl.Samples(values))
+    with pytest.raises(ValueError, match=f"no value (of|for:) '{lacking}'"):
+        getattr(predictive, name)(*args)
+    draws = {site: value[0] for site, value in values.items()}
+    assert lacking in bdl.Predictive(_grouped, draws)(*args) or len(args) == 2  # said by a dict
 
 
 def _lacking(with_weights):

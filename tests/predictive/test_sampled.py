@@ -158,8 +158,10 @@ def test_what_comes_after_the_observation_follows_its_draw():
             pyro.sample("second", dist.Normal(10 * first, 0.1), obs=second)
         pyro.deterministic("twice", 2 * first)
 
+    ones = torch.ones(4)
     samples = bdl.Samples({"w": torch.full((1, 500), 2.0)})
-    draws = bdl.Predictive(model, samples)(torch.ones(4))
+    samples = samples.of_program(bdl.Program(model, ones, ones, ones))
+    draws = bdl.Predictive(model, samples)(ones)
     assert (draws["first"].std(0) > 0.05).all()
     residual = draws["second"] - 10 * draws["first"]
     assert residual.std() < 0.12 and abs(residual.mean()) < 0.02

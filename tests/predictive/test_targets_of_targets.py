@@ -38,6 +38,7 @@ def test_moments_without_targets_are_over_them_too():
     """At one w: E y_t = w x + r E y_(t-1), Var y_t = 1 + r^2 Var y_(t-1)."""
     x, count = torch.tensor([-1.0, 0.3]), 20000
     samples = bdl.Samples({"w": torch.full((1, count), 2.0)})
+    samples = samples.of_program(bdl.Program(chain, x, torch.zeros(2, 3)))
     predictive = bdl.Predictive(chain, samples)
     found, means = predictive.moments(x), predictive.mean(x)
     for name, mean, variance in exact(x):

@@ -261,7 +261,7 @@ class Linearization:
         self._parameters = parameters or {}
         self.by_row = by_row or {}
         self.together = together
-        self._dependent = at.dependent
+        self._origins = at.origins
 
     def parameters(self, name: str) -> dict[str, Tensor]:
         """The tensors of an observed site's distribution, by name."""
@@ -269,9 +269,9 @@ class Linearization:
             return self._parameters[name]
         return parameters_of(base_distribution(self.run.observed[name].distribution))
 
-    def dependent(self) -> set[str] | None:
-        """``ProgramAtPoint.dependent`` of the batch."""
-        return self._dependent((self.args, self.kwargs))
+    def origins(self) -> dict[str, list[Tensor]]:
+        """``ProgramAtPoint.origins`` of the batch."""
+        return self._origins((self.args, self.kwargs))
 
     def gradient(self, value: Tensor, *, create_graph: bool = False) -> Tensor:
         """The gradient of a scalar in the subset, (p,); zero where it does not depend on it."""
