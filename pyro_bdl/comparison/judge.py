@@ -223,6 +223,9 @@ _RHAT = Check(
     "rhat", "R-hat {} of the function", above="not converged", within="no sign of disagreement",
     undecided="unknown, since it needs two chains of 4 draws", none=1.0, digits=4, remedy=_LONGER,
 )  # fmt: skip
+_OF_ONE_CHAIN: dict[str, Any] = {
+    "what": "one chain", "undecided": "no R-hat", "high": math.inf, "remedy": _SEVERAL,
+}  # fmt: skip
 _ESS = (
     Check("ess_low", "{} effective draws of the function", below="too few", none=math.inf,
           remedy=_LONGER),
@@ -414,8 +417,8 @@ def gates(row: Row) -> list[Finding]:
     mixing: list[Finding | None] = []
     if not math.isnan(row["rhat_limit"]):
         chains = row["num_chains"]
-        helps = _SEVERAL if chains == 1 else _LONGER
-        mixing = [_RHAT.of(row, high=row["rhat_limit"], remedy=helps)]
+        of_one = {} if chains > 1 else _OF_ONE_CHAIN
+        mixing = [_RHAT.of(row, **{"high": row["rhat_limit"], **of_one})]
         ess = (check for check in _ESS if not math.isnan(row[check.key]))
         mixing += [check.of(row, low=ESS_LIMIT * chains) for check in ess]
     is_slow = any(finding is not None and finding.remedy for finding in mixing)

@@ -190,13 +190,14 @@ class Comparison:
             for name, row in self.table.iterrows()
         }
 
-    def report(self, path: str | Path, **options: Any) -> Path:
+    def report(self, path: str | Path, *, title: str = "", **options: Any) -> Path:
         """Write one self-contained HTML file: the answer, figures, the table; return its path.
 
         :param path: the HTML file; missing folders are made.
+        :param title: its heading.
         :param options: see ``pyro_bdl.comparison.report.page.write_page``.
         """
-        return self._page().write_page(self, path, **options)
+        return self._page().write_page(self, path, title=title, **options)
 
     def figures(self, **options: Any) -> "dict[str, Figure]":
         """Figures of the comparison, by names that can be used for files.

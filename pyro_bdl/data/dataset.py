@@ -214,7 +214,11 @@ def prepare(
         counts = zip(np.bincount(known[:, 0].astype(int), minlength=4), _KNOWN_AS, strict=True)
         parts = ", ".join(f"{count} {words}" for count, words in counts if count)
         notes.append(f"{target_name}: of {len(y)} rows {parts}.")
-    test = _random_rows(labels, test_fraction, seed) if fold is None else _fold(labels, fold, seed)
+    test = (
+        _random_rows(labels, test_fraction, seed)
+        if fold is None
+        else rows_of_fold(labels, fold, seed)
+    )
     if not test.any() or (~test).sum() < _MIN_TRAINING_ROWS:
         raise ValueError(
             f"test_fraction={test_fraction:g} (--test-fraction) leaves {(~test).sum()} of the "
@@ -383,7 +387,7 @@ def _random_rows(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     return test
 
 
-def _fold(labels: np.ndarray, fold: tuple[int, int], seed: int) -> np.ndarray:
+def rows_of_fold(labels: np.ndarray, fold: tuple[int, int], seed: int) -> np.ndarray:
     """The rows of one of k folds; of classes each fold has its share."""
     from sklearn.model_selection import KFold, StratifiedKFold
 

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bdl.data.dataset import Dataset, prepare
+from pyro_bdl.data.dataset import Dataset, prepare, rows_of_fold
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,20 @@ def _simulated(
     )  # fmt: skip
 
 
-def _without_folds(simulate: Callable[[int], Dataset]) -> Callable[..., Dataset]:
-    """The ``load`` of a simulated problem."""
+def _by_seed(simulate: Callable[[int], Dataset]) -> Callable[..., Dataset]:
+    """The ``load`` of a simulated problem, whose folds are of its training rows."""
 
-    def load(*, seed: int = 0, fold: Any = None, **_: Any) -> Dataset:
-        if fold is not None:
-            raise ValueError("--folds needs data with rows: this problem's test inputs are a grid")
-        return simulate(seed)
+    def load(*, seed: int = 0, fold: tuple[int, int] | None = None, **_: Any) -> Dataset:
+        data = simulate(seed)
+        if fold is None:
+            return data
+        labels = np.zeros(len(data.y_train))
+        test = torch.as_tensor(rows_of_fold(labels, fold, seed), device="cpu")
+        return replace(
+            data, x_train=data.x_train[~test], y_train=data.y_train[~test],
+            x_test=data.x_train[test], y_test=data.y_train[test],
+            split=f"fold {fold[0] + 1} of {fold[1]} of the training rows",
+        )  # fmt: skip
 
     return load
 
@@ -123,10 +131,10 @@ def _breast_cancer(**options: Any) -> Dataset:
 EXAMPLES = {
     "in-between": Example(
         "one feature, two clusters of data with a gap between them (Foong et al. 2019)",
-        _without_folds(lambda seed: two_clusters(40, seed, noise=0.2)),
+        _by_seed(lambda seed: two_clusters(40, seed, noise=0.2)),
         gain=4.0,  # whose functions vary as fast as the true one
     ),
     "diabetes": Example("442 patients, 10 features, disease progression", _diabetes),
     "breast-cancer": Example("569 tumors, 30 features, two classes", _breast_cancer),
-    "counts": Example("one feature, counts in two clusters", _without_folds(_counts), gain=2.0),
+    "counts": Example("one feature, counts in two clusters", _by_seed(_counts), gain=2.0),
 }

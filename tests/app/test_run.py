@@ -279,7 +279,6 @@ def test_the_same_seed_gives_the_same_table_and_details_are_printed_when_asked_f
         ("--example diabetes --data TABLE", "--example and --data name two problems"),
         ("--example wien", "--example: choose 'in-between'"),
         ("--example breast-cancer --likelihood student_t", "is of a regression, and diagnosis is"),
-        ("--folds 3", "this problem's test inputs are a grid"),
         ("--example diabetes --folds 500 --max-tree-depth 1", "'--folds': Input should be less"),
         ("--repeats 2", "--repeats is of use with --folds only"),
         ("--prior-gain -1", "gain must be a positive"),

@@ -149,6 +149,8 @@ def apart(draws):
     [
         (lambda: apart(200), "not converged"),
         (lambda: bdl.Samples({"w": torch.randn(4, 1).double()}), "it needs two chains of 4"),
+        (lambda: bdl.Samples({"w": torch.randn(1, 9).double()}), "one chain: no R-hat; "),
+        (lambda: bdl.Samples({"w": torch.randn(1, 9).double()}), "give it several chains"),
         (lambda: bdl.Samples({"w": torch.randn(4, 2).double()}), "it needs two chains of 4"),
     ],
 )

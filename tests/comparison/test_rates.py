@@ -12,6 +12,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.conjugate import Conjugate
 from scipy.special import ndtr, stdtrit
 
 import pyro_bdl as bdl
@@ -39,10 +40,8 @@ class Truth:
         torch.manual_seed(seed)
         self.design, w = torch.randn(DATA, WEIGHTS).double(), torch.randn(WEIGHTS).double()
         self.targets = self.design @ w + NOISE * torch.randn(DATA)
-        precision = torch.eye(WEIGHTS) + self.design.mT @ self.design / NOISE**2
-        covariance = torch.linalg.inv(precision)
-        self.root = torch.linalg.cholesky((covariance + covariance.mT) / 2)
-        self.mean = covariance @ self.design.mT @ self.targets / NOISE**2
+        exact = Conjugate(self.design, self.targets, NOISE)
+        self.root, self.mean = torch.linalg.cholesky(exact.covariance), exact.mean
         self.x = torch.randn(points, WEIGHTS).double()
         self.y = self.x @ w + NOISE * torch.randn(points)
 

@@ -46,6 +46,12 @@ def test_two_clusters():
         two_clusters(1)
 
 
-def test_simulated_problems_have_no_folds():
-    with pytest.raises(ValueError, match="test inputs are a grid"):
-        EXAMPLES["counts"].load(fold=(0, 5))
+def test_the_folds_of_a_simulated_problem_are_of_its_training_rows():
+    whole = EXAMPLES["counts"].load()
+    folds = [EXAMPLES["counts"].load(fold=(i, 5)) for i in range(5)]
+    assert {len(fold.y_train) for fold in folds} == {96}
+    for fold in folds:
+        rows = torch.cat([fold.x_train, fold.x_test]).sort(0).values
+        torch.testing.assert_close(rows, whole.x_train.sort(0).values)
+    tests = torch.cat([fold.x_test for fold in folds])
+    torch.testing.assert_close(tests.sort(0).values, whole.x_train.sort(0).values)

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-import torch
+from helpers.conjugate import Conjugate
 
 
 @pytest.fixture(scope="session")
@@ -11,9 +11,8 @@ def exact_posterior():
     """Mean and covariance for prior N(0, 1) and likelihood N(x w, 0.5^2)^(1/temperature)."""
 
     def compute(x, y, temperature=1.0):
-        precision = x.T @ x / (0.25 * temperature) + torch.eye(x.shape[1], dtype=x.dtype)
-        covariance = torch.linalg.inv(precision)
-        return covariance @ x.T @ y / (0.25 * temperature), covariance
+        exact = Conjugate(x, y, 0.5, eta=temperature)
+        return exact.mean, exact.covariance
 
     return compute
 

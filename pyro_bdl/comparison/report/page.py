@@ -44,6 +44,7 @@ def write_page(
     comparison: "Comparison",
     path: str | Path,
     *,
+    title: str = "",
     data: Dataset | None = None,
     figures: Mapping[str, Figure] | None = None,
     about: str = "",
@@ -53,6 +54,7 @@ def write_page(
     """Write the report of a comparison and return its path.
 
     :param path: the HTML file; missing folders are made.
+    :param title: the heading; by default one that names the target of ``data``.
     :param data: the data, for names and units.
     :param figures: those of ``Comparison.figures``; by default those without the posteriors.
     :param about: a line on the data and the model.
@@ -68,10 +70,11 @@ def write_page(
         replace(column, group="bounds") if column.key in _BOUNDS else column
         for column in _columns(comparison)
     ]
+    usual = "Posteriors compared"
+    if data is not None:
+        usual = f"Posteriors of a neural network for {data.target_name}"
     text = write.page(
-        title=f"Posteriors of a neural network for {data.target_name}"
-        if data is not None
-        else "Posteriors compared",
+        title=title or usual,
         about=about,
         table=Table(
             "Table",

@@ -34,9 +34,11 @@ def comparison(data):
 
 def test_the_page_has_answer_ranking_and_figures(comparison, data, tmp_path):
     figures = comparison.figures(data=data)
-    path = comparison.report(tmp_path / "r.html", data=data, figures=figures, about="about it")
+    given = {"title": "A & B", "data": data, "figures": figures, "about": "about it"}
+    path = comparison.report(tmp_path / "r.html", **given)
     page = path.read_text(encoding="utf-8")
     text = html.unescape(page)
+    assert "<title>A &amp; B</title>" in page and "<h1>A &amp; B</h1>" in page
     assert text.index(comparison.summary) < text.index("<figure>") < text.index("<table>")
     assert criteria("vi") in text and "in units of price" in text and "about it" in text
     assert page.count("<figure>") == len(figures)
