@@ -19,6 +19,7 @@ from pyro_bdl.distributions.copies import masks_of
 from pyro_bdl.distributions.parameters import is_known, parameters_of, rebuilt
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.batches import Batch, as_dicts, has_rows, leading_size, select_rows
+from pyro_bdl.program.linear_ops.last_layer import LastLayer, OutputTag, Path
 from pyro_bdl.program.rows import (
     AllRows,
     FirstPass,
@@ -294,8 +295,10 @@ class ProgramAtPoint:
         recorder = UseRecorder(latents, lane, differentiable=self.differentiable)
         others = {n: recorder.latent(n, leaves[n]) for n in self.subset.parts if n not in plain}
         values = layout.to_supports({**leaves, **others})
-        with recorder:
+        in_one_operation = len(latents) <= 2  # a weight and a bias
+        with recorder, LastLayer(latents, lane=lane) if in_one_operation else nullcontext() as seen:
             run = record(self.model, {**values, **plates}, *batch, draw=leave_open)
+        recorder.paths = {} if seen is None else _paths(run, seen)
         return run, recorder
 
     # ------------------------------------------------------------------------------- single rows
@@ -506,6 +509,20 @@ def _has_one_law(site: Site, lane: Tensor) -> bool:
     found = [value for value in tensors if isinstance(value, Tensor)]
     found += [mask for mask, _ in masks_of(site.distribution)]
     return is_known(site.distribution) and not any(depends_on_row(v, lane) for v in found)
+
+
+def _paths(run: Run, seen: LastLayer) -> dict[tuple[str, str], Path]:
+    """``UseRecorder.paths`` of observed and deterministic sites."""
+    if len(seen.layers) != 1 or seen.left is not None:
+        return {}
+    named = {(n, key): v for n, s in run.observed.items() for key, v in site_tensors(s).items()}
+    named |= {(n, "value"): value for n, value in run.deterministic.items()}
+    tags = {place: seen.tag(value) for place, value in named.items()}
+    return {
+        place: tag.path
+        for place, tag in tags.items()
+        if isinstance(tag, OutputTag) and tag.is_complete
+    }
 
 
 def _tensors_of(values: Mapping[str, Any]) -> dict[str, Tensor]:

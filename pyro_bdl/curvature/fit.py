@@ -125,9 +125,8 @@ def _softmax_jacobian(
 def _vjp(linearization: Linearization, name: str, keys: tuple[str, ...]) -> VJP:
     """Return a site's parameters in a form that can be differentiated datum by datum."""
     parameters = linearization.parameters(name)
-    return linearization.vjp(
-        [parameters[key] for key in keys], num_data(linearization.run.observed[name])
-    )
+    count = num_data(linearization.run.observed[name])
+    return VJP(linearization, [parameters[key] for key in keys], count, (name, keys[0]))
 
 
 def _columns_at_once(linearization: Linearization, count: int, config: CurvatureConfig) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
-from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.jacobian.linearization import VJP, Linearization
 from pyro_bdl.curvature.structures.base import LinearDraws, Precision
 from pyro_bdl.distributions.families import Cotangent, name_of
 from pyro_bdl.distributions.parameters import (
@@ -44,7 +44,9 @@ class LinearOutputs:
     name = ""
     kind = ""
     site: Site | None = None
-    takes_output = False  # the network's, in place of the logits that were normalized from it
+    # the only tensor that depends on them, see ``VJP``; the network's output, a deterministic site,
+    # in place of logits that were normalized from it
+    of: tuple[str, str] | None = None
 
     def __init__(
         self,
@@ -85,7 +87,12 @@ class LinearOutputs:
         has_data = len(base.batch_shape) > 0
         result = cls(at, tensors, has_data=has_data)
         result.name, result.kind, result.site = name, name_of(base), site
-        result.takes_output = any(value is output for value in tensors.values())
+        if len(result.dependent) == 1:
+            (key,) = result.dependent
+            if tensors[key] is output:
+                result.of = output_name(name), "value"
+            elif tensors[key] is parameters_of(base).get(key):
+                result.of = name, key
         return result
 
     @classmethod
@@ -93,7 +100,7 @@ class LinearOutputs:
         """A deterministic site, named "value", whether or not it depends on the latents."""
         value = at.run.deterministic[name]
         result = cls(at, {"value": value}, has_data=value.dim() > 0)
-        result.dependent, result._outputs = ["value"], [value]
+        result.dependent, result._outputs, result.of = ["value"], [value], (name, "value")
         return result
 
     @property
@@ -112,7 +119,8 @@ class LinearOutputs:
     def jacobian(self) -> Jacobian:
         """The Jacobian of the K numbers, as K columns."""
         if self._jacobian is None:
-            self._jacobian = self.at.vjp(self._outputs, self.num_data).identity()
+            vjp = VJP(self.at, self._outputs, self.num_data, self.of)
+            self._jacobian = vjp.identity()
         return self._jacobian
 
     def keep_rows(self) -> None:
@@ -283,7 +291,8 @@ class LinearOutputs:
         def parameters(moving: dict[str, Tensor]) -> dict[str, Tensor]:
             run = together({**leaves, **moving})
             base = base_distribution(run.observed[self.name].distribution)
-            output = recorded_output(run, self.name) if self.takes_output else None
+            takes_output = self.of == (output_name(self.name), "value")
+            output = recorded_output(run, self.name) if takes_output else None
             found = unconstrained_parameters(base, output)
             return {key: found[key] for key in self.dependent}
 
@@ -378,12 +387,14 @@ class GaussianOutputs:
 
 
 def recorded_output(run: Run, name: str) -> Any:
-    """The network's output for an observed site, the deterministic site "f" beside it; or None.
+    """The network's output for an observed site, the deterministic site "f" beside it; or None."""
+    return run.deterministic.get(output_name(name))
 
-    It is "head.f" for an observed site "head.y", as the ready-made programs name them.
-    """
+
+def output_name(name: str) -> str:
+    """ "head.f" for an observed site "head.y", as the ready-made programs name them."""
     head, dot, _ = name.rpartition(".")
-    return run.deterministic.get(f"{head}{dot}f")
+    return f"{head}{dot}f"
 
 
 def observed_outputs(at: Linearization) -> dict[str, LinearOutputs]:

@@ -20,7 +20,7 @@ from pyro_bdl.guides.base import SET_BY_STEPS
 from pyro_bdl.guides.last_layer import AutoLastLayer, Features, read_features
 from pyro_bdl.guides.output_quadrature import tags_of
 from pyro_bdl.program.batches import leading_size
-from pyro_bdl.program.linear_ops.last_layer import OutputTag, Path
+from pyro_bdl.program.linear_ops.last_layer import Path
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.tracing.compiled import Arguments, CompiledLoss, Evaluation, split
 from pyro_bdl.tracing.trace import NotTraceable
@@ -230,21 +230,13 @@ def _normal_site(run: Run, features: Features, *, checked: bool) -> tuple[Site, 
             f"the noise of site '{name}' depends on the last layer, which can then not be "
             "integrated out in closed form: train as MAP"
         )
-    if not _is_location(tags["loc"], features):
+    loc, changed = tags["loc"], features.seen.left is not None
+    if changed or loc.path > Path.SHIFTED or not loc.is_complete:
         raise UnsupportedProgramError(
             f"the last layer's output is not the location of site '{name}' but something made of "
             "it: put what follows into the noise or the targets, or train as MAP"
         )
     return site, base
-
-
-def _is_location(tag: OutputTag, features: Features) -> bool:
-    """Return whether a location is the layer's output but for terms that W does not enter."""
-    output, seen = features.terms[-1].output, features.seen
-    if tag.path > Path.SHIFTED or seen.left is not None or tag.tensor.numel() != output.numel():
-        return False
-    every = torch.arange(output.numel(), device=output.device)
-    return torch.equal(tag.index().reshape(-1), every)
 
 
 def _prior(run: Run, features: Features) -> tuple[Tensor, Tensor]:

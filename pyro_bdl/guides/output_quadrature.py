@@ -182,8 +182,7 @@ def _are_logits(base: Any, tags: Mapping[str, OutputTag], seen: LastLayer) -> bo
     tag = tags.get("logits")
     if not isinstance(base, Categorical | OneHotCategorical) or tag is None or len(tags) > 1:
         return False
-    every = torch.arange(seen.output.numel(), device="cpu")
-    return tag.path is Path.LOGITS and torch.equal(tag.index().reshape(-1).cpu(), every)
+    return tag.path is Path.LOGITS and tag.root is seen.output and tag.is_complete
 
 
 def _check_others(run: Run, seen: LastLayer) -> None:

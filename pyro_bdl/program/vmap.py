@@ -244,10 +244,11 @@ class InsideAnotherMapError(Exception):
 
 
 class _OutsideOfMap:
-    """A tensor of a map over rows as it is outside of the map, and whether it differs from row to
-    row by its operators."""
+    """A tensor of a map over rows as it is outside of the map, the tensor that holds it there, and
+    whether it differs from row to row by its operators."""
 
     value: Tensor | None = None
+    held: Tensor | None = None
     depends = False
 
 
@@ -276,7 +277,7 @@ class _Tap(torch.autograd.Function):
             rows = value.expand(info.batch_size, *value.shape)
         else:
             rows = value.movedim(in_dims[0], 0)
-        outside.depends = in_dims[0] is not None
+        outside.depends, outside.held = in_dims[0] is not None, value
         outside.value = rows.clone() if copied else rows  # no view, which could change in place
         return outside.value, 0
 
@@ -295,6 +296,15 @@ def attach_row(value: Tensor, lane: Tensor | None) -> tuple[Tensor, Tensor]:
     outside = _OutsideOfMap()
     result = _Tap.apply(value, lane, outside, True)
     return result, result if outside.value is None else outside.value
+
+
+def without_map(value: Tensor, lane: Tensor | None) -> Tensor:
+    """The tensor that holds a tensor of a map over rows for all of them, with its graph; outside of
+    maps, the tensor itself."""
+    outside = _OutsideOfMap()
+    if lane is not None:
+        _Tap.apply(value, lane, outside, False)
+    return value if outside.held is None else outside.held
 
 
 def depends_on_row(value: Tensor, lane: Tensor) -> bool:

@@ -54,6 +54,12 @@ def _iadd(z, x, task):
     return dist.Normal(z[:, 0], 0.5)
 
 
+def _set(z, x, task):
+    z = z + 0.0
+    z[:10, 0] = 3.0
+    return dist.Normal(z[:, 0], 0.5)
+
+
 def _buffer(z, x, task):
     result = torch.zeros(len(z), dtype=z.dtype)
     result[:] = z[:, 0].relu()
@@ -94,6 +100,7 @@ HEADS = {
     "a mask of itself": (_masked, Y, "draws"),
     "in place": (_in_place, Y, "draws"),
     "in place, +=": (_iadd, Y, "draws"),
+    "in place, some entries": (_set, Y, "draws"),
     "into a buffer": (_buffer, Y, "draws"),
     "a branch": (_branch, Y, "draws"),
     "location and scale": (

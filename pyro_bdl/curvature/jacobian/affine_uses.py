@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.program.linear_ops.last_layer import Path
 from pyro_bdl.program.linear_ops.recognize import AffineOp, recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
 from pyro_bdl.program.vmap import InsideAnotherMapError, attach_row, depends_on_row
@@ -77,6 +78,8 @@ class UseRecorder(Tracker):
     :param lane: a number of each row of data, inside a map over rows (``program/rows.py``); None
         for a run over all data.
     :param differentiable: keep the graph of inputs and gradients.
+    :ivar paths: what tensors of the run are of an operation's result z, by site and name, where
+        they have a number for each of z, in order.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class UseRecorder(Tracker):
         self.differentiable = differentiable
         self.uses: list[AffineUse] = []
         self.edges: list[GradientEdge | None] = []  # of each operation's z in autograd's graph
+        self.paths: dict[tuple[str, str], Path] = {}
         self.lane, self.mapped = lane, False  # whether the rows are mapped, or taken in a loop
         self._counts: Counter[str] = Counter()
 

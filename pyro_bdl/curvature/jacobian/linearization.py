@@ -3,6 +3,7 @@ from the uses of latents by single rows."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from pyro_bdl.curvature.jacobian.jacobian import (
     same_entries,
 )
 from pyro_bdl.distributions.parameters import base_distribution, parameters_of
+from pyro_bdl.program.linear_ops.last_layer import Path
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils.autograd import passed_by, reaches
@@ -68,6 +70,14 @@ class RecordedRows:
                 if edge is not None:
                     found.setdefault(use.site, set()).add((edge.node, edge.output_nr))
         return found
+
+    def path(self, place: tuple[str, str] | None) -> Path:
+        """What a tensor is of the last operation's result z, see ``UseRecorder.paths``.
+
+        :param place: its site, and its name there.
+        """
+        found = {recorder.paths.get(place, Path.MIXED) for recorder in self._recorders}
+        return found.pop() if len(found) == 1 else Path.MIXED
 
     @property
     def numbers(self) -> float:
@@ -282,22 +292,26 @@ class Linearization:
         )
         return self.subset.of_sites(found)
 
-    def vjp(self, outputs: Sequence[Tensor], num_data: int) -> "VJP":
-        """Return outputs of the run as functions of the subset, datum by datum.
 
-        :param outputs: each of shape (n, ...), or of any shape if n = 1.
-        :param num_data: n.
-        """
-        return VJP(self, list(outputs), num_data)
-
-
+@dataclass
 class VJP:
-    """Outputs of a linearization as functions of the subset, datum by datum: their Jacobian."""
+    """Outputs of a linearization as functions of the subset, datum by datum: their Jacobian.
 
-    def __init__(self, at: Linearization, outputs: list[Tensor], num_data: int) -> None:
-        self.at, self.outputs, self.num_data = at, outputs, num_data
-        known = at.rows is not None and at.rows.num_data == num_data
-        self.rows = at.rows if known else None
+    :param outputs: each of shape (n, ...), or of any shape if n = 1.
+    :param num_data: n.
+    :param of: the site of the only output, and its name there: that of a parameter, or "value".
+    """
+
+    at: Linearization
+    outputs: Sequence[Tensor]
+    num_data: int
+    of: tuple[str, str] | None = None
+
+    @property
+    def rows(self) -> RecordedRows | None:
+        """The uses of single rows, where these are the data."""
+        rows = self.at.rows
+        return rows if rows is not None and rows.num_data == self.num_data else None
 
     def jacobian(self, columns: Sequence[Sequence[Tensor]]) -> Jacobian:
         """Return the gradients of sum_j <column_kj, output_j> in the subset, for every datum.
@@ -334,7 +348,7 @@ class VJP:
     def identity(self) -> Jacobian:
         """Return the Jacobian of all K outputs of a datum, with a column for each."""
         sizes = [output.numel() // self.num_data for output in self.outputs]
-        uses = self._output_layer()
+        uses = self._output_layer(Path.SAME, Path.SHIFTED)
         if uses:
             (size,) = sizes
             like = self.outputs[0].detach()
@@ -360,7 +374,7 @@ class VJP:
         :returns: None if the logits (n, K) are not the outputs of a product, up to a constant of
             each datum.
         """
-        uses = self._output_layer(of_classes=True)
+        uses = self._output_layer(Path.SAME, Path.SHIFTED, Path.LOGITS)
         if not uses:
             return None
         p = self.outputs[0].detach().softmax(-1)
@@ -371,54 +385,29 @@ class VJP:
         ]
         return self._of_blocks(blocks, p.shape[-1])
 
-    def _output_layer(self, *, of_classes: bool = False) -> list[Any]:
+    def _output_layer(self, *paths: Path) -> list[Any]:
         """Return the products z whose weights and biases are the whole subset's uses, if the only
-        output is z.
-
-        Each datum's z has a Jacobian J in the output, and J' v = v is asked of whole numbers v, bit
-        by bit: views, casts and constants change none of them. Another J has such a v by accident
-        in one of thousands of cases, for up to a thousand outputs.
-
-        :param of_classes: or z up to a constant of each datum, as of normalized logits: the sum
-            of v, exactly zero, is all that autograd sees of this constant.
-        """
+        output has one of these paths from z, by the program's operations."""
         rows = self.rows
         if rows is None or rows.num_operations != 1 or len(self.outputs) != 1:
             return []
-        (output,) = self.outputs
-        half = torch.finfo(output.dtype).eps > 1e-6  # has too few whole numbers
-        if output.dim() != 2 or self.num_data == 1 or half:
+        (output,), leaves = self.outputs, [self.at.leaves[name] for name in self.at.subset.parts]
+        if rows.path(self.of) not in paths or output.dim() != 2 or not reaches(output, leaves):
             return []
-        places = range(len(rows.uses))
         if (
             len({use.site for use in rows.uses}) < len(rows.uses)
             or any(use.kind != "product" or use.to_rows is not None for use in rows.uses)
             or any(use.groups > 1 or use.indices is not None for use in rows.uses)
-            or any(use.output_shape.numel() != output.shape[1] for use in rows.uses)
             or any(use.shape[1] != output.shape[1] for use in rows.uses)  # one position
             or any(self.at.subset.chosen[use.site] is not None for use in rows.uses)
         ):
             return []
-        v = _whole_numbers(output, balanced=of_classes)
-        (found,) = rows.gradients([output], [v])
-        if found is None or found.dtype != v.dtype or not torch.equal(found.reshape(v.shape), v):
-            return []
-        return [rows.product(place) for place in places]
+        return [rows.product(place) for place in range(len(rows.uses))]
 
     def _of_blocks(self, blocks: list[Block], num_columns: int) -> Jacobian:
         vector = self.at.vector
         like = vector.new_empty(0, dtype=working_dtype(vector.dtype))
         return Jacobian(blocks, num_columns, self.num_data, self.at.subset.size, like)
-
-
-def _whole_numbers(like: Tensor, *, balanced: bool) -> Tensor:
-    """Fixed random whole numbers (n, K), whose sums over a row have no rounding.
-
-    :param balanced: with rows that sum to zero.
-    """
-    largest = 1.0 / torch.finfo(like.dtype).eps / (2 * like.shape[1])
-    v = (largest * fixed_normal(like, seed=1).to(like).erf()).round()
-    return torch.cat([v[:, 1:], -v[:, 1:].sum(1, keepdim=True)], 1) if balanced else v
 
 
 def unseen_uses(

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_bdl.program.linear_ops.recognize import FUNCTIONS, AffineOp, recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker, returns_values
+from pyro_bdl.program.vmap import InsideAnotherMapError, without_map
 from pyro_bdl.utils.autograd import is_transformed, reaches
 from pyro_bdl.utils.trees import tree_leaves, tree_map
 
@@ -62,6 +63,14 @@ class OutputTag(Tag):
     steps: tuple[str, ...] = ()
     by_data: bool = False
     normalizes: Tensor | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the tensor has a number for each one of z, in their order."""
+        if self.by_data or self.tensor.numel() != self.root.numel():
+            return False
+        every = torch.arange(self.root.numel(), device=self.root.device)
+        return torch.equal(self.index().reshape(-1), every)
 
 
 @dataclass
@@ -149,6 +158,7 @@ class LastLayer(Tracker):
     :param latents: site -> the same tensor objects that the program gets.
     :param change: called with each product; what it returns is added to its output.
     :param functions: torch's functions, besides exp and softplus, that act on each number alone.
+    :param lane: a number of the row, inside a map over rows (``program/rows.py``).
     :ivar layers: the operations in their order; the last one is the last layer.
     :ivar others: the sites that entered other operations, with one of these.
     :ivar deep: whether inputs of an operation are computed from the output of an earlier one.
@@ -161,9 +171,10 @@ class LastLayer(Tracker):
         latents: Mapping[str, Tensor],
         change: Callable[[Term], Tensor] | None = None,
         functions: Iterable[Callable] = (),
+        lane: Tensor | None = None,
     ) -> None:
         super().__init__(latents)
-        self.change = change
+        self.change, self.lane = change, lane
         self.functions = _KNOWN | set(functions)
         self.layers: list[Layer] = []
         self.others: dict[str, str] = {}
@@ -190,10 +201,20 @@ class LastLayer(Tracker):
             return tag
         if tag is not None:
             return OutputTag(tag.site, tag.root, value, path=Path.MIXED)
-        outputs = [layer.output for layer in self.layers]
-        if isinstance(value, Tensor) and not is_transformed() and reaches(value, outputs):
+        if isinstance(value, Tensor) and self._reached_by(value):
             return OutputTag("", value, value, path=Path.MIXED)
         return None
+
+    def _reached_by(self, value: Tensor) -> bool:
+        """Return whether a tensor has an output in its graph."""
+        if not self.layers or (self.lane is None and is_transformed()):
+            return False
+        both = value, *(layer.output for layer in self.layers)
+        try:
+            found, *outputs = (without_map(tensor, self.lane) for tensor in both)
+        except InsideAnotherMapError:  # it has no graph of its own
+            return True
+        return reaches(found, outputs)
 
     # Operations
 
@@ -204,11 +225,11 @@ class LastLayer(Tracker):
                 self._tag_expanded(argument, result[number])
             return result
         name = func.__name__
+        in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         is_pattern = name in _LIKE and bool(args) and self.tag(args[0]) is None
-        if is_pattern or not returns_values(func, result):
+        if is_pattern or not (returns_values(func, result) or name == "__setitem__"):
             return result
-        in_place = name.endswith("_") and not name.endswith("__")
-        if in_place or name in _IN_PLACE or "out" in kwargs or not _tensors(result):
+        if in_place or "out" in kwargs or not _tensors(result):
             self.left = name
         latents = [tag for tag in tagged if not isinstance(tag, OutputTag)]
         if latents:

@@ -10,6 +10,7 @@ from torch import nn
 from pyro_bdl import bayesianize, models
 from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.jacobian.jacobian import DenseBlock, joint_gram
+from pyro_bdl.curvature.jacobian.linearization import VJP
 from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
 
@@ -319,7 +320,7 @@ def jacobian(oracle, net, x, indices=None, rows="alone"):
     expected = expected.reshape(len(x), -1, program.size).transpose(0, 1)
     subset = Subset(program.layout, indices(program.size) if indices else None)
     linearization = ProgramAtPoint(model, subset, vector, rows).linearize((x,), {})
-    vjp = linearization.vjp([linearization.run.deterministic["f"]], len(x))
+    vjp = VJP(linearization, [linearization.run.deterministic["f"]], len(x))
     f = vjp.outputs[0]
     columns = [torch.zeros_like(f) for _ in range(expected.shape[0])]
     for k, column in enumerate(columns):
@@ -408,7 +409,7 @@ def test_one_number_for_all_data(oracle):
     x = torch.randn(N)
     program, vector = oracle.program(model, x, torch.zeros(N))
     linearization = ProgramAtPoint(model, Subset(program.layout), vector).linearize((x,), {})
-    vjp = linearization.vjp([linearization.run.deterministic["f"]], N)
+    vjp = VJP(linearization, [linearization.run.deterministic["f"]], N)
     rows = vjp.jacobian([[torch.ones(N)]]).rows()[0]
     torch.testing.assert_close(rows, torch.diag(x))
 

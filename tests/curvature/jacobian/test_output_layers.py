@@ -8,6 +8,7 @@ import pyro_bdl as bdl
 from pyro_bdl.curvature import LowRank
 from pyro_bdl.curvature.jacobian.jacobian import IdentityBlock, SoftmaxBlock
 from pyro_bdl.curvature.jacobian.linearization import VJP
+from pyro_bdl.utils.random_state import fixed_normal
 
 
 def case(bias: bool = True):
@@ -20,7 +21,7 @@ def case(bias: bool = True):
     return model, guide, x, y
 
 
-def results(model, guide, x, y, structure):
+def results(model, guide, x, y, structure, kind="logits"):
     posterior = guide.laplace_approximation(
         (x, y), structure=LowRank(8) if structure == "low_rank" else structure
     )
@@ -28,7 +29,7 @@ def results(model, guide, x, y, structure):
     return [
         posterior.curvature.diagonal(),
         posterior.precision.logdet(),
-        predictive.parameter_moments(x)["y"].variance["logits"],
+        predictive.parameter_moments(x)["y"].variance[kind],
         predictive.parameter_covariance(x)["y"][1],
         predictive.joint_parameter_covariance(x)["y"][1],
     ]
@@ -40,7 +41,7 @@ def test_the_closed_forms_are_the_sums_over_columns(structure, bias, monkeypatch
     """diag(p) - p p' is the Fisher information of the logits of classes."""
     made = case(bias)
     known = results(*made, structure)
-    monkeypatch.setattr(VJP, "_output_layer", lambda self, **options: [])
+    monkeypatch.setattr(VJP, "_output_layer", lambda *_: [])
     for mine, expected in zip(known, results(*made, structure), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
 
@@ -65,35 +66,137 @@ def test_a_last_layer_takes_them(method, kind, structure, monkeypatch):
     assert set(seen) == {kind}
 
 
+class Doubled(torch.autograd.Function):
+    """2 z, by a function of somebody's own, whose operations no mode sees."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z):
+        return 2 * z
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class DoubledInRows(Doubled):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def vmap(info, in_dims, z):
+        return 2 * z, in_dims[0]
+
+
+def changed_in_place(z):
+    z = z + 0.0
+    z[..., 1] = 0.0
+    return z
+
+
+def without_gradient(z):
+    with torch.no_grad():
+        return 1 * z
+
+
 HEADS = {
     "multiple": lambda z: 2.0 * z,
     "almost the output": lambda z: 1.0001 * z,
     "another order": lambda z: z.flip(-1),
+    "an order by numbers": lambda z: z[..., [0, 2, 1, 3, 4]],
     "sorted": lambda z: z.sort(-1).values,
     "tanh of small numbers": lambda z: 1e3 * torch.tanh(1e-3 * z),
+    "plus a multiple": lambda z: z + 1e-3 * z.sum(-1, keepdim=True),
+    "a function": Doubled.apply,
+    "plus a function": lambda z: z + Doubled.apply(z),
+    "plus a function with a map of its own": lambda z: z + DoubledInRows.apply(z),
+    "plus a map": lambda z: z + torch.vmap(torch.tanh)(z),
+    "changed in place": changed_in_place,
+    "plus what has no gradient": lambda z: 2 * z + without_gradient(z),
 }
+
+
+def with_and_without(head, kind, dtype, monkeypatch):
+    """Results with closed forms where they are taken and without them, and what these were."""
+
+    class Last(nn.Linear):
+        def forward(self, x):
+            return head(super().forward(x))
+
+    torch.manual_seed(0)
+    network = bdl.bayesianize(Last(3, 5, dtype=dtype))
+    x, y = torch.randn(7, 3, dtype=dtype), torch.randn(7, 5, dtype=dtype)
+    model = bdl.models.Regression(network, noise=1.0)
+    if kind == "logits":
+        model, y = bdl.models.Classification(network), torch.randint(5, (7,))
+    guide = bdl.guides.AutoLaplaceGGN(model).prototype(x, y)
+    found, whole = [], VJP._output_layer
+    monkeypatch.setattr(VJP, "_output_layer", lambda *a: found.append(whole(*a)) or found[-1])
+    known = results(model, guide, x, y, "kron", kind)
+    monkeypatch.setattr(VJP, "_output_layer", lambda *_: [])
+    return known, results(model, guide, x, y, "kron", kind), found
 
 
 @pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
 @pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("kind", ["logits", "loc"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_layer_whose_output_goes_on_does_not(head, dtype, monkeypatch):
+def test_a_layer_whose_output_goes_on_does_not(head, kind, dtype, monkeypatch):
+    known, expected, found = with_and_without(HEADS[head], kind, dtype, monkeypatch)
+    assert not any(found)
+    for mine, value in zip(known, expected, strict=True):
+        torch.testing.assert_close(mine, value)
+
+
+SAME = {
+    "views": lambda z: z.t()[None].squeeze(0).mT.contiguous().float().to(z.dtype),
+    "a constant more": lambda z: torch.arange(5, dtype=z.dtype) + z - 1.0,
+}
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+@pytest.mark.parametrize("head", SAME)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_views_and_constants_keep_it(head, dtype, monkeypatch):
+    known, expected, found = with_and_without(SAME[head], "loc", dtype, monkeypatch)
+    assert found and all(found)
+    rtol, atol = (0.05, 0.01) if dtype is torch.bfloat16 else (1e-4, 1e-5)
+    for mine, value in zip(known, expected, strict=True):
+        torch.testing.assert_close(mine, value, rtol=rtol, atol=atol)
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+def test_no_cotangent_stands_for_all():
+    """f = z + b (a'z), with b orthogonal in each row to one vector v: v' df/dz is v."""
+    torch.manual_seed(0)
+    x, y = torch.randn(7, 3), torch.randn(7, 5)
+    largest = 1.0 / torch.finfo(y.dtype).eps / 10  # of whole numbers whose sums are exact
+    v = (largest * fixed_normal(y, seed=1).erf()).round()
+    b = torch.stack([v[:, 1], -v[:, 0]], 1) / largest
+
     class Last(nn.Linear):
         def forward(self, x):
-            return HEADS[head](super().forward(x))
+            z, b = super().forward(x[:, :3]), x[:, 3:]
+            return z + nn.functional.pad(b, (0, 3)) * z[:, 2:3]
 
-    torch.manual_seed(0)
-    x, y = torch.randn(7, 3, dtype=dtype), torch.randint(5, (7,))
-    model = bdl.models.Classification(bdl.bayesianize(Last(3, 5, dtype=dtype)))
-    guide = bdl.guides.AutoLaplaceGGN(model).prototype(x, y)
-    found = []
-    whole = VJP.softmax
-    monkeypatch.setattr(VJP, "softmax", lambda self, w: found.append(whole(self, w)) or found[-1])
-    known = results(model, guide, x, y, "kron")
-    assert found == [None]
-    monkeypatch.setattr(VJP, "_output_layer", lambda self, **options: [])
-    for mine, expected in zip(known, results(model, guide, x, y, "kron"), strict=True):
-        torch.testing.assert_close(mine, expected)
+    model = bdl.models.Regression(bdl.bayesianize(Last(3, 5)), noise=1.0)
+    rows = torch.cat([x, b], 1)
+    guide = bdl.guides.AutoLaplaceGGN(model, structure="full").prototype(rows, y)
+    predictive = bdl.LinearizedPredictive(model, guide.laplace_approximation((rows, y)))
+    found = predictive.parameter_covariance(rows)["y"][1]
+
+    weight_rows = torch.cat([x, torch.ones(7, 1)], 1)  # of each output, bias last
+    head = torch.eye(5).repeat(7, 1, 1)
+    head[:, :2, 2] += b
+    jacobian = torch.einsum("nkl,nh->nklh", head, weight_rows).flatten(2)
+    flat = jacobian.flatten(0, 1)
+    covariance = torch.linalg.inv(flat.mT @ flat + torch.eye(20))
+    expected = jacobian @ covariance @ jacobian.mT
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.filterwarnings("ignore:the guide is not at a maximum")

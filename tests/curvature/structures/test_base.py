@@ -17,6 +17,7 @@ from pyro_bdl.curvature.at import ProgramAtPoint
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.jacobian.jacobian import BlockPosition, DenseBlock, Jacobian
+from pyro_bdl.curvature.jacobian.linearization import VJP
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures import STRUCTURES, structure_of
 from pyro_bdl.curvature.structures.base import log_prob
@@ -90,7 +91,7 @@ class Case:
         self.size, self.sites = program.size, program.slices
         self.matrix = self.by_quadratic()
         linearization = at.linearize((x, y), {})
-        vjp = linearization.vjp([linearization.run.deterministic["f"]], len(x))
+        vjp = VJP(linearization, [linearization.run.deterministic["f"]], len(x))
         columns = [[torch.eye(2)[k].expand(len(x), 2)] for k in range(2)]
         self.jacobian = vjp.jacobian(columns)
 
