@@ -289,6 +289,7 @@ def prior_precision(
     matrices = [(names, matrix.to(like)) for names, _, matrix in groups if matrix is not None]
     inputs = [name for name in layout.latents if name in rest | moved and name in subset.parts]
     is_quadratic = not inputs and len(matrices) == len(groups)
+    coupled = {name for names, _, matrix in groups if matrix is None for name in names}
 
     def separate(number: int) -> bool:
         """By the statements: a density of single numbers, which no other one depends on."""
@@ -310,6 +311,9 @@ def prior_precision(
             own = torch.cat([pieces[name] for name in inputs])
             dense = dense + torch.diag(own - dense.diagonal())
             matrices.append((inputs, dense.to(like)))
+        elif len(inputs) > 1 or len(diagonals[0]) > 1:
+            coupled |= {n for number, n in enumerate(inputs) if not separate(number)}
+    _warn_of_couplings(sorted(coupled, key=list(layout.latents).index), layout, dense_up_to)
     diagonal = subset.of_sites(pieces[name].to(like) for name in subset.parts)
     uniform = {
         name: precision.reshape(-1)[0].to(like) for name, precision in closed.items()
@@ -329,6 +333,19 @@ def prior_precision(
         return prior
     dense = None if prior.dense is None else prior.dense.detach()
     return prior._replace(diagonal=prior.diagonal.detach(), dense=dense)
+
+
+def _warn_of_couplings(sites: Sequence[str], layout: Layout, dense_up_to: int) -> None:
+    """Warn that of a large prior which couples numbers the diagonal alone counts."""
+    numbers = sum(layout.latents[name].size for name in sites)
+    if numbers > 1:
+        warn(
+            f"the prior couples the {numbers} numbers of {', '.join(map(repr, sites[:3]))}"
+            f"{' and others' if len(sites) > 3 else ''}, more than the {dense_up_to} that get a "
+            "matrix: only the diagonal of its precision counts",
+            "large-priors",
+            stacklevel=5,
+        )
 
 
 def _known_gaussians(

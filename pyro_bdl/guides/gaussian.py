@@ -1,6 +1,7 @@
 """The Gaussian posterior of a Laplace approximation: N(u*, (curvature + prior precision)^-1)."""
 
 import copy
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
@@ -30,6 +31,7 @@ from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.guides.point import JointGuide, restored_source
 from pyro_bdl.program.batches import Batch, Batches, leading_size
 from pyro_bdl.program.check import on_whole_data
+from pyro_bdl.program.gaussian_prior import replaced_priors
 from pyro_bdl.program.saved import FEW, example_rows, first_rows
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.program.trace import Run
@@ -77,6 +79,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
 
     _precision: Precision | None = None  # until it is asked for
     _passes: list[tuple[Batches, float]] | None = None  # None for a posterior from a file
+    _priors: tuple[Any, ...] = ()  # of ``update_prior``, at the fit
 
     def __init__(self, source: Guide, subset: Subset, config: CurvatureConfig) -> None:
         super().__init__(source)
@@ -103,6 +106,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
         :returns: the first of their runs, which holds the prior.
         """
         self._passes, self.num_data, self._in_likelihood = [], 0, {}
+        self._priors = replaced_priors(self.program_modules)
         fitted = self._add(data[0], None, progress)
         first, reading = fitted.first, fitted.first.reading
         reading.has_noise = fitted.noise is not None
@@ -218,12 +222,23 @@ class LaplaceGuide(JointGuide, NormalGuide):
     def read(self) -> ParameterReading:
         """A run of the program on a few of the data, at its present hyperparameters.
 
-        :raises ValueError: where a parameter of the likelihood has changed since the fit.
+        :raises ValueError: where the prior was replaced, or a parameter of the likelihood has
+            changed, since the fit.
         """
+        self._check_prior()
         reading = read(self.program_model, self.subset, self.loc, *self.example_rows)
         reading.has_noise = self.reference_noise is not None
         _check_unchanged(reading, self._in_likelihood)
         return reading
+
+    def _check_prior(self) -> None:
+        now = replaced_priors(self.program_modules)
+        if len(now) != len(self._priors) or any(map(operator.is_not, now, self._priors)):
+            raise ValueError(
+                "update_prior has replaced the program's prior since this posterior was fitted: "
+                "save it, and ask for its evidence, before update_prior, or leave the program as "
+                "it is by nn.with_prior(program, posterior)"
+            )
 
     def hyperparameters(self) -> dict[str, Tensor]:
         """The present values of the hyperparameters that the evidence can set, by name."""
@@ -312,6 +327,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
     # Files and copies
 
     def saved(self) -> dict[str, Any]:
+        self._check_prior()
         found = {"config": asdict(self.config), "subset": self.subset.indices}
         said = None if self.held_out is None else asdict(self.held_out)
         numbers = {"num_data": self.num_data, "held_out": said, "mode": self.mode}
@@ -336,11 +352,11 @@ class LaplaceGuide(JointGuide, NormalGuide):
         return super()._apply(function, recurse)
 
     def _shared_on_copy(self) -> tuple[str, ...]:
-        return (*super()._shared_on_copy(), "_passes", "prior_quadratic")
+        return (*super()._shared_on_copy(), "_passes", "_priors", "prior_quadratic")
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the data, as in a file."""
-        return super().__getstate__() | {"_passes": None}
+        return super().__getstate__() | {"_passes": None, "_priors": ()}
 
     @property
     def has_density(self) -> bool:
@@ -389,6 +405,7 @@ def _restore(guide: LaplaceGuide, saved: Mapping[str, Any]) -> None:
     guide.load_state_dict(saved["state"])
     guide.num_data, guide.mode = saved["num_data"], saved["mode"]
     guide.held_out = None if saved["held_out"] is None else HeldOut(**saved["held_out"])
+    guide._priors = replaced_priors(guide.program_modules)
     reading = guide.read()
     _convert_noise(guide, reading)
     guide._in_likelihood = _likelihood_parameters(reading)

@@ -24,6 +24,7 @@ from pyro_bdl.distributions.matrix_normal import MatrixNormal
 from pyro_bdl.program.layout import Latent, Layout, marginal
 from pyro_bdl.program.network_sites import INIT_KEY
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.one_thread import OneThread
 
 
@@ -105,21 +106,29 @@ class JointBlock(nn.Module):
 
     @property
     def precision(self) -> Any:
-        if self._precision is None:
-            with torch.no_grad():
-                self._precision = self.stored()
-        return self._precision
+        """The precision, whose factors are computed once, where no transform of ``torch.func`` or
+        trace would keep them as its own."""
+        if self._precision is not None:
+            return self._precision
+        with torch.no_grad():
+            precision = self.stored()
+            if not is_transformed():
+                precision.logdet(), precision.quadratic(torch.zeros_like(self.loc))
+                self._precision = precision
+        return precision
 
     def distribution(self, latent: Latent, run: "_PriorRun") -> Any:
+        _ = self.precision  # in a first run, before any transform
         return JointSite(self, latent, run)
 
     def log_prob(self, values: dict[str, Tensor]) -> Tensor:
         """log p(w) in nats for values (*shape) of all sites, a scalar."""
         vector = self.layout.unconstrain(values)
         log_det = self.layout.constrain(vector)[1]
-        quadratic = self.precision.quadratic(vector - self.loc).to(vector)
+        precision = self.precision
+        quadratic = precision.quadratic(vector - self.loc).to(vector)
         constant = self.layout.size * math.log(2 * math.pi)
-        return 0.5 * (self.precision.logdet().to(vector) - quadratic - constant) - log_det
+        return 0.5 * (precision.logdet().to(vector) - quadratic - constant) - log_det
 
     def sample(self, num_samples: int) -> dict[str, Tensor]:
         """Draws of the sites, site -> (num_samples, *shape)."""
@@ -331,8 +340,8 @@ class TaskPrior:
         The current density of ``posterior`` becomes the prior of the program's latents, for ELBOs,
         MCMC and Laplace approximations. Latents that it does not cover keep their prior; latents
         that it fixes stay fixed. New guides start at the posterior's mean. Hyperparameters of the
-        networks' priors (``PyroParam``s) have no effect any more and become fixed numbers. Compute
-        the evidence of a Laplace guide before this call, since it reads the program's prior.
+        networks' priors (``PyroParam``s) have no effect any more and become fixed numbers. Save a
+        Laplace guide, and compute its evidence, before this call: they read the program's prior.
         ``nn.with_prior`` leaves the program unchanged.
 
         :param posterior: a Gaussian guide, or its ``as_prior()``.
@@ -349,6 +358,11 @@ class TaskPrior:
     def _under_task_prior(self) -> AbstractContextManager[Any]:
         prior = self._modules.get("task_prior")
         return nullcontext() if prior is None else prior.run()
+
+
+def replaced_priors(modules: Iterable[nn.Module]) -> tuple[GaussianPrior | None, ...]:
+    """What ``update_prior`` has made the prior of each program among modules; None for its own."""
+    return tuple(getattr(m, "task_prior", None) for m in modules if isinstance(m, TaskPrior))
 
 
 def as_gaussian_prior(posterior: Any) -> GaussianPrior:

@@ -230,6 +230,7 @@ def test_tempering_leaves_the_prior_and_cooling_does_not(oracle):
     check(oracle, handlers.temper(hierarchical, 0.1), x, y)
 
 
+@pytest.mark.filterwarnings("ignore:.*#large-priors")
 def test_too_many_numbers_for_a_matrix(oracle):
     """The diagonal alone, exact also where a prior couples the entries of one site."""
     tril = torch.tensor([[1.0, 0.0], [0.8, 0.5]])
@@ -250,6 +251,7 @@ def test_too_many_numbers_for_a_matrix(oracle):
     torch.testing.assert_close(part.diagonal, precision.diagonal[some])
 
 
+@pytest.mark.filterwarnings("ignore:.*#large-priors")
 @pytest.mark.parametrize("first", range(4))
 def test_pairs_that_a_prior_couples_have_their_own_diagonal(oracle, first):
     """Whatever the places of the pair in the site, of which the diagonal alone is wanted."""
@@ -358,6 +360,7 @@ def test_sites_of_one_precision(oracle):
     torch.testing.assert_close(rows.grad, torch.full((3, 1), -4.0))
 
 
+@pytest.mark.filterwarnings("ignore:.*#large-priors")
 def test_a_large_joint_prior_is_no_known_quadratic():
     """Its diagonal alone is at hand, so that its density off u* has to come from the program."""
     model, x, y = network(priors.Normal(1.0))

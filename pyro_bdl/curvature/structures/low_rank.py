@@ -89,8 +89,8 @@ class LowRankCurvature(Curvature):
         return (self.vectors.square() * self.values).sum(-1)
 
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> KernelPrecision:
-        """Return factor times this curvature, plus the prior's diagonal."""
-        root = PriorPrecision(prior.diagonal).root(self.parts, 'structure="low_rank"')
+        """Return factor times this curvature, plus the prior."""
+        root = prior.root(self.parts, 'structure="low_rank"')
         rows = (self.vectors * self.values.sqrt()).mT
         return KernelPrecision(rows, factor, root, like=prior.diagonal)
 
