@@ -47,7 +47,7 @@ def test_laplace_of_a_linear_score_is_logistic_regression_on_differences(program
     covariance = torch.linalg.inv(hessian + torch.eye(3, dtype=p.dtype) / SCALE**2)
 
     guide = bdl.guides.AutoLaplaceGGN(program, structure="full", subset=subset)
-    bdl.training.train(program, guide, pairs, preferred, steps=2000, learning_rate=0.05)
+    bdl.training.train(program, guide, pairs, preferred, steps=400, learning_rate=0.1)
     posterior = guide.laplace_approximation((pairs, preferred))
     (weight,) = posterior.median().values()
     assert weight[0].detach().tolist() == pytest.approx(mode.tolist(), abs=1e-4)
@@ -97,7 +97,7 @@ def test_one_linear_score_of_several_alternatives_is_a_conditional_logit(structu
 
     chosen = torch.randint(4, (30,), generator=random)
     guide = bdl.guides.AutoLaplaceGGN(choices, structure=structure)
-    bdl.training.train(choices, guide, items, chosen, steps=1000, learning_rate=0.05)
+    bdl.training.train(choices, guide, items, chosen, steps=50, learning_rate=0.05)
     posterior = guide.laplace_approximation((items, chosen))
     (weight,) = posterior.median().values()
     p = (items @ weight[0].detach()).softmax(-1)

@@ -47,8 +47,8 @@ def test_draws_of_all_weights_are_held_once(use, monkeypatch):
     for module in ("guides.draws", "comparison.evaluate", "comparison.leave_one_out"):
         monkeypatch.setattr(f"pyro_bdl.{module}.DRAWS_AT_ONCE", 2**19)
     net = torch.nn.Sequential(
-        torch.nn.Linear(50, 400), torch.nn.ReLU(), torch.nn.Linear(400, 200), torch.nn.ReLU(),
-        torch.nn.Linear(200, 1),
+        torch.nn.Linear(50, 200), torch.nn.ReLU(), torch.nn.Linear(200, 150), torch.nn.ReLU(),
+        torch.nn.Linear(150, 1),
     )  # fmt: skip
     x, y = torch.randn(20, 50), torch.randn(20)
     model = bdl.models.Regression(bdl.bayesianize(net, bdl.priors.Normal(0.1)), noise=0.5)

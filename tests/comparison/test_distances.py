@@ -68,12 +68,12 @@ def of_draws(function):
 
 def test_the_error_is_that_of_other_draws():
     rows = []
-    for seed in range(20):
+    for seed in range(12):
         torch.manual_seed(seed)
         first, second = (torch.randn(400, 1).expand(400, 2) for _ in range(2))
         rows.append(distances(of_draws(1 + 0.5 * first), of_draws(second)))
     for key in ("wasserstein", "energy", "sd_ratio", "kl"):
-        true = torch.tensor([row[key] for row in rows]).std()  # known to 16 %
+        true = torch.tensor([row[key] for row in rows]).std()  # known to 21 %
         stated = torch.tensor([row[f"{key}_se"] for row in rows]).mean()
         assert stated == pytest.approx(true.item(), rel=0.45), key
 

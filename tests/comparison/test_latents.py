@@ -11,7 +11,7 @@ from torch import nn
 
 import pyro_bdl as bdl
 
-X = torch.linspace(-1, 1, 40)
+X = torch.linspace(-1, 1, 20)
 
 
 def hierarchy(x, y=None):
@@ -120,7 +120,7 @@ def test_too_few_draws_leave_it_undecided():
 
 
 def test_they_are_chosen_by_name():
-    posteriors = {"nuts": _draws(0), "wide": _draws(2, scale=3.0)}
+    posteriors = {"nuts": _draws(0, count=200), "wide": _draws(2, scale=3.0, count=200)}
     found = bdl.compare(hierarchy, posteriors, X, X, latents="mu")
     assert found.judgments["wide"].group in ("alike", "usable")
     assert set(found.latents.index.get_level_values("latent")) == {"mu"}

@@ -195,14 +195,14 @@ def test_the_error_over_the_draws_is_the_spread_of_elpd_over_sets_of_draws(data)
     mean, sd = posterior(data[1])
     loos = [
         bdl.diagnostics.loo(dist.Normal(mean + sd * torch.randn(4, 50, 1), 1.0).log_prob(data[1]))
-        for _ in range(200)
+        for _ in range(100)
     ]
 
     def fit(x, y):
         mean, sd = posterior(y)
         return shift, bdl.Samples({"w": mean + sd * torch.randn(4, 50)})
 
-    folds = [bdl.k_fold(fit, *data, folds=4, seed=seed, progress=False) for seed in range(60)]
+    folds = [bdl.k_fold(fit, *data, folds=4, seed=seed, progress=False) for seed in range(40)]
     same = [fold.elpd - sum(expected(fold.fold, data[1])) for fold in folds]
     for found, values in ((loos, [loo.elpd for loo in loos]), (folds, same)):
         spread = torch.tensor(values).std().item()
@@ -223,7 +223,7 @@ def test_what_the_table_shows_of_each(data):
     fitted to all data, are withheld with the reason."""
     posteriors = {name: guide(data[1], width) for name, width in (("wide", 3.0), ("narrow", 0.05))}
     posteriors |= {"nuts": chains(data[1]), "laplace": laplace(data)}
-    found = bdl.compare(shift, posteriors, *data, train=data, num_samples=2000)
+    found = bdl.compare(shift, posteriors, *data, train=data, num_samples=1000)
     rows = found.numbers()
     by = {name: rows[name]["loo_by"] for name in posteriors}
     assert by == {

@@ -17,7 +17,7 @@ FORMS = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def fitted():
     torch.manual_seed(0)
     x = torch.randn(N, 2)

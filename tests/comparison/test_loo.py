@@ -77,12 +77,12 @@ def test_moment_matching_gives_the_exact_density_of_an_outlier(data, seed):
 
 
 def test_its_error_is_the_spread_over_sets_of_draws(data):
-    loos = [found(line, chains(*data, 250), *data, method="moment_matching") for _ in range(30)]
+    loos = [found(line, chains(*data, 250), *data, method="moment_matching") for _ in range(20)]
     spread = torch.tensor([one.elpd for one in loos]).std().item()
     mean_square = torch.tensor([one.draws_se for one in loos]).square().mean().sqrt().item()
     assert 0.6 < mean_square / spread < 1.6
-    bias = sum(one.elpd for one in loos) / 30 - exact(*data).sum().item()
-    assert abs(bias) < 4 * spread / math.sqrt(30)
+    bias = sum(one.elpd for one in loos) / 20 - exact(*data).sum().item()
+    assert abs(bias) < 4 * spread / math.sqrt(20)
 
 
 def scaled(x, y=None):
@@ -193,7 +193,7 @@ def test_nuts_draws_the_mixture(data):
     mixture = bdl.loo_mixture(line, x, y, seen)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", bdl.errors.BdlWarning)
-        samples = bdl.mcmc.sample(mixture, x, y, seen, num_chains=2, num_samples=1000, seed=1)
+        samples = bdl.mcmc.sample(mixture, x, y, seen, num_chains=2, num_samples=600, seed=1)
     result = bdl.loo(mixture, samples, x, y, seen, progress=False)
     truth = exact(x[seen], y[seen])
     assert result.pointwise.shape == truth.shape and result.num_bad == 0

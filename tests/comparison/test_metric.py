@@ -123,13 +123,13 @@ def test_a_density_that_rests_on_few_draws_decides_nothing():
 
 
 def test_the_error_over_the_draws_is_the_spread_of_scores_over_sets_of_draws():
-    """NLPD, RMSE, CRPS and coverage of 300 sets of 200 draws of one posterior: their sd over the
+    """NLPD, RMSE, CRPS and coverage of 150 sets of 200 draws of one posterior: their sd over the
     sets, which no error over the points contains. Of shares inside quantiles, which are not smooth
     in the draws, the jackknife's error is up to twice too large."""
     torch.manual_seed(0)
-    kind, y = Kind({"y": "Normal"}, "regression"), torch.linspace(-1, 1, 30).double()
+    kind, y = Kind({"y": "Normal"}, "regression"), torch.linspace(-1.6, 1.6, 30).double()
     found = []
-    for _ in range(300):
+    for _ in range(150):
         f = 0.5 * torch.randn(200, 2).double() @ torch.stack([torch.ones_like(y), y])
         draws = f + 0.3 * torch.randn_like(f)
         density = dist.Normal(f, 0.3).log_prob(y)
@@ -140,7 +140,7 @@ def test_the_error_over_the_draws_is_the_spread_of_scores_over_sets_of_draws():
     for key in ("nlpd", "rmse", "crps", "coverage", "nlpd_normal", "nlpd_calibrated"):
         spread = torch.tensor([one[key].number for one in found]).std().item()
         errors = torch.tensor([one[key].over_draws for one in found])
-        assert 0.85 < errors.square().mean().sqrt().item() / spread < most.get(key, 1.2), key
+        assert 0.8 < errors.square().mean().sqrt().item() / spread < most.get(key, 1.25), key
 
 
 def test_scores_in_closed_form_have_no_error_over_draws_and_few_draws_an_unknown_one():

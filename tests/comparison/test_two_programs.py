@@ -33,7 +33,14 @@ def laplace(model):
     return bdl.guides.AutoLaplaceGGN(model).prototype(X, Y).laplace_approximation((X, Y))
 
 
-MAKERS = pytest.mark.parametrize("make", [guide, chains, laplace])
+def draws(model):
+    """Such as chains, which know their program."""
+    drawn = guide(model).sample_latents(12)
+    samples = bdl.Samples({name: value[None] for name, value in drawn.items()})
+    return samples.of_program(bdl.Program(model, X, Y))
+
+
+MAKERS = pytest.mark.parametrize("make", [guide, draws, laplace])
 pytestmark = pytest.mark.filterwarnings("ignore::pyro_bdl.errors.BdlWarning")
 
 

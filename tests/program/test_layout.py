@@ -1,7 +1,5 @@
 """Transforms of supports, and layouts in files."""
 
-import pickle
-
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -28,23 +26,6 @@ KINDS = [
 @pytest.mark.parametrize("support, kind", KINDS, ids=str)
 def test_the_reals_need_no_transform_and_positive_numbers_the_exponential(support, kind):
     assert isinstance(transform_of(support), kind)
-
-
-def test_layouts_map_onto_supports_and_travel_by_pickle():
-    def model():
-        pyro.sample("s", dist.HalfNormal(ONE).expand([2, 3]).to_event(1))
-        pyro.sample("p", dist.Dirichlet(torch.ones(3)))
-        pyro.sample("t", dist.Pareto(2 * ONE, 3 * ONE))
-        pyro.sample("u", dist.Uniform(-torch.ones(2), torch.ones(2)).to_event(1))
-
-    layout = Program(model).layout
-    u = torch.randn(2, layout.size)
-    values, log_det = layout.constrain(u)
-    assert all(latent.support.check(values[n]).all() for n, latent in layout.latents.items())
-    torch.testing.assert_close(layout.unconstrain(values), u, rtol=1e-4, atol=1e-4)
-    others, other = pickle.loads(pickle.dumps(layout)).constrain(u)
-    assert torch.equal(log_det, other)
-    assert all(torch.equal(others[name], value) for name, value in values.items())
 
 
 @pytest.mark.parametrize("names", ["", "ab", "ad", "abcd"])

@@ -239,21 +239,6 @@ def test_make_fx_traces_density_and_gradient(program):
     torch.testing.assert_close(graph(other), function(other))
 
 
-def test_vectors_and_latents_are_converted_both_ways(program):
-    vectors, latents = _latents(program, 5)
-    torch.testing.assert_close(program.unconstrain(latents), vectors)
-    assert torch.equal(program.flatten(program.unflatten(vectors)), vectors)
-    for name, part in program.slices.items():
-        assert torch.equal(program.unflatten(vectors)[name].reshape(5, -1), vectors[:, part])
-    for name, value in latents.items():
-        assert value.shape == (5, *program.latents[name].shape)
-        assert program.latents[name].support.check(value).all()
-    single, log_det = program.constrain(vectors[2])
-    torch.testing.assert_close(log_det, program.constrain(vectors)[1][2])
-    for name in latents:
-        torch.testing.assert_close(single[name], latents[name][2])
-
-
 def test_the_log_determinant_is_that_of_the_jacobian():
     program = Program(constrained, X, Y)
     vector, _ = _latents(program)
