@@ -131,7 +131,8 @@ class AutoSWAG(_Collecting, UnconstrainedMAP):
         posterior = guide.swag_approximation()
 
     ``training.collect_swag`` runs such a loop. The snapshots take the memory of ``rank`` + 2
-    vectors of length P and are saved in ``state_dict``. Source: Maddox et al. 2019, algorithm 1.
+    vectors of length P and are saved in ``state_dict``. Source: Maddox et al. 2019, algorithm 1,
+    but for the deviations, which are from the mean of all snapshots and not of those so far.
 
     :param model: a Pyro program with continuous latents.
     :param rank: K, the rank of the low-rank term: the number of last snapshots that are kept; 0 for
