@@ -28,7 +28,7 @@ from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.validation import whole_number
 
 CURVATURES = ("ggn", "ggn-mc", "empirical-fisher", "hessian")
-_SLACK = 1.1  # allowance for other memory: rows of the Jacobian, intermediate products
+_SLACK = 1.1  # allowance for that of a batch, as rows of its Jacobian
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,7 @@ def check_memory(
 
 
 def _bytes(structure: Structure, size: int, like: Tensor, num_rows: int) -> float:
-    item = 8 if structure.stores_rows else like.element_size()  # rows are in float64
-    return _SLACK * structure.memory(size, num_rows) * item
+    return _SLACK * structure.memory(size, like, num_rows)
 
 
 def chosen_config(

@@ -246,7 +246,7 @@ def test_distributions_that_cannot_be_made_again(oracle):
 
 
 def test_memory_is_checked_before_it_is_taken(monkeypatch):
-    monkeypatch.setattr(config_module, "available_memory", lambda device: 2**20)
+    monkeypatch.setattr(config_module, "available_memory", lambda device: 2**21)
     like = torch.zeros(0)
     check_memory(CurvatureConfig("kron"), 10**9, like)
     check_memory(CurvatureConfig("diag"), 10**4, like)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Protocol, Self
 
+import torch
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.jacobian.jacobian import (
@@ -50,19 +51,21 @@ class Structure(ABC):
         }
         return made(subset, like, **options)
 
-    def memory(self, size: int, num_rows: int = 0) -> int:
-        """The largest number of numbers that it stores at once over p latents.
+    def memory(self, size: int, like: Tensor, num_rows: int = 0) -> int:
+        """The bytes that a fit, variances and draws need at once, besides those of a batch.
 
-        :param size: p.
+        :param size: p, the number of latents.
+        :param like: a tensor with their dtype.
         :param num_rows: the number of rows of the data's Jacobians, where each is stored.
-        :returns: 0 if this depends on the data and is never large.
+        :returns: 0 if this depends on the data, and is checked where it grows.
         """
         return 0
 
     @property
     def stores_rows(self) -> bool:
         """True if every row of the data's Jacobians is stored, so that memory grows with them."""
-        return self.memory(1, 1) > self.memory(1)
+        like = torch.empty(0, device="cpu")
+        return self.memory(1, like, 1) > self.memory(1, like)
 
     @property
     def takes_products(self) -> bool:

@@ -50,8 +50,8 @@ class Diagonal(Structure):
     name: str = named("diag")
     curvature: ClassVar = DiagonalCurvature
 
-    def memory(self, size: int, num_rows: int = 0) -> int:
-        return 3 * size
+    def memory(self, size: int, like: Tensor, num_rows: int = 0) -> int:
+        return 20 * size * like.element_size()
 
 
 class DiagonalPrecision(Precision):

@@ -103,8 +103,8 @@ class Full(Structure):
     name: str = named("full")
     curvature: ClassVar = FullCurvature
 
-    def memory(self, size: int, num_rows: int = 0) -> int:
-        return 3 * size * size
+    def memory(self, size: int, like: Tensor, num_rows: int = 0) -> int:
+        return 3 * size**2 * widened(like, size).element_size()
 
 
 @dataclass

@@ -113,8 +113,9 @@ class Kernel(Structure):
     name: str = named("kernel")
     curvature: ClassVar = KernelCurvature
 
-    def memory(self, size: int, num_rows: int = 0) -> int:
-        return 4 * num_rows * size + 6 * num_rows**2
+    def memory(self, size: int, like: Tensor, num_rows: int = 0) -> int:
+        item = double(like).element_size()
+        return num_rows * size * (like.element_size() + 3 * item) + 6 * num_rows**2 * item
 
 
 class KernelPrecision(Precision):

@@ -113,8 +113,8 @@ class LowRank(Structure):
     def empty(self, subset: Subset, like: Tensor, before: Any) -> LowRankCurvature:
         return LowRankCurvature(subset, like, rank=self.rank, start=before)
 
-    def memory(self, size: int, num_rows: int = 0) -> int:
-        return 6 * (self.rank + _OVERSAMPLING) * size
+    def memory(self, size: int, like: Tensor, num_rows: int = 0) -> int:
+        return 5 * (self.rank + _OVERSAMPLING) * size * double(like).element_size()
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ class Samples(Structure):
 
     Nothing grows with p^2, (N K)^2 or a layer's width squared. Variances and covariances are
     estimates whose relative error (standard deviation) is sqrt(2 / S), so that that of a standard
-    deviation is about 1 / sqrt(2 S). Memory is about (2 S + 40) p numbers and, during solves, the
+    deviation is about 1 / sqrt(2 S). Memory is about (3 S + 125) p numbers and, during solves, the
     graphs of the data where they fit in an eighth of the free memory, else those of one batch.
 
     :param num_samples: S.
@@ -169,9 +169,9 @@ class Samples(Structure):
         if not 0 < self.tolerance < 1:
             raise ValueError(f"tolerance must be between 0 and 1, got {self.tolerance}")
 
-    def memory(self, size: int, num_rows: int = 0) -> int:
+    def memory(self, size: int, like: Tensor, num_rows: int = 0) -> int:
         at_once = min(self.num_samples, _AT_ONCE)
-        return (2 * self.num_samples + 5 * at_once + 4) * size
+        return (3 * self.num_samples + 11 * at_once + 37) * size * like.element_size()
 
 
 class SamplesPrecision(Precision):
@@ -213,8 +213,9 @@ class SamplesPrecision(Precision):
 
     def _prior_draws(self, part: range) -> Tensor:
         """w_0 of some samples."""
-        noise = torch.stack([self.curvature.prior_noise(number) for number in part])
-        return self.root.solve_transposed(double(noise)).to(self.diagonal)
+        noise = (double(self.curvature.prior_noise(number)) for number in part)
+        draws = [self.root.solve_transposed(own).to(self.diagonal) for own in noise]
+        return torch.stack(draws)
 
     def _targets(self, part: range, products: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """J' F^1/2 e - G w_0 of some samples, and sqrt(p), so that errors are in units of the
@@ -279,9 +280,9 @@ class SamplesPrecision(Precision):
     def _log_determinant(self) -> Tensor:
         """log det Lambda + tr log(R^-1 precision R^-T), the trace from probes."""
         total = self.root.log_det()
-        products = self.curvature.products()
-        for first in range(0, _PROBES, _AT_ONCE):
-            part = range(first, min(first + _AT_ONCE, _PROBES))
+        products, at_once = self.curvature.products(), min(len(self.curvature.targets), _AT_ONCE)
+        for first in range(0, _PROBES, at_once):
+            part = range(first, min(first + at_once, _PROBES))
             signs = torch.stack([self.curvature.probe(number) for number in part])
             solution = conjugate_gradients(
                 partial(self._times, products),

@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import weakref
 from dataclasses import asdict, replace
 
 import pyro
@@ -10,6 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_bdl import bayesianize, models
 from pyro_bdl.curvature import LowRank
@@ -24,9 +26,12 @@ from pyro_bdl.curvature.structures.base import log_prob
 from pyro_bdl.curvature.structures.diagonal import DiagonalPrecision
 from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils import linear_algebra
 from pyro_bdl.utils.linear_algebra import cholesky
+from pyro_bdl.utils.trees import tree_leaves
 
 # networks that torch cannot vectorize
 pytestmark = pytest.mark.filterwarnings("ignore:.*#one-by-one")
@@ -127,7 +132,7 @@ def test_every_structure_is_one_class(name):
     kind = structure.curvature
     assert structure.name == name and structure_of(name) == structure
     assert structure_of(asdict(structure)) == structure  # as in files
-    assert kind.passes >= 1 and structure.memory(10) >= 0
+    assert kind.passes >= 1 and structure.memory(10, torch.zeros(0)) >= 0
     assert kind.makes in ("rows", "entries", "factors")
     layout = Program(lambda: pyro.sample("w", dist.Normal(torch.zeros(4), 1.0).to_event(1))).layout
     curvature = structure.empty(Subset(layout), torch.zeros(0), None)
@@ -319,3 +324,59 @@ def test_a_badly_scaled_matrix_in_float32():
     exact = torch.linalg.inv(matrix.float().double()).diagonal()
     torch.testing.assert_close(precision.variances().double(), exact, rtol=1e-5, atol=0)
     assert math.isfinite(precision.logdet())
+
+
+# Memory
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors, made in it, have at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self.known = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf.untyped_storage())
+        self.most = max(self.most, self.now)
+        return result
+
+    def _note(self, storage):
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place in self.known:
+            return
+
+        def freed():
+            self.now -= size
+            self.known.discard(place)
+
+        self.now += size
+        self.known.add(place)
+        weakref.finalize(storage, freed)
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_memory_is_what_a_fit_takes(structure, dtype, monkeypatch):
+    monkeypatch.setattr(linear_algebra, "is_transformed", lambda: False)  # the mode is no trace
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(30, 60, dtype=dtype), nn.Tanh(), nn.Linear(60, 2, dtype=dtype))
+    x, y = torch.randn(20, 30, dtype=dtype), torch.randn(20, 2, dtype=dtype)
+    batches = [(x[i : i + 2], y[i : i + 2]) for i in range(0, 20, 2)]
+    model = models.Regression(bayesianize(net), noise=0.5)
+    guide = AutoLaplaceGGN(model, structure=structure).prototype(x, y)
+    size, kind = guide.require_layout().size, STRUCTURES[structure]()
+    with Peak() as peak:
+        posterior = guide.laplace_approximation(batches)
+        posterior.precision.variances()
+        posterior.precision.sample(4)
+        posterior.precision.logdet()
+    stated = 1.1 * kind.memory(size, x, 40 if kind.stores_rows else 0)
+    if stated:
+        assert 0.7 * stated < peak.most < 1.02 * stated
+    else:
+        assert peak.most < 30 * size * x.element_size()
