@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_bdl.distributions.copies import is_improper
 from pyro_bdl.distributions.parameters import is_known, parameters_of, rebuilt
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
@@ -374,8 +375,8 @@ def prior_predictive(
     :param num_samples: S.
     :param seed: seed of the draws.
     :param kwargs: the program's keyword arguments.
-    :raises UnsupportedProgramError: for a prior that cannot be sampled: an improper one, or one
-        with a ``priors.factor`` of latents.
+    :raises UnsupportedProgramError: for a prior that cannot be sampled: an improper one, one that a
+        mask leaves without a density, or one with a ``priors.factor`` of latents.
     """
     count = whole_number(num_samples, "num_samples")
     with evaluation_mode(model), seeded(seed):
@@ -395,6 +396,13 @@ def prior_draws(
             f"the prior cannot be sampled: the factor '{weighed}' weighs its latents, which draws "
             "of the sample statements do not follow"
         )
+    run = program.run(program.initial)
+    run.refuse_improper("prior to draw from")
+    for name, site in run.latents.items():
+        if site.mask is False and not is_improper(site.distribution):
+            raise UnsupportedProgramError(
+                f"the prior cannot be sampled: a mask leaves the site '{name}' without a density"
+            )
     try:
         return Predictive(program.model, num_samples=count)(*args, **kwargs)
     except NotImplementedError as error:

@@ -101,7 +101,7 @@ class Site(NamedTuple):
         seen = torch.ones(shape, dtype=torch.bool, device=devices[0] if devices else "cpu")
         for mask, batch in masks:
             cells = mask.to(seen.device).bool().expand(batch)
-            seen = seen & cells.reshape(*batch, *(1,) * (len(shape) - len(batch)))
+            seen = seen & cells.reshape((*batch, *(1,) * (len(shape) - len(batch))))
         return seen
 
 
@@ -554,7 +554,7 @@ def sample_any_open(msg: Any) -> None:
     try:
         msg["value"] = sample_of(msg["fn"])
     except RuntimeError as error:  # of vmap
-        error.add_note(f"at the draw of the site '{msg['name']}', {type(msg['fn']).__name__}")
+        error.add_note(f"the draw of the site '{msg['name']}', {type(msg['fn']).__name__},")
         raise
     msg["done"] = True
 

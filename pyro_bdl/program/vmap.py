@@ -114,16 +114,16 @@ class DrawMap:
                     )
                 return _vmapped(at, varying, number_of_draws(draws))
             except RuntimeError as error:
-                lines = str(error).splitlines() or [type(error).__name__]
-                reason = ", ".join([lines[0], *getattr(error, "__notes__", ())])
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                subject = next(iter(getattr(error, "__notes__", ())), "the network")
                 again = not isinstance(error, torch.OutOfMemoryError)
             if not (fixed and again):
                 break
             self._shares = False  # such as an update in place of what all draws share
         result = looped(function, draws)  # which raises what is wrong without vmap too
         warn(
-            f"the network cannot be vectorized over {self.over}, which are taken one by one "
-            f"instead: {reason}",
+            f"{subject} cannot be vectorized over {self.over}, which are taken one by one instead: "
+            f"{reason}",
             "one-by-one",
             stacklevel=3,
         )

@@ -73,7 +73,10 @@ def test_a_law_that_vmap_cannot_draw_is_named():
         angle = pyro.sample("angle", dist.VonMises(0.0, 1.0))
         pyro.deterministic("f", angle * x)
 
-    with pytest.warns(bdl.errors.BdlWarning, match="the draw of the site 'angle', VonMises"):
+    with pytest.warns(
+        bdl.errors.BdlWarning,
+        match="^the draw of the site 'angle', VonMises, cannot be vectorized over draws",
+    ):
         draws = bdl.prior_predictive(model, X, num_samples=5)
     assert draws["f"].shape == (5, 3)
 
@@ -93,3 +96,22 @@ def test_a_prior_that_cannot_be_sampled():
             bdl.prior_predictive(model, X)
     with pytest.raises(ValueError, match="num_samples"):
         bdl.prior_predictive(hierarchy, X, num_samples=0)
+
+
+@pytest.mark.parametrize("numbers", [(), (2,)], ids=["a scalar", "a vector"])
+@pytest.mark.parametrize("seen", [False, True, "all", "none"])
+def test_a_prior_under_a_mask(numbers, seen):
+    """Of what a mask leaves without a density there is nothing to draw."""
+    masks = {"all": torch.tensor(True), "none": torch.tensor(False)}
+
+    def model(x):
+        prior = dist.Normal(torch.full(numbers, 3.0), 0.1).mask(masks.get(seen, seen))
+        w = pyro.sample("w", prior.to_event(len(numbers)))
+        pyro.deterministic("f", w.sum() * x)
+
+    if seen in (True, "all"):
+        draws = bdl.prior_predictive(model, X, num_samples=50)["w"]
+        assert draws.mean().item() == pytest.approx(3.0, abs=0.1)
+        return
+    with pytest.raises(UnsupportedProgramError, match=r"a mask leaves .*'w' without a density"):
+        bdl.prior_predictive(model, X)
