@@ -436,12 +436,18 @@ def resolved(evaluation: Evaluation, reference: Evaluation, error: float) -> flo
     return wasserstein1_by_chance(reference.function, *sizes) + BY_CHANCE * error
 
 
-def distance_of_point(reference: Evaluation) -> float:
-    """W1 of a point at the reference's mean, a scale for the others."""
-    if not sd_of_draws(reference.function).any():
-        return 0.0  # all else is rounding
-    mean = double(reference.function).mean(0, keepdim=True)
-    return float(metrics.wasserstein1(mean, reference.function))
+def distance_of_point(reference: Evaluation) -> tuple[float, float]:
+    """W1 of a point at the reference's mean, a scale for the others, and its Monte Carlo error."""
+    f = reference.function
+    if not sd_of_draws(f).any():
+        return 0.0, 0.0  # all else is rounding
+
+    def distance(f: Tensor, _: Tensor) -> Tensor:
+        return metrics.wasserstein1(double(f).mean(0, keepdim=True), f)
+
+    some, groups = at_some_points(f), groups_of(reference, reference)
+    error = monte_carlo_error(distance, some, some, groups=groups)
+    return float(distance(f, f)), float(error * enlarged(ERRORS, (1.0, max(1, groups - 1))))
 
 
 def groups_of(evaluation: Evaluation, reference: Evaluation) -> int:

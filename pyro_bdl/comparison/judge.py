@@ -59,7 +59,7 @@ _DOUBT = (
 _RUNS = "mean of {runs} runs, whose differences are in the errors: "
 _FEW = "too few effective draws"
 _IN_DOUBT = "{whose} is in doubt, so that what follows may change."
-_BY_W1 = "Distance (Wasserstein-1) of the function to {whose}; a point at its mean has {point:.2g}."
+_BY_W1 = "Distance (Wasserstein-1) of the {what} to {whose}; a point at its mean has {point}."
 _BY_NLPD = (
     "NLPD on the test data in nats per datum, and differences from the best; how near they are to "
     "the posterior is not known without a reference."
@@ -151,7 +151,8 @@ class Check:
             return None
         limits = check.low, check.high
         unit, scale = (" %", 100) if check.style == "percent" else ("", 1)
-        ends = [f"{scale * end:.4g}" for end in limits if math.isfinite(end) and end != check.none]
+        known = (end for end in limits if math.isfinite(end) and end != check.none)
+        ends = [f"{scale * end:.{check.digits}g}" for end in known]
         cell = Column("value", "", style=check.style, digits=check.digits, error="error").cell
         what = check.what.replace("{} ", "") if math.isnan(value) else check.what
         words = _FINDING.format(
@@ -184,7 +185,8 @@ _LOCAL = Check(
 _LATENT = Check("latent_w1", "W1 {} of the reference's sds for the latent ")
 _FAR_LATENT = "{latent} is far"
 _POINT = Check("latent_off", "latents held at a point, at most {} sds off the reference's mean")
-_AT_POINT = "{latent_point} held at a point, {latent_off:.2g} sds off"
+_AT_POINT = "{names} held at a point, {off} sds off"
+_IN_PLACES = "beyond half of it at {share:.0f} % of the test points"
 _KHAT = Check(
     "khat_high", "k-hat above 0.7 at {} of the test points", high=LOCAL,
     above="does not cover the reference", style="percent",
@@ -193,6 +195,7 @@ _MEAN = Check(
     "mean_shift", "mean of the function {} sds off the reference's", high=0.25, above="mean off",
     within="agrees", undecided="undecided",
 )  # fmt: skip
+_OF_DISTANCE = {check.key for check in (_SD, *_REGIONS, _MEAN, _LOCAL, _KHAT, _LATENT)}
 # Differences below 4 nats cannot be relied on (Sivula et al. 2020).
 _LEFT_OUT = Check(
     "elpd_diff", "left-out data {} nats above the reference's", low=-4.0, below="worse predictions"
@@ -252,7 +255,7 @@ _MODES = Check(
     above="R-hat of the function cannot tell how much mass each has", none=1.0,
 )  # fmt: skip
 _GAMMA = Check(
-    "gamma", "parameters that the data determine {}", below="nearly none, the prior decides",
+    "gamma", "parameters that the data determine {}", below="few, the prior decides the others",
     above="nearly all, the network may be too small",
 )  # fmt: skip
 
@@ -282,8 +285,9 @@ class Judgment:
 
     @property
     def fault(self) -> str:
-        """The gravest fault."""
-        return next((found.fault for found in self.findings if found.fault), "other shape")
+        """The gravest fault that sets it apart from the reference."""
+        faults = (found.fault for found in self.findings if found.key in _OF_DISTANCE)
+        return next(filter(None, faults), "other shape")
 
 
 def judge(
@@ -488,25 +492,30 @@ def answer(
     judgments: Mapping[str, Judgment],
     reference: str | None,
     *,
-    point: float = math.nan,
+    point: tuple[float, float] = (math.nan, math.nan),
     doubtful: bool = False,
+    task: str = "regression",
 ) -> str:
     """Each posterior in its group, with the number that put it there.
 
     :param rows: the numbers of each posterior.
     :param judgments: of all, in order.
-    :param point: the distance of a point at the reference's mean.
+    :param point: the distance of a point at the reference's mean, and its Monte Carlo error.
     :param doubtful: whether there are reasons not to trust the reference.
+    :param task: "regression", or "classification", whose function is of probabilities.
     """
     members: dict[str, list[str]] = {}
     for name, judgment in judgments.items():
         if name != reference:
-            details = _details(rows, name, judgment.group, judgment.fault, reference)
+            details = _details(rows, name, judgment, reference, point[0])
             members.setdefault(judgment.group, []).append(f"{name} ({', '.join(details)})")
     if reference is None and len(judgments) == 1:
         return _ONE.format(name=next(iter(judgments)))
     headings = {group: group.capitalize() for group in (ALIKE, USABLE, UNDECIDED, FAR, WORSE)}
-    sentences = [_BY_W1.format(whose=in_words(reference or ""), point=point)]
+    what = "function" if task == "regression" else "class probabilities"
+    whose = in_words(reference or "")
+    scale = Column("point", "", error="error").cell({"point": point[0], "error": point[1]})
+    sentences = [_BY_W1.format(what=what, whose=whose, point=scale)]
     if reference is None:
         headings[ALIKE], sentences = _BEST, [_BY_NLPD]
     elif doubtful:
@@ -519,10 +528,10 @@ def answer(
 
 
 def _details(
-    rows: Mapping[str, Row], name: str, group: str, fault: str, reference: str | None
+    rows: Mapping[str, Row], name: str, judgment: Judgment, reference: str | None, point: float
 ) -> list[str]:
     """The number behind a group, the fault of what is far, and the time of what is not."""
-    row = rows[name]
+    row, group = rows[name], judgment.group
     gap = f"{SCORE}_diff"
     key = DISTANCE if reference is not None else gap if gap in row else SCORE
     value, error = row.pair(key)
@@ -532,10 +541,13 @@ def _details(
         whose = f" of {listed(map(in_words, sides))}" if sides else ""
         details = [_FEW + whose if DISTANCE in row else "unknown"]
     if group == FAR:
+        if value <= NEAR * point and row["far_at"] > LOCAL:
+            details.append(_IN_PLACES.format(share=100 * row["far_at"]))
         far_latent = [_FAR_LATENT.format_map(row)] if row["latent_far"] > _MOST_RUNS else []
-        details += dict.fromkeys([fault, *far_latent])
+        details += dict.fromkeys([judgment.fault, *far_latent])
     if "latent_point" in row:
-        details.append(_AT_POINT.format_map(row))
+        off = with_error(*row.pair("latent_off"))
+        details.append(_AT_POINT.format(names=row["latent_point"], off=off))
     seconds, base = row["seconds"], 0.0 if reference is None else rows[reference]["seconds"]
     if group in (ALIKE, USABLE) and not math.isnan(seconds):
         details.append(_share(seconds / base, reference) if base > 0 else f"{seconds:.2g} s")

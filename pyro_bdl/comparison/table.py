@@ -1,5 +1,6 @@
 """The table of a comparison: its numbers, columns and words, as a DataFrame and as text."""
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -266,12 +267,14 @@ def compare_evaluations(
         if reference is not None and name != reference:
             rows[name] |= mean_of_runs([_beside(evaluation, first) for evaluation in several])
             rows[name] |= differences(one[name], first)
-    point, warned = float("nan"), []
+    (point, error), warned = (math.nan, math.nan), []
     if reference is not None:
-        point = distance_of_point(first)
+        point, error = distance_of_point(first)
         warned = judge.doubts(reference, Row(rows[reference], point=point))
     judgments = judge.judge(rows, one, reference, point=point)
-    answer = judge.answer(rows, judgments, reference, point=point, doubtful=bool(warned))
+    answer = judge.answer(
+        rows, judgments, reference, point=(point, error), doubtful=bool(warned), task=first.task
+    )
     shown_rows: dict[str, dict[str, Any]] = {
         name: rows[name] | {"group": judgment.group, "verdict": judgment.verdict}
         for name, judgment in judgments.items()

@@ -71,9 +71,9 @@ def test_distances_of_normals_are_exact_and_rows_follow_the_ranks(found):
 
 def test_the_answer_comes_before_the_table(found):
     assert found.summary == (
-        "Distance (Wasserstein-1) of the function to nuts; a point at its mean has 0.8. Alike: "
-        "same (0.000 ± 0.025, 50 % of nuts's time). Usable: narrow (0.239 ± 0.021, 10 % of nuts's "
-        "time). Far: shifted (1.00 ± 0.07, mean off, w is far)."
+        "Distance (Wasserstein-1) of the function to nuts; a point at its mean has 0.798 ± 0.020. "
+        "Alike: same (0.000 ± 0.025, 50 % of nuts's time). Usable: narrow (0.239 ± 0.021, 10 % of "
+        "nuts's time). Far: shifted (1.00 ± 0.07, mean off, w is far)."
     )
     text = " ".join(str(found).split())
     assert text.startswith(found.summary)
@@ -90,7 +90,7 @@ def evaluation(function, chains=4, **scores):
 def judged(distance, error, a, b):
     row = Row({"wasserstein": distance, "wasserstein_se": error})
     row["resolution"] = resolved(a, b, error)
-    return judge({"a": row, "b": Row()}, {"a": a, "b": b}, "b", point=distance_of_point(b))[
+    return judge({"a": row, "b": Row()}, {"a": a, "b": b}, "b", point=distance_of_point(b)[0])[
         "a"
     ].group
 
@@ -192,7 +192,7 @@ def test_how_often_independent_draws_seem_not_to_have_converged_and_verdicts_are
                 error = monte_carlo_error(d, f, base, groups=count)
                 rows[name] = Row({"wasserstein": float(d(f, base)), "wasserstein_se": float(error)})
                 rows[name]["resolution"] = resolved(found[name], found["nuts"], float(error))
-            judgments = judge(rows, found, "nuts", point=distance_of_point(found["nuts"]))
+            judgments = judge(rows, found, "nuts", point=distance_of_point(found["nuts"])[0])
             for name in ("exact", "narrow", "off"):
                 groups.setdefault((length, rho, name), []).append(judgments[name].group)
         assert in_doubt <= 1 if (length, rho) == (500, 0.0) else in_doubt == 20  # 100 draws a chain
@@ -218,7 +218,7 @@ def answered(*rows, reference="nuts", **options):
         numbers[name] = Row({"wasserstein": distance, "wasserstein_se": 0.01, "resolution": 0.04})
         numbers[name] |= {"seconds": rest[0]} if rest else {}
         judgments[name] = Judgment(group, findings(numbers[name], Row(), 100))
-    return answer(numbers, judgments, reference, **{"point": 1.0, **options})
+    return answer(numbers, judgments, reference, **{"point": (1.0, 0.0), **options})
 
 
 HEAD = "Distance (Wasserstein-1) of the function to nuts; a point at its mean has 1. "
@@ -252,8 +252,22 @@ def test_the_answer_has_each_posterior_once_in_its_group(rows, options, words):
 def test_no_distance_is_said_whose_error_is_unknown():
     numbers = {"nuts": Row(), "b": Row({"wasserstein": 0.9, "wasserstein_se": math.nan})}
     unknown = {"nuts": Judgment("reference", ()), "b": Judgment(UNDECIDED, ())}
-    text = answer(numbers, unknown, "nuts", point=1.0)
+    text = answer(numbers, unknown, "nuts", point=(1.0, math.nan))
     assert text == f"{HEAD}Undecided: b (too few effective draws)."
+
+
+def test_what_is_far_is_so_by_a_fault_of_its_function():
+    row = Row(
+        nlpd_diff=1.0, nlpd_diff_se=0.1, sd_ratio=0.3, sd_ratio_se=0.02, wasserstein=0.4, far_at=0.2
+    )
+    far = Judgment(FAR, findings(row, Row(), 100))
+    assert far.findings[0].fault == "worse predictions" and far.fault == "too narrow"
+    text = answer(
+        {"nuts": Row(), "b": row}, {"b": far}, "nuts", point=(1.0, 0.2), task="classification"
+    )
+    head = "Distance (Wasserstein-1) of the class probabilities to nuts; a point at its mean has"
+    assert text.startswith(f"{head} 1.00 ± 0.20. Far: b (")
+    assert "beyond half of it at 20 % of the test points, too narrow" in text
 
 
 # ------------------------------------------------------------------------------------ findings
@@ -419,7 +433,7 @@ def test_whose_draws_are_too_few_is_said(ess, own, whose):
     if own == own:
         rows["swag"]["ess_median"] = own
     judgments = {"nuts": Judgment("reference", ()), "swag": Judgment(UNDECIDED, ())}
-    said = answer(rows, judgments, "nuts", point=0.4)
+    said = answer(rows, judgments, "nuts", point=(0.4, 0.0))
     assert f"Undecided: swag (too few effective draws{whose})." in said
 
 
