@@ -1,7 +1,7 @@
 """Importance ratios p / q at a guide's draws: k-hat, and the gap of the bound."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ __all__ = [
     "Importance",
     "function_khat",
     "ratios",
-    "site_khat",
 ]
 
 
@@ -82,13 +81,12 @@ def ratios(
     *args: Any,
     num_samples: int = 1000,
     seed: int = 0,
-    model_kwargs: Mapping[str, Any] | None = None,
 ) -> Importance:
     """Measure how far a guide is from the posterior by the tail of p / q (Yao et al. 2018, section
     3.1).
 
     In the weights of a large network k-hat is above 1 for any guide, and says nothing about the
-    predictions; see ``site_khat`` and ``function_khat``.
+    predictions; see ``function_khat``.
 
     :param model: a Pyro program.
     :param guide: a guide with a density over all latents; Pyro's own guides run draw by draw.
@@ -100,7 +98,7 @@ def ratios(
     """
     _check(guide, num_samples)
     with evaluation_mode(model, guide), seeded(seed), torch.no_grad():
-        program = Program(model, *args, **dict(model_kwargs or {}))
+        program = Program(model, *args)
         program.require_observed()
         program.run(program.initial).refuse_improper("ratio of the posterior and a guide")
         if not isinstance(guide, Guide):
@@ -108,49 +106,6 @@ def ratios(
         check_guide(program.latents, guide)
         ratios = _log_ratios(program, guide, guide.sample_vectors(num_samples))
     return _summary(ratios)
-
-
-def site_khat(
-    model: Callable,
-    guide: Guide,
-    *args: Any,
-    num_samples: int = 1000,
-    seed: int = 0,
-    model_kwargs: Mapping[str, Any] | None = None,
-) -> dict[str, float]:
-    """k-hat of each site's marginal against its posterior given the other sites at the guide's
-    center.
-
-    For a guide with independent sites. The ratios are p(w_s, m_-s, y) / q(w_s), for draws of one
-    site s, with all others at the guide's center m. If the k-hat of a site is high, the guide is
-    wrong there, even if the other sites were known.
-
-    :param model: a Pyro program; all parameters are as in ``ratios``.
-    :returns: site -> k-hat.
-    :raises ValueError: for a guide whose sites depend on each other.
-    """
-    if not isinstance(guide, Guide):
-        raise TypeError(
-            f"k-hat by site needs a guide of pyro_bdl, got {type(guide).__name__}: use ratios(...)"
-        )
-    _check(guide, num_samples)
-    if guide.site_distributions() is None:
-        raise ValueError(
-            f"the sites of {type(guide).__name__} are not independent of each other: use "
-            "ratios(...) for all of them, or function_khat(...)"
-        )
-    khats = {}
-    with evaluation_mode(model, guide), seeded(seed), torch.no_grad():
-        program = Program(model, *args, **dict(model_kwargs or {}))
-        program.require_observed()
-        check_guide(program.latents, guide)
-        layout, center = guide.require_layout(), guide.location()
-        for name, part in layout.slices.items():
-            vectors = center.repeat(num_samples, 1)
-            vectors[:, part] = guide.sample_vectors(num_samples)[:, part]
-            # q of the other sites is a constant, which does not change k-hat.
-            khats[name] = _summary(_log_ratios(program, guide, vectors)).pareto_k
-    return khats
 
 
 def function_khat(draws: Tensor, reference: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ def test_draws_of_a_linearized_network_are_its_exported_functions():
     x, y = _data(torch.float64)
     model = _model(torch.float64, noise=0.3)
     guide = bdl.guides.AutoLaplaceGGN(model, structure="full")
-    bdl.training.train(model, guide, x, y, steps=300, learning_rate=0.05)
+    bdl.training.train(model, guide, x, y, steps=20, learning_rate=0.05)
     laplace = guide.laplace_approximation((x, y))
     data = to_arviz(model, laplace, x, y, num_samples=9, prior_samples=0)
     program = bdl.Program(model, x, y)

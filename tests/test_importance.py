@@ -6,12 +6,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import AutoNormal
 from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP, AutoMeanField
-from pyro_bdl.importance import _summary, function_khat, ratios, site_khat
+from pyro_bdl.importance import _summary, function_khat, ratios
 
 Y = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64)
 PRECISION = 1 + len(Y)
@@ -98,13 +97,6 @@ def test_khat_is_that_of_two_normals(factor):
     assert ratios(level, _guide(1.5), Y).pareto_k < 0
 
 
-def test_khat_by_site_tells_which_one_is_wrong():
-    found = site_khat(level, _guide(0.3), Y, num_samples=5000)
-    assert set(found) == {"w", "s"}
-    assert found["w"] > 0.7
-    assert math.isnan(found["s"])  # exact: all ratios are equal
-
-
 def test_khat_in_function_space():
     """1 - r^2, also of a skewed law, as of probabilities near 0, and with another mean."""
     torch.manual_seed(0)
@@ -140,7 +132,6 @@ def test_a_network():
         (lambda: ratios(level, _guide(), Y, num_samples=3), "at least 25 draws, got 3"),
         (lambda: ratios(level, AutoMAP(level).prototype(Y), Y), "AutoMAP has no density over all"),
         (lambda: ratios(level, {}, Y), "need a guide, whose density is known, got dict"),
-        (lambda: site_khat(level, AutoNormal(level), Y), "needs a guide of pyro_bdl, got AutoNorm"),
         (lambda: function_khat(torch.randn(30, 2), torch.randn(30, 3)), "of the same function"),
     ],
 )
@@ -156,8 +147,6 @@ def test_laplace_of_the_exact_posterior_has_no_gap():
         map_guide.loc.copy_(guide.loc)
     laplace = map_guide.laplace_approximation((Y,))
     assert ratios(level, laplace, Y).gap == pytest.approx(0.0, abs=1e-6)
-    with pytest.raises(ValueError, match="sites of LaplaceGuide are not independent"):
-        site_khat(level, laplace, Y)
 
 
 def test_a_latent_for_each_datum_needs_all_data():

@@ -48,7 +48,6 @@ def moment_matched(
     log_joint: Tensor,
     log_likelihood: Tensor,
     density: Density,
-    r_eff: float = 1.0,
     power: float = 1.0,
 ) -> Tensor | None:
     """PSIS-LOO of one observation, from draws that are moved to the posterior without it.
@@ -72,7 +71,7 @@ def moment_matched(
     """
     u, here, own = double(draws), double(log_joint), double(log_likelihood)
     at = _Affine(u.mean(0), torch.zeros_like(u[0]), torch.ones_like(u[0]))
-    weights, start = smooth(-power * own[None], r_eff)
+    weights, start = smooth(-power * own[None], 1.0)
     moved, moved_joint, moved_own, k = u, here, own, start
     for _ in range(_MOST_STEPS):
         if not k > _GOAL:
@@ -81,7 +80,7 @@ def moment_matched(
             there = trial(u)
             joint, likelihood = (double(value) for value in density(there.to(draws)))
             ratios = joint - power * likelihood - here
-            new_weights, new_k = smooth(_usable(ratios)[None], r_eff)
+            new_weights, new_k = smooth(_usable(ratios)[None], 1.0)
             if new_k < k:
                 at, moved, moved_joint, moved_own = trial, there, joint, likelihood
                 weights, k = new_weights, new_k
@@ -91,7 +90,7 @@ def moment_matched(
     if not k < start:
         return None
     points = (here, own), (moved_joint, moved_own)
-    return _of_mixture(at, u, *points, density, start, r_eff, power)
+    return _of_mixture(at, u, *points, density, start, power)
 
 
 def _of_mixture(
@@ -101,7 +100,6 @@ def _of_mixture(
     moved: tuple[Tensor, Tensor],
     density: Density,
     start: Tensor,
-    r_eff: float,
     power: float,
 ) -> Tensor | None:
     """The column from the even draws, moved, and the odd draws, as they are."""
@@ -112,8 +110,8 @@ def _of_mixture(
     proposal = torch.logaddexp(joint, _usable(back - at.log_det))
     ratios = _usable(joint - power * likelihood - proposal)[None]
     likelihood = likelihood.nan_to_num(-torch.inf)[None]
-    column = leave_out(likelihood, ratios, r_eff)[:, 0]
-    column[2] = torch.fmax(column[2], smooth(_usable(ratios + likelihood), r_eff)[1][0])
+    column = leave_out(likelihood, ratios, 1.0)[:, 0]
+    column[2] = torch.fmax(column[2], smooth(_usable(ratios + likelihood), 1.0)[1][0])
     return column if column[2] < start else None
 
 

@@ -35,8 +35,6 @@ from pyro_bdl.tracing.step import Outcome
 from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.random_state import seeded
 
-__all__ = ["DataParallel_ELBO", "Shard", "broadcast"]
-
 
 class Shard(Batches):
     """This rank's part of the data, to be passed instead of the data.

@@ -320,16 +320,14 @@ def log_densities(
     return found["p"], found.get("q")
 
 
-def check_sites(
-    latents: Mapping[str, Latent], draws: Mapping[str, Tensor], leading: int = 2
-) -> None:
+def check_sites(latents: Mapping[str, Latent], draws: Mapping[str, Tensor]) -> None:
     """Check that draws belong to a program's latents.
 
     :param latents: the program's latent sites.
-    :param draws: site -> values with ``leading`` dimensions in front of the site's shape.
+    :param draws: site -> values ``(chains, draws, *shape)`` of the site's shape.
     :raises ValueError: if names or shapes do not match; the error lists all of them.
     """
-    _refuse(_shapes(latents), {name: value.shape[leading:] for name, value in draws.items()})
+    _refuse(_shapes(latents), {name: value.shape[2:] for name, value in draws.items()})
 
 
 def _refuse(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> None:

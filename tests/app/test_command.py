@@ -14,15 +14,7 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.utils.progress import logger
 
 
-@pytest.fixture
-def heard():
-    """Ctrl-C is heard, also where the tests were started in the background."""
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, handler)
-
-
-def test_ctrl_c_while_the_process_exits_is_left_to_the_system(heard, monkeypatch):
+def test_ctrl_c_while_the_process_exits_is_left_to_the_system(ctrl_c, monkeypatch):
     """Python's own handler would print a traceback from whatever cleans up."""
     monkeypatch.setattr(command, "main", lambda: 3)
     monkeypatch.setattr(command, "keep_compiled", lambda: None)
@@ -78,15 +70,6 @@ def test_warnings_are_one_line_and_the_line_is_passed_on(capsys, monkeypatch):
     assert main(["compare", "--seed", "3"]) == 0
     assert capsys.readouterr().err == "pyro-bdl: warning: mind pyro-bdl compare --seed 3\n"
     assert warnings.showwarning is shown
-
-
-def test_a_programming_error_shows_its_traceback(monkeypatch):
-    def wrong(options, line):
-        return None + 1
-
-    monkeypatch.setattr(run, "run", wrong)
-    with pytest.raises(TypeError, match="NoneType"):
-        main(["compare"])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Scores over several splits."""
 
-import json
 import math
 
 import pytest
@@ -27,14 +26,6 @@ def test_differences_are_paired_and_what_lacks_a_split_is_left_out():
     assert [row["posterior"] for row in rows] == ["a", "nuts"]
     assert (rows[0]["rmse_diff"], rows[0]["rmse_diff_se"]) == (-2.0, 0.0)
     assert [column.key for column in columns] == ["posterior", "rmse", "rmse_diff"]
-
-
-def test_the_command_scores_every_fold(tiny, no_figures, tmp_path):
-    code, printed, _ = tiny("--folds", "3")
-    assert code == 0 and "Scores over 3 splits" in printed
-    (row,) = json.loads((tmp_path / "out" / "report.json").read_text())["cross_validation"]
-    assert row["posterior"] == "map" and row["rmse"] > 0 and row["rmse_se"] > 0
-    assert "Scores over 3 splits" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_a_split_that_is_interrupted_loses_no_report_and_quiet_prints_results_only(

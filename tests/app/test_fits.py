@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import pickle
 import signal
@@ -23,7 +24,7 @@ from pyro_bdl.posteriors import registry
 
 pytestmark = pytest.mark.usefixtures("ctrl_c", "no_figures")
 TIMES = ("seconds", "draw_seconds", "memory")
-THREE = {"guides": "map,mean-field,last-layer"}
+TWO = {"guides": "map,mean-field"}
 
 
 @pytest.fixture
@@ -37,28 +38,25 @@ def folders(out):
 
 def test_the_same_command_goes_on_after_kill_9(tiny, fitted, tmp_path, out, rows_of):
     def killed(name):
-        if name == "last-layer":
+        if name == "mean-field":
             os.kill(os.getpid(), signal.SIGKILL)
 
     fitted.before = killed
     child = os.fork()
     if child == 0:
         try:
-            tiny(**THREE)
+            tiny(**TWO)
         finally:  # never back into pytest
             os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
     fitted.before = lambda name: None
-    code, printed, err = tiny(**THREE)
-    assert code == 0 and "map, mean-field are finished" in err and fitted == ["last-layer"]
-    lines = [line for line in printed.splitlines() if " s before, " in line]
-    assert [line.split()[0] for line in lines] == ["map", "mean-field"]
-    tiny(**THREE, folder="whole")
+    code, printed, err = tiny(**TWO)
+    assert code == 0 and "map is finished" in err and fitted == ["mean-field"]
+    (line,) = (line for line in printed.splitlines() if " s before, " in line)
+    assert line.split()[0] == "map"
+    tiny(**TWO, folder="whole")
     assert rows_of(out, *TIMES) == rows_of(tmp_path / "whole", *TIMES)
-    del fitted[:]
-    assert tiny(**THREE)[0] == 0 and fitted == []
-    assert tiny("--fresh", **THREE)[0] == 0 and fitted == ["map", "mean-field", "last-layer"]
 
 
 def test_ctrl_c_keeps_what_is_finished_and_not_what_is_half_done(tiny, fitted):
@@ -67,9 +65,9 @@ def test_ctrl_c_keeps_what_is_finished_and_not_what_is_half_done(tiny, fitted):
             raise KeyboardInterrupt
 
     fitted.before = pressed
-    assert "interrupted; not fitted: mean-field, last-layer" in tiny(**THREE)[2]
+    assert "interrupted; not fitted: mean-field" in tiny(**TWO)[2]
     fitted.before = lambda name: None
-    assert tiny(**THREE)[0] == 0 and fitted == ["map", "mean-field", "last-layer"]
+    assert tiny(**TWO)[0] == 0 and fitted == ["map", "mean-field"]
 
 
 def test_ctrl_c_while_the_elbo_is_estimated_keeps_the_fit(tiny, out, rows_of, monkeypatch):
@@ -99,18 +97,18 @@ def test_fits_that_are_not_compared_are_kept(tiny, out, rows_of, monkeypatch, wi
 
 def test_a_failure_has_a_row_that_says_why_and_is_tried_again(tiny, fitted, out, rows_of):
     def failing(name):
-        if name == "mean-field":
+        if name == "map":
             raise ValueError("no luck today")
 
     fitted.before = failing
-    code, _, err = tiny(**THREE)
+    code, _, err = tiny(**TWO)
     said = "left out: no luck today"
-    assert code == 1 and f"mean-field is {said}" in err
+    assert code == 1 and f"map is {said}" in err
     rows = rows_of(out)
-    assert rows["mean-field"]["verdict"] == said and float(rows["last-layer"]["rmse"]) > 0
+    assert rows["map"]["verdict"] == said and float(rows["mean-field"]["rmse"]) > 0
     assert said in (out / "report.html").read_text(encoding="utf-8")
     fitted.before = lambda name: None
-    assert tiny(**THREE)[0] == 0 and fitted == ["map", "last-layer", "mean-field"]
+    assert tiny(**TWO)[0] == 0 and fitted == ["mean-field", "map"]
 
 
 def test_a_posterior_whose_draws_are_nan_is_left_out(tiny, out, rows_of, with_draws):
@@ -130,23 +128,24 @@ def test_a_posterior_whose_draws_are_nan_is_left_out(tiny, out, rows_of, with_dr
     "name", ["mean-field.safetensors", pytest.param("mean-field.json", marks=pytest.mark.slow)]
 )
 def test_a_damaged_posterior_is_fitted_again(name, tiny, fitted, out, rows_of):
-    tiny(**THREE)
+    tiny(**TWO)
     before = rows_of(out, *TIMES)
     path = folders(out)[0] / name
     path.write_bytes(path.read_bytes()[:-20])
     del fitted[:]
-    code, _, err = tiny(**THREE)
+    code, _, err = tiny(**TWO)
     assert code == 0 and "mean-field is fitted again: the finished one is damaged" in err
     assert fitted == ["mean-field"] and rows_of(out, *TIMES) == before
 
 
-def test_scores_are_kept_too(tiny, out, rows_of):
+def test_scores_are_kept_too_unless_all_is_fitted_afresh(tiny, fitted, out, rows_of):
     tiny()
     path = folders(out)[0] / "map.evaluation"
     kept = Evaluation.load(path)
     assert kept.scores["rmse"] == float(rows_of(out)["map"]["rmse"])
     replace(kept, scores={**kept.scores, "rmse": 1234.5}).save(path)
-    assert "1234" in tiny()[1]
+    assert "1234" in tiny()[1] and fitted == ["map"]
+    assert "1234" not in tiny("--fresh")[1] and fitted == ["map"] * 2
 
 
 def slow(case):
@@ -233,6 +232,9 @@ def test_posteriors_of_another_process_come_last_and_keep_their_place(tiny, fitt
 
 
 def test_the_splits_of_folds_are_kept_too(tiny, fitted, out):
-    assert tiny("--folds", "2")[0] == 0 and fitted == ["map"] * 3
-    assert len(folders(out)) == 3
+    code, printed, _ = tiny("--folds", "2")
+    assert code == 0 and fitted == ["map"] * 3 and len(folders(out)) == 3
+    assert "Scores over 2 splits" in printed
+    (row,) = json.loads((out / "report.json").read_text())["cross_validation"]
+    assert row["posterior"] == "map" and row["rmse"] > 0 and row["rmse_se"] > 0
     assert tiny("--folds", "2")[0] == 0 and fitted == ["map"] * 3

@@ -52,7 +52,7 @@ class ByFactors(models.Regression):
 def test_the_exact_maximum(line):
     guide = line.laplace(model=by_hyperpriors(), loc=torch.tensor([3.0, -4.0, 5.0, 1.0]))
     top, (a, s) = best(line)
-    found = maximize(guide, steps=60, learning_rate=0.05, linearized=True)
+    found = maximize(guide, steps=40, learning_rate=0.08, linearized=True)
     assert found.log_evidence == pytest.approx(top, abs=2e-3)
     scale, noise = (value.item() for value in found.hyperparameters.values())
     assert (scale, noise) == pytest.approx((a, s), rel=0.03)
@@ -133,7 +133,7 @@ def test_a_prior_on_scales_from_the_total_variation():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BdlWarning)  # not at a maximum
             guide = guide.laplace_approximation((y,))
-        result = maximize(guide, steps=80)
+        result = maximize(guide, steps=50)
         design, eye = project @ basis, torch.eye(8)
 
         def negative(t, rate=rate, design=design, eye=eye):

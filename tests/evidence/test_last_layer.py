@@ -190,7 +190,7 @@ def test_it_trains_features_and_hyperparameters(how):
     model = shared(1)
     guide = AutoLastLayer(model)
     start = [p.detach().clone() for p in model.parameters()]
-    losses = optimize(how, model, guide, x, y, steps=400)
+    losses = optimize(how, model, guide, x, y, steps=250)
     assert losses[-1] < losses[0] - 1.0
     assert all(p != before for p, before in zip(model.parameters(), start, strict=True))
     trained = evidence.log_marginal_likelihood(guide.laplace_approximation((x, y)))

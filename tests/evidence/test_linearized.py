@@ -197,13 +197,13 @@ class Counted:
 @pytest.mark.parametrize("structure", ["full", "kron"])
 def test_a_loader_is_read_once_and_gives_the_evidence_of_a_tensor(structure):
     torch.manual_seed(2)
-    x = torch.randn(120, 4)
+    x = torch.randn(60, 4)
     y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
-    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3))
     loader, found = Counted(x, y, 10), []
     for data in (loader, (x, y)):
         prior = priors.learnable(priors.Normal(1.0))
-        model = models.Classification(bayesianize(net, prior), num_data=120)
+        model = models.Classification(bayesianize(net, prior), num_data=60)
         guide = AutoLaplaceGGN(model, structure=structure)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BdlWarning)
@@ -211,7 +211,7 @@ def test_a_loader_is_read_once_and_gives_the_evidence_of_a_tensor(structure):
         loader.rows = 0
         found.append(evidence.maximize(posterior))
         if data is loader:
-            assert loader.rows == 120  # one pass; its first batch was stored by the fit
+            assert loader.rows == 60  # one pass; its first batch was stored by the fit
     assert found[0].log_evidence == pytest.approx(found[1].log_evidence, rel=1e-6)
     assert found[0].gamma == pytest.approx(found[1].gamma, rel=1e-5)
 
@@ -273,11 +273,11 @@ def test_factors_count_to_first_order():
     torch.testing.assert_close(found, value)
 
 
-def test_a_noise_that_changes_where_the_data_are_read_again(line):
+def test_a_noise_that_changes_where_the_data_are_read_again(make_line):
     """The fixed point is the same whether or not the graphs of the data fit in memory."""
     found = []
     for limit in (2**30, 1):
         with working_memory(limit):
-            result = evidence.maximize(type(line)().laplace(), steps=4)
+            result = evidence.maximize(make_line(size=6).laplace(), steps=2)
         found.append([result.log_evidence, *map(float, result.hyperparameters.values())])
     assert found[1] == pytest.approx(found[0], rel=1e-5)

@@ -184,8 +184,5 @@ def test_importance_ratios_of_an_exact_guide_are_the_evidence():
 
 
 def test_importance_ratios_are_refused_by_name():
-    guide = AutoNormal(model)
     with pytest.raises(ValueError, match="one value"):
         importance.ratios(model, AutoDelta(model), X, Y, num_samples=25)
-    with pytest.raises(TypeError, match="k-hat by site"):
-        importance.site_khat(model, guide, X, Y)

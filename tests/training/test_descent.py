@@ -57,7 +57,7 @@ def mean_of(latents):
 
 def by_train(model):
     guide = bdl.guides.AutoMAP(model)
-    run = bdl.training.train(model, guide, *data(), steps=300, learning_rate=0.1, batch_size=10)
+    run = bdl.training.train(model, guide, *data(), steps=150, learning_rate=0.1, batch_size=10)
     assert run.batch_size == 10
     return mean_of(guide.median())
 
@@ -65,7 +65,7 @@ def by_train(model):
 def by_evidence(model):
     guide = bdl.guides.AutoLaplaceGGN(model, structure="full")
     posterior, _ = bdl.evidence.train_by_evidence(
-        model, guide, *data(), steps=300, learning_rate=0.1, batch_size=10
+        model, guide, *data(), steps=150, rounds=2, learning_rate=0.1, batch_size=10
     )
     assert posterior.num_data == N
     return mean_of(posterior.median())
@@ -73,7 +73,7 @@ def by_evidence(model):
 
 def by_swag(model):
     guide = bdl.guides.AutoSWAG(model, rank=2)
-    bdl.training.train(model, guide, *data(), steps=300, learning_rate=0.1)
+    bdl.training.train(model, guide, *data(), steps=150, learning_rate=0.1)
     run = bdl.training.collect_swag(model, guide, *data(), snapshots=30)
     assert run.batch_size == 4
     return guide.swag_approximation().location()

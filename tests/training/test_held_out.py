@@ -146,9 +146,9 @@ def test_the_optimum_is_the_posterior_of_the_rows_that_are_kept(how, batch_size)
     x, y = line()
     model = stating(how, 60)
     guide = bdl.guides.AutoMeanField(model).prototype(x, y)
-    options = HeldOut(0.4, check_every=300)
+    options = HeldOut(0.4, check_every=200)
     train(
-        model, guide, x, y, steps=300, learning_rate=0.1, held_out=options,
+        model, guide, x, y, steps=200, learning_rate=0.1, held_out=options,
         batch_size=batch_size, elbo=bdl.elbo.TemperedTraceMeanField_ELBO(num_particles=4),
     )  # fmt: skip
     (x_kept, y_kept), _ = options.split((x, y))
@@ -176,13 +176,12 @@ def test_latents_of_single_rows_and_no_rows_are_refused():
         train(alone, bdl.guides.AutoMeanField(alone), steps=1, held_out=0.2)
 
 
-FAMILIES = ["AutoMAP", "AutoMeanField", "AutoMCDropout", "AutoEnsemble", "AutoSWAG"]
+FAMILIES = ["AutoMAP", "AutoEnsemble"]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", [(0,), (2,), (4,), (0, 1, 4)])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.filterwarnings("ignore:.*#dropout")  # of a network without hidden units
 def test_a_score_that_is_not_finite_is_never_the_best(family, where, bad):
     """The others decide, whenever it comes; it counts against the patience, and is said."""
     x, y = data()
