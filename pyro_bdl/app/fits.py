@@ -25,7 +25,7 @@ from pyro_bdl.guides.saved import load_posterior
 from pyro_bdl.posteriors import Fit, Problem
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.files import atomic_write
-from pyro_bdl.utils.progress import hidden, logger
+from pyro_bdl.utils.progress import is_silent, logger
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.version import __version__
 
@@ -173,7 +173,7 @@ class Fits:
 
     @property
     def _bars(self) -> bool:
-        return not (self.options.quiet or hidden(None))
+        return not (self.options.quiet or is_silent(None))
 
     def _say(
         self, name: str, evaluation: Evaluation, costs: Costs, *, finished: bool = False

@@ -42,7 +42,7 @@ from pyro_bdl.predictive.predictor import predictor
 from pyro_bdl.program.batches import leading_size, select_rows
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.precision import double_device
-from pyro_bdl.utils.progress import shown
+from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
 from pyro_bdl.utils.trees import tree_map
@@ -346,7 +346,7 @@ class _Draws:
         if data.kind.task == "classification" and not data.y.is_floating_point():
             width *= int(data.y.max()) + 1  # each label has a probability for every class
         batches = data.kind.batches(data.test, self.count, width)
-        for args, rows in shown(batches, "scores", data.progress):
+        for args, rows in progress_bar(batches, "scores", data.progress):
             seen = None if data.seen is None else data.seen.at(rows)
             if seen is not None and not seen.numbers.any():
                 continue

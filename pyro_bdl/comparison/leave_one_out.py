@@ -40,7 +40,7 @@ from pyro_bdl.utils.jackknife import GROUPS, jackknife_error, number_of_groups, 
 from pyro_bdl.utils.jobs import Job, results_of
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.precision import double, double_device
-from pyro_bdl.utils.progress import shown
+from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import equal_trees
 
@@ -265,7 +265,7 @@ def _likelihoods(
     densities, means, start = [], [], 0
     of_all: Any = 0.0
     rows: Any = None
-    for part, seen in shown(parts, "leave-one-out", progress):
+    for part, seen in progress_bar(parts, "leave-one-out", progress):
         density = log_densities(predictive, kind, part, seen)
         end = start + density.shape[1]
         if rows is None:  # a row may hold several data, or all rows may be one

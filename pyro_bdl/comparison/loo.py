@@ -27,7 +27,7 @@ from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils.jobs import Job, results_of
 from pyro_bdl.utils.module_state import device_of, evaluation_mode
-from pyro_bdl.utils.progress import shown
+from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import seeded
 
 _FACTOR = "loo_mixture"
@@ -211,7 +211,7 @@ def _columns(
             vectors = program.unconstrain(samples.flat())
             log_joint, _ = log_densities_of(program, None, samples)
             bad = (columns[2] > limit).nonzero().flatten().tolist()
-            for n in shown(bad, "moment matching", progress):
+            for n in progress_bar(bad, "moment matching", progress):
                 of_datum = _density(model, program, kind, parts, densities, n)
                 own = log_likelihood[:, n]
                 power = 1.0 if powers is None else float(powers[n])

@@ -33,7 +33,7 @@ from pyro_bdl.comparison.scores import (
     differences,
 )
 from pyro_bdl.utils.precision import double
-from pyro_bdl.utils.progress import shown
+from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.trees import equal_trees
 
 # matplotlib and pandas take long to import, and are imported when they are needed.
@@ -261,7 +261,7 @@ def compare_evaluations(
     one = {name: of_runs(several) for name, several in runs.items()}
     first = one[reference] if reference is not None else next(iter(one.values()))
     rows = {name: Row(evaluation.scores) for name, evaluation in one.items()}
-    for name, several in shown(runs.items(), "distances", progress):
+    for name, several in progress_bar(runs.items(), "distances", progress):
         for evaluation in several:
             _check_same(name, evaluation, first)
         if reference is not None and name != reference:

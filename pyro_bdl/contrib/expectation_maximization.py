@@ -30,7 +30,7 @@ from pyro_bdl.program.program import Program
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
-from pyro_bdl.utils.progress import hidden
+from pyro_bdl.utils.progress import is_silent
 
 
 @dataclass
@@ -93,7 +93,7 @@ def em(
     """
     run = _Maximization(model, args, kwargs, init_loc_fn)
     path, converged = [run.expect()], False
-    bar = trange(rounds, desc="EM", disable=hidden(progress), leave=False, delay=1)
+    bar = trange(rounds, desc="EM", disable=is_silent(progress), leave=False, delay=1)
     for _ in bar:
         value = run.round(path[-1], steps)
         if value is None:

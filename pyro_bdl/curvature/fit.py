@@ -36,7 +36,7 @@ from pyro_bdl.utils.autograd import has_own_functions, reaches
 from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.precision import double
-from pyro_bdl.utils.progress import shown
+from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import set_torch_states, torch_states
 
 _COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which copies them
@@ -363,7 +363,7 @@ def fit_curvature(
             sums.curvature.start_pass(number)
         found = at.linearizations(batches.part(), lambda: sums.config, read=number == 0)
         title = f"curvature, pass {number + 1} of {sums.config.kind.passes}"
-        for place, linearization in enumerate(shown(found, title, progress)):
+        for place, linearization in enumerate(progress_bar(found, title, progress)):
             is_first = number == place == 0
             if is_first:
                 _begin(sums, linearization, before)

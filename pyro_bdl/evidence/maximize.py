@@ -28,7 +28,7 @@ from pyro_bdl.program.normalized import NORMALIZATIONS, Exponents, normalized_gr
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.progress import shown
+from pyro_bdl.utils.progress import progress_bar
 
 _SHOWN = 6  # groups in the warning
 METHODS = ("fixed-point", "gradient")
@@ -303,7 +303,7 @@ class _Search:
         return self.model.optimum() if last else self.model.optimum(steps=_NEWTON_STEPS)
 
     def _counted(self, steps: int) -> Iterable[int]:
-        return shown(range(steps), "evidence, at most", self.progress)
+        return progress_bar(range(steps), "evidence, at most", self.progress)
 
     def _fixed_point(self, steps: int, tolerance: float) -> tuple[list[float], int]:
         """The history, and how many steps are left to gradient ascent where it fails."""

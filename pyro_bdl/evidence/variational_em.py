@@ -27,7 +27,7 @@ from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.training.descent import Descent
 from pyro_bdl.training.svi import check_backend, in_backend
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
-from pyro_bdl.utils.progress import hidden
+from pyro_bdl.utils.progress import is_silent
 
 _DRAWS = 32
 _CHUNK = 8
@@ -95,7 +95,7 @@ def variational_em(
     maximization: Descent | None = None
     history = []
     for number in trange(
-        rounds, desc="variational EM", disable=hidden(progress), leave=False, delay=1
+        rounds, desc="variational EM", disable=is_silent(progress), leave=False, delay=1
     ):
         taken = range(number * steps, (number + 1) * steps, expectation.stride)
         if expectation.run(taken, rounds * steps, None, lambda _: None):

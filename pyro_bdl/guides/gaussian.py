@@ -25,7 +25,7 @@ from pyro_bdl.curvature.structures.base import Curvature, Precision
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.held_out import HeldOut, is_worse_than_network, search
+from pyro_bdl.guides.held_out import HeldOutGain, is_worse_than_network, search
 from pyro_bdl.guides.mode import check_maximum, find_mode
 from pyro_bdl.guides.normal import NormalGuide
 from pyro_bdl.guides.point import JointGuide, restored_source
@@ -57,7 +57,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
     papers: ClassVar[tuple[str, ...]] = (bibliography.LAPLACE, bibliography.LINEARIZED)
     loc: Tensor  # u*, (P,)
     width: Tensor  # the factor of the covariance, 1 before ``fit_width``
-    held_out: HeldOut | None = None  # what the rows of ``fit_width`` said
+    held_out: HeldOutGain | None = None  # what the rows of ``fit_width`` said
     # None where the training left it; "closed" or "steps" at the mode of the subset, which it
     # follows in closed form or by ``find_mode``, see ``AutoLastLayer``
     mode: str | None = None
@@ -194,7 +194,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
         The posterior is then N(u*, t precision^-1), the Laplace approximation of
         (likelihood x prior)^(1/t). At t = 0 it is the network itself, so that the linearized
         predictive is never worse on these rows. ``print(guide.held_out)`` says what was found, see
-        ``HeldOut``. The evidence is defined at t = 1 only,
+        ``HeldOutGain``. The evidence is defined at t = 1 only,
         and raises an error for this guide.
 
         :param held_out: ``(x, y)`` or an iterable of batches that the weights were not trained on.
@@ -404,7 +404,7 @@ def _restore(guide: LaplaceGuide, saved: Mapping[str, Any]) -> None:
             guide.register_buffer(name, value.to(device))
     guide.load_state_dict(saved["state"])
     guide.num_data, guide.mode = saved["num_data"], saved["mode"]
-    guide.held_out = None if saved["held_out"] is None else HeldOut(**saved["held_out"])
+    guide.held_out = None if saved["held_out"] is None else HeldOutGain(**saved["held_out"])
     guide._priors = replaced_priors(guide.program_modules)
     reading = guide.read()
     _convert_noise(guide, reading)

@@ -44,7 +44,7 @@ _LEAST_LOSS = 0.01  # nats for each row; less is no reason to act
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutGain:
     """What held-out rows say of the posteriors N(u*, t C), linearized at u*; print it.
 
     The gain is the mean of log p_t(y | x) - log p_0(y | x) at the best factor t, where p_0 is the
@@ -82,7 +82,7 @@ class HeldOut:
 
 
 @torch.no_grad()
-def search(at: ProgramAtPoint, precision: Precision, held_out: Batches) -> HeldOut:
+def search(at: ProgramAtPoint, precision: Precision, held_out: Batches) -> HeldOutGain:
     """Find the factor t of the covariance C under which held-out rows are most probable.
 
     Each row's outputs are N(f(x; u*), t J C J'), so that one pass over the rows, for J C J', is
@@ -120,7 +120,7 @@ def search(at: ProgramAtPoint, precision: Precision, held_out: Batches) -> HeldO
     changes = (log_densities[1:] - log_densities[0])[:, seen]
     gains, errors = changes.mean(1), changes.std(1) / math.sqrt(rows)
     best = int(ranked(gains).argmax())
-    found = HeldOut(rows, FACTORS[best], float(gains[best]), float(errors[best]))
+    found = HeldOutGain(rows, FACTORS[best], float(gains[best]), float(errors[best]))
     if found.helps:
         return found
     unchanged = (changes.abs().mean(1) <= _UNCHANGED).nonzero()[:, 0].tolist()

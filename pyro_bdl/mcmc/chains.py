@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from pyro_bdl.errors import warn
 from pyro_bdl.utils.precision import double
-from pyro_bdl.utils.progress import hidden
+from pyro_bdl.utils.progress import is_silent
 
 _ENOUGH = 10  # draws needed to judge chains
 _DIVERGENT = 0.1  # the share of microcanonical draws with one above which a warning is given
@@ -45,7 +45,7 @@ class Chains:
 
 
 def progress_bar(progress: bool | None, total: int, description: str) -> tqdm:
-    return tqdm(total=total, desc=description, disable=hidden(progress), leave=False, delay=1)
+    return tqdm(total=total, desc=description, disable=is_silent(progress), leave=False, delay=1)
 
 
 def stack_chains(chains: list[Chains]) -> Chains:

@@ -17,7 +17,7 @@ from tqdm import trange
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils.module_state import hooked
-from pyro_bdl.utils.progress import hidden
+from pyro_bdl.utils.progress import is_silent
 
 _RUNNING = ("running_mean", "running_var")
 _STATISTICS = (*_RUNNING, "num_batches_tracked")
@@ -70,7 +70,7 @@ def statistics_of_draws(
     """
     rows: list[Draws] = []
     total = next(iter(draws.values())).shape[0]
-    for i in trange(total, desc="batch norm", disable=hidden(progress), leave=False, delay=1):
+    for i in trange(total, desc="batch norm", disable=is_silent(progress), leave=False, delay=1):
         draw = {name: value[i] for name, value in draws.items()}
         with leaving_running_statistics(model, in_evaluation=True) as calls:
             for args, kwargs in data:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.linear_ops.tracker import are_tracked
-from pyro_bdl.program.network_sites import Each
+from pyro_bdl.program.network_sites import PerNetwork
 from pyro_bdl.program.vmap import DrawMap, looped
 from pyro_bdl.utils.trees import tree_flatten, tree_map, tree_unflatten
 
@@ -100,7 +100,7 @@ def over_networks(
     own = {
         number: tree_map(partial(plates.stacked, dim=leaf.dim), leaf.value)
         for number, leaf in enumerate(leaves)
-        if isinstance(leaf, Each)
+        if isinstance(leaf, PerNetwork)
     }
     inputs, own_spec = tree_flatten(own)
     names = [f"input {number}" for number in range(len(inputs))]

@@ -27,14 +27,14 @@ class SampledNetwork:
 
 
 @dataclass(frozen=True)
-class Each:
+class PerNetwork:
     """An argument that differs by network, see :func:`each`."""
 
     value: Any
     dim: int = 0
 
 
-def each(value: Any, dim: int = 0) -> Each:
+def each(value: Any, dim: int = 0) -> PerNetwork:
     """An argument of a plate of networks of which each network gets its own part.
 
     Network g gets ``value[g]``; all networks get the same of any other argument.
@@ -44,4 +44,4 @@ def each(value: Any, dim: int = 0) -> Each:
     :param dim: for several plates the first of their dimensions, which follow each other in the
         order of the plates' dims from left to right.
     """
-    return Each(value, dim)
+    return PerNetwork(value, dim)

@@ -33,7 +33,7 @@ from pyro_bdl.program.program import trace_once
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.module_state import Modules, device_of, evaluation_mode
 from pyro_bdl.utils.one_thread import Hidden
-from pyro_bdl.utils.progress import hidden
+from pyro_bdl.utils.progress import is_silent
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import listed, ranked, whole_number
 
@@ -181,7 +181,7 @@ class Descent:
         :param progress: description of the bar; None for no bar.
         :param after: called with the number of steps after each step, or stretch of steps.
         """
-        hide = progress is None or hidden(None)
+        hide = progress is None or is_silent(None)
         with tqdm(total=steps, desc=progress, disable=hide, leave=False, delay=1) as bar:
             try:
                 for number in numbers:

@@ -16,7 +16,7 @@ from pyro_bdl.program.observed_arguments import TargetArguments
 from pyro_bdl.training.descent import Descent
 from pyro_bdl.training.svi import cosine, in_backend
 from pyro_bdl.utils.module_state import vmappable
-from pyro_bdl.utils.progress import shown
+from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import seeded, torch_states
 
 _Values = Mapping[str, Tensor]
@@ -123,7 +123,7 @@ class GuidesOfTargets:
             with seeded(seed + i):
                 states.append(torch_states())
         together = Together(fits, states)
-        for number in shown(range(0, steps, together.stride), "guides", progress):
+        for number in progress_bar(range(0, steps, together.stride), "guides", progress):
             together.advance(number)
         return torch.stack([fit.stacked_losses() for fit in fits], -1)
 
@@ -144,7 +144,7 @@ class GuidesOfTargets:
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         history = []
         with pyro.validation_enabled(False), vmappable():
-            for _ in shown(range(steps), "guides", progress):
+            for _ in progress_bar(range(steps), "guides", progress):
                 losses = losses_of(self._free, self.values)
                 optimizer.zero_grad()
                 losses.sum().backward()

@@ -23,7 +23,7 @@ from pyro_bdl.training.collapse import warn_of_collapse, warn_of_joint_scales
 from pyro_bdl.training.descent import Descent, Training, data_for, rows_of
 from pyro_bdl.training.held_out import EarlyStopping, HeldOut
 from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.progress import shown
+from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import fixed_normal, seeded
 from pyro_bdl.utils.validation import whole_number
 
@@ -235,7 +235,7 @@ def estimate_elbo(
     total, passes, repeats = 0.0, 0, 1
     while passes < repeats:
         counts = []
-        for batch in shown(data.parts(size), "ELBO", progress):
+        for batch in progress_bar(data.parts(size), "ELBO", progress):
             check_finite(model, *batch)
             counts.append(max(1, leading_size(batch)))
             total -= elbo.loss(model, guide, *batch[0], **batch[1]) * counts[-1]

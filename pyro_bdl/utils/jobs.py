@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pyro
 import torch
 
-from pyro_bdl.utils.progress import shown
+from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import seeded
 
 _running = threading.Lock()  # of a worker's process: clusters run several jobs in its threads
@@ -75,7 +75,7 @@ def results_of(
     one_by_one = parallel.get_active_backend()[0].supports_return_generator
     workers = Parallel(n_jobs=n_jobs, return_as="generator" if one_by_one else "list")
     results = workers(delayed(_elsewhere)(function, job, caller) for job in waiting)
-    done = shown(results, description, progress, total=len(waiting))
+    done = progress_bar(results, description, progress, total=len(waiting))
     for job, result in zip(waiting, done, strict=True):
         if result is None:
             with _own_state(job, caller):

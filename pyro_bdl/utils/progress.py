@@ -17,7 +17,7 @@ logger.addHandler(logging.NullHandler())
 T = TypeVar("T")
 
 
-def hidden(progress: bool | None) -> bool:
+def is_silent(progress: bool | None) -> bool:
     """Return whether a bar is hidden, the argument ``disable`` of tqdm.
 
     :param progress: True or False to show it or not; None to show it in terminals and notebooks.
@@ -27,7 +27,7 @@ def hidden(progress: bool | None) -> bool:
     return not ("ipykernel" in sys.modules or _is_terminal(sys.stderr))
 
 
-def shown(
+def progress_bar(
     parts: Iterable[T],
     description: str,
     progress: bool | None = None,
@@ -36,10 +36,10 @@ def shown(
 ) -> Iterable[T]:
     """The same parts, with a bar after a second.
 
-    :param progress: see :func:`hidden`.
+    :param progress: see :func:`is_silent`.
     :param total: their number, where they have no length.
     """
-    hide = hidden(progress)
+    hide = is_silent(progress)
     return tqdm(parts, desc=description, total=total, leave=False, delay=1, disable=hide)
 
 

@@ -19,10 +19,10 @@ class Terminal(io.StringIO):
 def test_bars_are_for_terminals(stream, shown, monkeypatch):
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     monkeypatch.setattr(sys, "stderr", stream)
-    assert progress.hidden(None) == (not shown)
-    assert not progress.hidden(True) and progress.hidden(False)
+    assert progress.is_silent(None) == (not shown)
+    assert not progress.is_silent(True) and progress.is_silent(False)
 
 
 def test_bars_are_for_notebooks(monkeypatch):
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
-    assert not progress.hidden(None)
+    assert not progress.is_silent(None)

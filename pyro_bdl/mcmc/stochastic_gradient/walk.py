@@ -18,7 +18,7 @@ from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
 from pyro_bdl.mcmc.stochastic_gradient.scores import Scores
 from pyro_bdl.program.batches import Batch, Stream
 from pyro_bdl.program.check import check_finite
-from pyro_bdl.utils.progress import hidden
+from pyro_bdl.utils.progress import is_silent
 from pyro_bdl.utils.random_state import set_torch_states, torch_states
 from pyro_bdl.utils.trees import tree_map
 
@@ -78,7 +78,7 @@ class Walk:
         self.loop = self._compiled() if ends[-1] >= _WORTH_COMPILING else None
         interrupted = False
         bar = tqdm(
-            total=ends[-1], desc="SG-MCMC", disable=hidden(progress), leave=False,
+            total=ends[-1], desc="SG-MCMC", disable=is_silent(progress), leave=False,
             mininterval=_REFRESH, delay=1,
         )  # fmt: skip
         with bar:

@@ -51,7 +51,7 @@ def outer(x: Tensor) -> Outer:
     return Outer(rows, cache(lambda: products(rows)))
 
 
-class Factor(nn.Module):
+class KroneckerFactor(nn.Module):
     """A = sum_r x_r x_r' over vectors of m numbers, for each of several groups.
 
     Up to m / 2 vectors are stored as they are, else the matrix. ``decompose`` turns them into
@@ -121,7 +121,7 @@ class Factor(nn.Module):
         if self.matrix is not None:
             self.matrix *= number
 
-    def add_decomposed(self, other: "Factor") -> None:
+    def add_decomposed(self, other: "KroneckerFactor") -> None:
         """Add another factor after its decomposition."""
         assert other.values is not None and other.vectors is not None
         roots = other.vectors * other.values.sqrt()[:, None]
@@ -195,8 +195,8 @@ class WeightFactors(nn.Module):
         self.register_buffer("count", double(like.new_zeros(())))
         self.register_buffer("looked_up", like.new_zeros(out) if lookup else None)
         self.register_buffer("corrected", None)
-        self.inputs = None if lookup else Factor(groups, into, like, site)
-        self.outputs = Factor(groups, into if lookup else out, like, site)
+        self.inputs = None if lookup else KroneckerFactor(groups, into, like, site)
+        self.outputs = KroneckerFactor(groups, into if lookup else out, like, site)
 
     def add_inputs(self, block: ProductBlock | LookupBlock, *, reduce: bool) -> None:
         if isinstance(block, LookupBlock):
@@ -216,7 +216,7 @@ class WeightFactors(nn.Module):
         self.inputs.add(outer(a.mean(1, keepdim=True) if reduce else a))
 
     @property
-    def factors(self) -> list[Factor]:
+    def factors(self) -> list[KroneckerFactor]:
         return [factor for factor in (self.inputs, self.outputs) if factor is not None]
 
     def sums(self, number: int) -> list[Tensor]:
@@ -334,12 +334,12 @@ def gradients_of(block: ProductBlock | LookupBlock, *, reduce: bool) -> Outer:
     return outer(g.sum(1, keepdim=True) if reduce else g)
 
 
-def decompose(factors: Iterable[Factor]) -> None:
+def decompose(factors: Iterable[KroneckerFactor]) -> None:
     """Decompose factors; equal ones are decomposed once.
 
     A weight and its bias have the same gradients, and parallel weights have the same inputs.
     """
-    done: list[tuple[Tensor, Factor]] = []
+    done: list[tuple[Tensor, KroneckerFactor]] = []
     for factor in factors:
         if factor.values is not None:
             continue

@@ -7,7 +7,7 @@ import torch
 from helpers import second_device
 
 from pyro_bdl.curvature.structures.kron import factors
-from pyro_bdl.curvature.structures.kron.factors import Factor, Outer, decompose, outer
+from pyro_bdl.curvature.structures.kron.factors import KroneckerFactor, Outer, decompose, outer
 
 GROUPS, SIZE = 2, 8
 
@@ -16,7 +16,7 @@ def made(count, start=0, device="cpu"):
     """A factor of batches of one or two vectors, and what it adds up to."""
     torch.manual_seed(start)
     x = second_device.moved(torch.randn(count, 1, GROUPS, SIZE), torch.device(device))
-    factor = Factor(GROUPS, SIZE, x.new_empty(0), "w")
+    factor = KroneckerFactor(GROUPS, SIZE, x.new_empty(0), "w")
     for part in x.split([1] + [2] * (count // 2) if count % 2 else 2):
         factor.add(outer(part))
     return factor, torch.einsum("ntgi,ntgj->gij", x, x)
@@ -61,7 +61,7 @@ def test_positions_and_totals():
         expected = torch.einsum("ntgi,ntgj->gij", x, x)
         torch.testing.assert_close(outer(given).total(), expected)
         for vectors in (outer(given), Outer(None, lambda expected=expected: expected)):
-            factor = Factor(GROUPS, SIZE, x, "w")
+            factor = KroneckerFactor(GROUPS, SIZE, x, "w")
             factor.add(vectors)
             factor.add(vectors)
             torch.testing.assert_close(factor.as_matrix(), 2 * expected)
@@ -81,7 +81,7 @@ def test_small_eigenvalues_in_float32(double_up_to):
     torch.manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(size, 4))[0] for size in (4, SIZE))
     x = (left @ torch.diag(torch.tensor([1e2, 1.0, 1.0, 1e-2])) @ right.T).float()
-    factor = Factor(1, SIZE, x, "w")
+    factor = KroneckerFactor(1, SIZE, x, "w")
     factor.add(outer(x[:, None, None]))
     factor.decompose(double_up_to=double_up_to)
     exact = torch.linalg.svdvals(x.double()).square().flip(0)
@@ -99,7 +99,7 @@ def test_on_another_device(device):
 def test_a_matrix_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
     """Three vectors of 3000 numbers fit; their matrix, 36 MB, and its decomposition do not."""
     monkeypatch.setattr(factors, "available_memory", lambda device: 10**8)
-    factor = Factor(1, 3000, torch.empty(0, dtype=torch.float32), "weight")
+    factor = KroneckerFactor(1, 3000, torch.empty(0, dtype=torch.float32), "weight")
     factor.add(outer(torch.randn(3, 1, 1, 3000, dtype=torch.float32)))
     with pytest.raises(MemoryError, match=r"factor of 3,000 x 3,000 numbers of the site 'weight'"):
         factor.as_matrix()
