@@ -61,7 +61,12 @@ class Step:
         optimizer.step(*given)
 
     def backward(self, factor: float = 1.0) -> None:
-        """Add the gradients of ``factor * loss`` to those of the parameters."""
+        """Add the gradients of ``factor * loss`` to those of the parameters.
+
+        Hooks of the parameters are called. Those of their ``AccumulateGrad`` nodes, which torch
+        does not show, are not where a graph has computed the gradients: for these call
+        ``step.loss.backward()``.
+        """
         if self.outcome is None:
             self.value.backward(None if factor == 1.0 else torch.full_like(self.value, factor))
             return

@@ -170,6 +170,12 @@ def log_densities(sites: list[GaussianOutputs], factor: float) -> Tensor:
         density = closed_forms.log_density(scaled)
         density = _over_draws(scaled) if density is None else density
         terms.append(double(density).reshape(outputs.num_data, -1).sum(1))
+        if len(terms[-1]) != len(terms[0]):
+            raise UnsupportedProgramError(
+                f"the site '{outputs.name}' has {outputs.num_data} rows, and "
+                f"'{sites[0].outputs.name}' {len(terms[0])}, so that there is no density of each "
+                "held-out row: give the rows of both as arguments"
+            )
     return torch.stack(terms).sum(0)
 
 
@@ -256,6 +262,8 @@ def _comparable_rows(guide: "LaplaceGuide", run: Run, batches: Batches) -> int:
     numbers = sum(value.numel() / num_data(site) for value, site in moving)
     rows = min(count, _MOST_ROWS, max(_LEAST_ROWS, int(_COLUMNS / max(1.0, numbers))))
     if not all(site.distribution.batch_shape for site in observed):  # rows are one event
+        return 0
+    if len({num_data(site) for site in observed}) > 1:  # some are no rows of the arguments
         return 0
     needs_all = guide.config.rows == "together" or leading_size(guide.example_rows) == count
     if not has_rows(batch, count) or rows < _LEAST_ROWS or (needs_all and rows < count):

@@ -80,7 +80,7 @@ class Predictive(Predictions):
     :param posterior: a guide of this package or of Pyro, ``Samples``, an ``MCMC`` of Pyro or
         NumPyro after its run, or a dict of draws as ``mcmc.get_samples()`` gives it. Latents that a
         dict lacks, discrete ones too, are drawn from their prior and are among the results; by
-        default all are.
+        default all are. ``Samples`` must hold all.
     :param num_samples: S; by default all draws of ``Samples``, or 100 of a guide. Of ``Samples``
         with fewer draws all are taken, with a note.
     :param memory: bytes for intermediate results; the draws are evaluated in chunks of this size.

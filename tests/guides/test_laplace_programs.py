@@ -204,6 +204,28 @@ def test_more_data_for_a_program_that_held_its_own_are_refused():
     torch.testing.assert_close(posterior.variances(), 1 / (1 + SLOPES.square().sum())[None])
 
 
+@pytest.mark.parametrize("structure", ["full", "diag", "kernel"])
+def test_data_of_the_program_beside_more_rows_of_the_arguments(structure):
+    """The posterior of both; there is no density of each row that the fit could be judged by."""
+    torch.manual_seed(0)
+    x, y = torch.randn(30), torch.randn(30)
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(()), 1.0))
+        with pyro.plate("before", 4):
+            pyro.sample("old", dist.Normal(w * SLOPES, 0.5), obs=TARGETS)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+
+    guide = AutoLaplaceGGN(model, structure=structure, rows="together").prototype(x, y)
+    precision = 1 + 4 * SLOPES.square().sum() + x.square().sum()
+    guide.loc.data.copy_((4 * SLOPES @ TARGETS + x @ y) / precision)
+    posterior = guide.laplace_approximation((x, y))
+    torch.testing.assert_close(posterior.variances(), 1 / precision[None])
+    with pytest.raises(UnsupportedProgramError, match="'y' has 30 rows, and 'old' 4"):
+        posterior.fit_width((x, y))
+
+
 @pytest.mark.parametrize("is_update", [False, True])
 @pytest.mark.parametrize("curvature", ["ggn", "hessian"])
 @pytest.mark.parametrize(("power", "rows"), [(1, "alone"), (2, "alone"), (2, "together")])
