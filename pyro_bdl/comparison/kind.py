@@ -81,7 +81,7 @@ class Kind:
 
     :param sites: observed site to the name of its distribution.
     :param task: ``"regression"`` or ``"classification"``.
-    :param latents: its latent sites; None if their shapes are unknown without a posterior.
+    :param program: it on the data; None if its latents are unknown without a posterior.
     :param by_rows: whether the first axis of the numbers is that of the rows of the arguments.
     :param plates: the plates that all sites stand in, each with its dimension at each site, counted
         from the right; the first dimension first.
@@ -104,7 +104,7 @@ class Kind:
 
     sites: Mapping[str, str]
     task: str
-    latents: Mapping[str, Latent] | None = None
+    program: Program | None = None
     by_rows: bool = True
     plates: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     mixed: bool = False
@@ -121,6 +121,11 @@ class Kind:
     named: tuple[str, ...] = ()
     is_log: bool = False
     is_scaled: bool = False
+
+    @property
+    def latents(self) -> Mapping[str, Latent] | None:
+        """The program's latent sites; None if their shapes are unknown."""
+        return None if self.program is None else self.program.latents
 
     @property
     def is_single(self) -> bool:
@@ -402,7 +407,7 @@ def _kind_of(
     kind = Kind(
         sites=kinds,
         task="classification" if is_class else "regression",
-        latents=None if program is None else program.latents,
+        program=program,
         by_rows=_are_rows(args, sites, plates),
         plates=plates,
         mixed=len(classes) > 1,

@@ -375,13 +375,15 @@ def _densities(
     guide without a density. Of p the prior alone, or the whole with the likelihood where other
     sites than those that are scored, or factors, are a part of it."""
     with evaluation_mode(model, guide):
-        local = kind.latents is None or any(latent.plates for latent in kind.latents.values())
-        few = not (local or kind.is_partial) and has_rows((args, {}), leading_size(args))
-        if few:
+        program = kind.program
+        if program is None or any(latent.plates for latent in program.latents.values()):
+            program = Program(model, *args)
+        elif not kind.is_partial and has_rows((args, {}), leading_size(args)):
             args = select_rows(args, slice(0, 2))  # the prior does not depend on the data
-        program = Program(model, *args)
-        target = program.log_joint if kind.is_partial else program.log_prior
-        log_p, log_q = log_densities_of(program, guide, samples, target)
+        density = program.log_joint if kind.is_partial else program.log_prior
+        log_p, log_q = log_densities_of(
+            program, guide, samples, lambda latents: density(latents, *args)
+        )
     return double(log_p), None if log_q is None else double(log_q)
 
 

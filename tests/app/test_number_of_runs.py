@@ -36,4 +36,4 @@ def test_two_guides_of_a_small_file(tmp_path):
         assert run(options, "") == 0
     finally:
         sys.setprofile(None)
-    assert sum(counts.values()) <= 41
+    assert sum(counts.values()) <= 40
