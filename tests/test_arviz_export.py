@@ -387,32 +387,6 @@ def test_netcdf_and_back(fitted, tmp_path):
 # ArviZ's functions
 
 
-@pytest.fixture(scope="module")
-def both(fitted, chains):
-    model, guide, x, y = fitted
-    other, samples, *_ = chains
-    return {
-        "guide": to_arviz(model, guide, x, y, num_samples=100),
-        "nuts": to_arviz(other, samples, x, y),
-    }
-
-
-@pytest.mark.parametrize("name", ["guide", "nuts"])
-@pytest.mark.filterwarnings("ignore")
-def test_arvizs_statistics_and_plots(both, name):
-    data = both[name]
-    summary = arviz.summary(data, var_names=["noise"])
-    mean = float(data["posterior"]["noise"].mean())
-    assert float(summary["mean"].iloc[0]) == pytest.approx(mean, abs=0.006)
-    loo = arviz.loo(data, pointwise=True, var_name="y")
-    assert np.isfinite(loo.elpd_loo if OLD else loo.elpd)
-    assert set(arviz.compare(both).index) == {"guide", "nuts"}
-    arviz.plot_forest(data, var_names=["noise", "2.weight"])
-    arviz.plot_loo_pit(data, **({"y": "y"} if OLD else {"var_names": ["y"]}))
-    assert any(axes.has_data() for n in pyplot.get_fignums() for axes in pyplot.figure(n).axes)
-    pyplot.close("all")
-
-
 def schools(sigma, y=None):
     """Eight schools, not centered: the effects are a deterministic site, another is in no plate."""
     mu = pyro.sample("mu", dist.Normal(0.0, 5.0))

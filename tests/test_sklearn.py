@@ -22,7 +22,7 @@ SMALL = {"hidden": (6,), "random_state": 0}
 
 @parametrize_with_checks(
     [
-        BayesianRegressor("map", steps=120, hidden=(8,)),
+        BayesianRegressor("map", steps=80, hidden=(8,)),
         BayesianClassifier("map", steps=60, hidden=(8,)),
     ]
 )
@@ -50,7 +50,7 @@ def test_a_linear_network_is_bayesian_linear_regression():
     x, y = data()
     linear = BayesianRegressor(
         "laplace-full", network=lambda inputs, outputs: nn.Linear(inputs, outputs),
-        prior=bdl.priors.Normal(1.0), steps=1000, random_state=0,
+        prior=bdl.priors.Normal(1.0), steps=400, random_state=0,
     ).fit(x, y)  # fmt: skip
     noise = linear.posterior_.median()["noise"].item()
     design = np.hstack([(x - x.mean(0)) / x.std(0), np.ones((len(x), 1))])

@@ -81,7 +81,7 @@ TEMPERED, COLD = partial(temper, temperature=0.1), partial(cold, temperature=0.2
         ("numpyro", HMC(trajectory_length=1.5), TEMPERED),
         ("pyro", HMC(trajectory_length=1.5), _as_it_is),
         ("numpyro", HMC(), _as_it_is),
-        ("pyro", HMC(), _as_it_is),
+        pytest.param("pyro", HMC(), _as_it_is, marks=pytest.mark.slow),
         pytest.param("numpyro", NUTS(max_tree_depth=5), _as_it_is, marks=pytest.mark.slow),
         pytest.param("pyro", NUTS(max_tree_depth=5), TEMPERED, marks=pytest.mark.slow),
     ],
