@@ -19,7 +19,6 @@ from pyro_bdl import posteriors, priors
 from pyro_bdl.data.dataset import CENSORED
 from pyro_bdl.data.programs import LIKELIHOODS, perceptron
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import DEFAULT_DRAWS
 from pyro_bdl.guides.saved import from_bytes, to_bytes
 from pyro_bdl.nn import bayesianize
 from pyro_bdl.predictive.predictor import predictor
@@ -115,9 +114,9 @@ class _BayesianNetwork(BaseEstimator):
     def _set_predictive(self) -> None:
         """Fix the draws, so that a prediction does not depend on the others."""
         with seeded(self.seed_):
-            self._predictive = self._predictive_at(DEFAULT_DRAWS, self.seed_)
+            self._predictive = self._predictive_at(None, self.seed_)
 
-    def _predictive_at(self, count: int, seed: int) -> Any:
+    def _predictive_at(self, count: int | None, seed: int) -> Any:
         """The predictions at draws of a guide, or at all draws of chains."""
         return predictor(self.model_, self.posterior_, count, seed=seed)
 

@@ -79,7 +79,8 @@ def compare(
         test inputs into near, between and beyond the training inputs.
     :param ood: out-of-distribution inputs, to score how well the uncertainty separates them from
         the test inputs.
-    :param num_samples: draws of each guide, at least 2; of ``Samples`` all draws are used.
+    :param num_samples: draws of each guide, at least 2, and of an ensemble so many less that each
+        member comes as often; of ``Samples`` all draws are used.
     :param batch_norm_data: the training data, ``(x, y)`` or an iterable of batches, for networks
         with BatchNorm: each draw gets its own running statistics, as in ``Predictive``. The linear
         model of a Laplace approximation keeps the network's statistics.

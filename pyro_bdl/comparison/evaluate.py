@@ -35,6 +35,7 @@ from pyro_bdl.guides.draws import (
     DRAWS_AT_ONCE,
     as_posterior,
     check_program,
+    evenly,
 )
 from pyro_bdl.metrics.calibration import coverage_range
 from pyro_bdl.metrics.monte_carlo import halves
@@ -277,7 +278,8 @@ class _Draws:
             return
         self.posterior = as_posterior(posterior, model, rows)
         self.predictive = predictor(
-            model, self.posterior, setting.num_samples, args=without_targets(args),
+            model, self.posterior, evenly(self.posterior, setting.num_samples),
+            args=without_targets(args),
             seed=setting.seed, unknown=kind.unknown, batch_norm_data=setting.batch_norm_data,
             latents=kind.latents,
         )  # fmt: skip

@@ -30,7 +30,7 @@ from pyro_bdl.diagnostics.loo import (
 from pyro_bdl.diagnostics.psis import smooth
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import DRAWS_AT_ONCE, log_densities_of
+from pyro_bdl.guides.draws import DRAWS_AT_ONCE, evenly, log_densities_of
 from pyro_bdl.predictive.predictor import predictor
 from pyro_bdl.program.batches import device_of_rows, has_rows, leading_size, select_rows
 from pyro_bdl.program.program import Program
@@ -486,7 +486,8 @@ def _log_density(
             f"k_fold leaves out rows, and the observed sites {', '.join(map(repr, kind.sites))} "
             "have no common plate with a cell for each row"
         )
-    predictive = predictor(model, posterior, num_samples, unknown=kind.unknown)
+    count = evenly(posterior, num_samples)
+    predictive = predictor(model, posterior, count, unknown=kind.unknown)
     parts, tails = [], []
     without: Any = torch.full((GROUPS,), math.nan, device="cpu")
     for part, _ in kind.batches(args, num_samples):

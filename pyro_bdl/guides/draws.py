@@ -148,7 +148,16 @@ def latent_draws(
             warn(words, "fewer-draws", stacklevel=3)
             num_samples = None
         return posterior.flat(num_samples)
-    return to_samples(posterior, num_samples or DEFAULT_DRAWS, *args, **kwargs).flat()
+    count = evenly(posterior) if num_samples is None else num_samples
+    return to_samples(posterior, count, *args, **kwargs).flat()
+
+
+def evenly(posterior: Any, num_samples: int | None = None) -> int:
+    """The number of draws for averages: ``num_samples``, 100 by default, or as many less that each
+    member of an ensemble comes as often."""
+    count = DEFAULT_DRAWS if num_samples is None else whole_number(num_samples, "num_samples")
+    members = posterior.num_members if isinstance(posterior, Guide) else 1
+    return count - count % members if count > members else count
 
 
 @torch.no_grad()

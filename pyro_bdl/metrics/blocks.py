@@ -97,3 +97,11 @@ def checked_labels(probabilities: Tensor, y: Tensor) -> Tensor:
 def nan_where(missing: Tensor, values: Tensor) -> Tensor:
     """Values that are NaN where a prediction is: comparisons with NaN are False, not NaN."""
     return values.masked_fill(missing.to(values.device), torch.nan)
+
+
+def in_order(values: Tensor, scores: Tensor) -> Tensor:
+    """Values ``(N,)`` in the order of rising scores ``(N,)``; those of equal scores are their mean,
+    as they are on average over all orders."""
+    _, group, sizes = scores.unique(return_inverse=True, return_counts=True)
+    sums = values.new_zeros(len(sizes)).index_add_(0, group, values)
+    return (sums / sizes).repeat_interleave(sizes)

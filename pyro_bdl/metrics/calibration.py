@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.diagnostics.rank import sort
-from pyro_bdl.metrics.blocks import blocks, checked_labels, nan_where, same_points
+from pyro_bdl.metrics.blocks import blocks, checked_labels, in_order, nan_where, same_points
 from pyro_bdl.utils.precision import double, double_device
 
 
@@ -176,7 +176,8 @@ def adaptive_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 
     """Calibration error in bins with equally many points, from 0 (best) to 1.
 
     Like :func:`expected_calibration_error`, but the bins end at quantiles of the confidences, so
-    that no bin is empty if a network is confident everywhere.
+    that no bin is empty if a network is confident everywhere. Points of equal confidence count with
+    their mean error, whatever their order.
 
     :param probabilities: ``(N, C)``.
     :param y: ``(N,)``, class indices.
@@ -189,8 +190,7 @@ def adaptive_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 
     _check_bins(bins)
     labels = checked_labels(probabilities, y)
     confidence, predicted = double(probabilities).max(-1)
-    order = confidence.argsort(stable=True)
-    error = (double(predicted == labels) - confidence)[order]
+    error = in_order(double(predicted == labels) - confidence, confidence)
     parts = error.tensor_split(min(bins, len(error)))
     return torch.stack([part.sum().abs() for part in parts]).sum() / len(error)
 

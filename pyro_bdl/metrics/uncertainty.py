@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.diagnostics.rank import average_ranks, ordered
-from pyro_bdl.metrics.blocks import same_shape
+from pyro_bdl.metrics.blocks import in_order, same_shape
 from pyro_bdl.utils.precision import double
 
 
@@ -164,9 +164,7 @@ def aurc(score: Tensor, error: Tensor) -> Tensor:
     if score.isnan().any():
         return double(score.new_tensor(torch.nan))
     score, error = (double(value.detach()).flatten() for value in (score, error))
-    _, group, sizes = score.unique(return_inverse=True, return_counts=True)
-    sums = error.new_zeros(len(sizes)).index_add_(0, group, error)
-    risks = (sums / sizes).repeat_interleave(sizes).cumsum(0)
+    risks = in_order(error, score).cumsum(0)
     return (risks / torch.arange(1, len(risks) + 1, device=risks.device)).mean()
 
 

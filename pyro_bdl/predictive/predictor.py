@@ -6,7 +6,7 @@ from typing import Any
 from pyro_bdl.distributions.moments import observation_kind
 from pyro_bdl.distributions.parameters import is_known
 from pyro_bdl.errors import warn
-from pyro_bdl.guides.draws import DEFAULT_DRAWS, samples_of_program, to_samples
+from pyro_bdl.guides.draws import evenly, samples_of_program, to_samples
 from pyro_bdl.predictive.linearized import OF_WEIGHTS, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.observations import Predictions
 from pyro_bdl.predictive.sampled import Predictive
@@ -53,7 +53,8 @@ def predictor(
             "moments-of-distributions",
             stacklevel=4,
         )
-    samples = to_samples(posterior, num_samples or DEFAULT_DRAWS, *args, **(kwargs or {}))
+    count = evenly(posterior) if num_samples is None else num_samples
+    samples = to_samples(posterior, count, *args, **(kwargs or {}))
     if latents is not None:
         samples = samples_of_program(latents, posterior, samples)
     return Predictive(model, samples, batch_norm_data=batch_norm_data)

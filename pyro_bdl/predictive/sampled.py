@@ -13,9 +13,9 @@ from pyro_bdl.distributions.parameters import is_known, parameters_of, rebuilt
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import (
-    DEFAULT_DRAWS,
     as_posterior,
     drawn_in_parts,
+    evenly,
     latent_draws,
     run_of_posterior,
     to_samples,
@@ -81,8 +81,9 @@ class Predictive(Predictions):
         NumPyro after its run, or a dict of draws as ``mcmc.get_samples()`` gives it. Latents that a
         dict lacks, discrete ones too, are drawn from their prior and are among the results; by
         default all are. ``Samples`` must hold all.
-    :param num_samples: S; by default all draws of ``Samples``, or 100 of a guide. Of ``Samples``
-        with fewer draws all are taken, with a note.
+    :param num_samples: S; by default all draws of ``Samples``, or 100 of a guide, and of an
+        ensemble so many less that each member comes as often. Of ``Samples`` with fewer draws all
+        are taken, with a note.
     :param memory: bytes for intermediate results; the draws are evaluated in chunks of this size.
     :param batch_norm_data: the training data, ``(x, y)`` or an iterable of batches, for networks
         with BatchNorm: each draw of the weights gets its own running statistics, from a pass over
@@ -164,7 +165,7 @@ class Predictive(Predictions):
             return self
         posterior = as_posterior(self.posterior, self.model, args, kwargs)
         if not isinstance(posterior, Samples):
-            count = DEFAULT_DRAWS if self.num_samples is None else self.num_samples
+            count = evenly(posterior) if self.num_samples is None else self.num_samples
             with torch.no_grad():
                 posterior = to_samples(posterior, count, *args, **kwargs)
         result = Predictive(
@@ -269,7 +270,7 @@ class Predictive(Predictions):
             draws = latent_draws(guide, total, *args, **kwargs)
             yield number_of_draws(draws), draws
             return
-        total = DEFAULT_DRAWS if total is None else whole_number(total, "num_samples")
+        total = evenly(guide) if total is None else whole_number(total, "num_samples")
         if self.batch_norm_data is not None:
             yield total, latent_draws(guide, total)
             return

@@ -62,6 +62,25 @@ def test_draws_take_the_members_in_turn():
     torch.testing.assert_close(bdl.Predictive(model, bdl.Samples(alone))(x)["f"][0], predictions[1])
 
 
+def test_predictions_and_scores_count_each_member_as_often():
+    """Those of 3 members are their averages, not of 34 + 33 + 33 draws, or 334 + 333 + 333."""
+    model, x, y = problem(torch.float64)
+    guide = bdl.guides.AutoEnsemble(model, size=3).prototype(x, y)
+    latents = {name: draw.detach() for name, draw in guide.sample_latents(3).items()}
+    member = bdl.Predictive(model, latents)
+    expected = member.moments(x)["y"]
+    of_default = bdl.Predictive(model, guide)
+    assert of_default(x)["f"].shape == (99, 40)
+    for found in (of_default.moments(x)["y"], of_default.at_fixed_draws(x).moments(x)["y"]):
+        torch.testing.assert_close(found.mean, expected.mean)
+        torch.testing.assert_close(found.variance, expected.variance)
+    nlpd = bdl.metrics.negative_log_predictive_density(member.log_likelihood(x, y)["y"])
+    for num_samples in (3, 10, 1000):
+        scores = bdl.evaluate(model, guide, x, y, num_samples=num_samples).scores
+        assert scores["nlpd"] == pytest.approx(float(nlpd), rel=1e-9)
+    assert bdl.Predictive(model, guide, num_samples=10)(x)["f"].shape == (10, 40)
+
+
 def test_starts_are_the_layers_own():
     """A fresh weight has the layer's own uniform distribution, not the network's values."""
     net = nn.Sequential(nn.Linear(100, 200), nn.Tanh(), nn.Linear(200, 1))

@@ -98,6 +98,14 @@ def test_adaptive_calibration_error_by_hand():
     assert metrics.adaptive_calibration_error(p, y, bins=9) == pytest.approx(one_each, rel=1e-12)
 
 
+def test_adaptive_calibration_error_of_equal_confidences_does_not_depend_on_the_order_of_rows():
+    """Seven of ten are right at a confidence of 0.7, and the right ones come first."""
+    p = torch.tensor([0.7, 0.3], dtype=torch.float64).expand(10, 2)
+    y = (torch.arange(10) >= 7).long()
+    for bins in (1, 2, 5):
+        assert metrics.adaptive_calibration_error(p, y, bins=bins) == pytest.approx(0, abs=1e-12)
+
+
 def test_coverage_of_an_interval_that_is_too_narrow():
     """Targets of twice the sd: P(|z| < 1.645 / 2)."""
     torch.manual_seed(0)
