@@ -19,7 +19,13 @@ from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive.linearized import is_linear
 from pyro_bdl.predictive.observations import PredictiveMoments
 from pyro_bdl.program.check import on_whole_data
-from pyro_bdl.program.trace import Site, leave_any_open, leave_open, record, uses_of_placeholders
+from pyro_bdl.program.trace import (
+    Site,
+    placeholder_for_any,
+    placeholder_for_observed,
+    record,
+    uses_of_placeholders,
+)
 from pyro_bdl.program.vmap import is_shared, map_draws
 from pyro_bdl.tracing.graph import is_random
 from pyro_bdl.tracing.trace import NotTraceable, tensor_of
@@ -153,14 +159,16 @@ def freeze(
         at_draw, run, center, varying, latents = parts(posterior, count, observed, args)
         check_posterior(program, posterior, latents, args, {})
         first = {name: value[0] for name, value in latents.items()}
-        known = record(unscaled, first, args, {}, draw=leave_open)
+        known = record(unscaled, first, args, {}, draw=placeholder_for_observed)
         used = uses_of_placeholders(known, unscaled, first, args, {})
         if site in used:
             raise UnsupportedProgramError(
                 f"the site '{site}' depends on the value of the site '{used[site]}', which a "
                 "frozen network does not draw: take Predictive"
             )
-        leave = leave_any_open if known.discrete is None else leave_open  # which reads supports
+        leave = (
+            placeholder_for_any if known.discrete is None else placeholder_for_observed
+        )  # which reads supports
         classes = observation_kind(run(args)) in _CLASSES
 
         def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:

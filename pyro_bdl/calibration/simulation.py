@@ -15,7 +15,7 @@ from pyro_bdl.guides.draws import as_posterior, check_guide, latent_draws
 from pyro_bdl.program.observed_arguments import TargetArguments
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
-from pyro_bdl.program.trace import leave_open, record
+from pyro_bdl.program.trace import placeholder_for_observed, record
 from pyro_bdl.program.vmap import Draws, map_draws
 from pyro_bdl.training.several_targets import GuidesOfTargets
 from pyro_bdl.utils.jobs import Job, results_of
@@ -256,7 +256,7 @@ def default_quantities(program: Program, targets: TargetArguments) -> Quantities
     args, kwargs = targets.removed()
 
     def evaluate(draw: Draws) -> dict[str, Tensor]:
-        run = record(program.model, draw, args, kwargs, draw=leave_open)
+        run = record(program.model, draw, args, kwargs, draw=placeholder_for_observed)
         function = run.deterministic.get("f")
         numbers: dict[str, Tensor] = {}
         if function is not None:

@@ -33,7 +33,7 @@ from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.rows import along_rows, plate_of_rows
-from pyro_bdl.program.trace import Run, Site, leave_open, record
+from pyro_bdl.program.trace import Run, Site, placeholder_for_observed, record
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -443,7 +443,9 @@ def needs_targets(model: Callable, kind: Kind, args: tuple, posterior: Any) -> b
 
 
 def _needs_targets(model: Callable, args: tuple, at: Mapping[str, Tensor], site: str) -> bool:
-    return site not in record(model, at, without_targets(args), draw=leave_open).observed
+    return (
+        site not in record(model, at, without_targets(args), draw=placeholder_for_observed).observed
+    )
 
 
 def _stated_num_data(model: Any) -> int | None:
@@ -485,7 +487,7 @@ def _first_run(
     except (NotImplementedError, UnsupportedProgramError):
         draws = to_samples(as_posterior(posterior), 1, *without_targets(args)).latents
         at = {site: value[0, 0] for site, value in draws.items()}
-        run = record(model, at, args, draw=leave_open)
+        run = record(model, at, args, draw=placeholder_for_observed)
     sites = {
         name: site
         for name, site in run.observed.items()

@@ -30,7 +30,7 @@ from pyro_bdl.program.rows import (
     template_of,
 )
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.program.trace import Run, Site, leave_open, record
+from pyro_bdl.program.trace import Run, Site, placeholder_for_observed, record
 from pyro_bdl.program.vmap import RowMap, depends_on_row
 from pyro_bdl.utils.dispatch import Origins
 from pyro_bdl.utils.memory import bytes_at_once
@@ -280,7 +280,7 @@ class ProgramAtPoint:
         """A run over all rows of a batch at the unconstrained latents ``leaves``."""
         with self._mode():
             values = self.subset.layout.to_supports(leaves)
-            return record(self.model, {**values, **plates}, *batch, draw=leave_open)
+            return record(self.model, {**values, **plates}, *batch, draw=placeholder_for_observed)
 
     def _mode(self) -> Any:
         return nullcontext() if self.training else evaluation_mode(self._modules)
@@ -297,7 +297,7 @@ class ProgramAtPoint:
         values = layout.to_supports({**leaves, **others})
         in_one_operation = len(latents) <= 2  # a weight and a bias
         with recorder, LastLayer(latents, lane=lane) if in_one_operation else nullcontext() as seen:
-            run = record(self.model, {**values, **plates}, *batch, draw=leave_open)
+            run = record(self.model, {**values, **plates}, *batch, draw=placeholder_for_observed)
         recorder.paths = {} if seen is None else _paths(run, seen)
         return run, recorder
 
@@ -310,7 +310,7 @@ class ProgramAtPoint:
         def run() -> Run:
             with torch.no_grad(), self._mode():
                 values = layout.to_supports(layout.unflatten(self.vector))
-                return record(self.model, values, *batch, draw=leave_open)
+                return record(self.model, values, *batch, draw=placeholder_for_observed)
 
         return AllRows(run(), count, run, "the linearization", _ADVICE)
 

@@ -16,7 +16,7 @@ from pyro_bdl.distributions.families import name_of
 from pyro_bdl.distributions.parameters import base_distribution, parameters_of
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.program.trace import Run, Site, leave_open, record
+from pyro_bdl.program.trace import Run, Site, placeholder_for_observed, record
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.one_thread import OneThread
@@ -184,7 +184,7 @@ def read_at_center(
     if data is not None and noise is not None and noise.value is not None:
         values = layout.constrain(vector)[0]
         with torch.enable_grad(), evaluation_mode(guide.program_modules):
-            runs = (record(model, values, *batch, draw=leave_open) for batch in data)
+            runs = (record(model, values, *batch, draw=placeholder_for_observed) for batch in data)
             reading.has_noise = all(shares_noise(run, noise) for run in runs)
     return reading
 

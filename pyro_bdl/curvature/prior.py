@@ -16,7 +16,7 @@ from pyro_bdl.errors import warn
 from pyro_bdl.program.gaussian_prior import JointBlock, JointSite
 from pyro_bdl.program.layout import Layout
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.program.trace import Run, Site, leave_open, record
+from pyro_bdl.program.trace import Run, Site, placeholder_for_observed, record
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -175,7 +175,7 @@ def run_at(
         leaves[name] = leaves[name].clone().requires_grad_()
     with torch.enable_grad(), evaluation_mode(model):
         values = subset.layout.to_supports(leaves)
-        return record(model, values, args, kwargs, draw=leave_open), leaves
+        return record(model, values, args, kwargs, draw=placeholder_for_observed), leaves
 
 
 @torch.enable_grad()

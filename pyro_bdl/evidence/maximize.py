@@ -26,7 +26,7 @@ from pyro_bdl.guides.mode import find_mode
 from pyro_bdl.program.network_sites import OWNER_KEY
 from pyro_bdl.program.normalized import NORMALIZATIONS, Exponents, normalized_groups
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.program.trace import leave_open, record
+from pyro_bdl.program.trace import placeholder_for_observed, record
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import progress_bar
 
@@ -100,7 +100,9 @@ def _normalized(guide: Guide, sites: list[str]) -> dict[str, tuple[str, ...]]:
         evaluation_mode(guide.program_modules),
         Exponents(weights) as exponents,
     ):
-        run = record(guide.program_model, latents | weights, args, kwargs, draw=leave_open)
+        run = record(
+            guide.program_model, latents | weights, args, kwargs, draw=placeholder_for_observed
+        )
     bases = [base_distribution(site.distribution) for site in run.observed.values()]
     outputs = [value for base in bases for value in parameters_of(base).values()]
     return normalized_groups(exponents, outputs, layers)

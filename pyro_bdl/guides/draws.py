@@ -23,7 +23,7 @@ from pyro_bdl.program.trace import (
     UNOBSERVED,
     Run,
     Site,
-    leave_open,
+    placeholder_for_observed,
     record,
     uses_of_placeholders,
 )
@@ -465,7 +465,7 @@ def run_of_posterior(
 
     def run_at(values: Mapping[str, Tensor]) -> Run:
         with preserved_buffers(program, posterior):
-            return run_at_draw(program, values, args, kwargs, draw=leave_open)
+            return run_at_draw(program, values, args, kwargs, draw=placeholder_for_observed)
 
     run = run_at(values)
     given = {name: value.shape for name, value in values.items()}

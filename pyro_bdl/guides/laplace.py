@@ -20,7 +20,7 @@ from pyro_bdl.program.check import check_finite, refuse_sparse
 from pyro_bdl.program.linear_ops.last_layer import LastLayer
 from pyro_bdl.program.rows import rows_of
 from pyro_bdl.program.subset import Subset, select
-from pyro_bdl.program.trace import leave_open, record
+from pyro_bdl.program.trace import placeholder_for_observed, record
 from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.module_state import evaluation_mode, uncompiled, vmappable
 
@@ -183,7 +183,7 @@ def last_layer(
     :raises ValueError: if no latent enters a linear operation.
     """
     with torch.no_grad(), evaluation_mode(model), vmappable(), LastLayer(values) as seen:
-        record(model, values, args, kwargs, draw=leave_open)
+        record(model, values, args, kwargs, draw=placeholder_for_observed)
     if not seen.layers:
         raise ValueError(
             'subset="last-layer" needs a program in which a latent is a weight matrix, or a vector '

@@ -19,7 +19,7 @@ from pyro_bdl.guides.output_quadrature import depends, tags_of
 from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.linear_ops.last_layer import LastLayer
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.program.trace import Run, leave_open, record
+from pyro_bdl.program.trace import Run, placeholder_for_observed, record
 from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.module_state import evaluation_mode, vmappable
 
@@ -62,7 +62,7 @@ def read_features(
     """
     seen = LastLayer({name: values[name] for name in sites})
     with torch.enable_grad(), seen:
-        run = record(model, values, args, kwargs, draw=leave_open)
+        run = record(model, values, args, kwargs, draw=placeholder_for_observed)
     check_one_product(seen, sites)
     for term in seen.layers[0].terms:
         width = term.output.shape[-1:]
@@ -207,7 +207,7 @@ def _uses(model: Callable, subset: Subset, vector: Tensor, batch: Batch) -> tupl
     values |= {name: values[name].detach().requires_grad_() for name in subset.parts}
     seen = LastLayer({name: values[name] for name in subset.parts})
     with torch.enable_grad(), evaluation_mode(model), vmappable(), seen:
-        run = record(model, values, *batch, draw=leave_open)
+        run = record(model, values, *batch, draw=placeholder_for_observed)
     return seen, run
 
 

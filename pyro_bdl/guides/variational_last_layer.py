@@ -20,7 +20,7 @@ from pyro_bdl.guides.output_quadrature import Head, Ways, add_jensen, read_head,
 from pyro_bdl.program.gaussian_prior import StoredPrecision
 from pyro_bdl.program.linear_ops.last_layer import LastLayer, Term, functions_in
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.program.trace import Run, leave_open, record
+from pyro_bdl.program.trace import Run, placeholder_for_observed, record
 from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.module_state import evaluation_mode, vmappable
@@ -130,7 +130,7 @@ class AutoVariationalLastLayer(NormalGuide):
                 values |= {name: values[name].detach().requires_grad_() for name in sites}
                 seen = self._tracker({name: values[name] for name in sites})
                 with torch.enable_grad(), evaluation_mode(self.program_modules), seen:
-                    run = record(model, values, args, kwargs, draw=leave_open)
+                    run = record(model, values, args, kwargs, draw=placeholder_for_observed)
             check_one_product(seen, sites)
             terms = seen.layers[0].terms
             if terms[0].op.output_dim != -1 or len({len(term.where) for term in terms}) != 1:

@@ -34,8 +34,8 @@ from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.trace import (
     Run,
     draw_placeholder,
-    leave_any_open,
-    leave_open,
+    placeholder_for_any,
+    placeholder_for_observed,
     record,
     sample_any_open,
     sample_open,
@@ -200,7 +200,7 @@ class Predictive(Predictions):
         """
         program = on_whole_data(self.model)
         partial = draw and self._is_partial
-        leave = leave_any_open if partial else leave_open
+        leave = placeholder_for_any if partial else placeholder_for_observed
         templates: dict[str, Any] = {}
 
         def run_at(draws: Draws, **options: Any) -> Run:

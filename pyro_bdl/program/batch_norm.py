@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm import trange
 
 from pyro_bdl.program.batches import Batches
-from pyro_bdl.program.trace import leave_open, record
+from pyro_bdl.program.trace import placeholder_for_observed, record
 from pyro_bdl.utils.module_state import hooked
 from pyro_bdl.utils.progress import is_silent
 
@@ -74,7 +74,7 @@ def statistics_of_draws(
         draw = {name: value[i] for name, value in draws.items()}
         with leaving_running_statistics(model, in_evaluation=True) as calls:
             for args, kwargs in data:
-                record(model, draw, args, kwargs, draw=leave_open)
+                record(model, draw, args, kwargs, draw=placeholder_for_observed)
         layers, means = _means(calls)
         rows.append(means)
         if not layers:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_bdl.program.check import named_arguments
 from pyro_bdl.program.program import Program
-from pyro_bdl.program.trace import Site, leave_open, record
+from pyro_bdl.program.trace import Site, placeholder_for_observed, record
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.trees import tree_flatten, tree_unflatten
 
@@ -64,7 +64,12 @@ class TargetArguments:
         arguments = self.replaced(lambda site, target: None)
         try:
             with torch.no_grad(), evaluation_mode(self.program.modules):
-                record(self.program.model, self.program.initial, *arguments, draw=leave_open)
+                record(
+                    self.program.model,
+                    self.program.initial,
+                    *arguments,
+                    draw=placeholder_for_observed,
+                )
         except (AttributeError, TypeError):
             return self.program.args, self.program.kwargs
         return arguments

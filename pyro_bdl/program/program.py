@@ -37,7 +37,7 @@ from pyro_bdl.program.trace import (
     Site,
     is_deterministic,
     is_imputed,
-    leave_open,
+    placeholder_for_observed,
     record,
     sum_out_discrete,
     why_not_summed_out,
@@ -313,7 +313,7 @@ class Program:
         if msg["name"] in self.discrete:
             sum_out_discrete(msg)
         else:
-            leave_open(msg)
+            placeholder_for_observed(msg)
 
 
 def check_program(
@@ -340,13 +340,15 @@ def check_program(
     with own_randomness(), evaluation_mode(without_handlers(model)):
         if first is None:
             with torch.no_grad():
-                first = record(model, latents, args, kwargs, draw=leave_open)
+                first = record(model, latents, args, kwargs, draw=placeholder_for_observed)
         check_support(first)
         observed = [site for site in first.observed.values() if site.value is not None]
         if not observed and not any(map(_is_factor, first.factors.values())):
             raise UnsupportedProgramError(NOTHING_OBSERVED)
         with torch.set_grad_enabled(wants_gradients(latents)):
-            second = record(model, {**first.subsamples, **latents}, args, kwargs, draw=leave_open)
+            second = record(
+                model, {**first.subsamples, **latents}, args, kwargs, draw=placeholder_for_observed
+            )
         with torch.no_grad():
             check_repeated(first, second)
     return second

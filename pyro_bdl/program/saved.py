@@ -16,7 +16,7 @@ from pyro_bdl.program.check import without_handlers
 from pyro_bdl.program.layout import describe_mismatch, shape_mismatches
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.rows import differing_prior
-from pyro_bdl.program.trace import Run, leave_open, record
+from pyro_bdl.program.trace import Run, placeholder_for_observed, record
 from pyro_bdl.utils.module_state import Modules, device_of, evaluation_mode
 from pyro_bdl.utils.one_thread import OneThread
 from pyro_bdl.utils.precision import double
@@ -47,7 +47,7 @@ def example_rows(
             return batch
         few = tree_map_only(Tensor, torch.clone, few)
         with torch.no_grad(), evaluation_mode(model):
-            run = record(model, layout.constrain(vector)[0], *few, draw=leave_open)
+            run = record(model, layout.constrain(vector)[0], *few, draw=placeholder_for_observed)
             run.log_likelihood()
     except NOT_ON_SOME:  # it needs all of its data, or they have no rows, as sparse tensors
         return batch
@@ -225,7 +225,7 @@ class _Seen(NamedTuple):
 
 @torch.no_grad()
 def _run(model: Callable, batch: Batch, latents: Mapping[str, Tensor] | None) -> _Seen:
-    draw = None if latents is None else leave_open
+    draw = None if latents is None else placeholder_for_observed
     with evaluation_mode(model) as modules, own_randomness(), _Reads() as reads:
         run = record(model, latents or {}, *batch, draw=draw)
     return _Seen(reads.values, run, modules)

@@ -375,7 +375,7 @@ class _Recorder(OneThread):
             if imputed and name not in self.values:
                 msg["infer"]["_imputed"] = True
                 if self.draw is not None and msg["value"] is None:
-                    leave_any_open(msg)
+                    placeholder_for_any(msg)
         if self.enumeration is not None:
             self.enumeration.before(msg)
 
@@ -446,7 +446,7 @@ def record(
     :param function: a program or a guide.
     :param values: site -> value; for a plate's name the indices of its subsample.
     :param draw: called with the message of a site that has no value; by default it is sampled.
-        ``sum_out_discrete`` and ``leave_open`` sum finite discrete sites out.
+        ``sum_out_discrete`` and ``placeholder_for_observed`` sum finite discrete sites out.
     :returns: the distribution, value, scale and mask of every sample statement.
     :raises ArgumentError: for arguments that it cannot use.
     :raises RuntimeError: if another thread runs a program at this time.
@@ -476,7 +476,7 @@ def sum_out_discrete(msg: Any) -> None:
         msg["infer"]["_sum_out"] = True
 
 
-def leave_open(msg: Any) -> None:
+def placeholder_for_observed(msg: Any) -> None:
     """Let the program go on from a site without a value, whose distribution alone is wanted.
 
     A discrete site that other statements depend on is summed out of them instead.
@@ -485,10 +485,10 @@ def leave_open(msg: Any) -> None:
     if why_not_summed_out(msg) is None:
         msg["infer"].update(_sum_out=True, _open_leaf=True)
         return
-    leave_any_open(msg)
+    placeholder_for_any(msg)
 
 
-def leave_any_open(msg: Any) -> None:
+def placeholder_for_any(msg: Any) -> None:
     """Let the program go on from any site without a value, weights and discrete sites too."""
     msg["infer"].update(_open=True, _placeholder=True)
     msg["value"] = placeholder(msg["fn"])
@@ -496,8 +496,8 @@ def leave_any_open(msg: Any) -> None:
 
 
 def draw_placeholder(msg: Any) -> None:
-    """As ``leave_open``, with a draw in the place of the value, for the statements that use it."""
-    leave_open(msg)
+    """As ``placeholder_for_observed``, with a draw as the value, for the statements that use it."""
+    placeholder_for_observed(msg)
     if msg["infer"].get("_placeholder"):
         msg["value"] = sample_of(msg["fn"])
 
@@ -525,7 +525,7 @@ def uses_of_placeholders(
     placeholders: dict[str, Tensor] = {}
 
     def leave(msg: Any) -> None:
-        leave_open(msg)
+        placeholder_for_observed(msg)
         is_wanted = msg["infer"].get("_placeholder") and msg["name"] not in besides
         if is_wanted and msg["value"].is_floating_point():
             placeholders[msg["name"]] = msg["value"].requires_grad_()

@@ -20,7 +20,7 @@ from pyro_bdl.handlers import cold as cold_posterior
 from pyro_bdl.handlers import temper
 from pyro_bdl.program import Program, record
 from pyro_bdl.program.discrete.marginals import JointMarginal, Marginal
-from pyro_bdl.program.trace import leave_open
+from pyro_bdl.program.trace import placeholder_for_observed
 from pyro_bdl.tracing.jax.translate import to_jax
 
 Y = torch.tensor([0.3, -1.2, 2.0, 0.1], dtype=torch.float64)
@@ -424,7 +424,7 @@ def test_draws_of_data_that_share_the_switch_of_their_column():
 def test_a_site_without_its_data_has_its_marginal():
     program = Program(mixture)
     latents = _latents(program)
-    run = record(mixture, latents, (None,), draw=leave_open)
+    run = record(mixture, latents, (None,), draw=placeholder_for_observed)
     assert list(run.observed) == ["y"] and run.open and not run.followed
     site = run.observed["y"]
     assert site.value is None
@@ -439,7 +439,7 @@ def test_a_discrete_target_without_a_value_is_left_open():
             pyro.sample("y", dist.Bernoulli(logits=w * x), obs=y)
             pyro.deterministic("f", w * x)
 
-    run = record(model, {"w": _t(1.0)}, (Y,), draw=leave_open)
+    run = record(model, {"w": _t(1.0)}, (Y,), draw=placeholder_for_observed)
     assert list(run.observed) == ["y"] and run.discrete is None and run.open
     torch.testing.assert_close(run.observed["y"].distribution.logits, Y)
 

@@ -122,7 +122,7 @@ class Enumeration:
             return
         self.statements.append(Statement(name, kind, site, symbols, _plates_of(msg)))
 
-    def leave_open(self, run: Any) -> None:
+    def remove_open_sites(self, run: Any) -> None:
         """Take back the discrete sites that are open in a run and that no statement depends on:
         they would be observed, without a value."""
         for place, statement in enumerate(self.statements):

@@ -45,7 +45,7 @@ def sum_out(run: Any, enumeration: Enumeration) -> None:
 
     A discrete site that was left open, and that no statement depends on, stays open.
     """
-    enumeration.leave_open(run)
+    enumeration.remove_open_sites(run)
     if enumeration.variables:
         run.discrete = SummedOut(enumeration)
         run.discrete.put_marginals(run)
