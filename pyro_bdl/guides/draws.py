@@ -483,10 +483,10 @@ def run_of_posterior(
         used = uses_of_placeholders(
             run, program, values, args, kwargs, besides=theirs or (), latents=True
         )
-        for site, name in used.items():
+        for user, name in used.items():
             if theirs is None and name not in expected:
                 raise ValueError(
-                    f"the draws have no value of '{name}', which the site '{site}' depends "
+                    f"the draws have no value of '{name}', which the site '{user}' depends "
                     "on: if it is a latent, draw it too, or pass a dict of draws, of which those "
                     "that it lacks come from their prior; if it is observed, say so by "
                     "samples.of_program(bdl.Program(model, x, y))"
