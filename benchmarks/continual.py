@@ -167,7 +167,7 @@ def main() -> None:
         counts = range(1, options.tasks + 1)
         curves = {m: (counts, e["accuracy"], e["error"]) for m, e in found.items()}
         text = "mean accuracy on their test images"
-        harness.draw_curves(options.figure, curves, "tasks so far", text)
+        harness.draw_curves(options.figure, {"": curves}, "tasks so far", text)
     if options.json:
         print(json.dumps({"machine": harness.machine(), "methods": found}))
         return

@@ -167,15 +167,19 @@ def curve_over_seeds(rows: list[dict[str, Any]], name: str) -> tuple[list[float]
 
 
 def draw_curves(
-    path: Path, curves: dict[str, tuple[Any, Any, Any]], xlabel: str, ylabel: str
+    path: Path, panels: dict[str, dict[str, tuple[Any, Any, Any]]], xlabel: str, ylabel: str
 ) -> None:
-    """A figure of curves (x, y, standard error) by name."""
+    """A figure with a panel for each title, of curves (x, y, standard error) by name."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6.0, 3.6), layout="constrained")
-    for name, (x, y, error) in curves.items():
-        axes.errorbar(x, y, error, label=name, capsize=2)
-    axes.set(xlabel=xlabel, ylabel=ylabel)
-    axes.legend(frameon=False)
+    figure, grid = plt.subplots(
+        1, len(panels), figsize=(2.0 + 4.0 * len(panels), 3.6), layout="constrained", squeeze=False
+    )
+    for axes, (title, curves) in zip(grid[0], panels.items(), strict=True):
+        for name, (x, y, error) in curves.items():
+            axes.errorbar(x, y, error, label=name, capsize=2)
+        axes.set(xlabel=xlabel, title=title)
+    grid[0, 0].set_ylabel(ylabel)
+    grid[0, 0].legend(frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)

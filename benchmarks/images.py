@@ -49,6 +49,7 @@ class Images:
         with np.load(folder / f"{OTHER[name]}.npz") as file:
             elsewhere = file["x_test"][:test]
         pixels = torch.from_numpy(arrays["x_train"][:train]).float() / 255
+        self.name = name
         self.mean, self.sd, self.pooled = pixels.mean(), pixels.std(), pooled
         held = slice(train, train + held_out)
         self.train = self._part(arrays["x_train"][:train], arrays["y_train"][:train])

@@ -1,6 +1,8 @@
 """Which rows to label next, from draws of class probabilities.
 
-For numbers, rank by ``pyro_bdl.metrics.variance_parts(mean, noise).epistemic``.
+For numbers, rank by ``pyro_bdl.metrics.variance_parts(mean, noise).epistemic``. With few labels the
+rows of the largest scores can be odd ones, and worse than random rows: draw rows in proportion to
+them instead, ``scores.multinomial(size)`` (Kirsch et al. 2023; see "Published tables, reproduced").
 """
 
 import math

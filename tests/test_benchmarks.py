@@ -422,12 +422,15 @@ def test_exact_limits_measures_chains_against_the_process():
 
 def test_active_learning_counts_labels(digits):
     options = (
-        "--seeds 2 --pool 55 --test 10 --rounds 2 --size 3 --members 2 --steps 3 "
-        "--choices random BatchBALD --data"
+        "--seeds 2 --pool 55 --test 10 --rounds 2 --size 3 --members 2 --steps 3 --draws 2 "
+        "--sets mnist --choices random BatchBALD --data"
     )
     figure = digits / "curve.png"
     result = run("active_learning", options, digits, "--figure", figure)["choices"]
-    assert len(result["BatchBALD"]["accuracy"]) == 3 and is_png(figure)
+    assert list(result) == ["mnist, dropout", "mnist, ensemble"] and is_png(figure)
+    for entries in result.values():
+        assert len(entries["BatchBALD"]["accuracy"]) == 3
+        assert entries["random"]["gain over random"] == [0.0, 0.0]
 
 
 def test_continual_learns_tasks_in_turn(digits):
