@@ -58,7 +58,7 @@ def epig(probabilities: Tensor, targets: Tensor) -> Tensor:
 
     :param probabilities: ``(S, N, C)`` of the rows that could be labeled.
     :param targets: ``(S, M, C)`` of inputs that predictions are wanted for, at the same draws.
-    :raises ValueError: if the draws or the classes are not as many.
+    :raises ValueError: if the draws are not as many.
 
     Source: Bickford Smith et al. (2023), Prediction-oriented Bayesian active learning, eq. 5.
     """

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _STATISTICS = {
     "num_steps": "n_steps",
     "accept_prob": "acceptance_rate",
-    "potential_energy": "lp",  # its negative
 }
 _OF_DATA = ("log_likelihood", "posterior_predictive", "observed_data")
 _DENSITIES = ("log_likelihood", "log_prior")  # one number for the dimensions of an event
@@ -335,16 +334,16 @@ def _about(posterior: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def _statistics(program: Program, posterior: Any, samples: Samples) -> dict[str, Tensor]:
-    if isinstance(posterior, Samples):
+    stats = {}
+    if isinstance(posterior, Samples):  # whose potential energy may be of a minibatch
         stats = {_STATISTICS.get(name, name): value for name, value in samples.stats.items()}
-        if "lp" in stats:
-            stats["lp"] = -stats["lp"]
+        stats.pop("potential_energy", None)
         if "n_steps" in stats:
             stats["tree_depth"] = stats["n_steps"].clamp(min=1).log2().floor().long() + 1
-        return stats
     log_p, log_q = log_densities_of(program, posterior, samples)
-    stats = {"lp": log_p[None]}
-    return stats if log_q is None else stats | {"log_q": log_q[None]}
+    leading = samples.num_chains, samples.num_draws
+    stats["lp"] = log_p.reshape(leading)
+    return stats if log_q is None else stats | {"log_q": log_q.reshape(leading)}
 
 
 def _of_posterior(

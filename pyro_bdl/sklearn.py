@@ -147,7 +147,7 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
     """A regression by a network with a posterior over its weights.
 
     Features and target are standardized inside; predictions are in the target's units. Computed in
-    float64, with fixed draws, so that the same row always gets the same prediction.
+    float64, with fixed draws, so that the same row always gets the same mean and sd.
 
     Example::
 
@@ -257,7 +257,8 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
     def predict_quantiles(
         self, X: Any, quantiles: Sequence[float] = (0.05, 0.5, 0.95), n_samples: int = 1000
     ) -> np.ndarray:
-        """Quantiles of the target with noise, (N, Q), of draws."""
+        """Quantiles of the target with noise, (N, Q), of draws for all rows: the Monte Carlo error
+        of a row's depends on the rows beside it."""
         return np.quantile(self.sample_y(X, n_samples), quantiles, axis=1).T
 
 

@@ -107,7 +107,7 @@ def test_samples_keep_chains_and_statistics(chains):
     for name, value in samples.latents.items():
         np.testing.assert_array_equal(data["posterior"][name], value)
     stats = data["sample_stats"]
-    np.testing.assert_array_equal(stats["lp"], -samples.stats["potential_energy"])
+    np.testing.assert_allclose(stats["lp"], -samples.stats["potential_energy"], rtol=1e-4)
     np.testing.assert_array_equal(stats["n_steps"], samples.stats["num_steps"])
     np.testing.assert_array_equal(stats["acceptance_rate"], samples.stats["accept_prob"])
     assert (stats["n_steps"] < 2 ** stats["tree_depth"]).all()
@@ -115,6 +115,25 @@ def test_samples_keep_chains_and_statistics(chains):
     assert data["posterior"].attrs["kernel"] == "nuts"
     flat = bdl.Predictive(model, samples).log_likelihood(x, y)["y"]
     np.testing.assert_array_equal(data["log_likelihood"]["y"].values.reshape(-1, N), flat.numpy())
+
+
+def test_lp_is_of_all_data_at_the_draws_of_any_chains():
+    """Chains on minibatches know the density on a part of the data alone, others none."""
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 2), torch.randn(40)
+    model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(2, 1)), noise=0.5, num_data=40)
+    kernel = bdl.mcmc.SGHMC(step_size=1e-3)
+    chains = bdl.mcmc.sgmcmc(
+        model, (x, y), kernel=kernel, num_warmup=5, num_samples=4, num_chains=2, batch_size=5
+    )
+    weight, bias = chains.latents["weight"], chains.latents["bias"]
+    normal = torch.distributions.Normal
+    lp = normal(torch.einsum("cdoi,ni->cdn", weight, x) + bias, 0.5).log_prob(y).sum(-1)
+    lp += normal(0.0, 1.0).log_prob(torch.cat([weight[:, :, 0], bias], -1)).sum(-1)
+    for samples in (chains, bdl.Samples(chains.latents)):
+        stats = to_arviz(model, samples, x, y, prior_samples=0)["sample_stats"]
+        np.testing.assert_allclose(stats["lp"], lp, rtol=1e-5)
+        assert "potential_energy" not in stats
 
 
 def test_other_guides(fitted):
