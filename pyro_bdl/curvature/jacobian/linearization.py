@@ -74,8 +74,10 @@ class RecordedRows:
     def path(self, place: tuple[str, str] | None) -> Path:
         """What a tensor is of the last operation's result z, see ``UseRecorder.paths``.
 
-        :param place: its site, and its name there.
+        :param place: its site and its name there; None for a tensor of no site.
         """
+        if place is None:
+            return Path.MIXED
         found = {recorder.paths.get(place, Path.MIXED) for recorder in self._recorders}
         return found.pop() if len(found) == 1 else Path.MIXED
 
