@@ -84,11 +84,11 @@ def _contrast(
     x, y = _vectors(a, b[0]), _vectors(b, b[0])
     of_x, of_y = (_groups(vectors, groups or 1) for vectors in (x, y))
     parts = [(-2, x, y, of_x, of_y), (1, x, x, of_x, of_x), (1, y, y, of_y, of_y)]
-    terms = [
+    means = [
         sign * _mean(similarity(torch.cdist(p, q)), of_p, of_q, p is q, groups)
         for sign, p, q, of_p, of_q in parts
     ]
-    return torch.stack(terms).sum(0)
+    return torch.stack(means).sum(0)
 
 
 def _groups(draws: Tensor, groups: int) -> Tensor:
