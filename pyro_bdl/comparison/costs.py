@@ -36,7 +36,7 @@ from pyro_bdl.diagnostics.summary import sampler_statistics
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.precision import double
-from pyro_bdl.utils.trees import tree_leaves
+from pyro_bdl.utils.trees import tensors_in
 
 _LEAST_DRAWS = 4
 _MOST_WEIGHTS, _MOST_TIMES = 1000, 200  # of each site, evenly spaced, by which modes are counted
@@ -368,7 +368,7 @@ def numbers_held(posterior: Any) -> int | None:
 
 def wait_for(results: Any) -> None:
     """Wait until the tensors among results are computed: a GPU works asynchronously."""
-    tensors = (leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor))
+    tensors = tensors_in(results)
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(device)
 

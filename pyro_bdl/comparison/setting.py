@@ -24,7 +24,7 @@ from pyro_bdl.program.rows import rows_of
 from pyro_bdl.utils.module_state import device_of
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
-from pyro_bdl.utils.trees import tree_leaves
+from pyro_bdl.utils.trees import tensors_in, tree_leaves
 from pyro_bdl.utils.validation import check_finite_tensor
 
 MOST_POINTS = 1000  # at which draws are kept
@@ -204,7 +204,7 @@ def _checked(model: Callable | None, name: str, parts: Any, *, count: int | None
 def _check_rows(name: str, args: tuple) -> None:
     """Check that all tensors of the data have the same number of rows."""
     if not has_rows((args, {}), leading_size(args)):
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(args)
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise ValueError(f"the {name} data must have the same number of rows, got {shapes}")
 

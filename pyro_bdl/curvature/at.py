@@ -35,7 +35,7 @@ from pyro_bdl.program.vmap import RowMap, depends_on_row
 from pyro_bdl.utils.dispatch import Origins
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import Modules, evaluation_mode, uncompiled
-from pyro_bdl.utils.trees import tree_flatten, tree_leaves, tree_unflatten
+from pyro_bdl.utils.trees import tensors_in, tree_flatten, tree_unflatten
 
 _BUDGET = 24 * 2**20  # bytes for the activations and gradients of a piece, at least
 _PER_WEIGHT = 8  # or this multiple of the weights' bytes, which every piece reads and adds to
@@ -478,7 +478,7 @@ def _rows_at_once(
     :param per_output: bytes for each of them, for Jacobians of all at once; else None.
     """
     item = like.element_size()
-    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    leaves = tensors_in(batch)
     read = sum(leaf.numel() for leaf in leaves) / leading_size(batch)
     per_row = 2.0 * item * (numbers or read)
     if per_output is not None:

@@ -46,7 +46,7 @@ class LinearOutputs:
     site: Site | None = None
     # the only tensor that depends on them, see ``VJP``; the network's output, a deterministic site,
     # in place of logits that were normalized from it
-    of: tuple[str, str] | None = None
+    of: tuple[str, str] = ("", "")
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from pyro_bdl.utils.random_state import set_torch_states, torch_states
 from pyro_bdl.utils.trees import (
     constants_of,
     is_record,
+    tensors_in,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -406,17 +407,17 @@ def select_rows(value: Any, rows: slice | Tensor) -> Any:
 
 def device_of_rows(value: Any) -> torch.device:
     """The device of the first tensor of an argument; the CPU where it has none."""
-    leaves = (leaf for leaf in tree_leaves(as_dicts(value)) if isinstance(leaf, Tensor))
+    leaves = tensors_in(as_dicts(value))
     return next((leaf.device for leaf in leaves), torch.device("cpu"))
 
 
 def leading_size(batch: Any) -> int:
     """The number of rows of the first tensor among arguments; 0 where it has none."""
-    leaves = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    leaves = tensors_in(batch)
     return next((len(leaf) if leaf.dim() else 0 for leaf in leaves), 0)
 
 
 def has_rows(batch: Batch, num_data: int) -> bool:
     """Return whether every tensor among the arguments has ``num_data`` rows."""
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(batch)
     return bool(tensors) and all(t.dim() > 0 and len(t) == num_data for t in tensors)

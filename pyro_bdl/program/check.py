@@ -21,7 +21,7 @@ from pyro_bdl.errors import ArgumentError, UnsupportedProgramError
 from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.utils.module_state import Modules, modules_in_sight
 from pyro_bdl.utils.one_thread import OneThread
-from pyro_bdl.utils.trees import entries_of, tree_leaves
+from pyro_bdl.utils.trees import entries_of, tensors_in
 from pyro_bdl.utils.validation import check_finite_tensor
 
 TENSORS_NEEDED = "the program computes with tensors: pass torch.as_tensor(...) of it"
@@ -237,7 +237,7 @@ class WholeData(OneThread):
     ) -> None:
         super().__init__()
         self.advice = advice
-        tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+        tensors = tensors_in((args, dict(kwargs)))
         self.rows = [len(tensor) for tensor in tensors if tensor.dim()]
 
     def _pyro_sample(self, msg: Any) -> None:

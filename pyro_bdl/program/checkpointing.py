@@ -11,13 +11,12 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.utils.autograd import is_transformed, nodes_behind
-from pyro_bdl.utils.trees import tree_leaves
+from pyro_bdl.utils.trees import tensors_in
 
 _INSTEAD = (
     "torch.utils.checkpoint.checkpoint inside a network of bayesianize would compute the "
@@ -77,7 +76,7 @@ def refuse_reentrant(outputs: Any) -> None:
 
     :raises UnsupportedProgramError: if one did.
     """
-    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(outputs)
     names = {node.name() for tensor in tensors for node in nodes_behind(tensor)}
     if "CheckpointFunctionBackward" in names:
         raise UnsupportedProgramError(_INSTEAD)

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_bdl.program.linear_ops.recognize import decompose
 from pyro_bdl.program.linear_ops.tracker import CASTS, VIEWS, are_tracked, returns_values
-from pyro_bdl.utils.trees import tree_leaves
+from pyro_bdl.utils.trees import tensors_in, tree_leaves
 
 NORMALIZATIONS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -99,7 +99,7 @@ class Exponents(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = tensors_in((args, kwargs))
         exponents = [self.of(leaf) for leaf in leaves]
         if not any(e.any() for e in exponents):
             return self._noted(func(*args, **kwargs), self.zero)

@@ -301,15 +301,17 @@ def attach_row(value: Tensor, lane: Tensor | None) -> tuple[Tensor, Tensor]:
 def without_map(value: Tensor, lane: Tensor | None) -> Tensor:
     """The tensor that holds a tensor of a map over rows for all of them, with its graph; outside of
     maps, the tensor itself."""
-    outside = _OutsideOfMap()
-    if lane is not None:
-        _Tap.apply(value, lane, outside, False)
-    return value if outside.held is None else outside.held
+    held = None if lane is None else _outside(value, lane).held
+    return value if held is None else held
 
 
 def depends_on_row(value: Tensor, lane: Tensor) -> bool:
     """Return whether a tensor of a map over rows is computed from the row, whatever its numbers;
     False where the rows are taken in a loop."""
+    return _outside(value, lane).depends
+
+
+def _outside(value: Tensor, lane: Tensor) -> _OutsideOfMap:
     outside = _OutsideOfMap()
     _Tap.apply(value, lane, outside, False)
-    return outside.depends
+    return outside

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from pyro_bdl.utils.trees import tree_leaves
+from pyro_bdl.utils.trees import tensors_in
 
 _Edge = tuple[Any, int]  # a node of the graph, and the number of one of its results
 
@@ -25,7 +25,7 @@ def reaches(value: Tensor, tensors: Iterable[Tensor]) -> bool:
 
 def wants_gradients(*trees: Any) -> bool:
     """Return whether gradients are enabled and a tensor in trees of arguments requires them."""
-    tensors = [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(trees)
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.utils.dispatch import TorchDispatchMode
-from pyro_bdl.utils.trees import tree_leaves
+from pyro_bdl.utils.trees import tensors_in, tree_leaves
 
 # The largest block that still raises glibc's threshold, with room for its header and padding.
 _LARGEST_KEPT = 32 * 2**20 - 2**14
@@ -131,9 +131,7 @@ class Allocations(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         inputs = {_address(leaf) for leaf in tree_leaves((args, kwargs))}
-        for leaf in tree_leaves(result):
-            if not isinstance(leaf, Tensor):
-                continue
+        for leaf in tensors_in(result):
             address = _address(leaf)
             if address is None:
                 self.bytes += leaf.numel() * leaf.element_size()

@@ -20,6 +20,11 @@ from torch.utils._pytree import (  # noqa: F401
 _ROUNDING = 1e-5  # of single precision, beside the largest number
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves of a tree."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def is_record(value: Any) -> bool:
     """Return whether an object has entries by name, as a mapping and the graphs of torch_geometric
     do: ``keys()`` and ``value[key]``. Tables of pandas do not count."""

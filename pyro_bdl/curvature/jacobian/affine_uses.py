@@ -23,7 +23,7 @@ from pyro_bdl.program.linear_ops.last_layer import Path
 from pyro_bdl.program.linear_ops.recognize import AffineOp, recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
 from pyro_bdl.program.vmap import InsideAnotherMapError, attach_row, depends_on_row
-from pyro_bdl.utils.trees import tree_leaves, tree_map
+from pyro_bdl.utils.trees import tensors_in, tree_map
 
 
 @dataclass
@@ -137,10 +137,9 @@ class UseRecorder(Tracker):
 
     def _is_view(self, func: Any, args: tuple, tagged: list[Tag]) -> bool:
         """Return whether all rows take the same view: no rows of a table at indices of the data."""
-        lane, leaves = self.lane, tree_leaves(args[1:])
-        indices = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        lane = self.lane
         try:
-            if lane is not None and any(depends_on_row(index, lane) for index in indices):
+            if lane is not None and any(depends_on_row(x, lane) for x in tensors_in(args[1:])):
                 return False
         except InsideAnotherMapError:  # which rows have these indices is not known
             return False
@@ -164,7 +163,7 @@ class UseRecorder(Tracker):
 
         args, kwargs = tree_map(operand_of, (args, kwargs))
         result = func(*args, **kwargs)
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = tensors_in(result)
         flows = self.lane is not None or any(leaf.requires_grad for leaf in outputs)
         if not outputs or not flows:
             return result

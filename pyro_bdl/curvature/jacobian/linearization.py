@@ -71,7 +71,7 @@ class RecordedRows:
                     found.setdefault(use.site, set()).add((edge.node, edge.output_nr))
         return found
 
-    def path(self, place: tuple[str, str] | None) -> Path:
+    def path(self, place: tuple[str, str]) -> Path:
         """What a tensor is of the last operation's result z, see ``UseRecorder.paths``.
 
         :param place: its site and its name there; None for a tensor of no site.
@@ -307,7 +307,7 @@ class VJP:
     at: Linearization
     outputs: Sequence[Tensor]
     num_data: int
-    of: tuple[str, str] | None = None
+    of: tuple[str, str] = ("", "")
 
     @property
     def rows(self) -> RecordedRows | None:

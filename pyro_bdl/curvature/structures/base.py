@@ -49,7 +49,7 @@ class Structure(ABC):
         options = {
             option.name: getattr(self, option.name) for option in fields(self) if option.init
         }
-        return made(subset, like, **options)
+        return made(subset, like, **options, **({"before": before} if made.needs_earlier else {}))
 
     def memory(self, size: int, like: Tensor, num_rows: int = 0) -> int:
         """The bytes that a fit, variances and draws need at once, besides those of a batch.
@@ -217,7 +217,7 @@ class Curvature(nn.Module, ABC):
     ``takes_softmax`` is True if ``add`` accepts ``SoftmaxBlock``s, which hold the curvature of a
     classifier's last layer without rows. ``takes_single_rows`` is True if ``add`` needs the factors
     of every datum's own gradients. ``is_sampled`` is True if variances and covariances are Monte
-    Carlo estimates.
+    Carlo estimates. ``needs_earlier`` is True if it is made with the curvature of earlier data.
 
     ``makes`` says which numbers ``add`` makes of each datum's gradients, so that batches are cut to
     fit in memory: "rows" of all p latents, the "entries" of one block at a time, or nothing but
@@ -228,6 +228,7 @@ class Curvature(nn.Module, ABC):
     per_column: ClassVar[str | None] = None
 
     is_sampled: ClassVar[bool] = False
+    needs_earlier: ClassVar[bool] = False
     takes_single_rows: ClassVar[bool] = False
     takes_hessian: ClassVar[bool] = False
     takes_softmax: ClassVar[bool] = False

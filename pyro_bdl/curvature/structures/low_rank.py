@@ -5,7 +5,7 @@ the matrix; each pass over the data multiplies the p x (rank + oversampling) bas
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -27,15 +27,15 @@ class LowRankCurvature(Curvature):
     """The matrix U diag(values) U' of the k leading eigenpairs, in float64.
 
     :param rank: k.
-    :param start: a curvature of earlier data, which every pass includes.
+    :param before: a curvature of earlier data, which every pass includes.
     """
 
-    passes = 1 + _ITERATIONS
+    passes, needs_earlier = 1 + _ITERATIONS, True
     vectors: Tensor
     values: Tensor
 
     def __init__(
-        self, subset: Subset, like: Tensor, *, rank: int, start: Self | None = None
+        self, subset: Subset, like: Tensor, *, rank: int, before: Self | None = None
     ) -> None:
         super().__init__()
         size, self.parts = subset.size, subset.parts
@@ -49,7 +49,7 @@ class LowRankCurvature(Curvature):
         self._basis = _orthonormal(draws.to(like))
         self._product = torch.zeros_like(self._basis)
         self._factor = 1.0
-        self._before = start
+        self._before = before
 
     def start_pass(self, number: int) -> None:
         if number:
@@ -109,9 +109,6 @@ class LowRank(Structure):
 
     def __post_init__(self) -> None:
         whole_number(self.rank, "rank")
-
-    def empty(self, subset: Subset, like: Tensor, before: Any) -> LowRankCurvature:
-        return LowRankCurvature(subset, like, rank=self.rank, start=before)
 
     def memory(self, size: int, like: Tensor, num_rows: int = 0) -> int:
         return 5 * (self.rank + _OVERSAMPLING) * size * double(like).element_size()

@@ -23,7 +23,7 @@ from pyro_bdl.program.layout import Layout
 from pyro_bdl.program.linear_ops.recognize import decompose
 from pyro_bdl.program.linear_ops.tracker import CASTS, VIEWS, Tag
 from pyro_bdl.utils.module_state import hooked
-from pyro_bdl.utils.trees import tree_leaves
+from pyro_bdl.utils.trees import tensors_in, tree_leaves
 
 _ELEMENTS = {F.dropout, torch.dropout}
 _CHANNELS = {F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout}
@@ -153,7 +153,7 @@ class LayerReader(WeightReader):
 
     def _pass_on(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Follow the factors of an operation's inputs to its results."""
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = tensors_in(result)
         name = getattr(func, "__name__", "").strip("_")
         is_new = not any(leaf.is_floating_point() for leaf in outputs) or name.startswith("new_")
         for leaf in tree_leaves((args, kwargs)):

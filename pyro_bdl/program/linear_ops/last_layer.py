@@ -20,7 +20,7 @@ from pyro_bdl.program.linear_ops.recognize import FUNCTIONS, AffineOp, recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker, returns_values
 from pyro_bdl.program.vmap import InsideAnotherMapError, without_map
 from pyro_bdl.utils.autograd import is_transformed, reaches
-from pyro_bdl.utils.trees import tree_leaves, tree_map
+from pyro_bdl.utils.trees import tensors_in, tree_leaves, tree_map
 
 
 class Path(IntEnum):
@@ -229,7 +229,7 @@ class LastLayer(Tracker):
         is_pattern = name in _LIKE and bool(args) and self.tag(args[0]) is None
         if is_pattern or not (returns_values(func, result) or name == "__setitem__"):
             return result
-        if in_place or "out" in kwargs or not _tensors(result):
+        if in_place or "out" in kwargs or not tensors_in(result):
             self.left = name
         latents = [tag for tag in tagged if not isinstance(tag, OutputTag)]
         if latents:
@@ -247,7 +247,7 @@ class LastLayer(Tracker):
             if id(tag) not in entered:
                 self.others[tag.site] = func.__name__
         if not terms:
-            for output in _tensors(result):
+            for output in tensors_in(result):
                 self.tags[id(output)] = OutputTag("", output, output, path=Path.MIXED)
             return result
         if terms[0].is_bias:
@@ -312,7 +312,7 @@ class LastLayer(Tracker):
             step = _described(func, args, kwargs, source)
             others = tree_leaves((args[1:], kwargs))
             by_data = any(isinstance(leaf, Tensor) for leaf in others)
-            for output in _tensors(result):
+            for output in tensors_in(result):
                 tag = self.tag(output)
                 if not isinstance(tag, OutputTag) or output is args[0]:
                     continue
@@ -336,7 +336,7 @@ class LastLayer(Tracker):
         tags = [tag for tag in tagged if isinstance(tag, OutputTag)]
         first, path = tags[0], self._path(func, args, kwargs, tags)
         steps = tuple(step for tag in tags for step in tag.steps)
-        for output in _tensors(result):
+        for output in tensors_in(result):
             tag = OutputTag("", output, output, path=path)
             if path.is_alone or path is Path.LOGITS:
                 # the same cells of z as the operand's, which a constant may have expanded
@@ -451,7 +451,3 @@ def _described(func: Any, args: tuple, kwargs: dict, tag: Tag) -> str:
         return "N" if isinstance(leaf, int) and (leaf,) == rows else repr(leaf)
 
     return f"{owner}{func.__name__}{tree_map(plain, (args, kwargs))}"
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

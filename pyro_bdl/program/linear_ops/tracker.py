@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from pyro_bdl.program.linear_ops.recognize import decompose
-from pyro_bdl.utils.trees import tree_leaves
+from pyro_bdl.utils.trees import tensors_in
 
 
 @dataclass
@@ -141,7 +141,7 @@ class Tracker(TorchFunctionMode):
     def _follow(self, func: Any, args: tuple, kwargs: dict) -> Any:
         tag, is_cast = self.tags[id(args[0])], func.__name__ in CASTS
         result = func(*args, **kwargs)
-        for number, output in enumerate(_tensors(result)):
+        for number, output in enumerate(tensors_in(result)):
             if id(output) in self.tags:  # the same tensor object
                 continue
 
@@ -149,7 +149,7 @@ class Tracker(TorchFunctionMode):
                 values = tag.of(values)
                 if is_cast and not values.is_floating_point():
                     return values
-                return _tensors(func(values, *args[1:], **kwargs))[number]
+                return tensors_in(func(values, *args[1:], **kwargs))[number]
 
             whole = tag.whole and is_cast
             self.tags[id(output)] = replace(tag, tensor=output, view=view, whole=whole)
@@ -170,10 +170,6 @@ _NUMBERS = {
 def returns_values(func: Any, result: Any) -> bool:
     """Return whether a result depends on the values of a tensor, not only on its shape."""
     name = getattr(func, "__name__", "")
-    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+    if tensors_in(result):
         return name not in _SHAPES
     return name in _NUMBERS
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

@@ -31,7 +31,7 @@ from pyro_bdl.tracing.trace import (
     trace_pure,
 )
 from pyro_bdl.utils.autograd import leaves_behind, nodes_behind
-from pyro_bdl.utils.trees import tree_leaves
+from pyro_bdl.utils.trees import tensors_in, tree_leaves
 
 KEYS = "threefry2x32"  # 3,051 normal numbers take 23 us of a CPU, by "rbg" 101
 _NONE: Mapping[Any, int] = {}
@@ -409,7 +409,7 @@ def _bound(node: fx.Node, bounds: Mapping[Any, float], results: Sequence[Tensor]
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:
-    return [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+    return tensors_in(node.meta.get("val"))
 
 
 def _is_floating(node: fx.Node) -> bool:

@@ -317,7 +317,7 @@ class EKFACCurvature(KroneckerCurvature):
     :param before: the curvature of earlier data; its eigenbases are then used.
     """
 
-    passes = 2
+    passes, needs_earlier = 2, True
     makes = "entries"
     takes_softmax = False
 
@@ -368,6 +368,3 @@ class EKFAC(Kron):
     papers: ClassVar[tuple[str, ...]] = (bibliography.KFAC, bibliography.EKFAC)
     name: str = named("ekfac")
     curvature: ClassVar = EKFACCurvature
-
-    def empty(self, subset: Subset, like: Tensor, before: Any) -> EKFACCurvature:
-        return EKFACCurvature(subset, like, reduce=self.reduce, before=before)
