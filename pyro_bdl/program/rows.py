@@ -7,7 +7,7 @@ statement about the rows alone against it, entry by entry, relative to the size 
 the rows.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -187,6 +187,12 @@ class AllRows:
             and len(self.run.subsamples.get(name, ())) == self.count
         }
 
+    @cached_property
+    def _dtypes(self) -> set[torch.dtype]:
+        """Those of the latents, in which the network rounds whatever its output is cast to."""
+        values = (site.value for site in self.run.latents.values())
+        return {value.dtype for value in values if value.is_floating_point()}
+
     @property
     def are_joint(self) -> bool:
         """True if the statements say that rows are no data of their own: an observed site has
@@ -274,9 +280,10 @@ class AllRows:
         """
         if alone.shape[1:2] == (1,) and together.shape == (self.count, *alone.shape[2:]):
             some = together[start : start + len(alone)]
-            return Aligned(alone[:, 0], some, _slack(together), in_front=True)
+            return Aligned(alone[:, 0], some, _slack(together, self._dtypes), in_front=True)
         if together.shape == alone.shape[1:]:
-            return Aligned(alone, together.expand_as(alone), _slack(together[None]), in_front=False)
+            slack = _slack(together[None], self._dtypes)
+            return Aligned(alone, together.expand_as(alone), slack, in_front=False)
         return None
 
     def _check_equal(
@@ -376,16 +383,21 @@ def _shown(key: str) -> str:
     return key.removeprefix("site.")
 
 
-def _slack(values: Tensor) -> Tensor:
+def _slack(values: Tensor, dtypes: Set[torch.dtype] = frozenset()) -> Tensor:
     """By how much entries may differ, (*shape): a share of the largest absolute value of each
-    over the rows, at least the rounding of the largest of all."""
+    over the rows, at least the rounding of the largest of all.
+
+    :param dtypes: of what the values are computed from, which may be coarser than their own.
+    """
     if not values.is_floating_point() or not values.numel():
         return values.new_zeros(values.shape[1:])
     size = values.detach().abs().nan_to_num(0.0, 0.0)
-    share = _HALF if castings() else _SHARE.get(values.dtype, _HALF)
+    dtypes = dtypes | {values.dtype}
+    share = _HALF if castings() else max(_SHARE.get(dtype, _HALF) for dtype in dtypes)
     if rounds_to_tf32(values):
         share = max(share, _TF32)
-    return (share * size.amax(0)).clamp(min=torch.finfo(values.dtype).eps * size.max())
+    rounding = max(torch.finfo(dtype).eps for dtype in dtypes)
+    return (share * size.amax(0)).clamp(min=rounding * size.max())
 
 
 def _same(value: Tensor, other: Tensor) -> bool:

@@ -72,6 +72,21 @@ def dense(posterior):
     return torch.linalg.inv(posterior.precision.solve(torch.eye(2)))
 
 
+def test_rows_round_as_the_weights_do_whatever_the_output_is_cast_to():
+    """A network of float32 whose sums lose 1e-5 of its outputs, with its logits in float64."""
+    layers = nn.Linear(30, 200), nn.Tanh(), nn.Linear(200, 3)
+    net = bdl.bayesianize(nn.Sequential(*layers).float())
+
+    def model(x, y=None):
+        logits = ((net(x) + 300.0) - 300.0).double()
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+    x, y = 3 * torch.randn(200, 30, dtype=torch.float32), torch.randint(3, (200,))
+    guide = AutoLaplaceGGN(model, structure="kron").prototype(x, y)
+    assert guide.laplace_approximation((x, y)).num_data == 200
+
+
 # Curvature
 
 
