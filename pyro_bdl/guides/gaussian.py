@@ -1,7 +1,6 @@
 """The Gaussian posterior of a Laplace approximation: N(u*, (curvature + prior precision)^-1)."""
 
 import copy
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
@@ -79,7 +78,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
 
     _precision: Precision | None = None  # until it is asked for
     _passes: list[tuple[Batches, float]] | None = None  # None for a posterior from a file
-    _priors: tuple[Any, ...] = ()  # of ``update_prior``, at the fit
+    _priors: tuple[tuple[nn.Module, Any], ...] = ()  # of ``update_prior``, at the fit
 
     def __init__(self, source: Guide, subset: Subset, config: CurvatureConfig) -> None:
         super().__init__(source)
@@ -232,8 +231,8 @@ class LaplaceGuide(JointGuide, NormalGuide):
         return reading
 
     def _check_prior(self) -> None:
-        now = replaced_priors(self.program_modules)
-        if len(now) != len(self._priors) or any(map(operator.is_not, now, self._priors)):
+        now = replaced_priors(program for program, _ in self._priors)
+        if any(one is not other for (_, one), (_, other) in zip(self._priors, now, strict=True)):
             raise ValueError(
                 "update_prior has replaced the program's prior since this posterior was fitted: "
                 "save it, and ask for its evidence, before update_prior, or leave the program as "

@@ -360,9 +360,12 @@ class TaskPrior:
         return nullcontext() if prior is None else prior.run()
 
 
-def replaced_priors(modules: Iterable[nn.Module]) -> tuple[GaussianPrior | None, ...]:
-    """What ``update_prior`` has made the prior of each program among modules; None for its own."""
-    return tuple(getattr(m, "task_prior", None) for m in modules if isinstance(m, TaskPrior))
+def replaced_priors(
+    modules: Iterable[nn.Module],
+) -> tuple[tuple[nn.Module, GaussianPrior | None], ...]:
+    """The programs among modules, and what ``update_prior`` has made their prior; None for their
+    own."""
+    return tuple((m, getattr(m, "task_prior", None)) for m in modules if isinstance(m, TaskPrior))
 
 
 def as_gaussian_prior(posterior: Any) -> GaussianPrior:
