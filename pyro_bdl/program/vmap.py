@@ -240,7 +240,8 @@ class RowMap:
 
 
 class InsideAnotherMapError(Exception):
-    """A tensor is in a ``torch.vmap`` of the program's own, and has no value outside of it."""
+    """A tensor is in a ``torch.vmap`` or ``torch.func.jvp`` of the program's own, and has no value
+    outside of it."""
 
 
 class _OutsideOfMap:
@@ -266,6 +267,10 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:  # type: ignore[override]
         return gradient, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        raise InsideAnotherMapError
 
     @staticmethod
     def vmap(  # type: ignore[override]

@@ -103,10 +103,15 @@ class Term:
 
 @dataclass
 class Layer:
-    """A linear operation with its biases, and its output z."""
+    """A linear operation with its biases, and its output z.
+
+    :ivar outside: z outside of a map over rows, with its graph; None in a transform of the
+        program's own, after which z is no tensor any more.
+    """
 
     terms: list[Term]
     output: Tensor
+    outside: Tensor | None = None
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -209,12 +214,17 @@ class LastLayer(Tracker):
         """Return whether a tensor has an output in its graph."""
         if not self.layers or (self.lane is None and is_transformed()):
             return False
-        both = value, *(layer.output for layer in self.layers)
-        try:
-            found, *outputs = (without_map(tensor, self.lane) for tensor in both)
-        except InsideAnotherMapError:  # it has no graph of its own
+        found, outputs = self._outside(value), [layer.outside for layer in self.layers]
+        if found is None or any(output is None for output in outputs):  # no graph of its own
             return True
         return reaches(found, outputs)
+
+    def _outside(self, value: Tensor) -> Tensor | None:
+        """A tensor outside of the map over rows; None in a transform of the program's own."""
+        try:
+            return without_map(value, self.lane)
+        except InsideAnotherMapError:
+            return None
 
     # Operations
 
@@ -260,7 +270,9 @@ class LastLayer(Tracker):
             self.deep = self.deep or self.output_tag(terms[0].op.inputs) is not None
             layer = Layer(terms, result)
             self.layers.append(layer)
-        layer.output = result
+        layer.output, layer.outside = result, self._outside(result)
+        if layer.outside is None:
+            self.left = func.__name__
         self.tags[id(result)] = OutputTag("", result, result)
         return result
 

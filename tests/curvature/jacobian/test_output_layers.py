@@ -120,12 +120,16 @@ HEADS = {
 }
 
 
-def with_and_without(head, kind, dtype, monkeypatch):
+def plainly(layer, x):
+    return layer(x)
+
+
+def with_and_without(head, kind, dtype, monkeypatch, apply=plainly):
     """Results with closed forms where they are taken and without them, and what these were."""
 
     class Last(nn.Linear):
         def forward(self, x):
-            return head(super().forward(x))
+            return head(apply(super().forward, x))
 
     torch.manual_seed(0)
     network = bdl.bayesianize(Last(3, 5, dtype=dtype))
@@ -147,6 +151,28 @@ def with_and_without(head, kind, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_layer_whose_output_goes_on_does_not(head, kind, dtype, monkeypatch):
     known, expected, found = with_and_without(HEADS[head], kind, dtype, monkeypatch)
+    assert not any(found)
+    for mine, value in zip(known, expected, strict=True):
+        torch.testing.assert_close(mine, value)
+
+
+TRANSFORMS = {
+    "vmap": lambda layer, x: torch.vmap(layer)(x),
+    "jvp": lambda layer, x: torch.func.jvp(layer, (x,), (torch.ones_like(x),))[0],
+    "vmap of jvp": lambda layer, x: torch.vmap(
+        lambda row: torch.func.jvp(layer, (row,), (torch.ones_like(row),))[0]
+    )(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+@pytest.mark.parametrize("head", ["multiple", "plus a multiple"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_layer_in_a_transform_of_the_network_does_not(transform, head, monkeypatch):
+    """After the transform its output is no tensor any more, and is not asked for one."""
+    known, expected, found = with_and_without(
+        HEADS[head], "loc", torch.float64, monkeypatch, TRANSFORMS[transform]
+    )
     assert not any(found)
     for mine, value in zip(known, expected, strict=True):
         torch.testing.assert_close(mine, value)
