@@ -214,8 +214,9 @@ class LastLayer(Tracker):
         """Return whether a tensor has an output in its graph."""
         if not self.layers or (self.lane is None and is_transformed()):
             return False
-        found, outputs = self._outside(value), [layer.outside for layer in self.layers]
-        if found is None or any(output is None for output in outputs):  # no graph of its own
+        found = self._outside(value)
+        outputs = [layer.outside for layer in self.layers if layer.outside is not None]
+        if found is None or len(outputs) < len(self.layers):  # no graph of its own
             return True
         return reaches(found, outputs)
 
