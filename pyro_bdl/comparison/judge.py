@@ -186,7 +186,7 @@ _LATENT = Check("latent_w1", "W1 {} of the reference's sds for the latent ")
 _FAR_LATENT = "{latent} is far"
 _POINT = Check("latent_off", "latents held at a point, at most {} sds off the reference's mean")
 _AT_POINT = "{names} held at a point, {off} sds off"
-_IN_PLACES = "beyond half of it at {share:.0f} % of the test points"
+_IN_PLACES = "far at {share:.0f} % of the test points"
 _KHAT = Check(
     "khat_high", "k-hat above 0.7 at {} of the test points", high=LOCAL,
     above="does not cover the reference", style="percent",
@@ -544,7 +544,8 @@ def _details(
         if value <= NEAR * point and row["far_at"] > LOCAL:
             details.append(_IN_PLACES.format(share=100 * row["far_at"]))
         far_latent = [_FAR_LATENT.format_map(row)] if row["latent_far"] > _MOST_RUNS else []
-        details += dict.fromkeys([judgment.fault, *far_latent])
+        faults = dict.fromkeys([judgment.fault, *far_latent])
+        details += (fault for fault in faults if not details or fault != _LOCAL.above)
     if "latent_point" in row:
         off = with_error(*row.pair("latent_off"))
         details.append(_AT_POINT.format(names=row["latent_point"], off=off))

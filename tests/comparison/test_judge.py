@@ -267,7 +267,7 @@ def test_what_is_far_is_so_by_a_fault_of_its_function():
     )
     head = "Distance (Wasserstein-1) of the class probabilities to nuts; a point at its mean has"
     assert text.startswith(f"{head} 1.00 ± 0.20. Far: b (")
-    assert "beyond half of it at 20 % of the test points, too narrow" in text
+    assert "far at 20 % of the test points, too narrow" in text
 
 
 # ------------------------------------------------------------------------------------ findings
