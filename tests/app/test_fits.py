@@ -36,6 +36,7 @@ def folders(out):
     return sorted((out / "posteriors").iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # where another test started JAX
 def test_the_same_command_goes_on_after_kill_9(tiny, fitted, tmp_path, out, rows_of):
     def killed(name):
         if name == "mean-field":
