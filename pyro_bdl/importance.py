@@ -102,10 +102,10 @@ def ratios(
         program.require_observed()
         program.run(program.initial).refuse_improper("ratio of the posterior and a guide")
         if not isinstance(guide, Guide):
-            return _summary(_ratios_of_runs(program, guide, num_samples))
+            return summary_of(_ratios_of_runs(program, guide, num_samples))
         check_guide(program.latents, guide)
         ratios = _log_ratios(program, guide, guide.sample_vectors(num_samples))
-    return _summary(ratios)
+    return summary_of(ratios)
 
 
 def function_khat(draws: Tensor, reference: Tensor) -> Tensor:
@@ -166,7 +166,11 @@ def _ratios_of_runs(program: Program, guide: Callable, num_samples: int) -> Tens
     return log_p - log_q
 
 
-def _summary(ratios: Tensor) -> Importance:
+def summary_of(ratios: Tensor) -> Importance:
+    """Summarize log p - log q of draws from q, (S,).
+
+    :returns: k-hat, effective size and the log evidence.
+    """
     ratios = double(ratios)
     weights, k = psis(ratios[None])
     if k.isnan() and ratios.std() > 1:

@@ -10,7 +10,7 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP, AutoMeanField
-from pyro_bdl.importance import _summary, function_khat, ratios
+from pyro_bdl.importance import function_khat, ratios, summary_of
 
 Y = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64)
 PRECISION = 1 + len(Y)
@@ -63,15 +63,15 @@ def test_the_exact_posterior_has_constant_ratios():
     ],
 )
 def test_ratios_without_a_tail_to_fit(ratios, k, said):
-    found = _summary(ratios)
+    found = summary_of(ratios)
     assert found.pareto_k == pytest.approx(k, nan_ok=True)
     assert str(found).startswith(said)
 
 
 def test_a_draw_without_density_adds_nothing_to_the_evidence():
     some = torch.randn(200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = _summary(torch.cat([some, torch.tensor([-math.inf], dtype=torch.float64)]))
-    assert found.log_evidence == pytest.approx(_summary(some).log_evidence - math.log(201 / 200))
+    found = summary_of(torch.cat([some, torch.tensor([-math.inf], dtype=torch.float64)]))
+    assert found.log_evidence == pytest.approx(summary_of(some).log_evidence - math.log(201 / 200))
     assert found.elbo == -math.inf
 
 

@@ -317,7 +317,7 @@ def _numbers(leaf: Any, device: torch.device | None) -> Any:
 
 
 def _memories(source: Any) -> Iterator[tuple]:
-    """What identifies the arguments in each batch of a list."""
+    """Yield what identifies the arguments of each batch in a list: memory and constants."""
     for batch in source if isinstance(source, list) else ():
         leaves = tree_leaves(_arguments(batch))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

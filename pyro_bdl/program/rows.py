@@ -189,7 +189,7 @@ class AllRows:
 
     @cached_property
     def _dtypes(self) -> set[torch.dtype]:
-        """Those of the latents, in which the network rounds whatever its output is cast to."""
+        """The latents' dtypes, in which the network rounds whatever its output is cast to."""
         values = (site.value for site in self.run.latents.values())
         return {value.dtype for value in values if value.is_floating_point()}
 

@@ -100,7 +100,7 @@ def laplace(data):
 
 @pytest.mark.parametrize("other", ["site", "factor"])
 def test_weights_are_of_the_whole_program_where_a_part_of_it_is_scored(data, other):
-    """Of a second observed site, or a factor, that has as much to say of w as 30 data at 2."""
+    """A second observed site, or a factor, says as much of w as 30 data at 2."""
     sd = 30**-0.5
 
     def model(x, y=None):

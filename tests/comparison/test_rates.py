@@ -163,7 +163,7 @@ def test_the_best_of_six_equal_posteriors_is_not_said_to_be_better(points, count
     assert false <= 200 * MOST
 
 
-# Of posteriors that are off what is false, and the deviation in units of a point's distance.
+# False statements about posteriors that are off, with the deviation in a point's distances.
 OFF = {
     "narrow": ({"width": 0.75}, ("sd_ratio", ALIKE)),  # 0.25
     "half": ({"width": 0.45}, ("sd_ratio", ALIKE, USABLE)),  # 0.55

@@ -34,7 +34,7 @@ def laplace(model):
 
 
 def draws(model):
-    """Such as chains, which know their program."""
+    """Posteriors that know their program, as chains do."""
     drawn = guide(model).sample_latents(12)
     samples = bdl.Samples({name: value[None] for name, value in drawn.items()})
     return samples.of_program(bdl.Program(model, X, Y))

@@ -63,7 +63,7 @@ def test_draws_take_the_members_in_turn():
 
 
 def test_predictions_and_scores_count_each_member_as_often():
-    """Those of 3 members are their averages, not of 34 + 33 + 33 draws, or 334 + 333 + 333."""
+    """Scores of 3 members are their averages, not of 34 + 33 + 33 draws, or 334 + 333 + 333."""
     model, x, y = problem(torch.float64)
     guide = bdl.guides.AutoEnsemble(model, size=3).prototype(x, y)
     latents = {name: draw.detach() for name, draw in guide.sample_latents(3).items()}

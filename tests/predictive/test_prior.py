@@ -101,7 +101,7 @@ def test_a_prior_that_cannot_be_sampled():
 @pytest.mark.parametrize("numbers", [(), (2,)], ids=["a scalar", "a vector"])
 @pytest.mark.parametrize("seen", [False, True, "all", "none"])
 def test_a_prior_under_a_mask(numbers, seen):
-    """Of what a mask leaves without a density there is nothing to draw."""
+    """A latent that a mask leaves without a density cannot be drawn."""
     masks = {"all": torch.tensor(True), "none": torch.tensor(False)}
 
     def model(x):

@@ -72,7 +72,7 @@ class RecordedRows:
         return found
 
     def path(self, place: tuple[str, str]) -> Path:
-        """What a tensor is of the last operation's result z, see ``UseRecorder.paths``.
+        """Return what a tensor is of the last operation's result z, see ``UseRecorder.paths``.
 
         :param place: its site and its name there; None for a tensor of no site.
         """
