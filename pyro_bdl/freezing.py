@@ -166,9 +166,8 @@ def freeze(
                 f"the site '{site}' depends on the value of the site '{used[site]}', which a "
                 "frozen network does not draw: take Predictive"
             )
-        leave = (
-            placeholder_for_any if known.discrete is None else placeholder_for_observed
-        )  # which reads supports
+        # of discrete sites that are summed out the supports are read
+        leave = placeholder_for_any if known.discrete is None else placeholder_for_observed
         classes = observation_kind(run(args)) in _CLASSES
 
         def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:

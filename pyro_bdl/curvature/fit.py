@@ -3,7 +3,6 @@ observed sites, whose rows' outer products it is the sum of, and the sums that g
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -34,7 +33,7 @@ from pyro_bdl.program.supports import check_support
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import has_own_functions, reaches
 from pyro_bdl.utils.collectives import Ranks
-from pyro_bdl.utils.memory import bytes_at_once
+from pyro_bdl.utils.memory import bytes_at_once, stored_numbers
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import set_torch_states, torch_states
@@ -247,7 +246,7 @@ class LikelihoodSums:
             if site.value is None:
                 continue
             passed = sum(source.numel() for source in origins[name])
-            more = num_data(site) > rows and _distinct(site.value) > passed
+            more = num_data(site) > rows and stored_numbers(site.value) > passed
             if more or not origins[name]:
                 raise UnsupportedProgramError(
                     f"the site '{name}' observes values that the program holds itself, and would "
@@ -307,12 +306,6 @@ class LikelihoodSums:
             stacklevel=5,
         )
         return self.stated / self.num_data
-
-
-def _distinct(value: Tensor) -> int:
-    """How many numbers a tensor has in memory, of which ``expand`` repeats some."""
-    pairs = zip(value.shape, value.stride(), strict=True)
-    return math.prod(size for size, stride in pairs if stride)
 
 
 def check_factors(run: Run, leaves: Mapping[str, Tensor], config: CurvatureConfig) -> None:

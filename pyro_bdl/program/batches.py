@@ -320,7 +320,7 @@ def _memories(source: Any) -> Iterator[tuple]:
     """Yield what identifies the arguments of each batch in a list: memory and constants."""
     for batch in source if isinstance(source, list) else ():
         leaves = tree_leaves(_arguments(batch))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = tensors_in(leaves)
         if tensors and all(t.layout is torch.strided and t.numel() for t in tensors):
             places = tuple((t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors)
             yield places, constants_of(leaves)

@@ -5,7 +5,6 @@ all its sizes are a n + b. ``trace_rows`` then needs the graphs of two sizes onl
 """
 
 import builtins
-import math
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from pyro_bdl.utils.dispatch import (
     FakeTensorMode,
     TorchDispatchMode,
 )
+from pyro_bdl.utils.memory import stored_numbers
 from pyro_bdl.utils.trees import tree_leaves
 
 _SIZES = (3, 5)  # rows of the two graphs
@@ -74,22 +74,14 @@ class _Symbolic(TorchDispatchMode):
             result = func(*args, **(kwargs or {}))
         for value in [*given, *tree_leaves(result)]:
             # of sizes whose product is a n + b only one depends on n, and so all products are
-            size = _numbers(value) if isinstance(value, FakeTensor) else value
+            # (Pyro's deterministic value in a plate has n times the n numbers, and keeps n)
+            size = stored_numbers(value) if isinstance(value, FakeTensor) else value
             if isinstance(size, _SYMBOLS) and not _is_multiple(size):
                 raise NotTraceable(
                     f"a size in it, {_of_n(size)} for n rows, is not a n + b with fixed a and b",
                     str(func),
                 )
         return result
-
-
-def _numbers(tensor: Tensor) -> Any:
-    """The numbers of a tensor in memory, of which ``expand`` repeats some: Pyro's statement of a
-    deterministic value in a plate has n times the n numbers, and keeps n."""
-    if tensor.layout is not torch.strided:
-        return tensor.numel()
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return math.prod(size for size, stride in pairs if isinstance(stride, SymInt) or stride)
 
 
 class _Distances(TorchFunctionMode):

@@ -1,6 +1,7 @@
 """Memory: a limit for work in pieces, reuse of freed blocks, what is available, allocations."""
 
 import functools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -48,6 +49,15 @@ def bytes_at_once(default: int) -> int:
 
 
 @functools.cache
+def stored_numbers(tensor: Tensor) -> Any:
+    """How many numbers a tensor has in memory, of which ``expand`` repeats some; sizes and strides
+    may be symbols."""
+    if tensor.layout is not torch.strided:
+        return tensor.numel()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(size for size, stride in pairs if isinstance(stride, torch.SymInt) or stride)
+
+
 def keep_freed_blocks() -> None:
     """Let blocks of up to 32 MB be reused instead of returned to the operating system.
 

@@ -74,10 +74,8 @@ class RecordedRows:
     def path(self, place: tuple[str, str]) -> Path:
         """Return what a tensor is of the last operation's result z, see ``UseRecorder.paths``.
 
-        :param place: its site and its name there; None for a tensor of no site.
+        :param place: its site and its name there.
         """
-        if place is None:
-            return Path.MIXED
         found = {recorder.paths.get(place, Path.MIXED) for recorder in self._recorders}
         return found.pop() if len(found) == 1 else Path.MIXED
 
