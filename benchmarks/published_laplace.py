@@ -13,12 +13,14 @@ FOLDER laplace-torch`` and what it imports). Seconds are processor time of fit, 
 prediction of all test images of both sets.
 
 Below stand posteriors of other kinds on the same networks: ensembles, Laplace around each of five
-members, a width by 5000 held-out rows (the network is then trained on the other 55 000), SWAG.
-With ``--rows FILE`` every row is kept, and a run that was stopped goes on with those that are
-missing.
+members, a width by 5000 held-out rows (the network is then trained on the other 55 000), SWAG, and
+Laplace around the mean of SWAG's weights, which are collected once. With ``--rows FILE`` every row
+is kept, and a run that was stopped goes on with those that are missing.
 """
 
 import argparse
+import copy
+import functools
 import json
 import statistics
 import time
@@ -173,16 +175,36 @@ def around(network: nn.Module, data: Part, held_out: Part, options: Any) -> tupl
     return model, guide.laplace_approximation(loader(data), held_out=tuple(held_out))
 
 
-def swag(network: nn.Module, data: Part, options: argparse.Namespace) -> Probabilities:
-    prior = priors.Normal.from_weight_decay(options.decay, len(data.x))
-    model = program(network, len(data.x), prior)
-    guide = bdl.guides.AutoSWAG(model).prototype(data.x[:2], data.y[:2])
-    collect_swag(
-        model, guide, *data, snapshots=20, learning_rate=0.05, batch_size=options.batch,
-        progress=False,
-    )  # fmt: skip
-    predictive = bdl.Predictive(model, guide.swag_approximation(), num_samples=options.draws)
-    return lambda x: predictive.mean(x)["y"].mean(0)
+class Averaged:
+    """SGD with a constant learning rate from a network, run when it is first asked for."""
+
+    def __init__(self, network: nn.Module, data: Part, options: argparse.Namespace) -> None:
+        self._network, self._data, self._options = network, data, options
+
+    @functools.cached_property
+    def _fit(self) -> tuple[Any, Any]:
+        data, options = self._data, self._options
+        prior = priors.Normal.from_weight_decay(options.decay, len(data.x))
+        model = program(self._network, len(data.x), prior)
+        guide = bdl.guides.AutoSWAG(model).prototype(data.x[:2], data.y[:2])
+        collect_swag(
+            model, guide, *data, snapshots=20, learning_rate=0.05, batch_size=options.batch,
+            progress=False,
+        )  # fmt: skip
+        return model, guide.swag_approximation()
+
+    def swag(self) -> Probabilities:
+        model, posterior = self._fit
+        predictive = bdl.Predictive(model, posterior, num_samples=self._options.draws)
+        return lambda x: predictive.mean(x)["y"].mean(0)
+
+    def mean(self) -> nn.Module:
+        """The network at the mean of the weights (Izmailov et al. 2018)."""
+        network, weights = copy.deepcopy(self._network), self._fit[1].median()
+        with torch.no_grad():
+            for name, parameter in network.named_parameters():
+                parameter.copy_(weights[name])
+        return network
 
 
 def averaged(members: list[Probabilities]) -> Probabilities:
@@ -210,7 +232,15 @@ def rows(networks: dict[str, Any], seed: int, data: Images, options: Any) -> Ite
         return lambda x: predictive.probabilities(x)["y"]
 
     yield Row("kron, held-out width", "ours", default)
-    yield Row("SWAG", "ours", lambda: swag(network, train, options))
+    average = Averaged(network, train, options)
+    yield Row("SWAG", "ours", average.swag)
+    yield Row("SWAG's mean", "ours", lambda: softmax(average.mean()))
+    for method in ("all weights, kron", "all weights, diagonal"):
+        yield Row(
+            f"SWAG's mean, {method}",
+            "ours",
+            lambda kind=STRUCTURES[method]: ours(average.mean(), train, *kind),
+        )
     if seed:
         return
 
