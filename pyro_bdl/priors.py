@@ -20,7 +20,8 @@ from pyro.nn import PyroParam
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from pyro_bdl.distributions import log_uniform, matrix_normal
+from pyro_bdl.distributions import matrix_normal
+from pyro_bdl.distributions.dropout_noise import ImproperLogUniform
 from pyro_bdl.program.normalized import NORMALIZATIONS, Exponents, normalized_groups
 from pyro_bdl.program.trace import prior_factor as factor
 from pyro_bdl.scales import Hyperprior, Scale, checked, hyperparameter, present_scope
@@ -300,7 +301,7 @@ class LogUniform(Prior):
     constant = property(_of_numbers)
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
-        return _spread(log_uniform.ImproperLogUniform(parameter.new_zeros(())), parameter)
+        return _spread(ImproperLogUniform(parameter.new_zeros(())), parameter)
 
 
 class Laplace(Prior):

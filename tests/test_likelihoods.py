@@ -16,9 +16,8 @@ import pyro_bdl as bdl
 from pyro_bdl import metrics, models
 from pyro_bdl.curvature.fisher import cell_roots, exact_columns, sampled_columns
 from pyro_bdl.distributions.censored import Censored
-from pyro_bdl.distributions.ordered_logistic import OrderedLogistic
 from pyro_bdl.distributions.parameters import parameters_of, rebuilt
-from pyro_bdl.distributions.zero_truncated import ZeroTruncated
+from pyro_bdl.distributions.targets import OrderedLogistic, ZeroTruncated
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.program import Site
 

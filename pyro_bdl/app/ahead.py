@@ -1,4 +1,5 @@
-"""Fits that another process makes into the folder of results, where ``Fits`` finds them."""
+"""Fits that another process makes into the folder of results, where ``Fits`` finds them, and what
+commands compile, kept in the user's cache folder."""
 
 import contextlib
 import logging
@@ -9,10 +10,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import jax
 import torch
 
-from pyro_bdl.app.compiled import keep_compiled
 from pyro_bdl.app.fits import Fits
 from pyro_bdl.app.options import Options
 from pyro_bdl.errors import BdlWarning
@@ -116,3 +119,26 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+_KEPT = 2**28  # of the folder; those not used for longest go first
+_SECONDS = 0.05  # of compilation that are worth a file
+
+
+def keep_compiled() -> None:
+    """Keep what this process compiles for later ones, in ``~/.cache/pyro_bdl/jax`` or the like
+    under ``$XDG_CACHE_HOME``. JAX recognizes it by function, version and processor. A folder that
+    was set before (``JAX_COMPILATION_CACHE_DIR``) stays."""
+    config: Any = jax.config
+    if config.jax_compilation_cache_dir is not None:
+        return
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = base / "pyro_bdl" / "jax"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home
+        return
+    config.update("jax_compilation_cache_dir", str(folder))
+    config.update("jax_compilation_cache_max_size", _KEPT)
+    config.update("jax_persistent_cache_min_compile_time_secs", _SECONDS)
+    config.update("jax_persistent_cache_min_entry_size_bytes", -1)

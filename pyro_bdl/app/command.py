@@ -18,7 +18,7 @@ from typer.exceptions import TyperException
 
 from pyro_bdl import posteriors
 from pyro_bdl.app import run
-from pyro_bdl.app.compiled import keep_compiled
+from pyro_bdl.app.ahead import keep_compiled
 from pyro_bdl.app.options import Options
 from pyro_bdl.data.examples import EXAMPLES
 from pyro_bdl.errors import BdlWarning

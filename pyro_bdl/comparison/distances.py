@@ -39,8 +39,7 @@ from pyro_bdl.comparison.metric import (
 from pyro_bdl.comparison.setting import REGIONS
 from pyro_bdl.metrics.distances import wasserstein1_by_chance, wasserstein_at_points
 from pyro_bdl.metrics.joint import median_distance
-from pyro_bdl.metrics.monte_carlo import monte_carlo_error
-from pyro_bdl.utils.jackknife import ERRORS, enlarged, number_of_groups
+from pyro_bdl.utils.jackknife import ERRORS, enlarged, monte_carlo_error, number_of_groups
 from pyro_bdl.utils.precision import double
 
 _MOST_PAIRED = 500  # draws, of which all pairs are used

@@ -38,10 +38,10 @@ from pyro_bdl.guides.draws import (
     evenly,
 )
 from pyro_bdl.metrics.calibration import coverage_range
-from pyro_bdl.metrics.monte_carlo import halves
 from pyro_bdl.predictive.predictor import predictor
 from pyro_bdl.program.batches import leading_size, select_rows
 from pyro_bdl.program.samples import Samples
+from pyro_bdl.utils.jackknife import halves
 from pyro_bdl.utils.precision import double_device
 from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import seeded

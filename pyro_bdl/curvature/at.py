@@ -438,7 +438,7 @@ class ProgramAtPoint:
             parameters,
             facts.deterministic,
             reading=reading if read else None,
-            together=partial(self._run, batch, mapped.plates) if mapped.rows.together else None,
+            run_at=partial(self._run, batch, mapped.plates) if mapped.rows.mapped else None,
         )
 
     @torch.no_grad()

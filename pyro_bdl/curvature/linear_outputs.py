@@ -183,7 +183,7 @@ class LinearOutputs:
     ) -> list[Tensor]:
         """A function of tensors with a leading axis: by ``vmap`` where the rows of the run were
         mapped, so that its operations have such a form; else one by one."""
-        if not many or (self.at.rows is not None and self.at.rows.together):
+        if not many or (self.at.rows is not None and self.at.rows.mapped):
             return function(vectors, many)
         results = [function(list(each), False) for each in zip(*vectors, strict=True)]
         return [torch.stack(parts) for parts in zip(*results, strict=True)]
@@ -281,15 +281,14 @@ class LinearOutputs:
         """J times vectors (S, p) in forward mode, by name, (S, *shape): two passes forward for each
         and one for all. None where an operator has no such form, or is a function of the user's
         own, or rows were not mapped."""
-        at, site = self.at, self.site
-        together = at.together
-        if together is None or site is None or has_own_functions(self._outputs):
+        at, site, run_at = self.at, self.site, self.at.run_at
+        if run_at is None or site is None or has_own_functions(self._outputs):
             return None
         subset, leaves = at.subset, {n: leaf.detach() for n, leaf in at.leaves.items()}
         start = {name: leaves[name] for name in subset.parts}
 
         def parameters(moving: dict[str, Tensor]) -> dict[str, Tensor]:
-            run = together({**leaves, **moving})
+            run = run_at({**leaves, **moving})
             base = base_distribution(run.observed[self.name].distribution)
             takes_output = self.of == (output_name(self.name), "value")
             output = recorded_output(run, self.name) if takes_output else None

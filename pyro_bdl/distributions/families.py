@@ -23,7 +23,7 @@ from torch.distributions import (
 )
 
 from pyro_bdl.distributions.censored import Censored
-from pyro_bdl.distributions.zero_truncated import ZeroTruncated
+from pyro_bdl.distributions.targets import ZeroTruncated
 
 Cotangent = dict[str, Tensor]
 Roots = Iterable[Cotangent]

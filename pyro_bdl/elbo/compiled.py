@@ -17,8 +17,8 @@ from pyro_bdl.guides.base import SET_BY_STEPS, Guide
 from pyro_bdl.tracing.compiled import Arguments, CompiledLoss, Evaluation, split
 from pyro_bdl.tracing.step import BACKENDS, Outcome
 from pyro_bdl.tracing.trace import NotTraceable
-from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed
+from pyro_bdl.utils.precision import castings
 from pyro_bdl.utils.validation import check_temperature
 
 

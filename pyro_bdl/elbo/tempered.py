@@ -36,9 +36,9 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.supports import nan_outside_support
 from pyro_bdl.program.trace import Run, record, sum_out_discrete
 from pyro_bdl.program.vmap import DrawMap
-from pyro_bdl.utils.autocast import without_autocast
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.one_thread import Hidden, OneThread
+from pyro_bdl.utils.precision import without_autocast
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import check_temperature, whole_number
 

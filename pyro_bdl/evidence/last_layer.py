@@ -24,9 +24,8 @@ from pyro_bdl.program.linear_ops.last_layer import Path
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.tracing.compiled import Arguments, CompiledLoss, Evaluation, split
 from pyro_bdl.tracing.trace import NotTraceable
-from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed, reaches
-from pyro_bdl.utils.precision import double
+from pyro_bdl.utils.precision import castings, double
 
 
 class LastLayerEvidence(Trace_ELBO):

@@ -15,8 +15,7 @@ from pyro.ops.tensor_utils import periodic_repeat
 from torch import Tensor
 
 from pyro_bdl.errors import ArgumentError, warn
-from pyro_bdl.guides import summaries
-from pyro_bdl.guides.family import Family
+from pyro_bdl.guides.family import Family, site_quantiles
 from pyro_bdl.guides.saved import SavedGuide, sites_of
 from pyro_bdl.guides.statements import sample_all
 from pyro_bdl.init import init_to_network, start_at
@@ -315,7 +314,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         levels = torch.as_tensor(quantiles, dtype=like.dtype, device=like.device).reshape(-1)
         if ((levels < 0) | (levels > 1)).any():
             raise ValueError(f"quantiles must lie between 0 and 1, got {levels.tolist()}")
-        return summaries.quantiles(self, levels)
+        return site_quantiles(self, levels)
 
     def _prototype_if_given(self, args: tuple, kwargs: dict) -> None:
         if args or kwargs:

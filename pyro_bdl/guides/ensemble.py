@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide, at_full_size
+from pyro_bdl.guides.family import empirical_quantiles
 from pyro_bdl.guides.kl import normal_priors
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.guides.statements import point, sample_sites, vectors_in_plates
-from pyro_bdl.guides.summaries import empirical_quantiles
 from pyro_bdl.init import init_afresh, reset_of, start_at
 from pyro_bdl.program.batch_norm import layers_called
 from pyro_bdl.program.layout import Latent

@@ -6,11 +6,14 @@ on with the same draws from what a ``Journal`` holds, or from where an earlier c
 
 import contextlib
 import copy
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
@@ -20,14 +23,11 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.errors import warn
-from pyro_bdl.mcmc.chains import Chains, Plan, progress_bar, stack_chains
-from pyro_bdl.mcmc.checkpoint import Journal
+from pyro_bdl.mcmc.chains import Chains, Journal, Plan, progress_bar, stack_chains
 from pyro_bdl.mcmc.kernels import Kernel
 from pyro_bdl.mcmc.starts import Restriction
-from pyro_bdl.tracing.jax.density import jax_density
-from pyro_bdl.tracing.jax.shared import shared
-from pyro_bdl.tracing.jax.translate import JaxFunction
-from pyro_bdl.utils.interrupts import deferred_interrupt
+from pyro_bdl.program.jax_density import jax_density
+from pyro_bdl.tracing.jax.translate import JaxFunction, shared
 
 # The number of iterations between two checks of clock and keyboard is chosen to take about this
 # long.
@@ -348,3 +348,31 @@ def _in_threads(
     joined = stack_chains(results)
     joined.interrupted |= len(results) < len(chains)
     return joined
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[threading.Event]:
+    """Yield an event that the first Ctrl-C sets instead of raising; a second Ctrl-C raises as
+    usual.
+
+    A KeyboardInterrupt is lost if it arrives inside a callback of the garbage collector, and JAX
+    has such a callback. It could also leave a JAX computation running while its inputs are freed.
+    Signals arrive in the main thread only; in other threads the event is never set.
+    """
+    event = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield event
+        return
+    react = before
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if event.is_set():
+            react(number, frame)
+        event.set()
+
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)

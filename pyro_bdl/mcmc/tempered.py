@@ -31,9 +31,9 @@ from pyro_bdl.mcmc.kernels import positive
 from pyro_bdl.mcmc.sampling import require_all_data
 from pyro_bdl.mcmc.starts import Restriction, checked_program
 from pyro_bdl.predictive.sampled import prior_draws
+from pyro_bdl.program.jax_density import jax_density
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
-from pyro_bdl.tracing.jax.density import jax_density
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.validation import whole_number

@@ -13,9 +13,17 @@ from pyro_bdl.metrics.calibration import (
     pit,
     reliability,
 )
-from pyro_bdl.metrics.distances import mean_error, sd_error, wasserstein1, wasserstein2
+from pyro_bdl.metrics.distances import (
+    agreement,
+    categorical_kl,
+    gaussian_kl,
+    mean_error,
+    sd_error,
+    total_variation,
+    wasserstein1,
+    wasserstein2,
+)
 from pyro_bdl.metrics.joint import energy_distance, mmd
-from pyro_bdl.metrics.predictive import agreement, categorical_kl, gaussian_kl, total_variation
 from pyro_bdl.metrics.scores import (
     accuracy,
     brier,

@@ -20,7 +20,7 @@ from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.trace import prior_factor
 from pyro_bdl.scales import Hyperprior, Scale, checked, hyperparameter, on_device
-from pyro_bdl.utils.autocast import to_full_precision
+from pyro_bdl.utils.precision import to_full_precision
 from pyro_bdl.utils.validation import whole_number
 
 Output = str | int | Callable[[Any], Tensor] | None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from pyro_bdl.distributions.ordered_logistic import OrderedLogistic
+from pyro_bdl.distributions.targets import OrderedLogistic
 from pyro_bdl.models.base import ObservationModel, Output, floating
 from pyro_bdl.scales import hyperparameter
 from pyro_bdl.utils.validation import whole_number

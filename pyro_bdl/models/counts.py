@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from pyro_bdl.distributions.zero_truncated import ZeroTruncated
+from pyro_bdl.distributions.targets import ZeroTruncated
 from pyro_bdl.models.base import ObservationModel, Scales, halves
 
 

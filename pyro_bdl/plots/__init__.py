@@ -14,9 +14,9 @@ from pyro_bdl.plots.predictions import (
     calibration,
     function_space,
     predictive_bands,
+    prior_predictive,
     probability_maps,
 )
-from pyro_bdl.plots.prior import prior_predictive
 from pyro_bdl.plots.style import styles, use_style
 
 __all__ = [

@@ -1,6 +1,7 @@
-"""``JaxDensity``: a Pyro program's log density for any sampler that is written in JAX."""
+"""A program's log density in JAX: for the kernels that run there, and as ``JaxDensity`` for any
+sampler that is written in JAX."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_bdl.errors import MissingOperatorError, UnsupportedProgramError
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples, as_tensor
-from pyro_bdl.tracing.jax.density import jax_density
 from pyro_bdl.tracing.jax.ops.registry import as_dtype
-from pyro_bdl.tracing.jax.translate import to_jax
+from pyro_bdl.tracing.jax.translate import JaxFunction, to_jax
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.trees import tree_flatten, tree_unflatten
 
@@ -157,3 +158,66 @@ def _example_of(array: jax.Array, own: list[Tensor], place: int) -> Tensor:
                 )
             return data[torch.arange(array.shape[0], device=data.device) % len(data)]
     return torch.zeros(array.shape, dtype=getattr(torch, str(array.dtype)), device="cpu")
+
+
+_WAY_OUT = 'Sample with backend="pyro", which runs any program.'
+Density = Callable[..., Tensor]
+Terms = Callable[[Tensor], dict[str, Tensor]]
+
+
+def jax_density(density: Density, terms: Terms, example: Tensor, *data: Tensor) -> JaxFunction:
+    """A log density in JAX, as a function of vectors with the example's shape and dtype.
+
+    Call it under ``jax.enable_x64(True)`` for float64.
+
+    :param density: (vector (P,), *data) -> scalar, in nats.
+    :param terms: vector -> site -> scalar, by which the site of an operator is found.
+    :param data: examples of further arguments of the density, and then of the result.
+    :raises MissingOperatorError: if an operator has no translation; it names the site.
+    :raises UnsupportedProgramError: for latents in half precision.
+    """
+    if example.dtype not in (torch.float32, torch.float64):
+        raise UnsupportedProgramError(
+            f"the latents are {example.dtype}, in which chains in JAX do not run: give the weights "
+            "and the data float32 or float64, as by .float()"
+        )
+
+    def function(vector: Tensor, *data: Tensor) -> Tensor:  # make_fx would count a method's self
+        return density(vector, *data)
+
+    try:
+        log_density = to_jax(function, example, *data)
+        if log_density.detaches and not _has_gradient_of(density, log_density, example, *data):
+            return to_jax(function, example, *data, through_detach=True)
+        return log_density
+    except MissingOperatorError as error:
+        site = _site_of(error.op, terms, example)
+        where = "" if site is None else f"site '{site}': "
+        raise MissingOperatorError(f"{where}{error} {_WAY_OUT}", op=error.op, site=site) from error
+
+
+def _has_gradient_of(density: Density, log_density: Any, point: Tensor, *data: Tensor) -> bool:
+    """Return whether torch gives the same gradient of the density.
+
+    A ``detach`` in the program stops the gradient in torch and JAX; a ``detach`` that
+    ``torch.autograd.grad`` leaves in the graph stops it in JAX only.
+    """
+    leaf = point.detach().requires_grad_()
+    with torch.enable_grad():
+        (expected,) = torch.autograd.grad(density(leaf, *data), leaf)
+    with jax.enable_x64(log_density.wide or bool(jax.config.read("jax_enable_x64"))):
+        arrays = (jnp.asarray(value.cpu().numpy()) for value in (point, *data))
+        found = torch.tensor(np.asarray(jax.grad(log_density)(*arrays)), device="cpu")
+    slack = 1e-2 * expected.abs().max()
+    return bool(((found.to(expected) - expected).abs() <= slack).all())
+
+
+def _site_of(op: str, terms: Terms, example: Tensor) -> str | None:
+    """The first site whose own density needs the operator."""
+    for name in terms(example):
+        try:
+            to_jax(lambda vector, name=name: terms(vector)[name], example)
+        except MissingOperatorError as error:
+            if error.op == op:
+                return name
+    return None

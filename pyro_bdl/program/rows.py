@@ -23,9 +23,8 @@ from pyro_bdl.program.check import without_handlers
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
 from pyro_bdl.program.vmap import RowMap, depends_on_row
-from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.precision import double, rounds_to_tf32
+from pyro_bdl.utils.precision import castings, double, rounds_to_tf32
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.trees import constants_of, tree_flatten
 

@@ -30,10 +30,10 @@ from pyro_bdl.program.discrete.enumeration import Enumeration, why_not_enumerabl
 from pyro_bdl.program.discrete.summed_out import SummedOut, sum_out
 from pyro_bdl.program.layout import NEW_ROWS
 from pyro_bdl.program.network_sites import OWNER_KEY
-from pyro_bdl.utils.autocast import to_full_precision
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import watching_calls
 from pyro_bdl.utils.one_thread import OneThread, handlers
+from pyro_bdl.utils.precision import to_full_precision
 
 UNOBSERVED = "_unobserved"  # ends the names of Pyro's second statement of obs_mask
 RENAME = (

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from pyro_bdl.errors import warn
 from pyro_bdl.tracing.step import Outcome, StepGraph, agree, trace_step
 from pyro_bdl.tracing.trace import NotTraceable
-from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed, with_gradients, without_hooks
 from pyro_bdl.utils.memory import keep_freed_blocks
 from pyro_bdl.utils.module_state import Modules, changed, uncompiled, without_side_effects
 from pyro_bdl.utils.one_thread import Hidden
+from pyro_bdl.utils.precision import castings
 from pyro_bdl.utils.trees import TreeSpec, constants_of, tree_flatten, tree_unflatten
 
 # ------------------------------------------------------------------------------- arguments

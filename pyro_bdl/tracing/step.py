@@ -18,8 +18,8 @@ from pyro_bdl.tracing.trace import (
     trace,
     variable_nodes,
 )
-from pyro_bdl.utils.autocast import rounding, without_autocast, without_cached_casts
 from pyro_bdl.utils.autograd import leaves_behind, with_gradients, without_hooks
+from pyro_bdl.utils.precision import rounding, without_autocast, without_cached_casts
 
 Loss = Callable[..., tuple[Tensor, ...]]
 Run = Callable[..., tuple[Tensor, ...]]

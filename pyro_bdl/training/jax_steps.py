@@ -32,8 +32,7 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import as_dicts, select_rows
 from pyro_bdl.tracing.compiled import split
 from pyro_bdl.tracing.jax.ops.registry import aten
-from pyro_bdl.tracing.jax.shared import shared
-from pyro_bdl.tracing.jax.translate import KEYS, loss_to_jax
+from pyro_bdl.tracing.jax.translate import KEYS, loss_to_jax, shared
 from pyro_bdl.training.descent import Descent
 from pyro_bdl.utils.autograd import have_hooks
 from pyro_bdl.utils.module_state import Modules, without_side_effects

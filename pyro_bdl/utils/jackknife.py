@@ -1,7 +1,8 @@
-"""Standard errors over draws by the grouped jackknife, and errors that are themselves estimated."""
+"""Standard errors over draws by the grouped jackknife, of distances too, and errors that are
+themselves estimated."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from scipy.special import ndtr, ndtri, stdtrit
@@ -54,3 +55,60 @@ def of_many(count: int) -> float:
     """The number of errors beyond which of some deviations one or more are as rarely as a single
     one is beyond two (Bonferroni)."""
     return ERRORS * float(ndtri(1 - 0.025 / count) / ndtri(0.975))
+
+
+def monte_carlo_error(
+    distance: Callable[..., Tensor],
+    a: Tensor,
+    b: Tensor,
+    *,
+    groups: int = 10,
+    at_once: bool = False,
+) -> Tensor:
+    """Monte Carlo standard error of a distance, by a grouped jackknife.
+
+    Both sets of draws are cut into G groups of neighbors, and the distance d_g is computed without
+    the g-th group of either::
+
+        se^2 = (G - 1) / G  sum_g (d_g - mean d)^2
+
+    Groups of neighbors keep the error of autocorrelated draws from being underestimated, if the
+    groups are longer than the autocorrelation. Each d_g uses nearly all draws because distances are
+    nonlinear near zero, so that single groups would give another error. Between equal
+    distributions, for which distances are not Normal, the error is about 1.5 times too large.
+
+    :param distance: a function of draws (S1, N, ...) and (S2, N, ...); it returns a scalar, or a
+        vector of several distances.
+    :param a: ``(S1, ...)``.
+    :param b: ``(S2, ...)``.
+    :param groups: G; reduced if a group would have fewer than 4 draws.
+    :param at_once: whether the distance takes G as its third argument, and returns all d_g (G, ...)
+        then, as ``energy_distance`` does.
+    :returns: the standard errors, with the shape of the distance; NaN for fewer than 20 draws.
+
+    Source: Kuensch (1989), The jackknife and the bootstrap for general stationary observations,
+    section 2, with blocks that do not overlap.
+    """
+    groups = number_of_groups(len(a), len(b), most=groups)
+    if not groups:
+        return torch.full_like(distance(a, b), torch.nan)
+    if at_once:
+        return jackknife_error(distance(a, b, groups))
+    pairs = zip(without_each(a, groups), without_each(b, groups), strict=True)
+    return jackknife_error(torch.stack([distance(p, q) for p, q in pairs]))
+
+
+def halves(draws: Tensor, *, chains: int = 1) -> tuple[Tensor, Tensor]:
+    """Two halves of draws: half of the chains and the others, or both ends of a single chain.
+
+    :param draws: ``(S, N, ...)``, chain after chain.
+    :param chains: how many chains of equal length the draws are.
+    :raises ValueError: for fewer than 2 draws, or where S is not a multiple of ``chains``.
+    """
+    size = draws.shape[0]
+    if size < 2:
+        raise ValueError("two halves need at least 2 draws, but draws has 1: draw more")
+    if chains < 1 or size % chains:
+        raise ValueError(f"chains={chains} does not divide the {size} draws")
+    middle = size // 2 if chains == 1 else chains // 2 * (size // chains)
+    return draws[:middle], draws[middle:]

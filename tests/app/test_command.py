@@ -25,7 +25,7 @@ def test_ctrl_c_while_the_process_exits_is_left_to_the_system(ctrl_c, monkeypatc
 
 _COMPILE = """
 import jax
-from pyro_bdl.app.compiled import keep_compiled
+from pyro_bdl.app.ahead import keep_compiled
 keep_compiled()
 jax.jit(lambda x: jax.lax.fori_loop(0, 9, lambda i, x: jax.numpy.linalg.qr(x)[0], x))(
     jax.numpy.eye(9)).block_until_ready()

@@ -34,7 +34,7 @@ from pyro_bdl.comparison.judge import (
 )
 from pyro_bdl.comparison.metric import measure
 from pyro_bdl.diagnostics.convergence import separate_modes
-from pyro_bdl.metrics.monte_carlo import monte_carlo_error
+from pyro_bdl.utils.jackknife import monte_carlo_error
 
 POINT = math.sqrt(2 / math.pi)  # E|z| of a standard Normal
 X, Y = (torch.zeros(4, *shape, dtype=torch.float64) for shape in ((1,), ()))

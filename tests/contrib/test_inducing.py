@@ -13,7 +13,7 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl import elbo
-from pyro_bdl.contrib.inducing.conditional import Conditional
+from pyro_bdl.contrib.inducing.layers import Conditional
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoInducing
 

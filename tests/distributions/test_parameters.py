@@ -12,7 +12,6 @@ from torch import nn
 from pyro_bdl import bayesianize, models
 from pyro_bdl.curvature.linear_outputs import recorded_output
 from pyro_bdl.distributions.censored import Censored
-from pyro_bdl.distributions.ordered_logistic import OrderedLogistic
 from pyro_bdl.distributions.parameters import (
     is_known,
     parameters_of,
@@ -20,6 +19,7 @@ from pyro_bdl.distributions.parameters import (
     unconstrained_parameters,
     with_unconstrained,
 )
+from pyro_bdl.distributions.targets import OrderedLogistic
 from pyro_bdl.program import Program
 
 ones, two = torch.ones(4), torch.full((4,), 2.0)

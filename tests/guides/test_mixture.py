@@ -11,7 +11,7 @@ from torch import nn
 import pyro_bdl as bdl
 from pyro_bdl.elbo import TemperedTrace_ELBO
 from pyro_bdl.guides import AutoEnsemble, AutoLaplaceGGN, AutoMAP, AutoMeanField, MixtureGuide
-from pyro_bdl.guides.summaries import empirical_quantiles
+from pyro_bdl.guides.family import empirical_quantiles
 
 MEANS, SCALES, WEIGHTS = [-1.0, 0.5, 2.0], [0.3, 1.0, 0.5], [0.2, 0.5, 0.3]
 X, Y = torch.linspace(-1, 1, 6)[:, None], torch.zeros(6)

@@ -15,7 +15,7 @@ from pyro_bdl import mcmc
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.mcmc import run as jax_run
 from pyro_bdl.mcmc.chains import Chains, stack_chains
-from pyro_bdl.utils.interrupts import deferred_interrupt
+from pyro_bdl.mcmc.run import deferred_interrupt
 
 pytestmark = [
     pytest.mark.usefixtures("ctrl_c"),

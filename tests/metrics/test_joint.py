@@ -7,8 +7,7 @@ import torch
 
 from pyro_bdl import metrics
 from pyro_bdl.metrics.joint import median_distance
-from pyro_bdl.metrics.monte_carlo import monte_carlo_error
-from pyro_bdl.utils.jackknife import without_each
+from pyro_bdl.utils.jackknife import monte_carlo_error, without_each
 
 
 def folded(mean, sd):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyro_bdl import metrics
-from pyro_bdl.metrics.monte_carlo import halves, monte_carlo_error
+from pyro_bdl.utils.jackknife import halves, monte_carlo_error
 
 
 def test_halves_are_cut_between_chains():

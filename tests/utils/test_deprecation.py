@@ -9,7 +9,7 @@ import pytest
 from packaging.version import Version
 
 import pyro_bdl
-from pyro_bdl.utils.deprecation import deprecated
+from pyro_bdl.utils.names import deprecated
 
 
 @deprecated(since="0.2", until="0.3", instead="new")

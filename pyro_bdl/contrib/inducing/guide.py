@@ -21,9 +21,9 @@ from pyro_bdl.contrib.inducing.layers import (
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.family import DRAWS
 from pyro_bdl.guides.kl import diagonal_normal_kl
 from pyro_bdl.guides.output_quadrature import tags_of
-from pyro_bdl.guides.summaries import DRAWS
 from pyro_bdl.program.batches import Batch, has_rows, leading_size, select_rows
 from pyro_bdl.program.layout import Latent, Layout, marginal
 from pyro_bdl.program.linear_ops.last_layer import LastLayer, Path

@@ -39,6 +39,8 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 class RecordedRows:
     """A run over n data with all uses of latents, datum by datum.
 
+    ``mapped`` says whether one map ran all of them.
+
     :param recorders: of one map over all rows, or of each row in a loop.
     :param inputs: of the uses that have some, by their place, with the rows in front.
     """
@@ -51,7 +53,7 @@ class RecordedRows:
         inputs: Mapping[int, Tensor],
     ) -> None:
         self.subset, self.num_data, self.inputs = subset, num_data, inputs
-        self._recorders, self.together = recorders, recorders[0].mapped
+        self._recorders, self.mapped = recorders, recorders[0].mapped
         self.uses = recorders[0].uses
         self.num_operations = len(recorders[0].edges)
         self._unfolded: dict[int, Tensor] = {}
@@ -104,7 +106,7 @@ class RecordedRows:
             )
         )  # fmt: skip
         values = [None if edge is None else next(found) for edge in edges]
-        if self.together:
+        if self.mapped:
             return values
         rows = [values[start :: self.num_operations] for start in range(self.num_operations)]
         return [_stacked(parts) for parts in rows]
@@ -248,7 +250,7 @@ class Linearization:
     :param by_row: of deterministic sites, whether they have a value for each row.
     :param reading: the run with the parameters that the program reads, where they are asked for (a
         ``ParameterReading``).
-    :param together: the program on all rows at once, as a function of the leaves, where single rows
+    :param run_at: the program on all rows at once, as a function of the leaves, where single rows
         were mapped.
     """
 
@@ -261,7 +263,7 @@ class Linearization:
         parameters: Mapping[str, dict[str, Tensor]] | None = None,
         by_row: Mapping[str, bool] | None = None,
         reading: Any = None,
-        together: Callable[[Mapping[str, Tensor]], Run] | None = None,
+        run_at: Callable[[Mapping[str, Tensor]], Run] | None = None,
     ) -> None:
         self.model, self.subset, self.vector = at.model, at.subset, at.vector
         self.leaves: Mapping[str, Tensor] = at.leaves
@@ -270,7 +272,7 @@ class Linearization:
         self.run, self.rows, self.reading = run, rows, reading
         self._parameters = parameters or {}
         self.by_row = by_row or {}
-        self.together = together
+        self.run_at = run_at
         self._origins = at.origins
 
     def parameters(self, name: str) -> dict[str, Tensor]:

@@ -14,11 +14,11 @@ from pyro_bdl.distributions.dropout_noise import (
     Annealed,
     BernoulliNoise,
     GaussianNoise,
+    ImproperLogUniform,
     Noise,
     NoisyWeight,
     scale_free_kl,
 )
-from pyro_bdl.distributions.log_uniform import ImproperLogUniform
 from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide

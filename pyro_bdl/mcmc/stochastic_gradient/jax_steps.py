@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_bdl.errors import MissingOperatorError, UnsupportedProgramError
 from pyro_bdl.mcmc.starts import Restriction
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
-from pyro_bdl.tracing.jax.density import jax_density
+from pyro_bdl.program.jax_density import jax_density
 from pyro_bdl.tracing.jax.ops.registry import aten
 from pyro_bdl.tracing.jax.translate import KEYS, loss_to_jax
 from pyro_bdl.utils.random_state import own_randomness

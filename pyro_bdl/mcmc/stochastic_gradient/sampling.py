@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.errors import warn
-from pyro_bdl.mcmc.checkpoint import Journal
+from pyro_bdl.mcmc.chains import Journal
 from pyro_bdl.mcmc.starts import Restriction, as_start, checked_program, starting_vectors
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource

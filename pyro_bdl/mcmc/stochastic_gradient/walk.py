@@ -10,8 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_bdl.errors import MissingOperatorError, UnsupportedProgramError
-from pyro_bdl.mcmc.chains import Chains
-from pyro_bdl.mcmc.checkpoint import Journal
+from pyro_bdl.mcmc.chains import Chains, Journal
 from pyro_bdl.mcmc.starts import Restriction
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
