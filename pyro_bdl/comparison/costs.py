@@ -53,12 +53,14 @@ class Costs:
     :param elbo: ELBO at temperature 1, in nats.
     :param log_evidence: log marginal likelihood, in nats.
     :param peak_memory: peak memory of the fit in bytes, see ``peak_memory``.
+    :param elbo_error: standard error of ``elbo`` over the draws, in nats.
     """
 
     seconds: float | None = None
     elbo: float | None = None
     log_evidence: float | None = None
     peak_memory: int | None = None
+    elbo_error: float | None = None
 
     def inputs(self, posterior: Any, mixing: "Mixing | None" = None) -> dict[str, tuple]:
         """The inputs of the metrics below, as far as they are known.
@@ -89,13 +91,19 @@ def seconds(costs: Costs, posterior: Any) -> float | None:
     return own if costs.seconds is None else costs.seconds
 
 
-@metric("ELBO", "costs", digits=4)
+@metric("ELBO", "costs", digits=4, error=True)
 def elbo(costs: Costs, posterior: Any) -> float | None:
     """Evidence lower bound at temperature 1, in nats: a lower bound of the log evidence of the
     program, with the same prior in every row, on the training data as it sees them; larger is
-    better. Of a Laplace approximation it is the bound of its Gaussian through the network, not of
-    the linear model."""
+    better. With its standard error over the draws. Of a Laplace approximation it is the bound of
+    its Gaussian through the network, not of the linear model."""
     return costs.elbo
+
+
+@metric("", "costs")
+def elbo_se(costs: Costs, posterior: Any) -> float | None:
+    """The standard error of ``elbo``, without a column."""
+    return costs.elbo_error
 
 
 @cost("log evid.", "costs", digits=4)
@@ -103,7 +111,8 @@ def log_evidence(costs: Costs, posterior: Any) -> float | None:
     """Log marginal likelihood (evidence) of a Laplace approximation, in nats: no bound, and of
     another model in every row, with the prior scales and noise that it chose, of the linearized
     network or of a subset of the weights given the others. Compare it between settings of one row,
-    not between rows nor with an ELBO."""
+    not between rows nor with an ELBO. It is a formula without draws, and so without an error over
+    them; how far it is from the evidence of the network is not known."""
     return costs.log_evidence
 
 

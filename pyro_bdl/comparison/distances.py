@@ -218,12 +218,16 @@ REGIONAL = tuple(
 
 
 def sd_of_draws(draws: Tensor) -> Tensor:
-    """The sd at each test point; zero if it is only rounding."""
+    """The sd at each test point; zero if it is only rounding of the numbers there."""
     centered = double(draws - draws[0])
     deviations = centered - centered.mean(0)
     sd = torch.linalg.vector_norm(deviations, dim=0) / len(draws) ** 0.5  # faster than ``std``
-    rounding = 4 * torch.finfo(draws.dtype).eps * draws.abs().max()
-    return torch.where(sd <= rounding, 0.0, sd)  # NaN stays
+    return torch.where(sd <= _rounding(draws), 0.0, sd)  # NaN stays
+
+
+def _rounding(draws: Tensor) -> Tensor:
+    """What rounding may add to numbers at each test point: other points may have other sizes."""
+    return 4 * torch.finfo(draws.dtype).eps * double(draws.abs().amax(0))
 
 
 # ----------------------------------------------------------------------------------- of a pair
@@ -276,7 +280,7 @@ def _shares(a: Tensor, b: Tensor, groups: int) -> Numbers:
     of_means = (every[2 * count :] * enlarged(ERRORS, few)).tolist()
     whole = {f"{m.key}_se": error for m, error in zip(means, of_means, strict=True)}
     points = at_points(double(b).mean(0, keepdim=True), b)[:count]
-    points = points + 4 * torch.finfo(b.dtype).eps * b.abs().max()  # rounding
+    points = points + _rounding(b).reshape(count, -1).mean(1)
     beyond = {
         "not_alike_at": distances > EQUIVALENT * points,
         "not_usable_at": distances > NEAR * points,

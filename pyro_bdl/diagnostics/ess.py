@@ -55,7 +55,8 @@ def ess(
         two axes or 4 draws a chain.
 
     Source: Vehtari et al. (2021), Rank-normalization, folding, and localization, section 3 and
-    4.3; Geyer (1992), Practical Markov chain Monte Carlo. Equal to ``arviz.ess`` of 1.x.
+    4.3; Geyer (1992), Practical Markov chain Monte Carlo. Equal to ``arviz.ess`` of 1.x, which
+    takes draws, or squared deviations, that differ by less than 1e-15 for a constant.
     """
     levels = _levels(kind, prob)
 
@@ -166,7 +167,7 @@ def ess_of_chains(x: Tensor) -> Tensor:
     tau = (-1 + 2 * monotone + half_pair).clamp_min(1 / math.log10(size))
     value = torch.where(rho[:, 1].isnan(), torch.nan, size / tau)
     spread = x.amax((-2, -1)) - x.amin((-2, -1))
-    return torch.where(spread < 1e-15, float(size), value)
+    return torch.where(spread == 0, float(size), value)
 
 
 def _levels(kind: str, prob: float | Sequence[float] | None) -> tuple[float, ...]:

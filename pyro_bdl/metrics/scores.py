@@ -9,8 +9,6 @@ from pyro_bdl.diagnostics.rank import sort
 from pyro_bdl.metrics.blocks import blocks, checked_labels, nan_where, same_points, same_shape
 from pyro_bdl.utils.precision import double, double_device
 
-_PAIRS = 8  # of Normals beside each one of a mixture, for CRPS
-
 
 def rmse(mean: Tensor, y: Tensor) -> Tensor:
     """Root mean square error, sqrt(mean_n (mean_n - y_n)^2).
@@ -165,8 +163,7 @@ def crps(
 def crps_of_normals(mean: Tensor, sd: Tensor, y: Tensor) -> Tensor:
     """Continuous ranked probability score of a mixture of S Normals, E|Y - y| - E|Y - Y'| / 2.
 
-    Both expectations are in closed form for each pair of components; of these each is paired with
-    itself and with up to 8 others.
+    Both expectations are in closed form for each pair of components.
 
     :param mean: ``(S, ...)``; ``sd`` likewise; ``y`` is ``(...)``.
     :returns: the score of each target, as y.
@@ -174,17 +171,11 @@ def crps_of_normals(mean: Tensor, sd: Tensor, y: Tensor) -> Tensor:
     Source: Grimit et al. (2006), The continuous ranked probability score for circular variables
     and its application to mesoscale forecast ensemble verification, eq. 5.
     """
-    count = len(mean)
-    own = _absolute(torch.zeros_like(mean), math.sqrt(2) * sd).mean(0)
-    shifts = range(1, min(count - 1, _PAIRS) + 1)
-    others = [
-        _absolute(mean - mean.roll(k, 0), (sd.square() + sd.roll(k, 0).square()).sqrt()).mean(0)
-        for k in shifts
-    ]
-    spread = own / count
-    if others:
-        spread = spread + (1 - 1 / count) * torch.stack(others).mean(0)
-    return _absolute(y - mean, sd).mean(0) - 0.5 * spread
+    spread = torch.zeros_like(y)
+    for k in range(len(mean)):  # each component and the k-th after it
+        both = (sd.square() + sd.roll(k, 0).square()).sqrt()
+        spread = spread + _absolute(mean - mean.roll(k, 0), both).mean(0)
+    return _absolute(y - mean, sd).mean(0) - 0.5 * spread / len(mean)
 
 
 def _absolute(mean: Tensor, sd: Tensor) -> Tensor:

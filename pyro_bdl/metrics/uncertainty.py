@@ -188,12 +188,14 @@ def _right(score: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_labels(name: str, function: Callable, score: Tensor, other: Tensor) -> Tensor:
-    """A function of labels, 1 for the other inputs, and scores, of numpy."""
+    """A function of labels, 1 for the other inputs, and of the order of scores, of numpy: scores
+    may be infinite."""
     both, known = _both(name, score, other)
     if both.isnan().any():
         return both.new_tensor(torch.nan)
     labels = np.arange(len(both)) >= known
-    return both.new_tensor(function(labels, both.cpu().numpy()))
+    places = both.unique(return_inverse=True)[1]
+    return both.new_tensor(function(labels, places.cpu().numpy()))
 
 
 def _entropy(p: Tensor) -> Tensor:

@@ -189,7 +189,7 @@ def fit(
     :raises KeyboardInterrupt: for Ctrl-C before there is anything to keep.
     """
     entry, options = get(name), options or problem.options
-    elbo = log_evidence = None
+    elbo = elbo_error = log_evidence = None
     with seeded(options.seed):
         started = time.perf_counter()
         with peak_memory(problem.x.device) as peak:
@@ -202,14 +202,16 @@ def fit(
         try:
             if isinstance(posterior, Guide) and posterior.has_density:
                 bar = None if progress else False
-                elbo = estimate_elbo(problem.model, posterior, *problem.data, progress=bar)
+                elbo, elbo_error = estimate_elbo(
+                    problem.model, posterior, *problem.data, with_error=True, progress=bar
+                )
             if isinstance(posterior, LaplaceGuide):
                 reading = read_guide(posterior)
                 settings |= _hyperparameters(reading)
                 log_evidence = Formula(posterior, reading).value().item()
         except KeyboardInterrupt:  # what was fitted is kept
             interrupted = True
-    costs = Costs(seconds, elbo, log_evidence, peak.bytes)
+    costs = Costs(seconds, elbo, log_evidence, peak.bytes, elbo_error)
     return Fit(name, posterior, costs, settings, interrupted)
 
 

@@ -22,6 +22,7 @@ from pyro_bdl.training.checkpoint import Checkpoint
 from pyro_bdl.training.collapse import warn_of_collapse, warn_of_joint_scales
 from pyro_bdl.training.descent import Descent, Training, data_for, rows_of
 from pyro_bdl.training.held_out import EarlyStopping, HeldOut
+from pyro_bdl.utils.jackknife import GROUPS
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import fixed_normal, seeded
@@ -200,8 +201,9 @@ def estimate_elbo(
     *args: Any,
     num_particles: int = 512,
     batch_size: int | None = None,
+    with_error: bool = False,
     progress: bool | None = None,
-) -> float:
+) -> Any:
     """Estimate the ELBO at temperature 1, E_q[log p(y | w)] - KL(q || p), in nats, over all data.
 
     Batches of ``batch_size`` rows need a program that states N, as for ``train``. Each batch has
@@ -216,6 +218,8 @@ def estimate_elbo(
         batches together.
     :param batch_size: rows that are evaluated at once, the last ones fewer. The default is all
         rows; 4096 if the program's ``num_data`` is N.
+    :param with_error: return ``(estimate, error)``, with the standard error over the draws, in
+        nats: of ten estimates or more, whose mean is returned. A point mass has none.
     :param progress: show a bar; by default in terminals and notebooks.
     :raises ValueError: for batches of a program that does not state N.
     :raises UnsupportedProgramError: for a latent of which a mask leaves numbers without a density,
@@ -231,17 +235,22 @@ def estimate_elbo(
     all_rows, size, *_ = rows_of(model, data, batch_size, run=run)
     at_once = min(_NUMBERS_AT_ONCE // max(1, size), DRAWS_AT_ONCE // max(1, program.size))
     share = math.ceil(num_particles / max(1, math.ceil(all_rows / max(1, size))))
-    elbo = TemperedTraceMeanField_ELBO(num_particles=max(_LEAST_PARTICLES, min(at_once, share)))
-    total, passes, repeats = 0.0, 0, 1
-    while passes < repeats:
-        counts = []
-        for batch in progress_bar(data.parts(size), "ELBO", progress):
-            check_finite(model, *batch)
-            counts.append(max(1, leading_size(batch)))
-            total -= elbo.loss(model, guide, *batch[0], **batch[1]) * counts[-1]
-        drawn = elbo.num_particles * len(counts)
-        passes, repeats = passes + 1, math.ceil(num_particles / drawn)
-    return total / sum(counts) / passes
+    share = max(_LEAST_PARTICLES, share)  # of the draws, for a batch
+    repeats = max(GROUPS, math.ceil(share / max(1, at_once)))
+    members = guide.num_members if isinstance(guide, Guide) else 1
+    particles = members * math.ceil(share / repeats / members)
+    elbo = TemperedTraceMeanField_ELBO(num_particles=particles)
+    totals, counts = torch.zeros(repeats, dtype=torch.float64, device="cpu"), 0
+    for batch in progress_bar(data.parts(size), "ELBO", progress):
+        check_finite(model, *batch)
+        count = max(1, leading_size(batch))
+        losses = [elbo.loss(model, guide, *batch[0], **batch[1]) for _ in range(repeats)]
+        totals -= count * torch.tensor(losses, dtype=torch.float64, device="cpu")
+        counts += count
+    estimate = float(totals.mean() / counts)
+    if not with_error:
+        return estimate
+    return estimate, float(totals.std() / counts) / math.sqrt(repeats)
 
 
 def cosine(largest: Sequence[float], steps: int, step: int) -> list[float]:

@@ -88,8 +88,9 @@ def test_numbers_are_those_of_the_posterior():
 def test_costs_are_columns_where_they_are_known():
     x, y, given = torch.zeros(3, 1), torch.zeros(3), {"a": weights(), "b": weights()}
     assert "log_evidence" not in bdl.compare(shift, given, x, y, reference=None).table
-    costs = {"a": bdl.Costs(log_evidence=-12.345, peak_memory=2**21)}
-    found = bdl.compare(shift, given, x, y, reference=None, costs=costs)
+    costs = bdl.Costs(elbo=-15.5, log_evidence=-12.345, peak_memory=2**21, elbo_error=0.25)
+    found = bdl.compare(shift, given, x, y, reference=None, costs={"a": costs})
+    assert "-15.50 ± 0.25" in str(found)
     assert "log evid." in found.to_text(details=True) and "log evid." not in str(found)
     row = found.numbers()["a"]
     assert row["log_evidence"] == -12.345 and row["memory"] == 2 and row["draw_seconds"] > 0

@@ -109,6 +109,20 @@ def test_an_sd_of_nan_is_not_zero():
     assert sd_of_draws(values)[0].isnan()
 
 
+def test_a_test_point_far_from_the_others_does_not_make_their_sds_rounding():
+    """In float32, where numbers of 1e8 are 8 apart, the sds of the others are still 1 and 0.3; of
+    latents of other sizes too."""
+    torch.manual_seed(0)
+    b = torch.randn(200, 30)
+    far, a = 1e8 * (torch.arange(30) == 0), 0.3 * b
+    draws = {name: bdl.PredictiveDraws(f + far) for name, f in (("a", a), ("nuts", b))}
+    found = bdl.compare(shift, draws, torch.zeros(30, 1), torch.zeros(30), progress=False)
+    row, judgment = found.numbers()["a"], found.judgments["a"]
+    assert row["sd_ratio"] == pytest.approx(0.3, rel=1e-6) and judgment.group == "far"
+    assert row["far_at"] > 0.7 and judgment.fault == "too narrow"
+    assert (sd_of_draws(torch.stack([b[:, 0], 1e8 + 99 * b[:, 0]], 1)) > 0.9).all()
+
+
 def test_a_doubtful_reference_is_told_once_and_first():
     good, draws = normal(0.0, 1.0), {"a": normal(0, 0.5)}
     diverging = torch.zeros(4, 1000, dtype=torch.bool)

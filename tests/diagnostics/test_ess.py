@@ -113,3 +113,12 @@ def test_what_the_draws_are_around_does_not_matter():
     for kind in ("mean", "sd", "bulk", "tail"):
         assert ess(x + 50, kind=kind) == pytest.approx(float(ess(x, kind=kind)), rel=1e-6)
     assert mcse(x + 50, kind="sd") == pytest.approx(float(mcse(x, kind="sd")), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["mean", "sd"])
+@pytest.mark.parametrize("unit", [1e-20, 1e-8, 1e8])
+def test_units_do_not_matter(kind, unit):
+    """Squares of small numbers are no constant."""
+    x = torch.randn(4, 300, dtype=torch.float64).cumsum(1)
+    assert ess(unit * x, kind=kind) == pytest.approx(float(ess(x, kind=kind)), rel=1e-9)
+    assert mcse(unit * x, kind=kind) / unit == pytest.approx(float(mcse(x, kind=kind)), rel=1e-9)

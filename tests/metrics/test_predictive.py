@@ -116,6 +116,9 @@ def test_precision_and_false_positives_by_hand():
     new = torch.tensor([0.5, 1.5, *[5.0] * 18])
     assert metrics.fpr95(torch.arange(4.0), new) == 0.5
     assert metrics.fpr95(known, new + 9) == 0 and metrics.fpr95(torch.ones(3), torch.ones(1)) == 1
+    ends = torch.tensor([-torch.inf, 1.0, 2.0]), torch.tensor([1.5, torch.inf])
+    assert metrics.aupr(*ends) == metrics.aupr(known, torch.tensor([1.5, 3.0]))
+    assert metrics.fpr95(*ends) == metrics.fpr95(known, torch.tensor([1.5, 3.0]))
     for metric in (metrics.aupr, metrics.fpr95):
         assert metric(known, torch.tensor([1.0, torch.nan])).isnan()
 

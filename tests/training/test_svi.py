@@ -99,6 +99,22 @@ def test_elbo_estimate_is_the_exact_one(conjugate):
     assert found == pytest.approx((likelihood - kl).item(), abs=0.2)
 
 
+@pytest.mark.parametrize("options", [{}, {"batch_size": 7}])
+def test_the_error_of_an_elbo_estimate_is_its_spread(conjugate, options):
+    """Over 60 estimates, of all rows at once and of batches; of a point mass it is zero."""
+    model = models.Regression(conjugate.model.network, noise=0.5, num_data=len(conjugate.y))
+    x, y = conjugate.x, conjugate.y
+    options = {"num_particles": 200, "with_error": True, **options}
+    guide = guides.AutoMeanField(model, init_scale=0.1).prototype(x, y)
+    found = [training.estimate_elbo(model, guide, x, y, **options) for _ in range(60)]
+    values, errors = torch.tensor(found).unbind(1)
+    assert errors.square().mean().sqrt() == pytest.approx(float(values.std()), rel=0.35)
+    point = guides.AutoMAP(model).prototype(x, y)
+    bound, error = training.estimate_elbo(model, point, x, y, **options)
+    assert error == pytest.approx(0.0, abs=1e-9)
+    assert bound == training.estimate_elbo(model, point, x, y, num_particles=1)
+
+
 def straight_line(rows, **options):
     x = torch.linspace(-1, 1, rows)[:, None]
     y = 0.7 * x[:, 0] + 0.1 * torch.randn(rows)
