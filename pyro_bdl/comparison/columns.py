@@ -66,12 +66,13 @@ def with_error(value: float, error: float, digits: int = 3) -> str:
     """A number and its standard error, "value ± error", with digits that follow the error.
 
     The error has two digits if they are at most 35, else one; the value ends at the same place.
-    A number with an error of zero is exact: it has ``digits`` significant digits, and no error.
+    A number with an error of zero is exact: it has ``digits`` significant digits, and no error. An
+    error that is not known (NaN) is not shown.
 
     Source: the rounding rules of the Particle Data Group (2022), Review of particle physics,
     section 5.3.
     """
-    if error == 0:
+    if error == 0 or math.isnan(error):
         return number(value, digits)
     if not 0 < error < math.inf or not math.isfinite(value):
         return f"{number(value, digits)} ± {number(error, 2)}"

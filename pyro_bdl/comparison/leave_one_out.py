@@ -3,11 +3,13 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from pyro_bdl import diagnostics
@@ -18,6 +20,7 @@ from pyro_bdl.comparison.observe import log_densities
 from pyro_bdl.comparison.setting import arguments_of
 from pyro_bdl.diagnostics.loo import (
     LOO,
+    Difference,
     SubsampledLOO,
     difference_estimate,
     leave_out,
@@ -50,11 +53,13 @@ class KFold:
     """Result of ``k_fold``.
 
     :param elpd: sum over the N data of log p(y_n | the data of the other folds), in nats.
-    :param se: its standard error over the data, sqrt(N var(pointwise)).
+    :param se: its standard error over the data, sqrt(N var(pointwise)); over G groups of rows
+        sqrt(G var(sums of pointwise over each group)).
     :param pointwise: float64 ``(N,)``, in the order of the data.
     :param fold: ``(N,)``, the fold in which each datum was held out.
     :param y: the targets of these data, by which a comparison tells other data; or None.
     :param draws_se: standard error of ``elpd`` over the draws of all folds; NaN for fewer than 20.
+    :param by_groups: whether the folds are groups of rows, which may depend on each other.
     """
 
     elpd: float
@@ -63,11 +68,25 @@ class KFold:
     fold: Tensor
     y: Any = None
     draws_se: float = math.nan
+    by_groups: bool = False
 
     @property
     def folds(self) -> int:
         """K."""
         return int(self.fold.max()) + 1
+
+    def difference(self, other: "KFold") -> Difference:
+        """How much better this posterior, or program, predicts the same folds than another.
+
+        :raises ValueError: for other folds.
+        """
+        if not comparable(self, other):
+            raise ValueError(
+                "both must be of the same data and folds: call k_fold with equal folds and seed"
+            )
+        each = self.pointwise - other.pointwise.to(self.pointwise)
+        error = math.hypot(self.draws_se, other.draws_se)
+        return Difference(float(each.sum()), standard_error(of_units(each, self)), error)
 
     def __repr__(self) -> str:
         return f"elpd {self.elpd:.2f} (se {self.se:.2f}) of {self.folds} folds"
@@ -340,6 +359,14 @@ def elpd_difference(evaluation: Any, reference: Any) -> dict[str, float]:
     return {"elpd_diff": gap, "elpd_diff_se": error}
 
 
+def of_units(pointwise: Tensor, of: LeftOut) -> Tensor:
+    """The values over which errors are computed: of each datum, or summed over groups of them."""
+    if not isinstance(of, KFold) or not of.by_groups:
+        return pointwise
+    fold = of.fold.to(pointwise.device).unique(return_inverse=True)[1]
+    return pointwise.new_zeros(int(fold.max()) + 1).index_add_(0, fold, pointwise)
+
+
 def comparable(ours: LeftOut, theirs: LeftOut) -> bool:
     """Return whether two results leave out the same data."""
     if isinstance(ours, KFold) and isinstance(theirs, KFold):
@@ -364,7 +391,8 @@ def difference(ours: LeftOut, theirs: LeftOut) -> tuple[float, float]:
         total, subsampling, over_data = difference_estimate(gap, near, ours.rows)
         data = [(subsampling, len(gap) - 1.0), (over_data, len(near) - 1.0)]
         return total, total_error(*data, *parts)
-    return gap.sum().item(), total_error((standard_error(gap), gap.numel() - 1.0), *parts)
+    units = of_units(gap, ours)
+    return gap.sum().item(), total_error((standard_error(units), units.numel() - 1.0), *parts)
 
 
 @torch.no_grad()
@@ -403,7 +431,7 @@ def _number_of_values(samples: Samples) -> int:
 def k_fold(
     fit: Callable[..., Any],
     *data: Any,
-    folds: int = 10,
+    folds: int | ArrayLike = 10,
     num_samples: int = 1000,
     seed: int = 0,
     n_jobs: int | None = None,
@@ -425,7 +453,8 @@ def k_fold(
         ``num_data`` is their number, and its posterior: a guide or ``Samples``.
     :param data: the inputs and, last, the targets, or in their place a loader or a list of batches,
         which are held in memory together.
-    :param folds: K, from 2 to N; the rows are dealt at random.
+    :param folds: K, from 2 to N, for rows that are dealt at random; or ``(N,)`` labels, as the year
+        or the site of each row: rows of one label are a fold, and errors are over the labels.
     :param num_samples: draws of a guide; of ``Samples`` all draws are used.
     :param seed: seed of the folds; the fit without fold k starts from ``seed + k``.
     :param n_jobs: folds at once, in processes of joblib (-1 for as many as cores), with the same
@@ -433,7 +462,7 @@ def k_fold(
         cluster of Dask. ``fit`` must then be picklable.
     :param progress: show a bar; by default in terminals and notebooks.
     :returns: ``KFold``. Two results of equal data, ``folds`` and ``seed`` have equal folds.
-    :raises ValueError: if K is not between 2 and N.
+    :raises ValueError: if K is not between 2 and N, or for another number of labels than rows.
     :raises UnusableDrawsError: if a log likelihood is NaN.
 
     Source: Vehtari, Gelman, Gabry (2017), Practical Bayesian model evaluation using leave-one-out
@@ -442,17 +471,12 @@ def k_fold(
     args = arguments_of("data", data, None)
     device = device_of_rows(args)
     rows = leading_size(args)
-    if not 2 <= folds <= rows:
-        raise ValueError(f"folds must lie between 2 and the {rows} rows, got {folds}")
-    with seeded(seed):
-        order = torch.randperm(rows, device="cpu")
-    fold = torch.empty(rows, dtype=torch.int64, device="cpu")
-    fold[order] = torch.arange(rows, device="cpu") % folds
+    fold = _folds(folds, rows, seed)
     pointwise, variance = torch.zeros(rows, dtype=torch.float64, device=double_device(device)), 0.0
     seen = torch.ones(rows, dtype=torch.bool, device="cpu")
     jobs = (
         Job(f"fold {k}", seed + k, (fit, args, (fold == k).to(device), num_samples))
-        for k in range(folds)
+        for k in range(int(fold.max()) + 1)
     )  # independent draws, whose errors do not add up
     results = results_of(without_fold, jobs, "folds", n_jobs=n_jobs, progress=progress)
     for k, (density, over_draws, seen_rows, _) in enumerate(results):
@@ -460,8 +484,28 @@ def k_fold(
         pointwise[inside], seen[fold == k] = density.to(pointwise), seen_rows
         variance += over_draws**2
     pointwise, fold = pointwise[seen.to(device)], fold[seen]
-    elpd, se = float(pointwise.sum()), standard_error(pointwise)
-    return KFold(elpd, se, pointwise, fold, args[-1], math.sqrt(variance))
+    elpd, draws_se = float(pointwise.sum()), math.sqrt(variance)
+    found = KFold(elpd, math.nan, pointwise, fold, args[-1], draws_se, np.ndim(folds) > 0)
+    return replace(found, se=standard_error(of_units(pointwise, found)))
+
+
+def _folds(folds: int | ArrayLike, rows: int, seed: int) -> Tensor:
+    """The fold of each row, from 0 on."""
+    if np.ndim(folds) == 0:
+        with seeded(seed):
+            order = torch.randperm(rows, device="cpu")
+        fold = torch.empty(rows, dtype=torch.int64, device="cpu")
+        fold[order] = torch.arange(rows, device="cpu") % max(1, int(folds))
+        count = int(folds)
+    else:
+        labels = np.asarray(folds.cpu() if isinstance(folds, Tensor) else folds)
+        if labels.shape != (rows,):
+            raise ValueError(f"folds needs a label for each of {rows} rows, got {labels.shape}")
+        names, numbers = np.unique(labels, return_inverse=True)
+        fold, count = torch.as_tensor(numbers, device="cpu"), len(names)
+    if not 2 <= count <= rows:
+        raise ValueError(f"folds must lie between 2 and the {rows} rows, got {count}")
+    return fold
 
 
 def without_fold(

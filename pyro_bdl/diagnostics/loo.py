@@ -17,7 +17,7 @@ from pyro_bdl.utils.precision import double, double_device
 
 
 class Difference(NamedTuple):
-    """``LOO.difference``.
+    """``LOO.difference`` and ``KFold.difference``.
 
     :param elpd: the difference of the sums over the N data, in nats.
     :param se: its standard error over the data, sqrt(N var) of the paired differences.

@@ -246,8 +246,8 @@ class LaplaceGuide(JointGuide, NormalGuide):
     def effective_parameters(self) -> Tensor:
         """The effective number of parameters gamma = sum_i (1 - prior precision_i * posterior
         variance_i), a scalar from 0 to p: how many the data determine (MacKay 1992, equation
-        3.2)."""
-        return self.subset.size - self.precision.weighted_trace(self.prior.diagonal)
+        3.2). The variances are those before ``fit_width``."""
+        return self.subset.size - self.precision.weighted_trace(self.prior.diagonal) / self.width
 
     @torch.enable_grad()
     def refresh(self, reading: ParameterReading | None = None) -> None:

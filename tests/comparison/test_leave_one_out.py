@@ -218,6 +218,31 @@ def expected(fold, y):
         yield dist.Normal(mean, math.sqrt(1 + sd**2)).log_prob(held).sum().item()
 
 
+@pytest.mark.parametrize("of", [list, torch.as_tensor, lambda years: [f"site {y}" for y in years]])
+def test_labels_are_folds_and_units_of_the_errors(data, of):
+    """Rows of a label are held out together; the errors are those of sums over labels."""
+    years = [3, 3, 3, 3, 7, 7, 7, 1, 1, 1, 1, 1, 1, 5, 5, 5, 5, 5, 9, 9]
+
+    def fit(width):
+        return lambda x, y: (shift, chains(y, 400, width))
+
+    wide, right = (
+        bdl.k_fold(fit(width), *data, folds=of(years), progress=False) for width in (30.0, 1.0)
+    )
+    groups = [torch.tensor([year == one for year in years]) for one in sorted(set(years))]
+    assert right.folds == 5 and all(len(right.fold[group].unique()) == 1 for group in groups)
+    assert right.elpd == pytest.approx(sum(expected(right.fold, data[1])), abs=0.3)
+    sums = torch.stack([right.pointwise[group].sum() for group in groups])
+    assert right.se == pytest.approx(math.sqrt(5 * sums.var()))
+    gaps = torch.stack([(right.pointwise - wide.pointwise)[group].sum() for group in groups])
+    better = right.difference(wide)
+    assert better.elpd == pytest.approx(gaps.sum().item())
+    assert better.se == pytest.approx(math.sqrt(5 * gaps.var()))
+    over_draws = math.hypot(right.draws_se, wide.draws_se)
+    of_table = total_error((better.se, 4.0), (over_draws, 9.0))
+    assert difference(right, wide) == pytest.approx((better.elpd, of_table), rel=0.1)
+
+
 def test_what_the_table_shows_of_each(data):
     """p / q is of the exact posterior, and its difference is not shown; high k-hats, and what was
     fitted to all data, are withheld with the reason."""

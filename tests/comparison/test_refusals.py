@@ -78,6 +78,10 @@ REFUSALS = [
         lambda: bdl.k_fold(lambda x, y: (line, weights(2)), GRID, Y, folds=10),
         "folds must lie between 2 and the 9 rows",
     ),
+    (
+        lambda: bdl.k_fold(lambda x, y: (line, weights(2)), GRID, Y, folds=[2001, 2002]),
+        "folds needs a label for each of 9 rows",
+    ),
     (lambda: PredictiveDraws(F[:1]), "at least 2 draws"),
     (lambda: PredictiveDraws(F, F[:9]), "targets has .draws, points. .9, 9., but function"),
     (lambda: PredictiveDraws(F * torch.inf), "function holds NaN or infinity"),

@@ -96,6 +96,17 @@ def test_finds_the_best_width_of_a_conjugate_posterior(conjugate):
     assert float(again) == pytest.approx(density(math.log(found.factor)))
 
 
+def test_what_the_data_determine_does_not_depend_on_the_width():
+    """gamma = p - tr(prior x covariance), of the covariance before it was multiplied."""
+    network, train, held_out = classes(separation=6.0)
+    laplace = AutoLaplaceGGN(program(network), structure="full")
+    guide = laplace.laplace_approximation(train, held_out=held_out)
+    covariance = guide.precision.solve(torch.eye(guide.subset.size, dtype=D)) / guide.width
+    assert guide.width < 1.0
+    gamma = guide.subset.size - covariance.trace()  # the prior's precision is 1
+    assert guide.effective_parameters().item() == pytest.approx(gamma.item(), rel=1e-6)
+
+
 def test_batches_and_a_second_search_change_nothing():
     network, train, held_out = classes(separation=1.0)
     guide = AutoLaplaceGGN(program(network))
