@@ -93,13 +93,15 @@ def ratios(
     :param args: the program's arguments with all data, including the targets.
     :param num_samples: S, at least 25, as k-hat requires.
     :param seed: seed of the draws.
-    :raises ValueError: for a guide without a density or of another program, or too few draws.
+    :raises ValueError: for a guide without a density or of another program, too few draws, or a
+        minibatch of the data.
     :raises UnsupportedProgramError: for a latent of which a mask leaves numbers without a density.
     """
     _check(guide, num_samples)
     with evaluation_mode(model, guide), seeded(seed), torch.no_grad():
         program = Program(model, *args)
         program.require_observed()
+        program.require_all_data("the ratio of the posterior and a guide")
         program.run(program.initial).refuse_improper("ratio of the posterior and a guide")
         if not isinstance(guide, Guide):
             return summary_of(_ratios_of_runs(program, guide, num_samples))
@@ -148,12 +150,6 @@ def _log_ratios(program: Program, guide: Guide, vectors: Tensor) -> Tensor:
 
 def _ratios_of_runs(program: Program, guide: Callable, num_samples: int) -> Tensor:
     """log p(u, y) - log q(u), (S,), of one of Pyro's guides."""
-    for name, (size, present) in program.plates.items():
-        if present < size:
-            raise ValueError(
-                f"the plate '{name}' holds {present} of {size} data, so that no run of the program "
-                "holds all latents: give it all data"
-            )
     samples = to_samples(guide, num_samples, *program.args, **program.kwargs)
     samples = samples_of_program(program.latents, guide, samples)
     log_p, log_q = log_densities_of(program, guide, samples)

@@ -12,7 +12,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
 from pyro_bdl.distributions.copies import is_improper
-from pyro_bdl.program.layout import transform_of
+from pyro_bdl.program.layout import transform_of_latent
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY
 from pyro_bdl.program.supports import feasible_value
 
@@ -38,7 +38,7 @@ def init_to_network(site: Any = None) -> Any:
         return value.detach().clone()
     fn = site["fn"]
     improper = is_improper(fn)
-    if len(fn.event_shape) < 2 or transform_of(fn.support) is not None:
+    if len(fn.event_shape) < 2 or transform_of_latent(site["name"], fn) is not None:
         return feasible_value(fn) if improper else init_to_median(site, num_samples=15)
     start = feasible_value(fn) if improper else init_to_mean(site)
     fan_in = torch.Size(fn.event_shape[1:]).numel()

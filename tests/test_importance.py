@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide import AutoNormal
 from torch import nn
 
 import pyro_bdl as bdl
@@ -160,3 +161,19 @@ def test_a_latent_for_each_datum_needs_all_data():
     guide.prototype(y)
     with pytest.raises(ValueError, match="latent site 'z' is in a subsampled plate"):
         ratios(local, guide, y)
+
+
+def test_ratios_need_all_data():
+    """The likelihood of some rows, scaled up, is none, and has no evidence."""
+
+    def rows(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x), subsample_size=2) as index:
+            pyro.sample("y", dist.Normal(w * x[index], 1.0), obs=y[index])
+
+    data = torch.randn(2, 6)
+    for make in (AutoMeanField, AutoNormal):
+        guide = make(rows)
+        guide(*data)
+        with pytest.raises(ValueError, match=r"needs all data .*the plate 'data' has size 6 but"):
+            ratios(rows, guide, *data)

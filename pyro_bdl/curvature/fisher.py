@@ -72,6 +72,13 @@ def check_information(name: str, site: Site) -> None:
             f"the support of site '{name}' ({kind}) depends on the latents, so that there is no "
             f"Fisher information: {advice}"
         )
+    if site.value.requires_grad:
+        raise ValueError(
+            f"the targets of site '{name}' depend on the latents, so that there is no Fisher "
+            "information: write what the latents determine as a parameter of the distribution, as "
+            'in Normal(f, noise) with obs=y for y - f, or use structure="full" with '
+            'curvature="hessian"'
+        )
     everything = {key: value.detach() for key, value in parameters_of(base).items()}
     with torch.enable_grad():
         found = _of_parameters(base, everything).log_prob(site.value)

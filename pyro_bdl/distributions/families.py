@@ -5,6 +5,7 @@ constructor takes no others, and its Fisher information is estimated. An entry i
 ``FAMILIES``; the function of a closed form stands above it.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -134,15 +135,16 @@ def _failures(base: Any) -> Tensor:
 
 
 def _categorical(base: Any, parameters: Cotangent) -> Roots:
-    """Columns sqrt(p_k) (e_k - p) for logits, e_k / sqrt(p_k) for probabilities."""
+    """Columns sqrt(n p_k) (e_k - p) for logits, sqrt(n / p_k) e_k for probabilities, of n draws."""
     p = base.probs.detach()
+    count = math.sqrt(getattr(base, "total_count", 1))
     for k in range(p.shape[-1]):
         p_k, one = p[..., k : k + 1], p.new_zeros(p.shape[-1])
         one[k] = 1.0
         if "probs" in parameters:
-            yield {"probs": one * p_k.clamp(min=torch.finfo(p.dtype).tiny).rsqrt()}
+            yield {"probs": count * one * p_k.clamp(min=torch.finfo(p.dtype).tiny).rsqrt()}
         else:
-            yield {"logits": p_k.sqrt() * (one - p)}
+            yield {"logits": count * p_k.sqrt() * (one - p)}
 
 
 def _mean_of_normal(base: Any, parameters: Cotangent) -> Roots | None:
@@ -256,13 +258,13 @@ FAMILIES: dict[str, Family] = {
     "LowRankMultivariateNormal": _MULTIVARIATE,
     "Gamma": _DIVERGENCE,
     "Beta": _DIVERGENCE._replace(draw=_draw_beta),
-    "Dirichlet": Family(draw=_draw_dirichlet),
+    "Dirichlet": _DIVERGENCE._replace(draw=_draw_dirichlet),
     "LKJCholesky": Family(draw=_draw_lkj),
     "Gumbel": _DIVERGENCE,
     "Exponential": _DIVERGENCE._replace(draw=lambda base: _exponential(base.rate) / base.rate),
     "HalfNormal": _DIVERGENCE,
     "Geometric": _DIVERGENCE,
-    "Multinomial": Family(constants={"total_count": "total_count"}),
+    "Multinomial": Family(_categorical, constants={"total_count": "total_count"}),
     "DirichletMultinomial": Family(constants={"is_sparse": "is_sparse"}),
     "ContinuousBernoulli": Family(constants={"lims": "_lims"}),
     "MixtureSameFamily": Family(parts=("mixture_distribution", "component_distribution")),

@@ -21,7 +21,6 @@ from pyro_bdl.mcmc.chains import (
 )
 from pyro_bdl.mcmc.kernels import MCLMC, Kernel, as_kernel
 from pyro_bdl.mcmc.starts import Restriction, as_start, checked_program, starting_vectors
-from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
@@ -119,7 +118,7 @@ def sample(
     started, init = time.perf_counter(), as_start(init, subset)
     with evaluation_mode(model, init), seeded(seed):
         program, usable = checked_program(model, args, {}, init)
-        require_all_data(program)
+        program.require_all_data("MCMC")
         restriction = Restriction(program, subset)
         start = starting_vectors(restriction, init, num_chains, usable=usable)
         kernel.check_size(start.shape[-1])
@@ -174,12 +173,3 @@ def _samples(
         {**info, "seconds": seconds, "interrupted": chains.interrupted},
         None if chains.resume is None else more,
     )
-
-
-def require_all_data(program: Program) -> None:
-    for name, (size, present) in program.plates.items():
-        if present < size:
-            raise ValueError(
-                "MCMC needs all data in one call, without subsampling: the plate "
-                f"'{name}' has size {size} but holds {present}"
-            )

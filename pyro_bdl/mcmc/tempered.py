@@ -28,7 +28,6 @@ from torch import Tensor
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.mcmc.chains import progress_bar
 from pyro_bdl.mcmc.kernels import positive
-from pyro_bdl.mcmc.sampling import require_all_data
 from pyro_bdl.mcmc.starts import Restriction, checked_program
 from pyro_bdl.predictive.sampled import prior_draws
 from pyro_bdl.program.jax_density import jax_density
@@ -84,7 +83,7 @@ def tempered_smc(
     started = time.perf_counter()
     with evaluation_mode(model), seeded(seed):
         program, _ = checked_program(model, args, {}, "prior")
-        require_all_data(program)
+        program.require_all_data("MCMC")
         run = program.run(program.initial)
         run.refuse_improper("evidence")
         for name, site in run.latents.items():

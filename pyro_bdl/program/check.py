@@ -215,6 +215,9 @@ def check_module(module: nn.Module) -> None:
 # ------------------------------------------------------------------------------------- whole data
 
 
+_ALL_ROWS = "predict with a program without subsample_size, which takes all rows"
+
+
 class WholeData(OneThread):
     """Handler that refuses plates that choose rows of the arguments at random.
 
@@ -233,7 +236,7 @@ class WholeData(OneThread):
         args: tuple,
         kwargs: Mapping[str, Any],
         *,
-        advice: str = "predict with a program without subsample_size, which takes all rows",
+        advice: str = _ALL_ROWS,
     ) -> None:
         super().__init__()
         self.advice = advice
@@ -252,12 +255,12 @@ class WholeData(OneThread):
             )
 
 
-def on_whole_data(model: Callable) -> Callable:
+def on_whole_data(model: Callable, *, advice: str = _ALL_ROWS) -> Callable:
     """The program with each run under :class:`WholeData`."""
 
     @functools.wraps(model, updated=())
     def program(*args: Any, **kwargs: Any) -> Any:
-        with WholeData(args, kwargs):
+        with WholeData(args, kwargs, advice=advice):
             return model(*args, **kwargs)
 
     return program

@@ -15,6 +15,8 @@ from torch.distributions import (
 from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import ExpTransform, Transform
 
+from pyro_bdl.errors import UnsupportedProgramError
+
 _BOUNDED_BELOW = (type(constraints.greater_than(0)), type(constraints.greater_than_eq(0)))
 
 
@@ -34,6 +36,20 @@ def transform_of(support: Constraint) -> Transform | None:
         if isinstance(bound, int | float) and bound == 0:
             return ExpTransform()
     return biject_to(constraints.independent(base, event_dims) if event_dims else base)
+
+
+def transform_of_latent(name: str, distribution: Any) -> Transform | None:
+    """The bijection onto the support of a latent site, see ``transform_of``.
+
+    :raises UnsupportedProgramError: if there is none.
+    """
+    try:
+        return transform_of(distribution.support)
+    except NotImplementedError as error:
+        raise UnsupportedProgramError(
+            f"the support of the latent site '{name}' ({type(distribution).__name__}) is not the "
+            "image of R^n under a bijection: sample it on another support and map it in the program"
+        ) from error
 
 
 def support_bounds(support: Any) -> list[Tensor]:

@@ -28,7 +28,7 @@ from pyro_bdl.program.check import (
     refuse_sparse,
     without_handlers,
 )
-from pyro_bdl.program.layout import Latent, Layout, transform_of
+from pyro_bdl.program.layout import Latent, Layout, transform_of_latent
 from pyro_bdl.program.rows import check_repeated, check_rows
 from pyro_bdl.program.supports import check_fixed_supports, check_support, feasible_value
 from pyro_bdl.program.trace import (
@@ -280,6 +280,19 @@ class Program:
         if not self.observed and not self.factors:
             raise UnsupportedProgramError(NOTHING_OBSERVED)
 
+    def require_all_data(self, subject: str) -> None:
+        """Check that the plates hold all data that they state.
+
+        :param subject: what needs them, for the error.
+        :raises ValueError: for a plate with less data than its size.
+        """
+        for name, (size, present) in self.plates.items():
+            if present < size:
+                raise ValueError(
+                    f"{subject} needs all data in one call, without subsampling: the plate "
+                    f"'{name}' has size {size} but holds {present}"
+                )
+
     def to_jax(self, *args: Any, **kwargs: Any) -> Any:
         """The log density as a JAX function of u (P,) and of the data, with its gradient and T(u).
 
@@ -373,9 +386,7 @@ class _FirstRun(OneThread):
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["name"] in self.names:
-            raise UnsupportedProgramError(
-                f"two sample statements are named '{msg['name']}': {RENAME}"
-            )
+            raise UnsupportedProgramError(f"two statements are named '{msg['name']}': {RENAME}")
         self.names.add(msg["name"])
         value = self.values.get(msg["name"])
         if msg["value"] is None and isinstance(value, Tensor) and value.shape == msg["fn"].shape():
@@ -520,14 +531,7 @@ def _read_latent(name: str, node: Any, value: Tensor) -> Latent:
                 "plate as a context manager (with pyro.plate(...)) instead of a loop"
             )
         plates.append(frame.name)
-    support = distribution.support
-    try:
-        transform = transform_of(support)
-    except NotImplementedError as error:
-        raise UnsupportedProgramError(
-            f"the support of the latent site '{name}' ({type(distribution).__name__}) is not the "
-            "image of R^n under a bijection: sample it on another support and map it in the program"
-        ) from error
+    transform = transform_of_latent(name, distribution)
     with torch.no_grad():
         unconstrained = value if transform is None else transform.inv(value)
     return Latent(
@@ -535,7 +539,7 @@ def _read_latent(name: str, node: Any, value: Tensor) -> Latent:
         shape=value.shape,
         unconstrained_shape=unconstrained.shape,
         event_dim=distribution.event_dim,
-        support=support,
+        support=distribution.support,
         transform=transform,
         plates=tuple(plates),
         dtype=value.dtype,

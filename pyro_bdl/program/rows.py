@@ -19,7 +19,7 @@ from torch import Tensor
 from pyro_bdl.distributions.parameters import has_masks, is_known, parameters_of
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.batches import Batch, as_dicts, leading_size
-from pyro_bdl.program.check import without_handlers
+from pyro_bdl.program.check import on_whole_data, without_handlers
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
 from pyro_bdl.program.vmap import RowMap, depends_on_row
@@ -444,15 +444,16 @@ def check_rows(
     :param advice: what to do instead, for the error.
     :returns: the run over all rows, that over one, and of each site whether it has a datum for each
         row.
-    :raises UnsupportedProgramError: for rows that depend on each other, and a program that cannot
-        run on one.
+    :raises UnsupportedProgramError: for rows that depend on each other, a program that cannot run
+        on one, and plates that pick rows at random.
     """
     args, kwargs = tuple(map(as_dicts, batch[0])), as_dicts(batch[1])
+    whole_model = on_whole_data(model, advice=advice)
     row: list[Run] = []
     about_rows: set[str] = set()
 
     def run() -> Run:
-        return record(model, values, args, kwargs, draw=sum_out_discrete)
+        return record(whole_model, values, args, kwargs, draw=sum_out_discrete)
 
     def of_row(both: tuple, own_kwargs: dict[str, Any], lane: Tensor) -> Any:
         own_args, plates = both

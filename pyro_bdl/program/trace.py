@@ -37,8 +37,8 @@ from pyro_bdl.utils.precision import to_full_precision
 
 UNOBSERVED = "_unobserved"  # ends the names of Pyro's second statement of obs_mask
 RENAME = (
-    "give each its own name (two networks in one program: bayesianize(net, prior, name=...); one "
-    "network at two inputs: call it once, on both of them stacked)"
+    "give each its own name, plates too (two networks in one program: bayesianize(net, prior, "
+    "name=...); one network at two inputs: call it once, on both of them stacked)"
 )
 _PRIOR = "prior"  # the key by which a factor is declared a part of the prior
 
@@ -142,7 +142,7 @@ class Run:
         name, infer = msg["name"], msg["infer"]
         latents, factors = self.latents, self.prior_factors
         if name in latents or name in factors or name in self.observed or name in self.factors:
-            raise UnsupportedProgramError(f"two sample statements are named '{name}': {RENAME}")
+            raise UnsupportedProgramError(f"two statements are named '{name}': {RENAME}")
         self.followed = self.followed or self.open
         if infer.get("_deterministic"):
             self.deterministic[name] = msg["value"]

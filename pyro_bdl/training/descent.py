@@ -412,7 +412,7 @@ def _check_batches(model: Callable, args: tuple, size: int, total: int) -> None:
     try:
         run = _run_on(model, (some, {}))
     except Exception as error:
-        _explain_plate(model, args, size)
+        _explain_plate(model, args)
         text = (str(error).strip().splitlines() or [""])[0]
         raise ArgumentError(
             f"the program cannot run on {size} of its {leading_size(args)} rows, as "
@@ -442,10 +442,13 @@ def _run_on(model: Callable, batch: Batch) -> Run:
     return run
 
 
-def _explain_plate(model: Callable, args: tuple, size: int) -> None:
+def _explain_plate(model: Callable, args: tuple) -> None:
     """Refuse a program whose plate picks rows of the arguments itself."""
     program = model.forward if isinstance(model, nn.Module) else model
-    advice = f"leave batch_size={size} out, or let the program use all rows that it gets"
+    advice = (
+        f"take all of them in each step, batch_size={leading_size(args)}, or let the program use "
+        "all rows that it gets"
+    )
     with (
         Hidden(), own_randomness(), evaluation_mode(model), torch.no_grad(),
         WholeData(args, {}, advice=advice),

@@ -46,6 +46,7 @@ CLOSED = {
     "NegativeBinomial, probs": lambda: dist.NegativeBinomial(T(2.5), probs=T(0.3)),
     "Categorical, logits": lambda: dist.Categorical(logits=LOGITS),
     "MultivariateNormal": lambda: dist.MultivariateNormal(T([0.4, -1.0]), scale_tril=TRIL),
+    "Dirichlet": lambda: dist.Dirichlet(T([0.5, 2.0, 1.3])),
 }
 CLOSED["TransformedDistribution"] = lambda: dist.TransformedDistribution(
     dist.Normal(T(0.4), T(1.7)), [dist.transforms.SigmoidTransform()]
@@ -102,6 +103,16 @@ def test_categorical():
     torch.testing.assert_close(given_logits, torch.diag(p) - p.outer(p))
     for base in (dist.Categorical(probs=p), dist.OneHotCategorical(probs=p)):
         torch.testing.assert_close(information(base, ["probs"])[0], torch.diag(1 / p))
+    of_five = information(dist.Multinomial(5, logits=LOGITS), ["probs"])[0]
+    torch.testing.assert_close(of_five, torch.diag(5 / p))
+
+
+def test_dirichlet():
+    """F = diag(psi'(a)) - psi'(sum of a)."""
+    a = T([0.5, 2.0, 1.3])
+    psi = torch.special.polygamma
+    exact = torch.diag(psi(1, a)) - psi(1, a.sum())
+    torch.testing.assert_close(information(dist.Dirichlet(a), ["concentration"])[0], exact)
 
 
 def test_logits_and_probabilities_are_one_information():
@@ -401,7 +412,7 @@ def test_the_number_of_draws_of_an_estimate_is_settable():
 
     assert sum(error(4) for _ in range(20)) > 5 * sum(error(4000) for _ in range(20))
     cutpoints = torch.linspace(-1.0, 1.0, 12, dtype=torch.float64)[None].requires_grad_()
-    many = list(exact_columns(site(dist.Dirichlet(cutpoints.exp())), 5))
+    many = list(exact_columns(site(dist.DirichletMultinomial(cutpoints.exp(), 5)), 5))
     assert len(many) == 5  # the scores themselves, which are fewer than the parameters
 
 
@@ -413,6 +424,8 @@ def test_a_support_that_moves_or_a_density_that_does_not_is_refused():
             check_information("y", site(moving, value=y))
     with pytest.raises(ValueError, match="no gradient in its v"):
         list(exact_columns(site(dist.Delta(one))))
+    with pytest.raises(ValueError, match="the targets of site 'y' depend on the latents"):
+        check_information("y", site(dist.Normal(T(0.0), one), value=y - one))
 
 
 class Shifted(dist.Normal):

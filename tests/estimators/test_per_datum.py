@@ -280,7 +280,7 @@ REFUSED |= {
     "joint": (ONE, AutoMultivariateNormal, "at site '_AutoMultivariateNormal_latent'"),
     "points": (ONE, AutoDelta, NO_LAYER),
     "no layer": (program_of(lambda x, w: (x * w).exp(), w=(3,)), AutoMeanField, NO_LAYER),
-    "its own rows": (subsampling, wide, "one row of its arguments"),
+    "its own rows": (subsampling, wide, "picks 3 of the 6 rows at random .*estimator=None"),
     "a map of the network's own": (
         program_of(lambda x, w: torch.vmap(lambda row: F.linear(row, w))(x), w=(1, 3)),
         AutoMeanField,

@@ -197,6 +197,19 @@ def test_a_support_that_depends_on_another_latent_is_refused(top):
         Program(program, torch.tensor(1.0))
 
 
+@pytest.mark.filterwarnings("ignore:Singular sample")  # of torch's Wishart, at any df
+def test_a_support_without_a_bijection_is_refused_before_a_guide_starts_there():
+    def program(y):
+        precision = pyro.sample("precision", dist.Wishart(torch.tensor(50.0), torch.eye(2)))
+        with pyro.plate("data", len(y)):
+            normal = dist.MultivariateNormal(torch.zeros(2), precision_matrix=precision)
+            pyro.sample("y", normal, obs=y)
+
+    for use in (Program, lambda model, y: bdl.guides.AutoMeanField(model).prototype(y)):
+        with pytest.raises(UnsupportedProgramError, match=r"'precision' \(Wishart\) is not the"):
+            use(program, torch.randn(5, 2))
+
+
 def test_a_support_that_moves_with_a_latent_is_no_fault_of_the_data():
     def program(y):
         top = pyro.sample("top", dist.LogNormal(torch.tensor(0.0), 0.1))

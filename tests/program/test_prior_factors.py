@@ -252,7 +252,7 @@ def test_one_name_is_one_statement():
         bdl.priors.factor("w", -w)
         pyro.sample("y", dist.Normal(w, 1.0), obs=y)
 
-    with pytest.raises(bdl.errors.UnsupportedProgramError, match="two sample statements"):
+    with pytest.raises(bdl.errors.UnsupportedProgramError, match="two statements"):
         record(model, {}, (torch.tensor(0.0),))
 
 

@@ -143,7 +143,7 @@ REFUSED = {
     ),
     "picks rows itself": (
         lambda: plain(size=lambda x: N, subsample_size=lambda x: 5),
-        "'rows' picks 5 of the 40 rows at random in each run: leave batch_size=10 out",
+        "'rows' picks 5 of the 40 rows at random in each run: take all of them .* batch_size=40,",
     ),
 }
 
