@@ -209,6 +209,21 @@ def test_crps_of_a_mixture_of_normals(count):
     torch.testing.assert_close(crps_of_normals(mean, sd, y), expected, rtol=0, atol=3e-4)
 
 
+def test_crps_of_normals_pairs_components_that_follow_member_by_member():
+    made = torch.Generator().manual_seed(0)
+    centers = 3.0 * torch.randn(10, 1, 50, generator=made).double()
+    mean = (centers + 0.2 * torch.randn(10, 40, 50, generator=made)).flatten(0, 1)
+    sd, y = torch.full_like(mean, 0.3), torch.randn(50, generator=made).double()
+    gap = torch.distributions.Normal(mean[:, None] - mean, 2**0.5 * sd)  # of all pairs
+    z = gap.loc / gap.scale
+    density = torch.distributions.Normal(0.0, 1.0)
+    far = gap.scale * (z * (2 * density.cdf(z) - 1) + 2 * density.log_prob(z).exp())
+    to_y = (y - mean) / sd
+    near = sd * (to_y * (2 * density.cdf(to_y) - 1) + 2 * density.log_prob(to_y).exp())
+    expected = near.mean(0) - 0.5 * far.mean((0, 1))
+    assert (crps_of_normals(mean, sd, y) - expected).abs().max() < 0.01
+
+
 _OF_CLASSES = ["accuracy", "brier", "expected_calibration_error", "adaptive_calibration_error"]
 _OF_NUMBERS = ["interval_coverage", "pit", "crps"]
 
