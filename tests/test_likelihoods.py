@@ -252,7 +252,7 @@ def test_a_hurdle_has_gradients_at_zero_and_at_small_rates():
         torch.testing.assert_close(found[0][:3], torch.zeros(3, dtype=D), atol=1e-9, rtol=0.0)
     with pytest.raises(ValueError, match="takes a Poisson or a NegativeBinomial, got Geometric"):
         ZeroTruncated(dist.Geometric(T(0.5)))
-    with pytest.raises(ValueError, match="zeros must be 'inflated', 'hurdle' or None"):
+    with pytest.raises(ValueError, match="zeros must be one of None, 'inflated', 'hurdle'"):
         models.PoissonRegression(network(2), zeros="none")
 
 

@@ -259,7 +259,7 @@ def test_ordered_labels(posterior):
     assert network.classes_.tolist() == [-1.0, 0.0, 1.0] and network.score(x, grades) > 0.5
     with pytest.raises(ValueError, match="needs labels that are numbers"):
         network.fit(x, np.where(grades > 0, "high", "low"))
-    with pytest.raises(ValueError, match="must be one of categorical, ordinal, got 'normal'"):
+    with pytest.raises(ValueError, match="must be one of 'categorical', 'ordinal', got 'normal'"):
         BayesianClassifier(likelihood="normal").fit(x, grades)
 
 

@@ -29,6 +29,7 @@ from pyro_bdl.utils.jobs import Job, results_of
 from pyro_bdl.utils.module_state import device_of, evaluation_mode
 from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.validation import check_choice
 
 _FACTOR = "loo_mixture"
 
@@ -137,8 +138,7 @@ def loo(
         hold several data.
     :warns BdlWarning: if a k-hat lies above ``good_k``.
     """
-    if method not in ("psis", "moment_matching"):
-        raise ValueError(f"method must be 'psis' or 'moment_matching', got {method!r}")
+    check_choice(method, "method", ("psis", "moment_matching"))
     if isinstance(model, _LooMixture) and method != "psis":
         raise ValueError(f"method={method!r} is of draws of the posterior, not of loo_mixture")
     own = model.model if isinstance(model, _LooMixture) else model

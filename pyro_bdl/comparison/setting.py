@@ -25,7 +25,7 @@ from pyro_bdl.utils.module_state import device_of
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import tensors_in, tree_leaves
-from pyro_bdl.utils.validation import check_finite_tensor
+from pyro_bdl.utils.validation import check_finite_tensor, whole_number
 
 MOST_POINTS = 1000  # at which draws are kept
 REGIONS = {
@@ -87,8 +87,7 @@ class Setting:
         :raises TypeError: for data that are not tensors.
         :raises ValueError: for data or units that do not fit, and NaN.
         """
-        if num_samples < 2:
-            raise ValueError(f"num_samples must be at least 2, got {num_samples}")
+        num_samples = whole_number(num_samples, "num_samples", least=2)
         rows = rows_of(model, posterior) if rows is None else rows
         device = device_of(model)
         args = arguments_of("test", test, model, device=device)

@@ -75,6 +75,7 @@ from torch import Tensor
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 from pyro_bdl.mcmc.stochastic_gradient.langevin import kinetic_temperature
 from pyro_bdl.utils import bibliography
+from pyro_bdl.utils.validation import positive
 
 __all__ = ["PSGLD", "SGNHT", "SMILE"]
 
@@ -111,8 +112,7 @@ class PSGLD(StochasticKernel):
         super().__post_init__()
         if not 0 <= self.averaging < 1:
             raise ValueError(f"averaging must lie in [0, 1), got {self.averaging}")
-        if not self.damping > 0:
-            raise ValueError(f"damping must be positive, got {self.damping}")
+        positive(self.damping, "damping")
 
     def init(self, position: Tensor) -> PreconditionedState:
         return PreconditionedState(position)

@@ -34,6 +34,7 @@ from pyro_bdl.program.batches import Batches, leading_size
 from pyro_bdl.tracing.step import Outcome
 from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.validation import whole_number
 
 
 class Shard(Batches):
@@ -125,8 +126,7 @@ class DataParallel_ELBO(CheckedLoss):
         group: Any = None,
     ) -> None:
         require_differentiable(elbo)
-        if check_every < 1:
-            raise ValueError(f"check_every must be at least 1, got {check_every}")
+        check_every = whole_number(check_every, "check_every")
         super().__init__(num_particles=elbo.num_particles)
         self.elbo, self.ranks = elbo, Ranks(group)
         self.same_draws, self.check_every = same_draws, check_every

@@ -6,6 +6,7 @@ from pyro_bdl.estimators.dropout import per_example_dropout
 from pyro_bdl.estimators.flipout import flipout
 from pyro_bdl.estimators.local_reparameterization import local_reparameterization
 from pyro_bdl.estimators.per_datum import PerDatum
+from pyro_bdl.utils.validation import check_choice
 
 _BY_NAME: dict[str, Callable[[], PerDatum]] = {
     "local_reparameterization": local_reparameterization,
@@ -21,8 +22,5 @@ def as_estimator(estimator: str | PerDatum | None) -> PerDatum | None:
     """
     if estimator is None or isinstance(estimator, PerDatum):
         return estimator
-    if estimator not in _BY_NAME:
-        raise ValueError(
-            f"unknown estimator {estimator!r}: it is one of {', '.join(_BY_NAME)}, or None"
-        )
+    check_choice(estimator, "estimator", (None, *_BY_NAME))
     return _BY_NAME[estimator]()

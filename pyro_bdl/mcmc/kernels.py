@@ -8,24 +8,13 @@ import numpy as np
 import torch
 
 from pyro_bdl.utils import bibliography
-from pyro_bdl.utils.validation import whole_number
+from pyro_bdl.utils.validation import positive, whole_number
 
 if TYPE_CHECKING:
     from pyro_bdl.mcmc.chains import Plan
     from pyro_bdl.mcmc.run import Transition
 
 LONGEST = 2 * np.pi  # of HMC's drawn lengths: once around a Normal in its own metric
-
-
-def positive(value: Any, name: str) -> float:
-    """Return a number, which may be a tensor, as a float."""
-    try:
-        value = float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name} must be a number, got {value!r}") from None
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be positive, got {value:g}")
-    return value
 
 
 def _probability(value: float, name: str) -> float:

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.mcmc.chains import progress_bar
-from pyro_bdl.mcmc.kernels import positive
 from pyro_bdl.mcmc.starts import Restriction, checked_program
 from pyro_bdl.predictive.sampled import prior_draws
 from pyro_bdl.program.jax_density import jax_density
@@ -35,7 +34,7 @@ from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
-from pyro_bdl.utils.validation import whole_number
+from pyro_bdl.utils.validation import positive, whole_number
 
 _LENGTH = math.pi / 2  # of a trajectory, in deviations of the particles
 _MOST_STEPS = 32  # of a trajectory

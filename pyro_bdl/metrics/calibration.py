@@ -9,6 +9,7 @@ from torch import Tensor
 from pyro_bdl.diagnostics.rank import sort
 from pyro_bdl.metrics.blocks import blocks, checked_labels, in_order, nan_where, same_points
 from pyro_bdl.utils.precision import double, double_device
+from pyro_bdl.utils.validation import whole_number
 
 
 def interval_coverage(
@@ -249,8 +250,7 @@ def _inside(start: Tensor, stop: Tensor, level: float) -> Tensor:
 
 
 def _check_bins(bins: int) -> None:
-    if bins < 1:
-        raise ValueError(f"bins must be at least 1, but is {bins}")
+    whole_number(bins, "bins")
 
 
 def _stretches(

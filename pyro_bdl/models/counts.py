@@ -10,6 +10,7 @@ from torch.distributions import Distribution
 
 from pyro_bdl.distributions.targets import ZeroTruncated
 from pyro_bdl.models.base import ObservationModel, Scales, halves
+from pyro_bdl.utils.validation import check_choice
 
 
 class PoissonRegression(ObservationModel):
@@ -34,8 +35,7 @@ class PoissonRegression(ObservationModel):
         **options: Any,
     ) -> None:
         super().__init__(network, **options)
-        if zeros not in (None, "inflated", "hurdle"):
-            raise ValueError(f"zeros must be 'inflated', 'hurdle' or None, got {zeros!r}")
+        check_choice(zeros, "zeros", (None, "inflated", "hurdle"))
         self.zeros = zeros
 
     def likelihood(self, output: Tensor) -> Distribution:

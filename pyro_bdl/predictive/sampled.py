@@ -109,8 +109,7 @@ class Predictive(Predictions):
         progress: bool | None = None,
         differentiable: bool = False,
     ) -> None:
-        if memory < 1:
-            raise ValueError(f"memory must be at least 1 byte, got {memory}")
+        memory = whole_number(memory, "memory")
         if posterior is None and num_samples is None:
             raise ValueError("give a posterior, or num_samples for draws of the prior")
         posterior = {} if posterior is None else posterior

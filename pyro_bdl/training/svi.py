@@ -26,8 +26,9 @@ from pyro_bdl.utils.jackknife import GROUPS
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import fixed_normal, seeded
-from pyro_bdl.utils.validation import whole_number
+from pyro_bdl.utils.validation import check_choice, whole_number
 
+BACKENDS = ("torch", "jax", "auto")  # of the steps
 _ROWS_AT_ONCE = 4096
 _LEAST_PARTICLES, _NUMBERS_AT_ONCE = 16, 16 * _ROWS_AT_ONCE  # draws, and draws times rows
 _WORTH_COMPILING = 1000  # steps: tracing and compilation take as long as JAX saves in these
@@ -115,7 +116,7 @@ def train(
         the weights; for an ELBO without ``differentiable_loss``, as ``pyro.infer.RenyiELBO``.
     """
     require_gradients()
-    check_backend(backend)
+    check_choice(backend, "backend", BACKENDS)
     if not isinstance(guide, Guide):
         raise TypeError(
             f"train takes the guides of pyro_bdl, got {type(guide).__name__}: use pyro.infer.SVI "
@@ -257,15 +258,6 @@ def cosine(largest: Sequence[float], steps: int, step: int) -> list[float]:
     """The learning rates of a step, which fall to zero along half a cosine."""
     factor = 0.5 * (1.0 + math.cos(math.pi * step / steps))
     return [factor * rate for rate in largest]
-
-
-def check_backend(backend: str) -> None:
-    """Check the backend of a training.
-
-    :raises ValueError: for another one than "torch", "jax" and "auto".
-    """
-    if backend not in ("torch", "jax", "auto"):
-        raise ValueError(f'backend must be "torch", "jax" or "auto", got {backend!r}')
 
 
 def in_backend(

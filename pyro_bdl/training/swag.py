@@ -11,11 +11,11 @@ from pyro_bdl.errors import FailedStepError, warn
 from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
 from pyro_bdl.program.batches import Batches, leading_size
 from pyro_bdl.training.descent import BATCH, Descent, Training, data_for, rows_of
-from pyro_bdl.training.svi import check_backend, in_backend
+from pyro_bdl.training.svi import BACKENDS, in_backend
 from pyro_bdl.utils.module_state import Modules, preserved_buffers, saved_buffers
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import own_randomness
-from pyro_bdl.utils.validation import whole_number
+from pyro_bdl.utils.validation import check_choice, whole_number
 
 _RATES = tuple(first * 10.0**-power for power in range(8) for first in (1.0, 0.3))
 
@@ -70,7 +70,7 @@ def collect_swag(
     if not isinstance(guide, AutoSWAG | AutoMultiSWAG):
         raise TypeError(f"collect_swag needs an AutoSWAG guide, got {type(guide).__name__}")
     require_gradients()
-    check_backend(backend)
+    check_choice(backend, "backend", BACKENDS)
     snapshots = whole_number(snapshots, "snapshots")
     every = None if every is None else whole_number(every, "every")
     if any(rate is not None and not rate > 0 for rate in (learning_rate, final_learning_rate)):

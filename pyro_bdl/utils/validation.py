@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
@@ -94,3 +95,30 @@ def whole_number(value: Any, name: str, least: int = 1) -> int:
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     return number
+
+
+def positive(value: Any, name: str) -> float:
+    """Return a positive finite number, which may be a tensor, as a float.
+
+    :param name: the argument's name, for errors.
+    :raises TypeError: if the value is not a number.
+    :raises ValueError: for a number that is not positive, or not finite.
+    """
+    try:
+        value = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {value:g}")
+    return value
+
+
+def check_choice(value: Any, name: str, known: Iterable[Any]) -> None:
+    """Check that a value is one of those that an argument may have.
+
+    :param name: the argument's name, for errors.
+    :raises ValueError: for another one.
+    """
+    known = list(known)
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")

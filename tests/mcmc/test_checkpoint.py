@@ -11,7 +11,7 @@ from helpers.killed_runs import TARGETS, X, drawn, run_in_small_blocks, walked
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_bdl import mcmc
-from pyro_bdl.mcmc import checkpoint
+from pyro_bdl.mcmc import chains
 from pyro_bdl.program.samples import Samples
 
 
@@ -22,7 +22,7 @@ class Killed(Exception):
 @pytest.fixture
 def kill(monkeypatch):
     """Kill a run after so many writes; returns the kinds of all writes so far."""
-    save, kinds = checkpoint.save_tree, []
+    save, kinds = chains.save_tree, []
 
     def after(count):
         left = len(kinds) + count
@@ -33,7 +33,7 @@ def kill(monkeypatch):
             kinds.append(kind)
             save(path, tree, kind=kind)
 
-        monkeypatch.setattr(checkpoint, "save_tree", counted)
+        monkeypatch.setattr(chains, "save_tree", counted)
         return kinds
 
     return after
@@ -59,7 +59,7 @@ def test_a_killed_run_ends_with_the_same_draws(kernel, method, tmp_path, slow_cl
     kinds = kill(10_000)
     whole = drawn(kernel, chain_method=method, checkpoint=tmp_path / "whole")
     if method != "parallel":  # where the chains' writes alternate in any order
-        draws, state = checkpoint.BLOCK, checkpoint.KIND
+        draws, state = chains.BLOCK, chains.KIND
         assert kinds[-5:] == [draws, state, draws, state, state]  # the end writes the state again
     kill(len(kinds) - 7)  # between draws and the state that names them
     with pytest.raises(Killed):
@@ -77,7 +77,7 @@ def test_a_killed_run_ends_with_the_same_draws(kernel, method, tmp_path, slow_cl
 def test_a_folder_of_another_run_is_refused(tmp_path):
     def journal(seed=0, **numbers):
         identity = {"starts": np.ones(2), "log densities": np.ones(1), "seed": seed} | numbers
-        return checkpoint.Journal(tmp_path, identity)
+        return chains.Journal(tmp_path, identity)
 
     first = journal()
     assert first.restore() is None
@@ -179,4 +179,4 @@ def test_ten_kills_at_random_moments_change_no_draw(kind, tmp_path):
 
 def _written(folder):
     """The time of the last complete write."""
-    return max((path.stat().st_mtime_ns for path in folder.rglob(checkpoint.STATE)), default=0)
+    return max((path.stat().st_mtime_ns for path in folder.rglob(chains.STATE)), default=0)

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from pyro_bdl.mcmc.kernels import Options, positive
-from pyro_bdl.utils.validation import check_temperature, whole_number
+from pyro_bdl.mcmc.kernels import Options
+from pyro_bdl.utils.validation import check_temperature, positive, whole_number
 
 
 def _friction(value: float, name: str) -> float:

@@ -10,7 +10,7 @@ import torch
 
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.mcmc import MAMS, MCLMC, NUTS, checkpoint
+from pyro_bdl.mcmc import MAMS, MCLMC, NUTS, chains
 from pyro_bdl.mcmc.chains import Plan
 from pyro_bdl.mcmc.microcanonical import tuning
 from pyro_bdl.mcmc.microcanonical.adjusted import Adjusted
@@ -128,7 +128,7 @@ def test_a_given_metric_and_step_size_are_used(tmp_path):
         kernel = MCLMC(energy_variance=1e-20, **given)
         samples = drawn(gaussian, kernel, checkpoint=tmp_path, **few)
     assert (samples.stats["num_steps"] > 6).all() and (samples.stats["num_steps"] > 100).any()
-    state = load_tree(tmp_path / checkpoint.STATE, kind=checkpoint.KIND)["state"]
+    state = load_tree(tmp_path / chains.STATE, kind=chains.KIND)["state"]
     assert (state[".own"] < 256).all()  # the next step begins with the last part's length
     given |= {
         "step_size": torch.tensor(0.3, dtype=torch.float64),

@@ -429,7 +429,7 @@ def own_data():
 @pytest.mark.parametrize(
     ("data", "wrong", "error", "words"),
     [
-        ((X, Y), {"step_size": 0.0}, ValueError, "step_size must be positive, got 0"),
+        ((X, Y), {"step_size": 0.0}, ValueError, "step_size must be positive and finite, got 0"),
         ((X, Y), {"step_size": math.nan}, ValueError, "step_size must be positive"),
         ((X, Y), {"step_size": lambda step: -1.0}, ValueError, "got -1.0 at step 0"),
         ((X, Y), {"temperature": 0.0}, ValueError, "temperature must be a positive"),
