@@ -41,6 +41,7 @@ class Block:
     :param closed: mean, variance and log p(y_n) in closed form, if there is one.
     :param seen: which targets were seen, as ``y``; None where all were.
     :param counts: how many numbers of each datum were seen, ``(K,)``; None where all were.
+    :param owners: the row of each datum, ``(K,)``; None where each row has equally many.
     :param log_mean: of classes the log of the mean probabilities over the draws, ``(m, C)``, in
         float64; from log probabilities, which do not underflow.
     :param bounds: of censored targets the two ends between which each is known to lie, ``(2, n)``.
@@ -56,6 +57,7 @@ class Block:
     closed: ClosedPredictions | None = None
     seen: Tensor | None = None
     counts: Tensor | None = None
+    owners: Tensor | None = None
     log_mean: Tensor | None = None
     bounds: Tensor | None = None
 
@@ -79,6 +81,9 @@ class Block:
             return values.movedim(start, 0)[points].movedim(0, start)
 
         cells, closed, density = seen.numbers.to(device), self.closed, self.log_density
+        owners = None
+        if len(counts) % seen.rows == 0:  # else one density is of several rows
+            owners = (counts.reshape(seen.rows, -1)[rows] > 0).nonzero()[:, 0]
         if self.y is not None:
             cells = part(cells.reshape(self.y.shape), 0)
         if closed is not None:
@@ -89,6 +94,7 @@ class Block:
             self, **self._map(part, (*_BEHIND, "y", "log_mean")), rows=int(rows.sum()),
             log_density=None if density is None else density[:, counts > 0],
             closed=closed, seen=cells, counts=counts[counts > 0],
+            owners=owners,
         )  # fmt: skip
 
     @property

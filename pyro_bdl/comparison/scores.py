@@ -91,6 +91,7 @@ _BY_NUMBER = (
 )  # have a value for each number of a target
 _AT_ALL = ("halves", "labels")  # need all points at once
 _OF_DRAWS = {"draws", "bounds"}
+_OF_DATA = {"density", "log predictive"}
 _OF_ALL = {"log mean", "mean", "variance", "y"}
 _MOST_POINTS = 100  # of a batch, for errors over draws that would take long at all of them
 
@@ -421,7 +422,7 @@ class Score:
     """
 
     def __init__(self, kind: Kind, *, are_draws: bool = True) -> None:
-        self.kind, self.are_draws = kind, are_draws
+        self.kind, self.are_draws, self._rows = kind, are_draws, 0
         self._parts: dict[str, list[Tensor]] = {}
         self._groups: dict[str, list[Tensor]] = {}
 
@@ -437,6 +438,8 @@ class Score:
             draws, low, high = inputs["bounds"]
             parts["transforms"] = metrics.pit(draws, low, upper=high)
         parts |= measure_points(SCORES, self.kind.task, inputs, seen)
+        parts |= {n: self._rows + owners for n, owners in _owners(block, self.kind.task).items()}
+        self._rows += block.rows
         for name, values in parts.items():
             self._parts.setdefault(name, []).append(values)
         if not self.are_draws or (block.y is None and block.log_density is None):
@@ -571,6 +574,11 @@ class Score:
 
         def scores(metric: Metric) -> PointScores:
             values, several = whole[metric.key], groups.get(metric.key, none)
+            owners = whole.get("owners of data" if metric.of in _OF_DATA else "owners of labels")
+            if owners is not None and len(owners) > self._rows:  # the rows are what was sampled
+                counts = double(owners.bincount())
+                sums = torch.zeros_like(counts).index_add_(0, owners, values)
+                return PointScores.of(metric, sums / counts, several, counts)
             if metric.of not in _BY_NUMBER or "weights" not in whole:
                 return PointScores.of(metric, values, several)
             if several is none:
@@ -588,6 +596,20 @@ class Score:
         inputs = self._inputs_of(whole)
         inputs = {name: inputs[name] for name in _AT_ALL if name in inputs}
         return measure_points(SCORES, self.kind.task, inputs)
+
+
+def _owners(block: Block, task: str) -> dict[str, Tensor]:
+    """The row of each datum, and of each label that was seen, where rows have several."""
+    rows = torch.arange(block.rows, device=block.mean.device)
+    found, density = {}, block.log_density
+    if density is not None and block.owners is not None:
+        found["owners of data"] = block.owners
+    elif density is not None and density.shape[1] % block.rows == 0:
+        found["owners of data"] = rows.repeat_interleave(density.shape[1] // block.rows)
+    if task == CLASSES and block.y is not None:
+        labels = rows.repeat_interleave(len(block.y) // block.rows)
+        found["owners of labels"] = labels if block.seen is None else labels[block.seen]
+    return found
 
 
 def _of_seen(values: dict[str, Tensor]) -> dict[str, Tensor]:

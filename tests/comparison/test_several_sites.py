@@ -260,3 +260,37 @@ def test_targets_that_the_program_changes_are_scored_as_observed():
     assert found["nlpd"] == pytest.approx(log_mean(density).mean().item(), rel=1e-9)
     rmse = (y.T.log() - x[:, None] * w.mean(0)).square().mean().sqrt()
     assert found["rmse"] == pytest.approx(rmse.item(), rel=1e-9)
+
+
+def labels(x, y=None):
+    w = weights(1)
+    with pyro.plate("data", len(x)):
+        law = dist.Bernoulli(logits=x * w)
+        pyro.sample("y", law.to_event(1).mask(y is None or (y >= 0).all(1)), obs=y)
+
+
+def cells(x, y=None):
+    w = weights(1)
+    with pyro.plate("columns", x.shape[1], dim=-1), pyro.plate("data", len(x), dim=-2):
+        law = dist.Normal(x * w, NOISE)
+        pyro.sample("y", law.mask(y is None or y > -9), obs=y)
+
+
+@pytest.mark.parametrize("program", [labels, cells])
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_that_hold_one_value_many_times_have_the_errors_of_one(program, masked):
+    """The rows are what was sampled; by the spread of ten times as many points the errors are a
+    third of these."""
+    x, posterior = torch.randn(40, 1), draws(1, count=100)
+    y = torch.bernoulli(x.sigmoid()) if program is labels else x + torch.randn(40, 1)
+    if masked:
+        y[::4] = -10.0
+    one, many = (
+        bdl.evaluate(program, posterior, x.repeat(1, n), y.repeat(1, n), progress=False).points
+        for n in (1, 10)
+    )
+    compared = ("accuracy", "brier", "ece") if program is labels else ("rmse", "nlpd")
+    for key in compared:
+        assert many[key].number == pytest.approx(one[key].number), key
+        assert len(many[key].influence) == 40 - 10 * masked
+        torch.testing.assert_close(many[key].influence, one[key].influence)
