@@ -395,8 +395,7 @@ def _prior(program: Program, count: int, targets: TargetArguments) -> dict[str, 
 
     :raises UnsupportedProgramError: if the prior cannot be sampled.
     """
-    args, kwargs = targets.removed()
-    drawn = prior_draws(program, count, args, kwargs)
+    drawn = prior_draws(program.model, program.run(program.initial), count, *targets.removed())
     drawn = _split(drawn, (1, count))
     prior = {n: drawn.pop(n) for n in (*program.latents, *program.deterministic) if n in drawn}
     return {"prior": prior, "prior_predictive": drawn if program.observed else {}}

@@ -38,14 +38,17 @@ class Importance:
         the guide; above 1 the ratios have no mean. It is infinite if a few draws have all the
         weight, and NaN if all ratios are equal, as for the exact posterior.
     :param elbo: their mean, the evidence lower bound at temperature 1, in nats.
-    :param log_evidence: log of the smoothed mean ratio in nats, an estimate of log p(y) that is
-        reliable if k-hat is small.
+    :param log_evidence: log of the smoothed mean ratio in nats, an estimate of log p(y); too low,
+        as a rule, if k-hat is above ``good_k(S)``.
+    :param log_evidence_error: its Monte Carlo standard error by the smoothed weights v, in nats,
+        sqrt(sum v^2 - 1 / S); too small where k-hat is high.
     """
 
     log_ratios: Tensor
     pareto_k: float
     elbo: float
     log_evidence: float
+    log_evidence_error: float = math.nan
 
     @property
     def gap(self) -> float:
@@ -60,9 +63,9 @@ class Importance:
 
     def __repr__(self) -> str:
         limit = good_k(len(self.log_ratios))
-        trust = (
-            "good" if self.pareto_k <= limit else "too high" if self.pareto_k < 1 else "hopeless"
-        )
+        good = not self.pareto_k > limit
+        trust = "good" if good else "too high" if self.pareto_k < 1 else "hopeless"
+        error = f" ± {self.log_evidence_error:.2f}" if good else " (too low, as a rule)"
         tail = f"k-hat {self.pareto_k:.2f} ({trust}; limit {limit:.2f})"
         if math.isnan(self.pareto_k):
             tail = "no k-hat (all ratios are equal)"
@@ -70,8 +73,8 @@ class Importance:
         if lost:
             tail = f"no k-hat ({lost} of {len(self.log_ratios)} ratios are NaN)"
         return (
-            f"{tail}, ELBO {self.elbo:.2f} ± "
-            f"{self.elbo_error:.2f}, log evidence {self.log_evidence:.2f}, gap {self.gap:.2f} nats"
+            f"{tail}, ELBO {self.elbo:.2f} ± {self.elbo_error:.2f}, log evidence "
+            f"{self.log_evidence:.2f}{error}, gap {self.gap:.2f} nats"
         )
 
 
@@ -175,14 +178,16 @@ def summary_of(ratios: Tensor) -> Importance:
     lowest = ratios.where(ratios > -torch.inf, torch.inf).argmin()
     scale = ratios[lowest] - weights[0, lowest]
     log_evidence = scale - math.log(len(ratios))
-    return Importance(ratios, float(k), float(ratios.mean()), float(log_evidence))
+    error = ((2 * weights).exp().sum() - 1 / len(ratios)).clamp_min(0).sqrt()
+    return Importance(ratios, float(k), float(ratios.mean()), float(log_evidence), float(error))
 
 
 def _check(guide: Any, num_samples: int) -> None:
     _check_number(num_samples)
     if not callable(guide):
         raise TypeError(
-            f"importance ratios need a guide, whose density is known, got {type(guide).__name__}"
+            f"importance ratios need a guide, whose density is known, got {type(guide).__name__}: "
+            "the log evidence is in mcmc.tempered_smc(model, *data).info, leave-one-out in loo"
         )
     if not isinstance(guide, Guide):
         return

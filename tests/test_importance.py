@@ -76,6 +76,18 @@ def test_a_draw_without_density_adds_nothing_to_the_evidence():
     assert found.elbo == -math.inf
 
 
+def test_the_error_of_the_log_evidence_is_its_spread():
+    """Over sets of draws of a guide that is 1.3 times too wide, whose weights are bounded."""
+    found = [ratios(level, _guide(1.3), Y, num_samples=100, seed=seed) for seed in range(300)]
+    values = torch.tensor([one.log_evidence for one in found])
+    mean_square = torch.tensor([one.log_evidence_error for one in found]).square().mean()
+    assert mean_square.sqrt().item() == pytest.approx(values.std().item(), rel=0.15)
+    assert values.mean().item() == pytest.approx(_log_evidence().item(), abs=0.01)
+    assert f"log evidence {found[0].log_evidence:.2f} ± 0.0" in str(found[0])
+    narrow = ratios(level, _guide(0.1), Y)
+    assert "too high" in str(narrow) and "(too low, as a rule)" in str(narrow)
+
+
 @pytest.mark.parametrize("factor", [1.5, 0.8])
 def test_the_gap_is_the_divergence(factor):
     """log p(y) - ELBO = KL(q || p(w | y))."""

@@ -91,7 +91,7 @@ def tempered_smc(
                     f"the prior of the latent site '{name}' is improper, so that it has no draws "
                     "and the data no evidence: give it a proper one"
                 )
-        draws = prior_draws(program, runs * count, args, {})
+        draws = prior_draws(model, run, runs * count, args, {})
         start = program.unconstrain({name: draws[name] for name in program.latents}).detach()
         described = Restriction(program).described(start[0])
     with evaluation_mode(program.modules), jax.enable_x64(True):

@@ -29,7 +29,7 @@ from pyro_bdl.predictive.observations import (
 from pyro_bdl.program.batch_norm import computing_with, statistics_of_draws
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.check import on_whole_data
-from pyro_bdl.program.program import Program
+from pyro_bdl.program.program import statements, trace_once
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.trace import (
     Run,
@@ -380,23 +380,23 @@ def prior_predictive(
     """
     count = whole_number(num_samples, "num_samples")
     with evaluation_mode(model), seeded(seed):
-        return prior_draws(Program(model, *args, **kwargs), count, args, kwargs)
+        run = statements(trace_once(model, args, kwargs).trace)
+        return prior_draws(model, run, count, args, kwargs)
 
 
 def prior_draws(
-    program: Program, count: int, args: tuple, kwargs: dict[str, Any]
+    model: Callable, run: Run, count: int, args: tuple, kwargs: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """As ``prior_predictive``, of a program that was run, at the present random state.
+    """As ``prior_predictive``, of a program with this run, at the present random state.
 
     :param args: the arguments to predict at, which may lack targets.
     """
-    weighed = _factor_of_latents(program)
+    weighed = _factor_of_latents(run, model, args, kwargs)
     if weighed is not None:
         raise UnsupportedProgramError(
             f"the prior cannot be sampled: the factor '{weighed}' weighs its latents, which draws "
             "of the sample statements do not follow"
         )
-    run = program.run(program.initial)
     run.refuse_improper("prior to draw from")
     for name, site in run.latents.items():
         if site.mask is False and not is_improper(site.distribution):
@@ -404,15 +404,17 @@ def prior_draws(
                 f"the prior cannot be sampled: a mask leaves the site '{name}' without a density"
             )
     try:
-        return Predictive(program.model, num_samples=count)(*args, **kwargs)
+        return Predictive(model, num_samples=count)(*args, **kwargs)
     except NotImplementedError as error:
         raise UnsupportedProgramError(f"the prior cannot be sampled: {error}") from error
 
 
 @torch.enable_grad()
-def _factor_of_latents(program: Program) -> str | None:
+def _factor_of_latents(run: Run, model: Callable, args: tuple, kwargs: dict) -> str | None:
     """The name of a factor of the prior that depends on latents; None where there is none."""
-    values = {name: value.clone().requires_grad_() for name, value in program.initial.items()}
-    factors = program.run(values).prior_factors.items()
-    found = (n for n, site in factors if reaches(site.log_prob().sum(), values.values()))
-    return next(found, None)
+    if not run.prior_factors:
+        return None
+    values = {name: site.value.detach().clone() for name, site in run.latents.items()}
+    moving = [value.requires_grad_() for value in values.values() if value.is_floating_point()]
+    factors = record(model, run.subsamples | values, args, kwargs).prior_factors.items()
+    return next((name for name, site in factors if reaches(site.log_prob().sum(), moving)), None)

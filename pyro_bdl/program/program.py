@@ -128,19 +128,11 @@ class Program:
     def _read(self, model: Callable, first: "FirstRun", args: tuple, kwargs: dict) -> Run:
         self.model, self.args, self.kwargs = model, args, kwargs
         trace, self.modules = first
-        self.plates: dict[str, tuple[int, int]] = {}
-        latents: list[str] = []
-        discrete: list[str] = []
-        run = Run()
-        for name, node in trace.nodes.items():
-            if node["type"] != "sample":
-                continue
-            if site_is_subsample(node):
-                self.plates[name] = (node["fn"].size, len(node["value"]))
-                run.subsamples[name] = node["value"]
-                continue
-            if run.add(node)[0] == "latents":
-                (latents if _is_continuous(name, node) else discrete).append(name)
+        run = statements(trace)
+        sizes = ((name, trace.nodes[name]["fn"].size) for name in run.subsamples)
+        self.plates = {name: (size, len(run.subsamples[name])) for name, size in sizes}
+        latents = [name for name in run.latents if _is_continuous(name, trace.nodes[name])]
+        discrete = [name for name in run.latents if name not in latents]
         check_support(run)
         self._subsamples = run.subsamples
         self.observed, self.discrete = tuple(run.observed), tuple(discrete)
@@ -462,6 +454,17 @@ def trace_once(
                     "observe inside it"
                 )
             raise
+
+
+def statements(trace: Any) -> Run:
+    """The sample statements of a trace, by kind; what no statement observes is a latent."""
+    run = Run()
+    for name, node in trace.nodes.items():
+        if node["type"] == "sample" and site_is_subsample(node):
+            run.subsamples[name] = node["value"]
+        elif node["type"] == "sample":
+            run.add(node)
+    return run
 
 
 def _without_graph(trace: Any) -> Any:

@@ -413,10 +413,16 @@ def distribution_of_targets(msg: Any) -> Any:
 
     :raises ValueError: if the two broadcast against each other, or for boolean targets of a
         continuous distribution.
-    :raises ArgumentError: for sparse targets.
+    :raises ArgumentError: for sparse targets, and for targets that are no tensor.
     """
     if isinstance(msg["fn"], Unit):
         return msg["fn"]
+    if not isinstance(msg["value"], torch.Tensor):
+        kind = type(msg["value"]).__name__
+        raise ArgumentError(
+            f"the targets of site '{msg['name']}' must be a tensor, got {kind}: pass the arguments "
+            "as the program takes them, the targets of each site on their own"
+        )
     if msg["value"].layout is not torch.strided:
         raise ArgumentError(
             f"the targets of site '{msg['name']}' are sparse: pass them dense, y.to_dense()"

@@ -1,5 +1,6 @@
 """Draws of the prior: of the program's own laws, all at once, before any fit."""
 
+import math
 import warnings
 
 import numpy as np
@@ -66,6 +67,44 @@ def test_a_network():
         square = (weights * (nodes * (1 + x * x).sqrt()).tanh().square()).sum()
         sd = (1 + 4 * square).sqrt()
         assert draws["f"][:, i].std().item() == pytest.approx(sd.item(), rel=5 / 8000**0.5)
+
+
+@pytest.mark.parametrize("targets", [False, True])
+@pytest.mark.parametrize("law", ["counts", "classes", "yes or no", "mixture"])
+def test_discrete_targets_need_not_be_passed(law, targets):
+    """Draws before any fit: y of a distribution that cannot be summed out, and of one that can."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 0.5))
+        f = pyro.deterministic("f", w + 0 * x)
+        with pyro.plate("data", len(x)):
+            if law == "mixture":
+                f = f + pyro.sample("z", dist.Bernoulli(0.3))
+            if law in ("counts", "mixture"):
+                return pyro.sample("y", dist.Poisson(f.exp()), obs=y)
+            if law == "classes":
+                logits = torch.stack([f, -f], -1)
+                return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+            return pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+    given = (torch.zeros(3),) if targets else ()
+    draws = bdl.prior_predictive(model, X, *given, num_samples=4000)
+    latents = {"w", "z"} if law == "mixture" else {"w"}
+    assert set(draws) == {"f", "y"} | latents and draws["y"].shape == (4000, 3)
+    mean = {"counts": math.exp(0.125), "mixture": math.exp(0.125) * (0.7 + 0.3 * math.e)}
+    assert draws["y"][:, 0].double().mean().item() == pytest.approx(mean.get(law, 0.5), abs=0.12)
+
+
+def test_a_factor_of_latents_beside_discrete_targets():
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        bdl.priors.factor("order", -w.square())
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Poisson((w * x).exp()), obs=y)
+
+    for given in ((), (torch.zeros(3),)):
+        with pytest.raises(UnsupportedProgramError, match="the factor 'order' weighs"):
+            bdl.prior_predictive(model, X, *given)
 
 
 def test_a_law_that_vmap_cannot_draw_is_named():

@@ -14,7 +14,7 @@ from torch.distributions import constraints
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_bdl import Program, bayesianize
-from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.errors import ArgumentError, UnsupportedProgramError
 from pyro_bdl.program import record
 
 X = torch.linspace(-1.0, 1.0, 6, dtype=torch.float64)
@@ -552,3 +552,16 @@ def test_a_statement_of_another_thread_is_refused():
     found = record(program, {})
     assert set(found.latents) == {"w"}
     assert len(failures) == 1 and "'other' is of another thread" in failures[0]
+
+
+@pytest.mark.parametrize("targets", [{"y": torch.zeros(3)}, [0.0, 1.0, 2.0], 1.0])
+def test_targets_that_are_no_tensor_are_refused_by_name(targets):
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("target", dist.Normal(w * x, 1.0), obs=y)
+
+    with pytest.raises(
+        ArgumentError, match=f"'target' must be a tensor, got {type(targets).__name__}"
+    ):
+        Program(model, torch.zeros(3), targets)
