@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from pyro_bdl.comparison.costs import Costs, peak_memory, wait_for
 from pyro_bdl.curvature.hyperparameters import ParameterReading, followed
-from pyro_bdl.elbo import CompiledELBO
+from pyro_bdl.elbo import CompiledELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.evidence.formula import Formula, read_guide
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.training.svi import estimate_elbo, train
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.validation import whole_number
+
+_WORTH_TRACING = 100  # steps: tracing a graph takes as long as it saves in these
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,15 @@ def _hyperparameters(reading: ParameterReading) -> dict[str, str]:
     return found
 
 
+def bound(steps: int, **options: Any) -> TemperedTraceMeanField_ELBO | CompiledELBO:
+    """The bound of a training, as a graph where the steps are worth tracing one.
+
+    :param options: of either bound.
+    """
+    kind = CompiledELBO if steps >= _WORTH_TRACING else TemperedTraceMeanField_ELBO
+    return kind(**options)
+
+
 def trained(
     problem: Problem,
     guide: Guide,
@@ -233,21 +244,21 @@ def trained(
     elbo: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     learning_rate: float = 0.01,
-    **bound: Any,
+    **options: Any,
 ) -> Result:
     """Train a guide by SVI.
 
     :param steps: where the problem's options have no number of steps.
     :param elbo: as of ``training.train``; so are ``optimizer`` and ``learning_rate``.
-    :param bound: options of ``CompiledELBO``, where there is no ``elbo``.
+    :param options: of the bound, where there is no ``elbo``.
     """
     steps = problem.options.steps or steps
     guide.prototype(*problem.data)
     settings: dict[str, Any] = {"steps": steps}
     if elbo is None:
-        bound = {"num_particles": guide.num_members, **bound}
-        elbo = CompiledELBO(**bound)
-        settings |= bound
+        options = {"num_particles": guide.num_members, **options}
+        elbo = bound(steps, **options)
+        settings |= options
     else:
         settings["elbo"] = type(elbo).__name__
     if optimizer is not None:
@@ -259,6 +270,6 @@ def trained(
     return Result(guide, {**settings, "batch_size": run.batch_size}, run.interrupted)
 
 
-def by_svi(family: Callable[[nn.Module], Guide], *, steps: int, **bound: Any) -> FitFunction:
+def by_svi(family: Callable[[nn.Module], Guide], *, steps: int, **options: Any) -> FitFunction:
     """The function that trains a guide of a family, see ``trained``."""
-    return lambda problem: trained(problem, family(problem.model), steps=steps, **bound)
+    return lambda problem: trained(problem, family(problem.model), steps=steps, **options)

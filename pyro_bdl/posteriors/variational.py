@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from pyro_bdl.adapters import replaced
-from pyro_bdl.elbo import CompiledELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides import (
     AutoEnsemble,
     AutoInducing,
@@ -25,7 +25,7 @@ from pyro_bdl.guides import (
 )
 from pyro_bdl.nn import BayesianModule, rank_one
 from pyro_bdl.optim import IVON, KroneckerGaussNewton_ELBO, NoisyKFAC
-from pyro_bdl.posteriors.registry import Problem, Result, by_svi, register, trained
+from pyro_bdl.posteriors.registry import Problem, Result, bound, by_svi, register, trained
 from pyro_bdl.training.held_out import HeldOut
 from pyro_bdl.training.svi import train
 from pyro_bdl.training.swag import collect_swag
@@ -129,13 +129,14 @@ def _mc_dropout(problem: Problem) -> Result:
     """The rate is chosen as by Gal & Ghahramani (2016): the best log likelihood of a fifth of the
     rows, by shorter trainings on the rest."""
     steps, data = problem.options.steps or 4000, problem.data
+    shorter = max(1, steps // 4)
     held_out = HeldOut(max(0.2, 1 / len(problem.x)))
     scores = {}
     for rate in _RATES:
         guide = AutoMCDropout(problem.model, p=rate)
         run = train(
-            problem.model, guide, *data, steps=max(1, steps // 4), held_out=held_out,
-            elbo=CompiledELBO(num_particles=4), progress=problem.label, backend="auto",
+            problem.model, guide, *data, steps=shorter, held_out=held_out,
+            elbo=bound(shorter, num_particles=4), progress=problem.label, backend="auto",
         )  # fmt: skip
         if run.interrupted:
             raise KeyboardInterrupt
