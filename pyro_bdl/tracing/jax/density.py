@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_bdl.errors import MissingOperatorError, UnsupportedProgramError
 from pyro_bdl.tracing.jax.translate import JaxFunction, to_jax
+from pyro_bdl.tracing.trace import NotTraceable
 
 _WAY_OUT = 'Sample with backend="pyro", which runs any program.'
 Density = Callable[..., Tensor]
@@ -43,7 +44,8 @@ def jax_density(density: Density, terms: Terms, example: Tensor, *data: Tensor) 
             return to_jax(function, example, *data, through_detach=True)
         return log_density
     except MissingOperatorError as error:
-        site = _site_of(error.op, terms, example)
+        untraceable = isinstance(error.__cause__, NotTraceable)  # whichever term is wanted
+        site = None if untraceable else _site_of(error.op, terms, example)
         where = "" if site is None else f"site '{site}': "
         raise MissingOperatorError(f"{where}{error} {_WAY_OUT}", op=error.op, site=site) from error
 
