@@ -15,6 +15,7 @@ from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples, as_tensor
 from pyro_bdl.tracing.jax.ops.registry import as_dtype
 from pyro_bdl.tracing.jax.translate import JaxFunction, to_jax
+from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.trees import tree_flatten, tree_unflatten
 
@@ -191,7 +192,8 @@ def jax_density(density: Density, terms: Terms, example: Tensor, *data: Tensor) 
             return to_jax(function, example, *data, through_detach=True)
         return log_density
     except MissingOperatorError as error:
-        site = _site_of(error.op, terms, example)
+        untraceable = isinstance(error.__cause__, NotTraceable)  # whichever term is wanted
+        site = None if untraceable else _site_of(error.op, terms, example)
         where = "" if site is None else f"site '{site}': "
         raise MissingOperatorError(f"{where}{error} {_WAY_OUT}", op=error.op, site=site) from error
 

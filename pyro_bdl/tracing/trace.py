@@ -111,6 +111,12 @@ class _Outside(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
+        if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
+            raise NotTraceable(
+                "it draws from a torch.Generator, whose state a graph does not hold: draw before, "
+                "or without it",
+                str(func),
+            )
         if torch.Tag.data_dependent_output in func.tags:
             args = tree_map_only(Tensor, torch.ops.aten.detach.default, args)
         if func._schema.is_mutable:

@@ -97,6 +97,10 @@ def _call(node: fx.Node, values: dict[fx.Node, Any], key: Any = None) -> Any:
 
     :param key: of an operator that draws random numbers.
     """
+    for n in node.all_input_nodes:
+        if values[n] is None:
+            source, number = n.args[:2]
+            raise _missing([source], f"its result number {number} has no JAX translation.")
     args, kwargs = _replace((node.args, node.kwargs), values)
     kwargs = {name: value for name, value in kwargs.items() if name not in LAYOUT}
     expected = node.meta["val"]
@@ -113,7 +117,8 @@ def _call(node: fx.Node, values: dict[fx.Node, Any], key: Any = None) -> Any:
             return _like(expected, result)
         return [_like(*pair) for pair in zip(expected, result, strict=True)]
     except (NotImplementedError, TypeError, ValueError, IndexError) as error:
-        raise _missing([node], f"cannot be translated as it is used: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise _missing([node], f"cannot be translated as it is used: {reason}") from error
 
 
 def _random(node: fx.Node) -> Callable | None:
@@ -349,7 +354,7 @@ def _kind(node: fx.Node) -> Any:
 
 
 _INT32, _ARGUMENT = 2**31 - 1, 2**30  # the largest sizes of integers in 32 bits, of arguments
-_ADDED = {aten.sum, aten.cumsum, aten.scatter_add, aten.scatter_reduce, aten.index_put}
+_ADDED = {aten.sum, aten.cumsum, aten.scatter_add, aten.scatter_reduce, aten.index_put, aten.put}
 _UNBOUNDED = {aten.pow, aten.prod, aten.cumprod, aten._to_copy}
 
 

@@ -123,6 +123,27 @@ def test_numbers_of_64_bits_are_those_of_torch_or_refused(case):
     np.testing.assert_allclose(gradient, slope, 1e-6)
 
 
+REFUSED = {  # what is said
+    "result number 1": lambda z: F.max_pool2d(z, 2, return_indices=True)[1].sum() * z.sum(),
+    "a torch.Generator": lambda z: (
+        z * torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    ).sum(),
+    "scale_grad_by_freq": lambda z: F.embedding(
+        torch.tensor([1, 1]), z[0], scale_grad_by_freq=True
+    ).sum(),
+    "the reduction 'prod'": lambda z: (
+        z[0].scatter_reduce(0, torch.tensor([[0, 0, 1, 1]]), z[0], "prod").sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_uses_that_have_no_translation_are_refused_in_a_sentence(said):
+    with pytest.raises(MissingOperatorError, match=said) as caught:
+        to_jax(REFUSED[said], torch.ones(1, 4, 4))
+    assert str(caught.value).startswith(caught.value.op) and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "function",
     [

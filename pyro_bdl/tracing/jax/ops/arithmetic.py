@@ -17,8 +17,8 @@ from pyro_bdl.tracing.jax.ops.registry import OPERATORS, aten, axes, cast, regis
 # Elementwise ------------------------------------------------------------------------------------
 
 SAME_NAME = """
-    exp exp2 expm1 log log2 log10 log1p sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh
-    atanh floor ceil trunc signbit isnan isinf maximum minimum fmod remainder logical_not
+    exp exp2 expm1 log log2 log10 log1p sqrt sin cos tan asin acos atan sinh cosh tanh asinh atanh
+    floor ceil trunc signbit isnan isinf maximum minimum fmod remainder logical_not
     logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or bitwise_xor
 """
 table({name: getattr(jnp, name) for name in SAME_NAME.split()})
@@ -48,6 +48,13 @@ def _same(x, **_):
 def _abs(x):
     # torch's subgradient at 0 is 0, not 1.
     return jnp.where(x == 0, 0, jnp.abs(x))
+
+
+@register(aten.acosh)
+def _acosh(x):
+    if jnp.iscomplexobj(x):  # JAX's derivative is on the other side of the branch cut
+        return jnp.log(x + jnp.sqrt(x + 1) * jnp.sqrt(x - 1))
+    return jnp.arccosh(x)
 
 
 @register(aten.add)
@@ -150,7 +157,7 @@ def _polygamma(n, x):
     # JAX's zeta function is for positive numbers; on the others by reflection:
     # psi_n(x) = (-1)^n psi_n(1 - x) - d^n/dx^n pi cot(pi x).
     negative = x < 0
-    slope: Callable = lambda x: np.pi / jnp.tan(np.pi * x)  # noqa: E731
+    slope: Callable = lambda x: np.pi * jnp.cos(np.pi * x) / jnp.sin(np.pi * x)  # noqa: E731
     for _ in range(n):
         slope = functools.partial(_slope, slope)
     up = jnp.where(negative, 1 - x, x)
@@ -311,6 +318,7 @@ OPERATORS[aten.std_mean.correction] = _with_mean(_std)
 @register(aten.linalg_vector_norm)
 def _vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
     x = x if dtype is None else cast(x, dtype)
+    x = _abs(x) if jnp.iscomplexobj(x) else x
     options: dict[str, Any] = {"axis": axes(dim), "keepdims": keepdim}
     if np.isinf(ord):
         return (jnp.max if ord > 0 else jnp.min)(_abs(x), **options)

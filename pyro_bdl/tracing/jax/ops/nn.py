@@ -61,11 +61,23 @@ def _cdist(x, y, p, mode):
     return OPERATORS[aten.linalg_vector_norm](difference, p, [-1])
 
 
+@register(aten._pdist_forward)
+def _pdist(x, p=2):
+    first, second = jnp.triu_indices(len(x), 1)
+    return _cdist(x[first, None], x[second, None], p, None).ravel()
+
+
 # Embedding, softmax, dropout --------------------------------------------------------------------
+
+
+def _refuse_frequencies(scale_grad_by_freq):
+    if scale_grad_by_freq:
+        raise NotImplementedError("scale_grad_by_freq=True, whose gradient is not the function's")
 
 
 @register(aten.embedding)
 def _embedding(weight, index, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+    _refuse_frequencies(scale_grad_by_freq)
     if padding_idx >= 0:
         frozen = lax.stop_gradient(weight[padding_idx])
         weight = weight.at[padding_idx].set(frozen)
@@ -77,6 +89,7 @@ def _embedding_bag(
     weight, index, offsets, scale_grad_by_freq=False, mode=0, sparse=False,
     per_sample_weights=None, include_last_offset=False, padding_idx=-1,
 ):  # fmt: skip
+    _refuse_frequencies(scale_grad_by_freq)
     bags = len(offsets) - include_last_offset
     bag = jnp.searchsorted(offsets[:bags], jnp.arange(len(index)), side="right") - 1
     kept = index != padding_idx
@@ -84,8 +97,12 @@ def _embedding_bag(
     rows = rows if per_sample_weights is None else rows * per_sample_weights[:, None]
     count = jnp.zeros(bags, rows.dtype).at[bag].add(kept)[:, None]
     if mode == 2:
-        most = jnp.full((bags, rows.shape[1]), -jnp.inf, rows.dtype).at[bag]
-        pooled = jnp.where(count > 0, most.max(jnp.where(kept[:, None], rows, -jnp.inf)), 0)
+        shape, rows = (bags, rows.shape[1]), jnp.where(kept[:, None], rows, -jnp.inf)
+        largest = rows == jnp.full(shape, -jnp.inf, rows.dtype).at[bag].max(rows)[bag]
+        place = jnp.where(largest, jnp.arange(len(rows))[:, None], len(rows) - 1)
+        # As in torch, the first largest row gets the gradient.
+        first = jnp.full(shape, len(rows) - 1).at[bag].min(place)
+        pooled = jnp.where(count > 0, jnp.take_along_axis(rows, first, 0), 0)
     else:
         total = jnp.zeros((bags, rows.shape[1]), rows.dtype).at[bag]
         pooled = total.add(jnp.where(kept[:, None], rows, 0))
@@ -199,7 +216,7 @@ def _old_triangular_solve(b, a, upper=True, transpose=False, unitriangular=False
 
 @register(aten.cholesky_solve, aten._cholesky_solve_helper)
 def _cholesky_solve(b, factor, upper=False):
-    adjoint = jnp.swapaxes(factor, -1, -2)
+    adjoint = jnp.swapaxes(factor, -1, -2).conj()
     lower, higher = (adjoint, factor) if upper else (factor, adjoint)
     return _solve_triangular(higher, _solve_triangular(lower, b, upper=False), upper=True)
 

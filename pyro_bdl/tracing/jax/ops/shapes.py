@@ -120,7 +120,20 @@ def _index_put(x, indices, values, accumulate=False):
 @register(aten.masked_select)
 def _masked_select(x, mask):
     shape = np.broadcast_shapes(x.shape, mask.shape)
-    return jnp.broadcast_to(x, shape)[jnp.broadcast_to(mask, shape)]
+    return jnp.broadcast_to(x, shape)[np.broadcast_to(mask, shape)]
+
+
+@register(aten.masked_scatter)
+def _masked_scatter(x, mask, source):
+    # The n-th place of the mask gets the n-th number of the source.
+    mask = jnp.broadcast_to(mask, x.shape)
+    order = jnp.clip(jnp.cumsum(mask.ravel()).reshape(x.shape) - 1, 0)
+    return jnp.where(mask, source.ravel()[order], x)
+
+
+@register(aten.put)
+def _put(x, index, source, accumulate=False):
+    return _index_put(x.ravel(), [index], source, accumulate).reshape(x.shape)
 
 
 @register(aten.index_select)
@@ -172,6 +185,13 @@ def _scatter_reduce(x, dim, index, source, reduce, *, include_self=True):
         case "amin":
             return place.min(source)
     raise NotImplementedError(f"the reduction '{reduce}'")
+
+
+@register(aten.index_reduce)
+def _index_reduce(x, dim, index, source, reduce, *, include_self=True):
+    along = jnp.expand_dims(index, [d for d in range(source.ndim) if d != dim % source.ndim])
+    index = jnp.broadcast_to(along, source.shape)
+    return _scatter_reduce(x, dim, index, source, reduce, include_self=include_self)
 
 
 # Selection and sorting --------------------------------------------------------------------------

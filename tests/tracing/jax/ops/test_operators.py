@@ -53,6 +53,8 @@ ONE = {
     "rounded": lambda x: x.round(decimals=2),
     "polygamma": lambda x: torch.stack([
         torch.polygamma(n, x.nan_to_num(NAN, 9.0, -9.0).clamp(max=1e3) + 0.2) for n in range(4)]),
+    "polygamma at half numbers": lambda x: torch.polygamma(
+        1, torch.tensor([-0.5, -2.5, 1.5]).to(x) + 0 * x.nan_to_num(0, 0, 0)[..., None]),
     "powers": lambda x: torch.stack([x**p for p in (0, 1, 2, 3, -1, -2, 0.5, -0.5, 2.5, 65, 0.0)]),
     "exponents": lambda x: torch.stack([p**x for p in (0.0, 1.0, 2.0, -2.0, 0.5)]),
     "quotients": lambda x: torch.stack([
@@ -123,7 +125,11 @@ REDUCTIONS = {
     "norms": lambda x: [torch.linalg.vector_norm(x, p, dim=d)
                         for d in (0, -1, None) for p in (1, 2, INF, -INF, 0, 3)],
     "distances": lambda x: [torch.cdist(x, x.flip(1), p=p) for p in (1.0, 2.0, 3.0)]
-    + [torch.cdist(x.nan_to_num(0, 5, -5), x.flip(1).nan_to_num(0, 5, -5), p=INF)],
+    + [torch.cdist(x.nan_to_num(0, 5, -5), x.flip(1).nan_to_num(0, 5, -5), p=INF)]
+    + [torch.pdist(x.nan_to_num(0, 5, -5).T, p) for p in (1.0, 2.0, 3.0, INF)],
+    "norms of complex numbers": lambda x: [
+        torch.linalg.vector_norm(torch.complex(y, y.flip(1)), p, dim=-1)
+        for y in [x.nan_to_num(0, 5, -5)] for p in (1, 2, INF, -INF, 0, 3)],
     "safe softmax": lambda x: torch._safe_softmax(x, -1),
     "sorted places": lambda x: [
         torch.searchsorted(torch.tensor([-1.0, 0, 1, 1, 2]).to(x), x, right=r)
@@ -136,11 +142,19 @@ REDUCTIONS = {
     "put": lambda x: [
         x.new_zeros(3).index_put((torch.tensor([0, 0, 1]),), x[0], accumulate=True),
         x.new_zeros(2, 3).index_add(1, torch.tensor([0, 0, 2]), x),
+        x.put(torch.tensor([0, -1]), x[0, :2] * 2),
+        x.put(torch.tensor([0, 0]), x[0, :2] * 2, accumulate=True),
+        x.masked_scatter(torch.tensor([False, True, True]), x.flip(0) * 2),
+        x.masked_scatter(x > 0, x * 2), x.masked_select(torch.tensor([[True], [False]])),
+        *(x.new_full((2, 3), 0.6).index_reduce(1, torch.tensor([0, 0, 2]), x, how)
+          for how in ("mean", "amax", "amin")),
         x.slice_scatter(x[:, :1] * 2, -1, 1, 2), torch.diagonal_scatter(x, x[0, :2] * 2, 1)],
     "picked": lambda x: [
         x[:, torch.tensor([-1, 0, -2])], x.gather(1, torch.tensor([[2, 2]])), x[:, -2:],
         x.index_select(-1, torch.tensor([2, 0, 0])), x.select(-1, -1),
-        x.take(torch.tensor([-1, 3])), F.embedding(torch.tensor([1, 1, 0]), x, padding_idx=0)],
+        x.take(torch.tensor([-1, 3])), F.embedding(torch.tensor([1, 1, 0]), x, padding_idx=0),
+        F.embedding_bag(
+            torch.tensor([0, 1, 1, 0]), x.nan_to_num(0, 5, -5), torch.tensor([0, 3]), mode="max")],
     "moved": lambda x: [
         x.flip(-1), x.unfold(-1, 2, 1), x.diagonal(-1, -2, -1), x.tril(-1), x.repeat(2, 1, 2),
         x.roll((1, -1), (0, 1)), F.pad(x, (1, -1, 0, 1), value=3.0), torch.stack([x, x], -1),
@@ -179,6 +193,10 @@ SQUARE = {
     "products": lambda x: torch.addmv(x[0], x.T @ x, x[1], beta=0.5, alpha=2.0),
     "qr": lambda x: torch.linalg.qr(x.T)[1].abs(),
     "transforms": lambda x: torch.view_as_real(torch.fft.fft(torch.fft.fft(x))),
+    "of complex numbers": lambda x: [
+        torch.view_as_real(y) for z in [torch.complex(x, x.flip(1))]
+        for a in [torch.linalg.cholesky(z @ z.mH + torch.eye(2).to(z))]
+        for y in (torch.cholesky_solve(z, a), torch.cholesky_inverse(a), torch.acosh(z))],
 }  # fmt: skip
 
 
@@ -268,6 +286,7 @@ def test_functions_of_two_numbers(dtype):
     assert not differences(TWO, {"the grid": tuple(pairs.T)}, dtype, elementwise=True)
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("functions", [REDUCTIONS, SQUARE])
 def test_functions_of_a_matrix(functions):
     points = {name: (torch.tensor(m, dtype=torch.float64),) for name, m in MATRICES.items()}
