@@ -491,7 +491,7 @@ def k_fold(
 
 def _folds(folds: int | ArrayLike, rows: int, seed: int) -> Tensor:
     """The fold of each row, from 0 on."""
-    if np.ndim(folds) == 0:
+    if isinstance(folds, int | np.integer):
         with seeded(seed):
             order = torch.randperm(rows, device="cpu")
         fold = torch.empty(rows, dtype=torch.int64, device="cpu")

@@ -176,7 +176,7 @@ def crps_of_normals(mean: Tensor, sd: Tensor, y: Tensor) -> Tensor:
     and its application to mesoscale forecast ensemble verification, eq. 5.
     """
     count = len(mean)
-    shifts = range(1, count)
+    shifts = list(range(1, count))
     if count > 2 * _SHIFTS:  # k and S - k make the same pairs
         shifts = [round((j + 0.5) * count / (2 * _SHIFTS)) for j in range(_SHIFTS)]
     own, others = _absolute(torch.zeros_like(mean), math.sqrt(2) * sd).mean(0), torch.zeros_like(y)
