@@ -254,7 +254,34 @@ def _load(modules: list[nn.Module], states: list[dict[str, Any]]) -> None:
             f"{len(modules)} here"
         )
     for module, state in zip(modules, states, strict=True):
-        module.load_state_dict(state)
+        try:
+            module.load_state_dict(state)
+        except RuntimeError as error:
+            found = _first_difference(module.state_dict(), state)
+            if not found:
+                raise
+            raise RuntimeError(
+                f"the posterior is of another program: {found}, in the state of "
+                f"{type(module).__name__}: make the program as it was when the posterior was "
+                "saved, update_prior included"
+            ) from error
+
+
+def _first_difference(here: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    """The first entry of two states that only one of them has, or that has another shape; empty
+    if there is none."""
+
+    def shape(state: Mapping[str, Any], name: str) -> str:
+        if name not in state:
+            return "missing"
+        value = state[name]
+        return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else "present"
+
+    for name in saved | here:
+        there, now = shape(saved, name), shape(here, name)
+        if there != now:
+            return f"'{name}' is {there} in the file and {now} here"
+    return ""
 
 
 def _difference(saved: Any, here: Any, scale: Any, slack: float) -> str:

@@ -476,11 +476,15 @@ def test_learned_prior_scales_become_numbers_and_another_prior_takes_their_place
         torch.testing.assert_close(found[0], scale.detach())
 
 
-def test_a_state_with_a_prior_does_not_fit_a_program_without(tasks):
+def test_a_state_with_a_prior_does_not_fit_a_program_without(tasks, tmp_path):
     model, other = tasks.model(), tasks.model()
     model.update_prior(AutoMeanField(model).prototype(*tasks.first))
     with pytest.raises(RuntimeError, match=r"Unexpected key.*task_prior"):
         other.load_state_dict(model.state_dict())
+    path = AutoMAP(model).prototype(*tasks.first).save(tmp_path / "posterior")
+    words = r"'task_prior\S+' is of shape .* and missing here, .*update_prior included"
+    with pytest.raises(RuntimeError, match=words):
+        load_posterior(path, other)
 
 
 @pytest.mark.parametrize("structure", ["full", "kron", "low_rank", "kernel"])
