@@ -1,8 +1,5 @@
 """Runs of chains that another process kills, in a module that it can import."""
 
-import itertools
-import time
-
 import pyro
 import pyro.distributions as dist
 import torch
@@ -45,14 +42,3 @@ def walked(num_samples=12, data=None, **options):
         data = X, TARGETS
         options = {"batch_size": 6} | options
     return mcmc.sgmcmc(line, data, num_samples=num_samples, progress=False, **options)
-
-
-def run_in_small_blocks(kind, folder, result=None):
-    """Write a checkpoint as often as possible."""
-    time.perf_counter = itertools.count(0.0, 10.0).__next__  # ten seconds pass between two looks
-    if kind == "sghmc":
-        samples = walked(300, checkpoint=folder, num_warmup=200)
-    else:
-        samples = drawn(kind, 300, checkpoint=folder, num_chains=1)
-    if result is not None:
-        samples.save(result)

@@ -1,13 +1,9 @@
 """Chains that are killed, resumed and extended make the same draws as an uninterrupted run."""
 
-import multiprocessing
-import random
-import time
-
 import numpy as np
 import pytest
 import torch
-from helpers.killed_runs import TARGETS, X, drawn, run_in_small_blocks, walked
+from helpers.killed_runs import TARGETS, X, drawn, walked
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_bdl import mcmc
@@ -145,38 +141,3 @@ def test_a_killed_stochastic_gradient_run_ends_with_the_same_draws(
             walked(checkpoint=tmp_path / "run", kernel=mcmc.SGHMC(**SMALL, friction=0.5))
         with pytest.raises(ValueError, match="step sizes differ"):
             walked(checkpoint=tmp_path / "run", kernel=mcmc.SGHMC(step_size=2e-3, thinning=2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["nuts", "mclmc", "sghmc"])
-def test_ten_kills_at_random_moments_change_no_draw(kind, tmp_path):
-    """Processes are killed (SIGKILL) after some writes each, at any moment."""
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["torch", "pyro"])
-    generator = random.Random(0)
-    kills = 0
-    while kills < 10:
-        before = _written(tmp_path / "run")
-        child = processes.Process(target=run_in_small_blocks, args=(kind, tmp_path / "run"))
-        child.start()
-        while child.is_alive() and _written(tmp_path / "run") == before:
-            time.sleep(0.005)
-        time.sleep(generator.uniform(0.0, 0.05))
-        assert child.is_alive(), f"the run ended after {kills} kills: make it longer"
-        child.kill()
-        child.join()
-        kills += 1
-    ends = {}
-    for name, folder in (("resumed", tmp_path / "run"), ("whole", tmp_path / "other")):
-        path = tmp_path / f"{name}.safetensors"
-        child = processes.Process(target=run_in_small_blocks, args=(kind, folder, path))
-        child.start()
-        child.join()
-        ends[name] = Samples.load(path)
-    for site, value in ends["whole"].latents.items():
-        assert torch.equal(ends["resumed"].latents[site], value)
-
-
-def _written(folder):
-    """The time of the last complete write."""
-    return max((path.stat().st_mtime_ns for path in folder.rglob(checkpoint.STATE)), default=0)
