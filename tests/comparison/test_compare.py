@@ -7,7 +7,6 @@ import pyro.distributions as dist
 import pytest
 import torch
 from helpers.comparisons import GRID, Shifted, labels, line, normal, row_of, shift, weights
-from pyro.infer.autoguide import AutoNormal
 
 import pyro_bdl as bdl
 from pyro_bdl import Samples, compare
@@ -85,19 +84,6 @@ def test_the_same_seed_gives_the_same_table():
 
 
 # ---------------------------------------------------------------- posteriors and observations
-
-
-def test_guides_of_both_houses_and_classes(tmp_path):
-    model = bdl.models.Classification(bdl.bayesianize(torch.nn.Linear(2, 3)))
-    x, y = torch.randn(30, 2), torch.arange(30) % 3
-    ours, theirs = bdl.guides.AutoMeanField(model).prototype(x, y), AutoNormal(model)
-    theirs(x, y)
-    found = compare(model, {"a": ours, "b": theirs}, x, y, reference="a", num_samples=50)
-    row = found.numbers()["b"]
-    for key in ("agreement", "total_variation", "accuracy"):
-        assert 0 <= row[key] <= 1
-    found.table.to_csv(tmp_path / "table.csv")
-    assert len((tmp_path / "table.csv").read_text().splitlines()) == 4
 
 
 def test_the_three_ways_to_write_two_classes_agree():
