@@ -14,6 +14,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers import second_device
+from helpers.calls import OF_THE_PROGRAM, Case, results
 from pyro.nn import PyroParam
 from torch import nn
 
@@ -242,3 +244,12 @@ def test_approximation_evidence_and_comparison_say_the_same(task, structure, dev
         assert table.loc[["map", "laplace"], "nlpd"].notna().all()
         results.append(torch.tensor([float(value) for value in found]))
     torch.testing.assert_close(*results, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", OF_THE_PROGRAM)
+def test_a_call_says_the_same_on_every_device(name, device):
+    here, there = results(name, Case()), results(name, Case(device=device))
+    if device.type == second_device.NAME:  # whose random numbers are those of the CPU
+        there = [value.to("cpu", one.dtype) for value, one in zip(there, here, strict=True)]
+        torch.testing.assert_close(there, here, rtol=1e-3, atol=1e-4)
+    assert all(value.isfinite().all() for value in there)

@@ -1,85 +1,21 @@
-"""No call changes what belongs to the caller's process."""
+"""No call changes what belongs to its caller: the process, and the program's modules."""
 
 import os
 import random
-import tempfile
 import threading
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.calls import CALLS, OF_THE_PROGRAM, SEEDED, TRAINING, Case, X, results
 from torch import nn
 
 import pyro_bdl as bdl
 
-X = torch.linspace(-1, 1, 20)[:, None]
-Y = X[:, 0].sin()
-
-
-def regression():
-    net = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
-    return bdl.models.Regression(bdl.bayesianize(net), noise=0.3)
-
-
-def laplace():
-    model = regression()
-    return model, bdl.guides.AutoLaplaceGGN(model).prototype(X, Y).laplace_approximation((X, Y))
-
-
-def mean_field():
-    model = regression()
-    return model, bdl.guides.AutoMeanField(model).prototype(X, Y)
-
-
-SHORT = {"num_warmup": 5, "num_samples": 5, "progress": False}
-DRAWS = torch.randn(2, 50, 3, generator=torch.Generator().manual_seed(0))
-
-# name -> a function that prepares, outside the check, and returns the call
-CALLS = {
-    "sample": lambda: (lambda m: lambda: bdl.mcmc.sample(m, X, Y, **SHORT))(regression()),
-    "maximize": lambda: (lambda g: lambda: bdl.evidence.log_marginal_likelihood(g))(laplace()[1]),
-    "compare": lambda: (
-        lambda m, g: lambda: bdl.compare(m, {"a": g}, X, Y, reference=None, num_samples=20)
-    )(*mean_field()),
-    "ratios": lambda: (lambda m, g: lambda: bdl.importance.ratios(m, g, X, Y, num_samples=30))(
-        *mean_field()
-    ),
-    "convergence": lambda: lambda: bdl.diagnostics.convergence(DRAWS),
-    "arviz": lambda: (lambda m, g: lambda: bdl.to_arviz(m, g, X, Y, num_samples=5))(*mean_field()),
-}
-
-
-def loading(model, guide):
-    def call():
-        with tempfile.TemporaryDirectory() as folder:
-            return bdl.load_posterior(guide.save(Path(folder) / "posterior"), model)
-
-    return call
-
-
-def fitted(x, y):
-    model = regression()
-    return model, bdl.guides.AutoMeanField(model).prototype(x, y)
-
-
-# Calls that draw from the caller's generators, as torch's own do
-DRAWING = {
-    "Program": lambda: (lambda m: lambda: bdl.Program(m, X, Y))(regression()),
-    "train": lambda: (lambda m, g: lambda: bdl.training.train(m, g, X, Y, steps=2, progress=False))(
-        *mean_field()
-    ),
-    "predict": lambda: (lambda m, g: lambda: bdl.Predictive(m, g, 5)(X))(*mean_field()),
-    "laplace": lambda: laplace,
-    "freeze": lambda: (lambda m, g: lambda: bdl.freeze(m, g, X[:2], draws=3))(*mean_field()),
-    "load_posterior": lambda: loading(*mean_field()),
-    "k_fold": lambda: lambda: bdl.k_fold(fitted, X, Y, folds=2, num_samples=5, progress=False),
-    "fit_each": lambda: lambda: bdl.training.fit_each(lambda _: mean_field(), [0], progress=False),
-    "sklearn": lambda: lambda: bdl.sklearn.BayesianRegressor("map", steps=2, hidden=(2,)).fit(X, Y),
-}
+pytestmark = pytest.mark.filterwarnings("ignore")  # of small data and short chains
 
 
 def state():
@@ -92,6 +28,9 @@ def state():
         "filters": list(warnings.filters),
         "environment": dict(os.environ),
         "directory": os.getcwd(),
+        "handlers": list(pyro.poutine.runtime._PYRO_STACK),
+        "modes": len(torch.overrides._get_current_function_mode_stack()),
+        "hooks": len(nn.modules.module._global_forward_pre_hooks),
     }
 
 
@@ -99,19 +38,65 @@ def randomness():
     return [torch.get_rng_state().tolist(), repr(np.random.get_state()), repr(random.getstate())]
 
 
-@pytest.mark.parametrize("name", [*CALLS, *DRAWING])
+@pytest.mark.parametrize("name", CALLS)
 def test_a_call_leaves_the_process_as_it_was(name):
-    call = (CALLS | DRAWING)[name]()
-    call()  # what is imported and cached at a first use is not counted
+    case, call = Case(), CALLS[name]
+    call(case)  # what is imported and cached at a first use is not counted
     torch.set_num_threads(2)
     before, numbers = state(), randomness()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        call()
-    after = state()
-    assert after == before
-    if name in CALLS:
+    call(case)
+    assert state() == before
+    if name in SEEDED:
         assert randomness() == numbers
+
+
+def of_modules(model):
+    """What a call leaves as it was: modes, numbers, hooks and gradients."""
+    parts, tensors = list(model.modules()), [*model.parameters(), *model.buffers()]
+    return {
+        "modes": [part.training for part in parts],
+        "hooks": [(len(part._forward_hooks), len(part._forward_pre_hooks)) for part in parts],
+        "names": list(model.state_dict()),
+        "numbers": [value.tolist() for value in model.state_dict().values()],
+        "requires": [tensor.requires_grad for tensor in tensors],
+        "gradients": [p.grad if p.grad is None else p.grad.tolist() for p in model.parameters()],
+    }
+
+
+READING = [name for name in OF_THE_PROGRAM if name not in TRAINING]
+
+
+@pytest.mark.parametrize("name", READING)
+def test_a_call_evaluates_layers_in_training_mode_and_leaves_them_so(name):
+    case = Case()
+    for parameter in case.module.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0)
+    before = of_modules(case.module)
+    found = results(name, case)
+    assert of_modules(case.module) == before
+    case.module.eval()
+    torch.testing.assert_close(found, results(name, case))
+
+
+@pytest.mark.parametrize("name", OF_THE_PROGRAM)
+def test_a_function_has_the_results_of_the_module_that_it_holds(name):
+    module, hidden = Case(), Case(hidden=True)
+    torch.testing.assert_close(results(name, hidden), results(name, module))
+    assert of_modules(hidden.module)["modes"] == of_modules(module.module)["modes"]
+
+
+@pytest.mark.parametrize("name", READING)
+def test_an_error_midway_leaves_no_trace(name):
+    case = Case()
+    case.network.runs = 0
+    results(name, case)
+    needed = case.network.runs
+    before, around = of_modules(case.module), state()
+    for limit in {0, needed // 2, needed - 1} if needed else ():
+        case.network.runs, case.network.limit = 0, limit
+        with pytest.raises(Exception, match="midway"):
+            results(name, case)
+        assert of_modules(case.module) == before and state() == around
 
 
 @pytest.fixture
@@ -141,16 +126,13 @@ def elsewhere():
     end()
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS | DRAWING if name != "convergence"])
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "convergence"])
 def test_a_call_beside_another_thread_is_refused_and_works_afterwards(name, elsewhere):
-    start, end = elsewhere
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        call = (CALLS | DRAWING)[name]()
-        start()
-        before = state()
-        with pytest.raises((RuntimeError, ValueError), match="two threads run Pyro programs"):
-            call()
-        assert state() == before
-        end()
-        call()
+    (start, end), case, call = elsewhere, Case(), CALLS[name]
+    start()
+    before = state()
+    with pytest.raises((RuntimeError, ValueError), match="two threads run Pyro programs"):
+        call(case)
+    assert state() == before
+    end()
+    call(case)

@@ -69,7 +69,7 @@ def test_a_linear_network_is_bayesian_linear_regression():
 @pytest.mark.parametrize("likelihood", ["normal", "heteroscedastic", "student_t"])
 def test_draws_agree_with_moments(likelihood):
     x, y = data()
-    network = BayesianRegressor("mean-field", likelihood=likelihood, steps=300, **SMALL).fit(x, y)
+    network = BayesianRegressor("mean-field", likelihood=likelihood, steps=60, **SMALL).fit(x, y)
     mean, sd = network.predict(x[:5], return_std=True)
     draws = network.sample_y(x[:5], 4000)
     assert draws.shape == (5, 4000)
@@ -200,7 +200,7 @@ COUNTS = (
 def test_counts_are_not_standardized_and_have_the_moments_of_their_draws(likelihood):
     x, y = data()
     counts = np.random.default_rng(0).poisson(np.exp(1.0 + 0.3 * y / y.std()))
-    network = BayesianRegressor("mean-field", likelihood=likelihood, steps=300, **SMALL)
+    network = BayesianRegressor("mean-field", likelihood=likelihood, steps=60, **SMALL)
     mean, sd = network.fit(x, counts).predict(x, return_std=True)
     draws = network.sample_y(x, 4000)
     assert (draws == np.round(draws)).all() and (draws >= 0).all()

@@ -28,8 +28,8 @@ def log_evidence():
 
 def trained(family, **options):
     guide = family(model, **options)
-    run = bdl.training.train(model, guide, steps=300, learning_rate=0.05)
-    assert len(run.losses) == 300
+    run = bdl.training.train(model, guide, steps=100, learning_rate=0.1)
+    assert len(run.losses) == 100
     return guide
 
 
@@ -73,7 +73,7 @@ MEANS = {
     ),
     "train_by_evidence": lambda: (
         bdl.evidence.train_by_evidence(
-            model, bdl.guides.AutoLaplaceGGN(model), steps=300, learning_rate=0.05
+            model, bdl.guides.AutoLaplaceGGN(model), steps=100, learning_rate=0.1
         )[0].location().item()
     ),
     "sgmcmc": lambda: (

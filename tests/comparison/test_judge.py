@@ -12,8 +12,7 @@ from helpers import comparisons
 from helpers.comparisons import shift
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison.costs import COSTS, Mixing
-from pyro_bdl.comparison.distances import distance_of_point, groups_of, resolved
+from pyro_bdl.comparison.distances import distance_of_point, resolved
 from pyro_bdl.comparison.evaluate import Evaluation
 from pyro_bdl.comparison.judge import (
     ABOVE,
@@ -32,9 +31,7 @@ from pyro_bdl.comparison.judge import (
     gates,
     judge,
 )
-from pyro_bdl.comparison.metric import measure
 from pyro_bdl.diagnostics.convergence import separate_modes
-from pyro_bdl.utils.jackknife import monte_carlo_error
 
 POINT = math.sqrt(2 / math.pi)  # E|z| of a standard Normal
 X, Y = (torch.zeros(4, *shape, dtype=torch.float64) for shape in ((1,), ()))
@@ -166,46 +163,6 @@ def correlated(length, rho, width=1):
     for t in range(1, length if rho else 0):
         steps[:, t] = rho * steps[:, t - 1] + (1 - rho**2) ** 0.5 * steps[:, t]
     return steps.flatten(0, 1)
-
-
-def test_how_often_independent_draws_seem_not_to_have_converged_and_verdicts_are_right():
-    """benchmarks/verdicts.py in small: 20 repetitions, so that a rate of 5 % has an error of 5 %.
-
-    f is a standard Normal at all points; 4 x 25 and 4 x 500 independent draws, and chains with an
-    autocorrelation of 0.9.
-    """
-    torch.manual_seed(0)
-    groups = {}
-    for length, rho in ((25, 0.0), (500, 0.0), (500, 0.9)):
-        in_doubt = 0
-        for _ in range(20):
-            base = correlated(length, rho)
-            mixing = {"mixing": (Mixing.of(base, 4),)}
-            scores = measure(COSTS, "regression", mixing)
-            in_doubt += bool(doubts("nuts", Row(scores)))
-            rows, found = {"nuts": Row()}, {"nuts": evaluation(base, **scores)}
-            for name, (sd, mean) in {"exact": (1, 0), "narrow": (0.7, 0), "off": (1, 0.6)}.items():
-                f = mean + sd * torch.randn(1000, 1, dtype=torch.float64)
-                found[name] = evaluation(f, 1)
-                d = bdl.metrics.wasserstein1
-                count = groups_of(found[name], found["nuts"])
-                error = monte_carlo_error(d, f, base, groups=count)
-                rows[name] = Row({"wasserstein": float(d(f, base)), "wasserstein_se": float(error)})
-                rows[name]["resolution"] = resolved(found[name], found["nuts"], float(error))
-            judgments = judge(rows, found, "nuts", point=distance_of_point(found["nuts"])[0])
-            for name in ("exact", "narrow", "off"):
-                groups.setdefault((length, rho, name), []).append(judgments[name].group)
-        assert in_doubt <= 1 if (length, rho) == (500, 0.0) else in_doubt == 20  # 100 draws a chain
-    for (_, _, name), seen in groups.items():
-        if name == "exact":
-            assert seen.count(FAR) == 0
-        elif name == "narrow":  # 0.3 of a point's distance
-            assert seen.count(ALIKE) + seen.count(FAR) <= 1
-        else:  # 0.7 of it
-            assert seen.count(ALIKE) == 0 and seen.count(USABLE) <= 1
-    assert groups[500, 0.0, "exact"].count(ALIKE) == 20
-    assert groups[500, 0.0, "narrow"].count(USABLE) == 20
-    assert groups[500, 0.0, "off"].count(FAR) == 20
 
 
 # -------------------------------------------------------------------------------------- answer

@@ -57,7 +57,7 @@ def found(model, samples, *data, **options):
         return bdl.loo(model, samples, *data, progress=False, **options)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_moment_matching_gives_the_exact_density_of_an_outlier(data, seed):
     torch.manual_seed(seed)
     samples, truth = chains(*data), exact(*data)
@@ -129,7 +129,7 @@ def mixture_chains(x, y, draws=1000):
     return bdl.Samples({"w": w})
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_draws_of_the_mixture_give_the_exact_densities(data, seed):
     """Where PSIS fails: p(y_n | the others), with all data, and the error over draws."""
     torch.manual_seed(seed)
@@ -141,6 +141,12 @@ def test_draws_of_the_mixture_give_the_exact_densities(data, seed):
     each = dist.Normal(w @ data[0].T, NOISE).log_prob(data[1])
     expected = torch.stack([plain.log_joint({"w": v}) for v in w]) + (-each).logsumexp(1)
     torch.testing.assert_close(joint, expected)
+    seen = torch.arange(N) != 2  # the rows behind a mask are no data
+    masked, without = (
+        bdl.Program(bdl.loo_mixture(line, *args), *args).log_joint({"w": w[0]})
+        for args in ((*data, seen), [part[seen] for part in data])
+    )
+    torch.testing.assert_close(masked, without)
     result = bdl.loo(mixture, mixture_chains(*data), *data, progress=False)
     assert result.num_bad == 0
     assert abs(result.elpd - truth.sum()) < 3 * result.draws_se < 0.6
@@ -184,23 +190,6 @@ def test_two_observed_sites_are_one_datum(data):
     found = bdl.Program(bdl.loo_mixture(both, x, y, z), x, y, z).log_joint({"w": w})
     expected = dist.Normal(0.0, 2.0).log_prob(w) + each.sum() + (-each).logsumexp(0)
     torch.testing.assert_close(found, expected)
-
-
-def test_nuts_draws_the_mixture(data):
-    """Data come in parts, and the rows behind a mask are no data."""
-    x, y = data
-    seen = torch.arange(N) != 2
-    mixture = bdl.loo_mixture(line, x, y, seen)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", bdl.errors.BdlWarning)
-        samples = bdl.mcmc.sample(mixture, x, y, seen, num_chains=2, num_samples=600, seed=1)
-    result = bdl.loo(mixture, samples, x, y, seen, progress=False)
-    truth = exact(x[seen], y[seen])
-    assert result.pointwise.shape == truth.shape and result.num_bad == 0
-    assert abs(result.elpd - truth.sum()) < 4 * result.draws_se < 0.8
-    assert result.pit.shape == truth.shape
-    with pytest.raises(ValueError, match="not of loo_mixture"):
-        bdl.loo(mixture, samples, x, y, seen, method="moment_matching")
 
 
 def test_the_right_datum_is_moved_behind_masked_rows_and_in_parts(data):

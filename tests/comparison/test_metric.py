@@ -123,13 +123,13 @@ def test_a_density_that_rests_on_few_draws_decides_nothing():
 
 
 def test_the_error_over_the_draws_is_the_spread_of_scores_over_sets_of_draws():
-    """NLPD, RMSE, CRPS and coverage of 150 sets of 200 draws of one posterior: their sd over the
+    """NLPD, RMSE, CRPS and coverage of 80 sets of 200 draws of one posterior: their sd over the
     sets, which no error over the points contains. Of shares inside quantiles, which are not smooth
     in the draws, the jackknife's error is up to twice too large."""
     torch.manual_seed(0)
     kind, y = Kind({"y": "Normal"}, "regression"), torch.linspace(-1.6, 1.6, 30).double()
     found = []
-    for _ in range(150):
+    for _ in range(80):
         f = 0.5 * torch.randn(200, 2).double() @ torch.stack([torch.ones_like(y), y])
         draws = f + 0.3 * torch.randn_like(f)
         density = dist.Normal(f, 0.3).log_prob(y)

@@ -7,7 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.observations import KINDS, net, observations
+from helpers.linearized_programs import case, net
 from torch import nn
 from torch.func import functional_call
 
@@ -17,13 +17,16 @@ from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program import Program, record
 
+KINDS = ["several outputs", "latent noise, several", "heteroscedastic", "categorical", "pixels"]
+KINDS += ["bernoulli", "poisson"]
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_diagonal_and_low_rank_by_formula(oracle, kind):
     """The generalized Gauss-Newton matrix sum_n J_n' F_n J_n (Schraudolph 2002; Martens 2020).
     Randomized subspace iteration is exact at full rank (Halko, Martinsson & Tropp 2011, algorithm
     4.4)."""
-    model, x, y = observations(kind)
+    model, x, y = case(kind)
     program, vector = oracle.program(model, x, y)
     expected, close = oracle.ggn(program, vector), torch.testing.assert_close
     found = oracle.fit(program, vector, (x, y), structure="full")
@@ -41,7 +44,7 @@ def test_kron_of_one_datum_is_the_block_diagonal(oracle, kind):
     """(a a') kron (g g') is exact for one datum (Martens & Grosse 2015, section 3)."""
     if kind == "pixels":
         pytest.skip("a convolution has several positions")
-    model, x, y = observations(kind)
+    model, x, y = case(kind)
     program, vector = oracle.program(model, x[:1], y[:1])
     expected = oracle.ggn(program, vector)
     for structure in ("kron", "ekfac"):
@@ -84,7 +87,7 @@ def total(curvature):
 
 
 def test_batches_and_copies_add_up(oracle, structure):
-    model, x, y = observations("categorical")
+    model, x, y = case("categorical")
     program, vector = oracle.program(model, x, y)
     whole = oracle.fit(program, vector, (x, y), structure=structure, rank=99)
     close = torch.testing.assert_close
@@ -101,7 +104,7 @@ def test_batches_and_copies_add_up(oracle, structure):
 
 @pytest.mark.parametrize("kind", ["categorical", "pixels"])
 def test_parts_that_fit_in_memory_add_up(oracle, structure, kind, monkeypatch):
-    model, x, y = observations(kind)
+    model, x, y = case(kind)
     x, y = x.repeat(2, 1), y.repeat(2, *(1,) * (y.dim() - 1))
     program, vector = oracle.program(model, x, y)
     whole = oracle.fit(program, vector, (x, y), structure=structure, rank=99)
@@ -237,7 +240,7 @@ def test_minibatches_of_a_program_that_says_how_many_data_there_are(oracle, stru
     """With all batches each datum counts once; with some, sums are scaled up with a warning."""
     torch.manual_seed(0)
     x, y = torch.randn(6, 3), torch.randn(6, 2)
-    bnn, close = bayesianize(net()), torch.testing.assert_close
+    bnn, close = bayesianize(net(2)), torch.testing.assert_close
     model, plain = (models.Regression(bnn, noise=0.4, num_data=n) for n in (6, None))
     program, vector = oracle.program(plain, x, y)
     expected = oracle.fit(program, vector, (x, y), structure="full")
@@ -262,7 +265,7 @@ def test_minibatches_of_a_program_that_says_how_many_data_there_are(oracle, stru
 def test_a_scale_that_rounds_up_is_not_of_more_data(oracle):
     x, y = torch.randn(27, 3), torch.randn(27, 2)
     assert 13 * (27 / 13) > 27
-    program, vector = oracle.program(models.Regression(bayesianize(net()), num_data=27), x, y)
+    program, vector = oracle.program(models.Regression(bayesianize(net(2)), num_data=27), x, y)
     batches = [(x[:13], y[:13]), (x[13:], y[13:])]
     with warnings.catch_warnings():
         warnings.simplefilter("error", BdlWarning)
@@ -315,7 +318,7 @@ def test_a_plate_that_draws_its_own_subsample(oracle):
 
 def test_the_monte_carlo_fisher_converges(oracle):
     """Scores of drawn observations estimate sum_n J_n' F_n J_n (Martens 2020)."""
-    model, x, y = observations("categorical")
+    model, x, y = case("categorical")
     program, vector = oracle.program(model, x, y)
     expected = oracle.ggn(program, vector)
     options = {"structure": "full", "curvature": "ggn-mc", "num_draws": 50}
@@ -328,7 +331,7 @@ def test_the_monte_carlo_fisher_converges(oracle):
 
 @pytest.mark.parametrize("structure", ["diag", "ekfac", "low_rank"])
 def test_passes_share_their_draws(oracle, structure):
-    model, x, y = observations("categorical")
+    model, x, y = case("categorical")
     program, vector = oracle.program(model, x, y)
     torch.manual_seed(5)
     expected = oracle.fit(program, vector, (x, y), structure="full", curvature="ggn-mc")
@@ -345,7 +348,7 @@ def test_passes_share_their_draws(oracle, structure):
 
 def test_the_empirical_fisher_is_the_outer_product_of_scores(oracle):
     """sum_n g_n g_n' with g_n the gradient of log p(y_n | w) (Martens 2020)."""
-    model, x, y = observations("noise")
+    model, x, y = case("latent noise, several")
     program, vector = oracle.program(model, x, y)
 
     def likelihood(u):
@@ -359,7 +362,7 @@ def test_the_empirical_fisher_is_the_outer_product_of_scores(oracle):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_hessian(oracle, kind):
-    model, x, y = observations(kind)
+    model, x, y = case(kind)
     program, vector = oracle.program(model, x, y)
 
     def likelihood(u):
@@ -381,7 +384,7 @@ def test_the_hessian(oracle, kind):
 
 @pytest.mark.parametrize("structure", ["full", "diag", "low_rank", "kernel"])
 def test_a_part_of_the_latents(oracle, structure):
-    model, x, y = observations("noise")
+    model, x, y = case("latent noise, several")
     program, vector = oracle.program(model, x, y)
     expected = oracle.ggn(program, vector)
     some = torch.randperm(program.size)[:11].sort().values
@@ -397,7 +400,7 @@ def test_a_part_of_the_latents(oracle, structure):
 
 @pytest.mark.parametrize("structure", ["kron", "ekfac"])
 def test_kronecker_factors_want_whole_sites(oracle, structure):
-    model, x, y = observations("normal")
+    model, x, y = case("several outputs")
     program, vector = oracle.program(model, x, y)
     whole = oracle.fit(program, vector, (x, y), structure=structure).curvature
     sites = torch.cat(

@@ -6,7 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from helpers.observations import observations
+from helpers.linearized_programs import case
 from pyro import poutine
 
 from pyro_bdl import working_memory
@@ -63,14 +63,14 @@ def test_programs_without_observations(oracle, structures, model, kind, words):
 
 
 def test_missing_targets(oracle):
-    model, x, y = observations("normal")
+    model, x, y = case("several outputs")
     program, vector = oracle.program(model, x, y)
     with pytest.raises(ValueError, match=r"site 'y' has no observation.*targets"):
         oracle.fit(program, vector, x, structure="full")
 
 
 def test_data_and_outputs_that_are_not_finite(oracle):
-    model, x, y = observations("normal")
+    model, x, y = case("several outputs")
     program, vector = oracle.program(model, x, y)
     with pytest.raises(ValueError, match=r"log likelihood at the MAP is -inf.*not finite"):
         oracle.fit(program, 1e200 * vector, (x, y), structure="full")
@@ -85,7 +85,7 @@ def test_data_and_outputs_that_are_not_finite(oracle):
 )
 def test_targets_outside_their_support_in_a_later_batch(oracle, structure, curvature):
     """A Bernoulli's density is finite at 2."""
-    model, x, _ = observations("bernoulli")
+    model, x, _ = case("bernoulli")
     y = (torch.arange(len(x)) % 2).to(x)
     program, vector = oracle.program(model, x, y)
     batches = [(x, y), (x, y + 1.0)]
@@ -265,7 +265,7 @@ def test_memory_is_checked_before_it_is_taken(monkeypatch):
 
 
 def test_under_no_grad(oracle):
-    model, x, y = observations("noise")
+    model, x, y = case("latent noise, several")
     program, vector = oracle.program(model, x, y)
     for curvature in ("ggn", "hessian", "empirical-fisher"):
         options = {"structure": "full", "curvature": curvature}
@@ -277,7 +277,7 @@ def test_under_no_grad(oracle):
 
 
 def test_the_bar_waits_for_passes_that_take_long(oracle, capsys, monkeypatch):
-    model, x, y = observations("normal")
+    model, x, y = case("several outputs")
     program, vector = oracle.program(model, x, y)
     config, at = CurvatureConfig("ekfac"), ProgramAtPoint(model, Subset(program.layout), vector)
     fit_curvature(at, (x, y), config, progress=True)

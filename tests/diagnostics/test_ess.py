@@ -1,68 +1,12 @@
-"""R-hat, ESS, MCSE and BFMI against closed forms; parity with ArviZ is in ``test_arviz.py``."""
+"""R-hat and ESS where ArviZ has no number; parity with it, at 1e-10, is in ``test_arviz.py``."""
 
 import math
 
 import pytest
 import torch
 
-from pyro_bdl.diagnostics import bfmi, convergence, ess, mcse, rhat
+from pyro_bdl.diagnostics import convergence, ess, mcse, rhat
 from pyro_bdl.diagnostics.rhat import limit_of_rhat
-
-CHAINS, DRAWS, QUANTITIES = 4, 10_000, 40
-
-
-def autoregressive(coefficient):
-    """x_t = phi x_t-1 + noise with standard deviation 1: correlation phi^t at lag t."""
-    x = torch.randn(CHAINS, DRAWS, QUANTITIES, dtype=torch.float64)
-    x[:, 1:] *= math.sqrt(1 - coefficient**2)
-    for t in range(1, DRAWS):
-        x[:, t] += coefficient * x[:, t - 1]
-    return x
-
-
-def check_mean(value, expected):
-    """The mean over the quantities lies within 5 of its standard errors, and 2 % for bias."""
-    error = value.std() / math.sqrt(QUANTITIES)
-    assert abs(value.mean() - expected) < 5 * error + 0.02 * expected
-
-
-@pytest.mark.parametrize("phi", [-0.5, 0.0, 0.5, 0.9])
-def test_autoregressive_chains(phi):
-    """ESS = S (1 - phi) / (1 + phi) for AR(1) chains (Geyer 1992)."""
-    x = autoregressive(phi)
-    size = CHAINS * DRAWS
-    # sum over all lags of phi^|t|, and of phi^2|t|, the correlation of the squares.
-    of_mean, of_square = (1 + phi) / (1 - phi), (1 + phi**2) / (1 - phi**2)
-    check_mean(ess(x, kind="mean"), size / of_mean)
-    check_mean(ess(x, kind="bulk"), size / of_mean)
-    check_mean(ess(x, kind="sd"), size / of_square)
-    check_mean(mcse(x), math.sqrt(of_mean / size))
-    check_mean(mcse(x, kind="sd"), math.sqrt(of_square / size / 2))
-    assert rhat(x).max() < 1.01
-
-
-def test_chains_that_never_meet():
-    """Chains far apart: all rho_t = 1 - (W - C_t) / V are near 1, up to the last pair, and
-    tau = -1 + 2 sum_{t < 2k} rho_t + rho_{2k} (Vehtari et al. 2021, section 3.2)."""
-    x = torch.randn(2, 11, dtype=torch.float64) + torch.tensor([[0.0], [50.0]])
-    halves = torch.cat([x[:, :5], x[:, 6:]])
-    n, centered = 5, halves - halves.mean(1, keepdim=True)
-    lagged = [(centered[:, t:] * centered[:, : n - t]).sum(1).mean() / n for t in range(n)]
-    within = lagged[0] * n / (n - 1)
-    total = lagged[0] + halves.mean(1).var()
-    rho = [1.0, *(float(1 - (within - c) / total) for c in lagged[1:])]
-    assert min(rho) > 0.99
-    tau = -1 + 2 * sum(rho[:2]) + rho[2]
-    torch.testing.assert_close(ess(x, kind="mean").item(), 20 / tau, rtol=1e-3, atol=0)
-
-
-def test_bfmi():
-    """Var(E_t - E_t-1) / Var(E) = 2 (1 - phi). Source: Betancourt 2016, equation 9."""
-    found = bfmi(autoregressive(0.9))
-    assert found.shape == (CHAINS, QUANTITIES)
-    assert abs(found.mean() - 0.2) < 0.01
-    energy = torch.tensor([[1.0, 2.0, 4.0, 1.0]])
-    torch.testing.assert_close(bfmi(energy), torch.tensor([14 / 3 / 2]).double())
 
 
 def test_constants_single_chains_and_chains_apart():

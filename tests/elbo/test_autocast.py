@@ -3,7 +3,7 @@
 import pyro.distributions as dist
 import pytest
 import torch
-from helpers.compiled_steps import X, Y
+from helpers.guide_programs import X, Y
 from torch import nn
 
 import pyro_bdl as bdl

@@ -14,14 +14,13 @@ from helpers.compiled_steps import (
     BOUNDS,
     GUIDES,
     SCHEDULE,
-    X,
-    Y,
     _cases,
     num_replays,
     regression,
     regression_with,
     same_steps,
 )
+from helpers.guide_programs import X, Y
 from pyro.infer.autoguide import AutoNormal
 from torch import nn
 

@@ -6,7 +6,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from helpers.compiled_steps import X, Y, regression, regression_with, same_steps, small_net
+from helpers.compiled_steps import regression, regression_with, same_steps
+from helpers.guide_programs import X, Y, small_net
 from pyro.nn import PyroParam
 from torch import nn
 

@@ -1,16 +1,13 @@
 """Hyperparameters under priors of their own: the maximum of log evidence plus log hyperprior."""
 
-import math
 import warnings
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.nn import PyroModule, PyroParam
-from scipy.optimize import minimize, minimize_scalar
+from scipy.optimize import minimize
 from torch import nn
-from torch.distributions import constraints
 
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.errors import BdlWarning
@@ -100,50 +97,3 @@ def test_a_scale_under_a_hyperprior_is_no_latent(line):
             data = line.data
             guide = AutoLaplaceGGN(sampled, structure="full").prototype(*data)
             maximize(guide.laplace_approximation(data))
-
-
-def test_a_prior_on_scales_from_the_total_variation():
-    """An image f = J w, of which y = A f + noise is seen, where the expected total variation
-    k(a) = sum_i E|f_i+1 - f_i| of the prior w ~ N(0, a^2) is exponential: p(a) = Exp(k(a); rate)
-    |dk / da| (Antoran et al. 2022, "A probabilistic deep image prior", section 4)."""
-    torch.manual_seed(0)
-    basis, project = torch.randn(12, 5), torch.randn(8, 12)
-    y = project @ basis @ torch.randn(5) + 0.5 * torch.randn(8)
-    differences = basis[1:] - basis[:-1]
-
-    def log_density(a, rate):
-        expected = (2 / torch.pi) ** 0.5 * a * differences.norm(dim=1).sum()
-        slope = expected / a
-        return rate.log() - rate * expected + slope.log()
-
-    class Tomography(PyroModule):
-        def __init__(self, rate):
-            super().__init__()
-            self.rate = torch.tensor(rate)
-            self.scale = PyroParam(torch.tensor(1.0), constraint=constraints.positive)
-
-        def forward(self, y):
-            w = pyro.sample("w", dist.Normal(torch.zeros(5), self.scale).to_event(1))
-            pyro.factor("TV", log_density(self.scale, self.rate))
-            pyro.sample("y", dist.Normal(project @ (basis @ w), 0.5).to_event(1), obs=y)
-
-    found = []
-    for rate in (0.01, 1.0):
-        guide = AutoLaplaceGGN(Tomography(rate), structure="full").prototype(y)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", BdlWarning)  # not at a maximum
-            guide = guide.laplace_approximation((y,))
-        result = maximize(guide, steps=50)
-        design, eye = project @ basis, torch.eye(8)
-
-        def negative(t, rate=rate, design=design, eye=eye):
-            a = torch.tensor(t).exp()
-            cover = (a * design) @ (a * design).T + 0.25 * eye
-            exact = torch.distributions.MultivariateNormal(torch.zeros(8), cover)
-            return -(exact.log_prob(y) + log_density(a, torch.tensor(rate))).item()
-
-        top = minimize_scalar(negative, bounds=(-5.0, 3.0), method="bounded")
-        assert result.log_evidence == pytest.approx(-top.fun, abs=2e-3)
-        found.append(next(iter(result.hyperparameters.values())).item())
-        assert found[-1] == pytest.approx(math.exp(top.x), rel=0.03)
-    assert found[1] < 0.8 * found[0]

@@ -19,22 +19,6 @@ def map_guide(line, **options):
     return AutoLaplaceGGN(line.model, **{"structure": "full", **options}).prototype(*line.data)
 
 
-def test_updates_within_a_loop_reach_the_maximum_of_the_exact_evidence(line, values):
-    """With epochs that move the weights to the mode at the current hyperparameters (Immer et al.
-    2021a, algorithm 1)."""
-    best, prior, noise = line.best()
-    guide = map_guide(line)
-    for _ in range(40):
-        posterior = guide.laplace_approximation(line.data)
-        found = evidence.maximize(posterior, steps=10, linearized=False)
-        with torch.no_grad():
-            guide.loc.copy_(line.mode(*posterior.hyperparameters().values()))
-    assert found.log_evidence == pytest.approx(best, abs=1e-4)
-    now = values(posterior)
-    assert now["hyper_prior_scale"].item() == pytest.approx(prior.item(), rel=0.05)
-    assert now["noise"].item() == pytest.approx(noise.item(), rel=0.05)
-
-
 def test_training_by_evidence_reaches_the_maximum(line):
     best, prior, noise = line.best()
     guide = AutoLaplaceGGN(line.model, structure="full")

@@ -495,3 +495,25 @@ def test_a_fit_runs_the_network_twice():
     _Counted.runs = 0
     guide.laplace_approximation((x, x.sum(1)))
     assert _Counted.runs == 2
+
+
+class StatisticsOfTheBatch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return nn.functional.batch_norm(x, None, None, self.weight, training=True)
+
+
+@pytest.mark.parametrize(
+    "layer, words",
+    [
+        (StatisticsOfTheBatch(), "makes data depend on each other"),
+        (nn.BatchNorm1d(2, track_running_stats=False), "track_running_stats=True"),
+    ],
+)
+def test_statistics_of_the_batch_are_refused(layer, words):
+    model = models.Regression(bayesianize(nn.Sequential(layer, nn.Linear(2, 1))), noise=0.5)
+    with pytest.raises(ValueError, match=words):
+        AutoLaplaceGGN(model).laplace_approximation((torch.randn(5, 2), torch.randn(5)))

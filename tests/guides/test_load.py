@@ -210,12 +210,6 @@ def test_what_is_no_posterior_is_refused(tmp_path):
         guide.prototype(_X, _X).save(path)
 
 
-def test_samples_come_back_too(tmp_path):
-    samples = bdl.Samples({"w": torch.randn(2, 3, 4)})
-    path = samples.save(tmp_path / "samples.safetensors")
-    assert torch.equal(bdl.load_posterior(path, _network()).latents["w"], samples.latents["w"])
-
-
 _OTHER_PROCESS = textwrap.dedent("""
     import sys, torch
     from torch import nn

@@ -70,7 +70,7 @@ def test_the_bound_is_the_mean_over_the_particles(guide, linear):
     assert loss == pytest.approx(torch.stack(terms).mean().item(), rel=1e-10)
 
 
-@pytest.mark.parametrize("vectorized", [False, True])
+@pytest.mark.parametrize("vectorized", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_pyros_traced_bound_is_the_plain_one(guide, linear, vectorized):
     (_, x, y), program = linear, guide.program_model
     options = {"num_particles": 3, "vectorize_particles": vectorized, "max_plate_nesting": 1}

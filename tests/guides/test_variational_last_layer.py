@@ -72,29 +72,6 @@ def test_with_fixed_features_the_optimum_is_the_exact_posterior(structure, tempe
         assert -loss.item() == pytest.approx(evidence.item(), abs=1e-6)
 
 
-@pytest.mark.slow
-def test_steps_reach_it():
-    model, elbo = linear(), TemperedTraceMeanField_ELBO()
-    target, _ = solved(model)
-    guide = AutoVariationalLastLayer(model).prototype(X, Y)
-    steps = torch.optim.LBFGS(
-        guide.parameters(), max_iter=300, history_size=60, tolerance_change=0.0,
-        line_search_fn="strong_wolfe",
-    )  # fmt: skip
-
-    def loss():
-        steps.zero_grad()
-        value = elbo.differentiable_loss(model, guide, X, Y)
-        value.backward()
-        return value
-
-    steps.step(loss)
-    torch.testing.assert_close(guide.loc, target.loc, rtol=0, atol=1e-6)
-    torch.testing.assert_close(
-        guide.precision.variances(), target.precision.variances(), atol=1e-6, rtol=0
-    )
-
-
 def test_the_linearized_predictive_is_the_exact_one():
     model = linear()
     guide, (phi, _, posterior) = solved(model)

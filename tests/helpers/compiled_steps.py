@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.guide_programs import small_net
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta, AutoNormal
 from torch import nn
@@ -23,8 +24,6 @@ from pyro_bdl.guides import (
 )
 from pyro_bdl.optim import InSVI
 
-X = torch.linspace(-1, 1, 12).reshape(6, 2)
-Y = torch.tensor([0.1, -0.4, 0.3, 0.9, 0.2, -0.1])
 GUIDES = [
     AutoMAP,
     AutoMeanField,
@@ -48,10 +47,6 @@ BOUNDS = {
     "local particles": {"estimator": "local_reparameterization", "num_particles": 2},
     "flipout": {"estimator": "flipout", "temperature": SCHEDULE},
 }
-
-
-def small_net(dtype=torch.float32):
-    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).to(dtype)
 
 
 def regression(net=None, **kwargs):

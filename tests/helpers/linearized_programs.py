@@ -22,6 +22,11 @@ def net(out=1):
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, out))
 
 
+class Transposed(nn.Module):
+    def forward(self, x):
+        return x.mT
+
+
 def observing(out, distribution, kind=None):
     """A program of its own: ``distribution`` of the network's outputs (N, out)."""
     bnn = bayesianize(net(out))
@@ -70,6 +75,10 @@ def case(kind):
         return models.BinaryClassification(bayesianize(net(2))), x, (two > 0).double()
     if kind == "categorical":
         return models.Classification(bayesianize(net(3))), x, torch.arange(N) % 3
+    if kind == "pixels":  # classes at each position
+        conv = nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 3, 3), Transposed())
+        bnn = bayesianize(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), *conv))
+        return models.Classification(bnn), x, torch.randint(0, 3, (N, 6))
     if kind == "probabilities":
         model = observing(3, lambda f: dist.Categorical(probs=f.softmax(-1)))
         return model, x, torch.arange(N) % 3

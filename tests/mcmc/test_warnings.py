@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import threading
 import warnings
 
 import numpy as np
@@ -16,7 +15,7 @@ from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.mcmc.chains import Chains, warn_of_divergences, warn_of_stuck_chains
 from pyro_bdl.mcmc.run import warn_of_another_device
 from pyro_bdl.mcmc.starts import Restriction, starting_vectors
-from pyro_bdl.program import Program, record
+from pyro_bdl.program import Program
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*#divergences")  # chains of a few draws
 
@@ -103,24 +102,3 @@ def test_uniform_starts():
 def test_an_accelerator_that_jax_lacks_is_said():
     with pytest.warns(BdlWarning, match=r"on 'cuda:0', but JAX is installed for the CPU only"):
         warn_of_another_device(torch.device("cuda:0"))
-
-
-def test_two_threads_in_programs_are_refused():
-    model = _program()
-    inside, left = threading.Event(), threading.Event()
-
-    def slow(y):
-        inside.set()
-        left.wait(10)
-        return model(y)
-
-    thread = threading.Thread(target=record, args=(slow, {}, (torch.ones(3),)))
-    thread.start()
-    assert inside.wait(10)
-    try:
-        with pytest.raises(RuntimeError, match="not thread-safe"):
-            record(model, {}, (torch.ones(3),))
-    finally:
-        left.set()
-        thread.join()
-    assert set(record(model, {}, (torch.ones(3),)).latents) == {"w", "s"}

@@ -293,40 +293,6 @@ def test_draws_that_fill_the_memory_are_evaluated_without_vmap():
     assert results[1]["y"].shape == results[2**30]["y"].shape == (7, 5)
 
 
-class Noisy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm, self.drop = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
-        self.out = nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.out(self.drop(self.norm(self.linear(x))))
-
-
-def test_runs_in_evaluation_mode_and_restores_everything():
-    """Of the program's modules, and of those that a function closes over."""
-    model = bdl.models.Regression(bdl.bayesianize(Noisy()))
-    net = model.network.network
-
-    def program(x, y=None):
-        return model(x, y)
-
-    x, y = torch.randn(8, 3), torch.randn(8)
-    guide = bdl.guides.AutoMAP(model).prototype(x, y)
-    model.train()
-    net.drop.eval()
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    modes = [module.training for module in model.modules()]
-    for predictive in (bdl.Predictive(model, guide, 3), bdl.Predictive(program, guide, 3)):
-        f = predictive(x)["f"]
-        assert torch.equal(f[0], f[1])
-        with pytest.raises(RuntimeError):
-            predictive(torch.randn(8, 5))
-        assert [module.training for module in model.modules()] == modes
-        assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-    assert not torch.nn.modules.module._global_forward_pre_hooks
-
-
 def test_number_of_draws():
     model, x, y = model_and_data()
     guide = bdl.guides.AutoMeanField(model).prototype(x, y)
@@ -393,13 +359,6 @@ def exported():
 def test_what_cannot_be_predicted_is_told(call, error, words):
     with pytest.raises(error, match=words):
         call()
-
-
-def test_on_another_device(device):
-    model, x, y = model_and_data()
-    model, x, y = model.to(device), x.to(device), y.to(device)
-    guide = bdl.guides.AutoMeanField(model).prototype(x, y)
-    assert bdl.Predictive(model, guide, 5)(x)["y"].device == x.device
 
 
 def test_moments_of_each_draw_are_those_of_its_distribution():

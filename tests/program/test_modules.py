@@ -1,11 +1,10 @@
-"""A program that is a function has the results of the module inside it, wherever that is held."""
-
-import types
+"""The modules of a program, wherever it holds them, and vectorized runs of several programs."""
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.calls import Case, X, Y
 from torch import nn
 
 import pyro_bdl as bdl
@@ -15,93 +14,12 @@ from pyro_bdl.program import Program
 from pyro_bdl.program.vmap import DrawMap
 
 pytestmark = pytest.mark.filterwarnings("ignore::pyro_bdl.errors.BdlWarning")
-X = torch.linspace(-1, 1, 24).reshape(12, 2)
-Y = X.sum(1).sin()
-
-
-class _Slots:
-    __slots__ = ("inner",)
 
 
 def _programs():
-    """The same program as a module and as a function, with dropout and BatchNorm in training."""
-    torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Dropout(0.5), nn.Linear(3, 1)
-    )
-    net(X)
-    module = bdl.models.Regression(bdl.bayesianize(net), noise=0.3)
-    held = _Slots()
-    held.inner = types.SimpleNamespace(model=module)
-    return module, lambda x, y=None: held.inner.model(x, y)
-
-
-def _laplace(model, **options):
-    return bdl.guides.AutoLaplaceGGN(model, **options).laplace_approximation((X, Y))
-
-
-def _draws(model):
-    guide = bdl.guides.AutoMeanField(model).prototype(X, Y)
-    return {name: value[None] for name, value in guide.sample_latents(5).items()}
-
-
-_TASKS = {
-    "check": lambda model: Program(model, X, Y).check() or torch.zeros(()),
-    "predict": lambda model: bdl.Predictive(
-        model, bdl.guides.AutoMAP(model).prototype(X, Y), 3
-    )(X)["f"],
-    "draws": lambda model: bdl.Predictive(model, bdl.Samples(_draws(model), {}, {}))(X)["f"],
-    "prior": lambda model: bdl.Predictive(model, num_samples=4)(X)["f"],
-    "full": lambda model: _laplace(model, structure="full").variances(),
-    "kron": lambda model: _laplace(model, structure="kron").variances(),
-    "last layer": lambda model: _laplace(model, subset="last-layer").variances(),
-    "linearized": lambda model: bdl.LinearizedPredictive(
-        model, _laplace(model, structure="full")
-    ).parameter_moments(X)["y"].variance["loc"],
-    "evidence": lambda model: bdl.evidence.log_marginal_likelihood(_laplace(model)),
-    "evaluate": lambda model: bdl.evaluate(
-        model, bdl.guides.AutoMeanField(model).prototype(X, Y), X, Y, seed=0
-    ).scores["nlpd"],
-    "freeze": lambda model: bdl.freeze(
-        model, bdl.guides.AutoMeanField(model).prototype(X, Y), X[:1], draws=4
-    )(X)[0],
-    "arviz": lambda model: bdl.to_arviz(
-        model, bdl.guides.AutoMeanField(model).prototype(X, Y), X, Y, num_samples=4
-    )["log_likelihood"]["y"].values,
-    "nuts": lambda model: bdl.mcmc.sample(
-        model, X, Y, num_warmup=3, num_samples=3, num_chains=1, seed=0, progress=False
-    ).latents["0.weight"],
-    "sghmc": lambda model: bdl.mcmc.sgmcmc(
-        model, (X, Y), kernel=bdl.mcmc.SGHMC(step_size=1e-3), num_samples=3, seed=0, progress=False
-    ).latents["0.weight"],
-    "importance": lambda model: bdl.importance.ratios(
-        model, bdl.guides.AutoMeanField(model).prototype(X, Y), X, Y, num_samples=25
-    ).pareto_k,
-    "held out": lambda model: bdl.training.train(
-        model, bdl.guides.AutoMAP(model), X, Y, steps=6,
-        held_out=bdl.training.HeldOut(0.25, check_every=2),
-    ).losses,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name",
-    # compiled for each, and the density is that of the others
-    [pytest.param(name, marks=pytest.mark.slow if name == "nuts" else ()) for name in _TASKS],
-)
-def test_a_function_has_the_results_of_its_module(name):
-    task, results = _TASKS[name], []
-    for number in (0, 1):
-        model = _programs()
-        net = model[0].network.network
-        states = {name: value.clone() for name, value in net.named_buffers()}
-        pyro.clear_param_store()
-        torch.manual_seed(1)
-        results.append(torch.as_tensor(task(model[number])).detach())
-        assert all(module.training for module in net.modules())
-        if name != "held out":
-            assert all(torch.equal(states[name], value) for name, value in net.named_buffers())
-    torch.testing.assert_close(*results)
+    """The same program as a module and as a function."""
+    case = Case(hidden=True)
+    return case.module, case.model
 
 
 def test_the_modules_of_a_program_are_those_that_it_calls():

@@ -4,7 +4,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from helpers.conjugate import Conjugate
 from torch import nn
 
 from pyro_bdl import LinearizedPredictive, Program, bayesianize, evidence
@@ -140,28 +139,6 @@ def test_laplace_posteriors_are_those_of_the_networks(structure):
         torch.testing.assert_close(moments.predictive_variance[:, g], expected.predictive_variance)
         log_evidence += evidence.log_marginal_likelihood(one)
     torch.testing.assert_close(evidence.log_marginal_likelihood(many), log_evidence)
-
-
-def test_laplace_of_linear_networks_is_the_exact_posterior():
-    """With the same inputs for all networks, in one pass at the optimum."""
-    networks = bayesianize(nn.Linear(2, 1, bias=False).double(), plate="groups")
-    x = X[:, 0]
-
-    def model(x, y=None):
-        with pyro.plate("groups", G):
-            f = networks(x)[..., 0].T
-            with pyro.plate("data", len(x)):
-                return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
-
-    exact = Conjugate(x, Y, 0.3)  # of G outputs
-    guide = AutoLaplaceGGN(model, structure="full").prototype(x, Y)
-    with torch.no_grad():
-        guide.loc.copy_(exact.mean.T.reshape(-1))
-    laplace = guide.laplace_approximation((x, Y))
-    expected = torch.block_diag(*[exact.precision] * G)
-    single = laplace.precision.quadratic(torch.eye(6).double())
-    torch.testing.assert_close(single, expected.diagonal())
-    torch.testing.assert_close(evidence.log_marginal_likelihood(laplace), exact.evidence)
 
 
 # Ties between the networks

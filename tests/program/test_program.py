@@ -503,22 +503,6 @@ def test_missing_latents_and_wrong_shapes_are_named():
         program.flatten(program.initial | {"w": torch.zeros(2)})
 
 
-def test_buffers_and_parameters_are_not_moved_by_reading():
-    net = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).double()
-    bnn = bayesianize(net)
-
-    def model(x, y):
-        f = bnn(x[:, None])[:, 0]
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, 1.0), obs=y)
-
-    before = {name: value.clone() for name, value in bnn.state_dict().items()}
-    Program(model, X, Y)
-    after = bnn.state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    assert bnn.network.training
-
-
 def test_the_density_of_an_observed_delta_counts_as_a_factor():
     def model():
         w = pyro.sample("w", dist.Normal(0.0, 1.0))

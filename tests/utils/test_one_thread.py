@@ -1,4 +1,5 @@
-"""Two threads in programs: one sentence, and nothing that stays behind."""
+"""Two threads in programs: one sentence, and nothing that stays behind. ``test_process_state.py``
+holds what calls of the package do."""
 
 import threading
 from contextlib import ExitStack, contextmanager
@@ -95,21 +96,12 @@ def _in_a_context(other):
     "work",
     [
         lambda model, guide: record(model, {}, (X, Y)),
-        lambda model, guide: Program(model, X, Y),
         lambda model, guide: AutoMAP(model).prototype(X, Y),
         lambda model, guide: TemperedTrace_ELBO()(model, guide)(X, Y),
-        lambda model, guide: bdl.training.train(model, guide, X, Y, steps=1),
-        lambda model, guide: bdl.Predictive(model, guide, 3)(X),
-        lambda model, guide: guide.laplace_approximation((X, Y))
-        if hasattr(guide, "laplace_approximation")
-        else bdl.guides.AutoLaplaceGGN(model).laplace_approximation((X, Y)),
         lambda model, guide: bdl.handlers.temper(model, 2.0)(X, Y),
-        lambda model, guide: bdl.mcmc.sample(model, X, Y, num_warmup=2, num_samples=2),
-        lambda model, guide: bdl.evaluate(model, guide, X, Y),
     ],
-    ids=["record", "program", "prototype", "elbo", "train", "predict", "laplace", "handler", "mcmc",
-         "evaluate"],
-)  # fmt: skip
+    ids=["record", "prototype", "elbo", "handler"],
+)
 def test_a_second_thread_is_refused_and_the_first_goes_on(stays, work):
     model = regression()
     guide = AutoMeanField(model).prototype(X, Y)

@@ -7,60 +7,14 @@ import torch
 from torch import nn
 
 from pyro_bdl import bayesianize, models, priors
-from pyro_bdl.curvature.jacobian.jacobian import (
-    BlockPosition,
-    DenseBlock,
-    Jacobian,
-    ProductBlock,
-)
 from pyro_bdl.curvature.structures.full import FullCurvature, FullPrecision
 from pyro_bdl.guides import AutoLaplaceGGN
 
 
-def curvature(size, *jacobians, matrix=None):
-    full = FullCurvature(SimpleNamespace(size=size), torch.zeros(0))
-    full.matrix = full.matrix if matrix is None else matrix
-    for jacobian in jacobians:
-        full.add(jacobian)
+def curvature(*diagonal):
+    full = FullCurvature(SimpleNamespace(size=len(diagonal)), torch.zeros(0))
+    full.matrix = torch.diag(torch.tensor(diagonal))
     return full
-
-
-def dense(size, *positions):
-    blocks = [
-        DenseBlock(BlockPosition((f"site{i}", -1), where), torch.randn(2, 3, count))
-        for i, (where, count) in enumerate(positions)
-    ]
-    return Jacobian(blocks, 2, 3, size, torch.zeros(0))
-
-
-def layers():
-    a, b = torch.randn(5, 1, 1, 3), torch.randn(5, 1, 1, 2)
-    g, h = torch.randn(4, 5, 1, 1, 2), torch.randn(4, 5, 1, 1, 3)
-    blocks = [
-        ProductBlock(BlockPosition(("a", 0), slice(0, 6)), lambda: a, g, torch.Size((1, 2, 3))),
-        ProductBlock(BlockPosition(("bias", 0), slice(6, 8)), None, g, torch.Size((1, 2, 1))),
-        ProductBlock(BlockPosition(("b", 0), slice(8, 14)), lambda: b, h, torch.Size((1, 3, 2))),
-    ]
-    return Jacobian(blocks, 4, 5, 14, torch.zeros(0))
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda: dense(10, (slice(0, 10), 10)),
-        lambda: dense(10, (torch.tensor([7, 1]), 2), (slice(3, 4), 1)),
-        lambda: dense(10),
-        layers,
-    ],
-    ids=["all", "some", "none", "layers, without rows"],
-)
-def test_sums_of_outer_products(made):
-    """The matrix sum_n J_n' J_n, row by row."""
-    torch.manual_seed(0)
-    jacobians = [made(), made()]
-    rows = torch.cat([jacobian.rows().flatten(0, 1) for jacobian in jacobians])
-    full = curvature(jacobians[0].size, *jacobians)
-    torch.testing.assert_close(full.matrix, rows.T @ rows)
 
 
 def test_the_log_determinant_and_its_derivatives():
@@ -76,11 +30,11 @@ def test_the_log_determinant_and_its_derivatives():
 
 
 def test_eigenvalues_of_one_group_alone():
-    full = curvature(3, matrix=torch.diag(torch.tensor([3.0, 0.0, 1.0])))
+    full = curvature(3.0, 0.0, 1.0)
     (found,) = full.spectra([{"a": slice(0, 2), "b": slice(2, 3)}])
     torch.testing.assert_close(found, torch.tensor([0.0, 1.0, 3.0]))
     assert full.spectra([{"a": slice(0, 2)}, {"b": slice(2, 3)}]) is None
-    indefinite = curvature(2, matrix=torch.diag(torch.tensor([3.0, -1.0])))
+    indefinite = curvature(3.0, -1.0)
     assert indefinite.spectra([{"a": slice(0, 2)}]) is None
 
 

@@ -36,16 +36,6 @@ def test_leading_eigenpairs(oracle):
     assert (curvature.diagonal() <= exact.diagonal() + 1e-9).all()
 
 
-def test_more_rank_than_the_matrix_has(oracle):
-    program, vector, x, y = mlp(oracle)
-    data = (x[:2], y[:2])
-    curvature = oracle.fit(program, vector, data, structure="low_rank", rank=30).curvature
-    exact = oracle.fit(program, vector, data, structure="full").curvature.matrix
-    assert int((curvature.values > 1e-10).sum()) == 4  # two data, three classes
-    found = curvature.vectors * curvature.values @ curvature.vectors.T
-    torch.testing.assert_close(found, exact)
-
-
 def test_more_data(oracle):
     program, vector, x, y = mlp(oracle)
     at = ProgramAtPoint(program.model, Subset(program.layout), vector)

