@@ -187,31 +187,12 @@ def jax_density(density: Density, terms: Terms, example: Tensor, *data: Tensor) 
         return density(vector, *data)
 
     try:
-        log_density = to_jax(function, example, *data)
-        if log_density.detaches and not _has_gradient_of(density, log_density, example, *data):
-            return to_jax(function, example, *data, through_detach=True)
-        return log_density
+        return to_jax(function, example, *data)
     except MissingOperatorError as error:
         untraceable = isinstance(error.__cause__, NotTraceable)  # whichever term is wanted
         site = None if untraceable else _site_of(error.op, terms, example)
         where = "" if site is None else f"site '{site}': "
         raise MissingOperatorError(f"{where}{error} {_WAY_OUT}", op=error.op, site=site) from error
-
-
-def _has_gradient_of(density: Density, log_density: Any, point: Tensor, *data: Tensor) -> bool:
-    """Return whether torch gives the same gradient of the density.
-
-    A ``detach`` in the program stops the gradient in torch and JAX; a ``detach`` that
-    ``torch.autograd.grad`` leaves in the graph stops it in JAX only.
-    """
-    leaf = point.detach().requires_grad_()
-    with torch.enable_grad():
-        (expected,) = torch.autograd.grad(density(leaf, *data), leaf)
-    with jax.enable_x64(log_density.wide or bool(jax.config.read("jax_enable_x64"))):
-        arrays = (jnp.asarray(value.cpu().numpy()) for value in (point, *data))
-        found = torch.tensor(np.asarray(jax.grad(log_density)(*arrays)), device="cpu")
-    slack = 1e-2 * expected.abs().max()
-    return bool(((found.to(expected) - expected).abs() <= slack).all())
 
 
 def _site_of(op: str, terms: Terms, example: Tensor) -> str | None:

@@ -50,6 +50,11 @@ _READS = _PAST | {
     Tensor.__contains__, torch.equal, torch.allclose,
 }  # fmt: skip
 _DATA: Any = Tensor.data
+# Functions whose results have no gradient, though their operators have one.
+_STOPS = {
+    torch.detach, torch.tensor, torch.as_tensor, Tensor.detach, Tensor.new_tensor,
+    torch.nn.functional.gumbel_softmax,
+}  # fmt: skip
 
 
 class NotTraceable(Exception):
@@ -74,38 +79,60 @@ class _Methods(TorchFunctionMode):
         super().__init__()
         self.marks_constants = marks_constants
         self.places: list[str] = []
+        self.stops = self.differentiates = False  # a gradient now, and anything so far
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
-        if func is _DATA.__get__:
-            return args[0].detach()  # the same values, visible to the trace
+        if func == _DATA.__get__:  # made anew by each access
+            return self._constant(args[0])  # the same values, visible to the trace
         if func in _READS:
             self.places.append(_users_line())
         if self.marks_constants and func is Tensor.register_hook:
             name = "Tensor.register_hook"
             raise NotTraceable(f"it changes gradients{_users_line()}", name)
+        if func in (Tensor.detach_, torch.detach_):  # of which a graph holds nothing
+            raise NotTraceable(
+                "it detaches a tensor in place: use detach()", "aten.detach_.default"
+            )
         if func in _PAST and args[0].numel():
             first = args[0].detach().reshape(-1)[0]
             is_truth = first.dtype is torch.bool  # all are read, not this truth value alone
             (first.byte() if is_truth else first).item()
-        result = func(*args, **(kwargs or {}))
-        if not self.marks_constants or torch.is_grad_enabled():
+        self.stops, before = func in _STOPS, self.stops
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            self.stops = before
+        if func is torch.autograd.grad:
+            self.differentiates = True
+            constant = not (kwargs or {}).get("create_graph")
+        else:
+            constant = self.marks_constants and not torch.is_grad_enabled()
+        if not constant:
             return result
         given = {id(leaf) for leaf in tree_leaves((args, kwargs))}  # changed in place
+        return tree_map_only(Tensor, lambda v: v if id(v) in given else self._constant(v), result)
 
-        def constant(value: Tensor) -> Tensor:
-            return value if id(value) in given else value.detach()
-
-        return tree_map_only(Tensor, constant, result)
+    def _constant(self, value: Tensor) -> Tensor:
+        self.stops, before = True, self.stops
+        try:
+            return value.detach()
+        finally:
+            self.stops = before
 
 
 class _Outside(TorchDispatchMode):
     """Mode that turns reads of tensors from outside into operators, and keeps tensors that are
-    changed in place."""
+    changed in place.
 
-    def __init__(self) -> None:
+    :ivar constants: aliases of what the user's code detached. What autograd detaches to keep it for
+        a derivative is not among them.
+    """
+
+    def __init__(self, methods: _Methods) -> None:
         super().__init__()
+        self.methods, self.constants = methods, list[Tensor]()
         self.saved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(
@@ -131,7 +158,10 @@ class _Outside(TorchDispatchMode):
                 for tensor in tree_leaves(written):
                     if isinstance(tensor, Tensor) and id(tensor) not in self.saved:
                         self.saved[id(tensor)] = tensor, tensor.detach().clone()
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if self.methods.stops and func is torch.ops.aten.detach.default:
+            self.constants.append(torch.ops.aten.alias.default(result))
+        return result
 
     def put_back(self) -> None:
         """Restore the tensors that were changed in place."""
@@ -185,14 +215,17 @@ def record(
     :param marks_constants: put a ``detach`` behind functions under ``torch.no_grad``.
     :returns: the graph, and the lines of the user's files that read values of tensors.
     """
-    methods, outside = _Methods(marks_constants), _Outside()
+    methods = _Methods(marks_constants)
+    outside = _Outside(methods)
 
     def followed(*tensors: Tensor) -> Any:
         with methods, outside:
-            return function(*tensors)
+            return function(*tensors), outside.constants
 
     try:
-        return operators_of(followed, examples, decompositions, fake), methods.places
+        graph = operators_of(followed, examples, decompositions, fake)
+        _let_gradients_through(graph, kept=not methods.differentiates)
+        return graph, methods.places
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         place = methods.places[-1] if methods.places else ""
         raise NotTraceable(
@@ -201,6 +234,29 @@ def record(
         ) from error
     finally:
         outside.put_back()
+
+
+def _let_gradients_through(graph: fx.GraphModule, *, kept: bool) -> None:
+    """Take the user's constants off the results of a graph, and remove every other ``detach``.
+
+    :param kept: leave them, since ``torch.autograd.grad``, which makes them, was not called.
+    """
+    output = graph.graph.output_node()
+    results, aliases = output.args[0]  # type: ignore[misc]
+    output.args = (results,)
+    stopped = set()
+    for alias in aliases:  # type: ignore[union-attr]
+        stopped.update(alias.all_input_nodes)
+        if not alias.users:
+            graph.graph.erase_node(alias)
+    if not kept:
+        for node in graph.graph.find_nodes(
+            op="call_function", target=torch.ops.aten.detach.default
+        ):
+            if node not in stopped:
+                node.replace_all_uses_with(node.args[0])
+                graph.graph.erase_node(node)
+    graph.recompile()
 
 
 def operators_of(

@@ -45,6 +45,9 @@ DECOMPOSED = [
     aten.native_batch_norm, aten._native_batch_norm_legit,
     aten._native_batch_norm_legit_no_training,
 ]  # fmt: skip
+# Their decompositions are others: torch 2.13 counts places without a label, and at a margin of 0
+# they have a gradient.
+_OTHERS = {aten.multilabel_margin_loss_forward, aten.multi_margin_loss}
 
 
 @functools.cache
@@ -52,6 +55,7 @@ def _decompositions() -> dict[Any, Callable]:
     """torch's decompositions of the operators that the table lacks."""
     table = {**core_aten_decompositions(), **get_decompositions(DECOMPOSED)}
     known = {op for op in table if lookup(op) or lookup(op, RANDOM)}
+    known |= {op for op in table if op.overloadpacket in _OTHERS}
     missing = {op: rule for op, rule in table.items() if op not in known}
     return {**missing, aten.as_strided.default: _by_positions}
 
@@ -139,17 +143,16 @@ class JaxFunction:
     """A torch function in JAX, see :func:`to_jax`.
 
     :ivar pure: (constants, *arguments) to the results; it holds no constants itself.
-    :ivar detaches: whether the function has a ``detach``.
     :ivar operators: the operators of ATen in it.
     :ivar signature: two functions with the same signature differ in their constants alone.
     :ivar wide: whether it needs 64 bits, though its arguments have 32.
     """
 
-    def __init__(self, translated: "_Translation", *, detaches: bool) -> None:
+    def __init__(self, translated: "_Translation") -> None:
         function, self._numbers = translated.function, translated.constants
         self.pure = lambda constants, *arguments: function((), constants, None, *arguments)
-        self.detaches, self.operators = detaches, translated.operators
-        self.signature, self.wide = translated.signature, translated.wide
+        self.operators, self.signature = translated.operators, translated.signature
+        self.wide = translated.wide
         self._constants: dict[bool, list[jax.Array]] = {}
 
     def __call__(self, *arguments: jax.Array) -> Any:
@@ -181,9 +184,7 @@ class JaxFunction:
         return self._constants[x64]
 
 
-def to_jax(
-    function: Callable, example: Tensor, *more_examples: Tensor, through_detach: bool = False
-) -> JaxFunction:
+def to_jax(function: Callable, example: Tensor, *more_examples: Tensor) -> JaxFunction:
     """The JAX version of a pure torch function of tensors that returns a pytree of tensors.
 
     It takes arrays with the examples' shapes and dtypes and can be jitted, differentiated and
@@ -193,20 +194,12 @@ def to_jax(
     :param function: the torch function.
     :param example: a tensor with the shape and dtype of the first argument.
     :param more_examples: tensors for the other arguments.
-
-    :param through_detach: differentiate through ``detach``. Calls of ``torch.autograd.grad`` inside
-        the function also leave ``detach`` in the graph.
     :raises MissingOperatorError: at this call, if an operator has no translation.
     """
     examples = (example, *more_examples)
     graph = _traced(function, examples)
-    detached = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
-    if through_detach:
-        for node in detached:
-            node.replace_all_uses_with(node.args[0])
-            graph.graph.erase_node(node)
     _refuse_randomness(graph)
-    result = JaxFunction(_translation(graph, examples), detaches=bool(detached))
+    result = JaxFunction(_translation(graph, examples))
     with jax.enable_x64(result.wide or any(e.dtype == torch.float64 for e in examples)):
         jax.eval_shape(result, *map(_spec, examples))
     return result

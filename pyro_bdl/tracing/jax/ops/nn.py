@@ -45,6 +45,11 @@ def _addmm(bias, x, y, *, beta=1, alpha=1):
     return product + (bias if beta == 1 else beta * bias)
 
 
+@register(aten.addbmm)
+def _addbmm(bias, x, y, *, beta=1, alpha=1):
+    return beta * bias + alpha * _matmul(x, y).sum(0)
+
+
 @register(aten._trilinear)
 def _trilinear(x, y, z, expand1, expand2, expand3, sumdim, unroll_dim=1):
     x, y, z = (jnp.expand_dims(t, e) for t, e in ((x, expand1), (y, expand2), (z, expand3)))

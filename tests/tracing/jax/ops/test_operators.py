@@ -190,7 +190,9 @@ SQUARE = {
     "factors": lambda x: torch.ops.aten.cholesky(x @ x.T + torch.eye(2).to(x)),
     "inverse": lambda x: torch.cholesky_inverse(
         torch.linalg.cholesky(x @ x.T + torch.eye(2).to(x))),
-    "products": lambda x: torch.addmv(x[0], x.T @ x, x[1], beta=0.5, alpha=2.0),
+    "products": lambda x: (
+        torch.addmv(x[0], x.T @ x, x[1], beta=0.5, alpha=2.0),
+        torch.addbmm(x, x[None], (x.T @ x)[None], alpha=0.5)),
     "qr": lambda x: torch.linalg.qr(x.T)[1].abs(),
     "transforms": lambda x: torch.view_as_real(torch.fft.fft(torch.fft.fft(x))),
     "of complex numbers": lambda x: [
