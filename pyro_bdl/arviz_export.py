@@ -130,7 +130,7 @@ def to_arviz(
             except UnsupportedProgramError as error:
                 if posterior is None:
                     raise
-                warn(f"{error}; it is left out", "prior-draws", stacklevel=2)
+                warn(f"{error}; it is left out", "prior-draws")
     for name in {"posterior", "prior"} & drawn.keys():
         drawn[name] = _matching(drawn[name], is_chosen, sites)
     named = named_arguments(model, args, kwargs).items()
@@ -367,7 +367,7 @@ def _of_posterior(
         run = program.run(program.initial)
     if (coupled := run.one_step_ahead()) is not None:
         message = f"{coupled}; arviz.loo on log_likelihood is no estimate for new data"
-        warn(message, "data-depend", stacklevel=3)
+        warn(message, "data-depend")
     if scaled := [repr(name) for name, site in run.observed.items() if site.is_scaled]:
         warn(
             f"the likelihood of {', '.join(scaled)} is raised to a power in the posterior (a "
@@ -375,7 +375,6 @@ def _of_posterior(
             "predictions do: arviz.loo and psense_summary would take it for the posterior's; use "
             "pyro_bdl.loo and diagnostics.prior_sensitivity",
             "powers-of-likelihoods",
-            stacklevel=3,
         )
     return groups
 

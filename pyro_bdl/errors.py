@@ -1,5 +1,6 @@
 """The package's own exceptions and its warning."""
 
+import inspect
 import warnings
 from functools import partial
 
@@ -29,14 +30,20 @@ class BdlWarning(UserWarning):
     """
 
 
-def warn(message: str, topic: str, *, stacklevel: int) -> None:
-    """Warn, with the section of the page "Warnings and errors" that says more.
+# The packages whose frames stand between a user's line and a warning.
+_BETWEEN = {"contextlib", "functools", "pyro", "pyro_bdl", "torch"}
+
+
+def warn(message: str, topic: str) -> None:
+    """Warn at the user's line, with the section of the page "Warnings and errors" that says more.
 
     :param topic: the section's anchor.
-    :param stacklevel: as for ``warnings.warn``.
     """
+    frame, depth = inspect.currentframe(), 1
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame, depth = frame.f_back, depth + 1
     text = f"{message} (see Warnings and errors, #{topic})"
-    warnings.warn(text, BdlWarning, stacklevel=stacklevel + 1)
+    warnings.warn(text, BdlWarning, stacklevel=depth)
 
 
 class ArgumentError(TypeError):

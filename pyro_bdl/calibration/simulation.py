@@ -322,7 +322,6 @@ def _warn_unless_settled(losses: Tensor) -> None:
             "not the guide's family; give it more steps, such as "
             f"steps={5 * len(losses)}",
             "unfinished-training",
-            stacklevel=3,
         )
 
 

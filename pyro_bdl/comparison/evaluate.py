@@ -384,7 +384,7 @@ class _Draws:
         data = self.setting
         if data.kind.no_single:
             words = f"{data.kind.no_single}: no datum can be left out, and there is no elpd"
-            warn(words, "data-depend", stacklevel=4)
+            warn(words, "data-depend")
             return {}
         loo, by = leave_one_out(
             data.model, data.kind, self.posterior, self.predictive, train, progress=data.progress

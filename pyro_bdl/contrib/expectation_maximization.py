@@ -102,7 +102,6 @@ def em(
                 "its equations exclude: the parameters were put back to those before; look for "
                 "random numbers or changing state in the program",
                 "random-programs",
-                stacklevel=2,
             )
             break
         gain = value - path[-1]

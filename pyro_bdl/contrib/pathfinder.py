@@ -258,7 +258,6 @@ def lbfgs_path(
         warn(
             f"L-BFGS had not reached the mode after {most_steps} steps: raise most_steps",
             "not-at-a-maximum",
-            stacklevel=2,
         )
     points = [point for point in points if point.tobytes() in seen]
     gradients = [seen[point.tobytes()] for point in points]

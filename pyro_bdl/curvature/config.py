@@ -169,7 +169,6 @@ def chosen_config(
             "summed out, so that their likelihood is no product of known ones: the curvature is "
             'its dense Hessian; structure="full" with curvature="hessian" asks for that',
             "data-depend",
-            stacklevel=11,
         )
         return replace(config, structure=Full(), curvature="hessian")
     if not _is_open(config):

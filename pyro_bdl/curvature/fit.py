@@ -303,7 +303,6 @@ class LikelihoodSums:
                 "(subsample_size) use all of them"
             ),
             "number-of-data",
-            stacklevel=5,
         )
         return self.stated / self.num_data
 
@@ -319,7 +318,6 @@ def check_factors(run: Run, leaves: Mapping[str, Tensor], config: CurvatureConfi
             "the curvature; it counts in the MAP, and to first order in the evidence; "
             'structure="full" with curvature="hessian" includes it',
             "no-fisher-information",
-            stacklevel=4,
         )
 
 

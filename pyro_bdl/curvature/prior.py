@@ -344,7 +344,6 @@ def _warn_of_couplings(sites: Sequence[str], layout: Layout, dense_up_to: int) -
             f"{' and others' if len(sites) > 3 else ''}, more than the {dense_up_to} that get a "
             "matrix: only the diagonal of its precision counts",
             "large-priors",
-            stacklevel=5,
         )
 
 
@@ -523,7 +522,6 @@ def _concave(name: str, diagonal: Tensor, site: Site, shape: torch.Size) -> Tens
         f"the log prior of site '{name}' is not concave at the MAP in {int(bad.sum())} of "
         f"{bad.numel()} entries; the prior's 1 / variance is used for its precision there",
         "log-prior",
-        stacklevel=5,
     )
     return torch.where(bad, variance.reciprocal(), diagonal)
 

@@ -429,7 +429,6 @@ def _features(
         warn(
             f"constant in the training part, so set to zero: {quoted(values.columns[constant])}",
             "constant-columns",
-            stacklevel=3,
         )
         values.loc[:, constant] = 0.0
     return values, scaler.mean_, scaler.scale_

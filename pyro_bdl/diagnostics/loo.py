@@ -243,7 +243,6 @@ def total(
             f"{result.good_k:.2f}, where LOO is not reliable: these observations influence "
             f"the posterior strongly, or there are too few draws",
             "k-hat",
-            stacklevel=3,
         )
     return result
 

@@ -175,7 +175,7 @@ def check_statements(p: Run, guide: Callable) -> None:
     _refuse_surplus(p, guide)
     bias = p.bias_of_minibatches()
     if bias is not None:
-        warn(bias, "number-of-data", stacklevel=8)
+        warn(bias, "number-of-data")
     _check_shapes(p)
 
 
@@ -281,6 +281,5 @@ class FirstBatches:
                     'pyro.plate("data", N, subsample=...); if each batch is all there is, ignore '
                     "this",
                     "number-of-data",
-                    stacklevel=4,
                 )
                 return

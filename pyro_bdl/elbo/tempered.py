@@ -334,7 +334,6 @@ def _warn_of_members(guide: Callable, num_particles: int) -> None:
             f"{type(guide).__name__}: give the ELBO num_particles={members}, which trains all at "
             f"once, or take {members / num_particles:.3g} times as many steps",
             "members",
-            stacklevel=5,
         )
 
 

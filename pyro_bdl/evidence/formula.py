@@ -63,7 +63,7 @@ def log_marginal_likelihood(guide: LaplaceGuide, *, linearized: bool = False) ->
     if linearized:
         guide.refresh(reading)
         point = LinearizedModel(guide).optimum()
-        point.warn(stacklevel=2)
+        point.warn()
     with torch.enable_grad():
         return Formula(guide, reading).value(point)
 

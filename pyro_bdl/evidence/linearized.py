@@ -51,7 +51,7 @@ class LinearizedPoint:
     reached: bool = False
     steps: int = 0
 
-    def warn(self, stacklevel: int) -> None:
+    def warn(self) -> None:
         """Warn where the maximum was not reached."""
         if not self.reached:
             warn(
@@ -59,7 +59,6 @@ class LinearizedPoint:
                 f"steps: its log joint density is about {self.gap:.3g} nats higher; take a "
                 "structure of the curvature that is closer to the full matrix, or train longer",
                 "not-at-a-maximum",
-                stacklevel=stacklevel + 1,
             )
 
 

@@ -39,9 +39,7 @@ _ROUNDS = 50  # of hyperparameters and a last layer's mode
 _VANISHED = 1e-3  # of its value before
 
 
-def warn_of_shared_scales(
-    guide: Guide, subset: Subset, reading: ParameterReading, *, stacklevel: int
-) -> None:
+def warn_of_shared_scales(guide: Guide, subset: Subset, reading: ParameterReading) -> None:
     """Warn, once for a program, if a hyperparameter that the evidence sets scales the prior of
     normalized weights together with that of others.
 
@@ -78,7 +76,6 @@ def warn_of_shared_scales(
         "predictive depend on an arbitrary size; give every normalized layer a scale of its own, "
         "as in bayesianize(net, priors.PerNormalizedGroup(prior, net, x))",
         "normalized-layers",
-        stacklevel=stacklevel + 1,
     )
 
 
@@ -208,7 +205,7 @@ def maximize(
             "priors.Normal(PyroParam(torch.tensor(1.0), constraint=constraints.positive)), or, "
             "with a prior of its own, priors.Normal(priors.Hyperprior(LogNormal(0.0, 1.0)))"
         )
-    warn_of_shared_scales(guide, guide.subset, reading, stacklevel=2)
+    warn_of_shared_scales(guide, guide.subset, reading)
     left = [name for name in other_noise(reading) if name not in guide.warned_of]
     if left:
         guide.warned_of.update(left)
@@ -217,7 +214,6 @@ def maximize(
             "depends on it otherwise than by one number: give all targets one noise parameter to "
             "have it set too",
             "evidence",
-            stacklevel=2,
         )
     if hyperpriors(reading.run, reading.leaves):
         method = "gradient"  # the fixed point knows no hyperpriors
@@ -273,7 +269,7 @@ class _Search:
         point = self._point(last=True)
         value, gamma = self.formula.value(point).item(), float(self.guide.effective_parameters())
         if point is not None:
-            point.warn(stacklevel=4)
+            point.warn()
             self._warn_of_vanished(before)
         gap = None if point is None else point.gap
         return Evidence(value, gamma, self.hyperparameters(), history, gap)
@@ -286,7 +282,6 @@ class _Search:
                 "do without what they scale, as layers before the last: linearized=False evaluates "
                 "at the trained weights, and one scale for all layers has no such limit",
                 "evidence",
-                stacklevel=5,
             )
 
     def hyperparameters(self) -> dict[str, Tensor]:
@@ -316,7 +311,7 @@ class _Search:
             try:
                 values = self.formula.fixed_point(parts)
             except NoFixedPointError as error:
-                warn(str(error), "evidence", stacklevel=4)
+                warn(str(error), "evidence")
                 return history, steps - step
             self._put(values)
             if _are_close(values, now, tolerance):
@@ -328,7 +323,6 @@ class _Search:
             f"the fixed point has taken the log evidence from {history[0]:.6g} to {reached:.6g}: "
             "gradient ascent continues from where it started",
             "evidence",
-            stacklevel=4,
         )
         self._put(start)
         return history, steps
@@ -352,7 +346,6 @@ class _Search:
                         "gradient ascent, which ends there: the best hyperparameters before it are "
                         "taken; lower learning_rate",
                         "evidence",
-                        stacklevel=5,
                     )
                     break
                 if history[-1] > top:

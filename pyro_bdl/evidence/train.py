@@ -66,7 +66,7 @@ def train_by_evidence(
     partial = guide.subset is not None
     if not partial:  # raise errors before training, not after it
         subset = Subset(guide.require_layout())
-        warn_of_shared_scales(guide, subset, reading, stacklevel=2)
+        warn_of_shared_scales(guide, subset, reading)
         check_memory(guide.config, guide.require_layout().size, guide.location())
     leaves = {id(parameter.leaf) for parameter in tuned.values()}
     own = model.parameters() if isinstance(model, nn.Module) else ()

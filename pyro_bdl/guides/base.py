@@ -359,7 +359,6 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
                 "bdl.training.train or bdl.elbo.TemperedTrace_ELBO, or write "
                 "poutine.mask(mask=seen) in place of obs_mask; predictions are not concerned",
                 "obs-mask",
-                stacklevel=4,
             )
 
     def skip_steps(self, count: int) -> None:

@@ -145,7 +145,7 @@ def latent_draws(
         total = posterior.num_chains * posterior.num_draws
         if num_samples is not None and num_samples > total:
             words = f"the chains hold {total} draws, and all are taken in place of {num_samples}"
-            warn(words, "fewer-draws", stacklevel=3)
+            warn(words, "fewer-draws")
             num_samples = None
         return posterior.flat(num_samples)
     count = evenly(posterior) if num_samples is None else num_samples

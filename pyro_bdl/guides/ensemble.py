@@ -106,7 +106,6 @@ class AutoEnsemble(Guide):
                 "them have no method reset_parameters() to draw them anew: define it, or give an "
                 "init_loc_fn",
                 "members-alike",
-                stacklevel=4,
             )
         if layers:
             warn(
@@ -114,7 +113,6 @@ class AutoEnsemble(Guide):
                 "member: predict by Predictive(model, guide, batch_norm_data=(x, y)), which "
                 "computes each member's own from the training data",
                 "batchnorm",
-                stacklevel=4,
             )
 
     def _start(self, args: tuple, kwargs: dict) -> Tensor:

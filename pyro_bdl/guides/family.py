@@ -9,6 +9,7 @@ from torch import Tensor
 from pyro_bdl.program.gaussian_prior import GaussianPrior
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.trace import Run
+from pyro_bdl.utils.random_state import seeded
 
 if TYPE_CHECKING:
     from pyro_bdl.guides.base import Guide
@@ -123,10 +124,10 @@ class Family:
         """Marginal quantiles (levels, P) of the unconstrained vector.
 
         For a Normal marginal they are m + s Phi^-1(level), for a fixed number m; for others those
-        of 4096 draws.
+        of 4096 draws, the same ones in each call.
         """
         if not self.normal_marginals:
-            with torch.no_grad():
+            with torch.no_grad(), seeded(0):
                 return empirical_quantiles(self.sample_vectors(DRAWS), levels)
         scale = self.variances().sqrt()
         offsets = scale * torch.special.ndtri(levels)[:, None]

@@ -115,7 +115,6 @@ def search(at: ProgramAtPoint, precision: Precision, held_out: Batches) -> HeldO
             f"{len(left_out)} of {len(FACTORS)} factors of the covariance, from {left_out[0]:.2g} "
             f"to {left_out[-1]:.2g}, give held-out rows no finite density and are left out",
             "held-out-widths",
-            stacklevel=4,
         )
     changes = (log_densities[1:] - log_densities[0])[:, seen]
     gains, errors = changes.mean(1), changes.std(1) / math.sqrt(rows)
@@ -243,7 +242,6 @@ def is_worse_than_network(guide: "LaplaceGuide", first: Linearization, batches: 
         "wide, or the network too sure of rows that it has learned by heart, other rows say, and "
         "choose the width: laplace_approximation(data, held_out=(x, y))",
         "worse-than-the-network",
-        stacklevel=5,
     )
     return True
 

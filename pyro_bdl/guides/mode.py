@@ -63,7 +63,6 @@ def find_mode(guide: Any, *, steps: int = STEPS, progress: bool | None = None) -
         warn(
             f"the mode was not reached in {steps} steps: the last one gained {gain:.3g} nats",
             "not-at-a-maximum",
-            stacklevel=3,
         )
 
 
@@ -140,7 +139,6 @@ def check_maximum(guide: "LaplaceGuide", reading: ParameterReading) -> None:
         "mode, as here), or let rows that a trained network has not seen choose the width, "
         "laplace_approximation(data, held_out=(x, y))",
         "not-at-a-maximum",
-        stacklevel=5,
     )
 
 

@@ -237,7 +237,6 @@ def _loaded_samples(samples: Samples, model: Callable) -> Samples:
             "here, and nothing by which another program would be recognized; "
             "bdl.Samples(draws).of_program(bdl.Program(model, x, y)).save(path) writes them too",
             "draws-without-their-program",
-            stacklevel=3,
         )
         return samples
     with taking_up(model, samples.program) as (program, tree):

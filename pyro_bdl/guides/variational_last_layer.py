@@ -165,7 +165,7 @@ class AutoVariationalLastLayer(NormalGuide):
     def _warn(self, what: str) -> None:
         if what not in self.warned_of:
             self.warned_of.add(what)
-            warn(f"{type(self).__name__} {what}", "last-layer-draws", stacklevel=3)
+            warn(f"{type(self).__name__} {what}", "last-layer-draws")
 
     def expected_log_likelihood(
         self,

@@ -68,7 +68,6 @@ def stack_chains(chains: list[Chains]) -> Chains:
             f"{len(chains) - len(kept)} of {len(chains)} chains are left out: they ended with at "
             f"most {longest_first[len(kept)]} draws where the others have {draws}",
             "chains-left-out",
-            stacklevel=2,
         )
     names = kept[0].stats
     return Chains(
@@ -92,7 +91,6 @@ def warn_of_divergences(chains: Chains) -> None:
         "posterior; write hierarchies with standard normal latents (pyro.poutine.reparam with "
         f"LocScaleReparam), then take smaller steps ({smaller}) or priors of scales away from 0",
         "divergences",
-        stacklevel=4,
     )
 
 
@@ -117,7 +115,7 @@ def warn_of_energy_variance(chains: Chains, target: float, adapted: bool) -> Non
         )
     else:
         return
-    warn(message, "energy-variance", stacklevel=4)
+    warn(message, "energy-variance")
 
 
 def warn_of_stuck_chains(chains: Chains) -> None:
@@ -141,7 +139,6 @@ def warn_of_stuck_chains(chains: Chains) -> None:
         f"about the posterior: {which} (step size {sizes}); start elsewhere (init='uniform', "
         "'network', or a trained guide) or take a longer num_warmup",
         "stuck-chains",
-        stacklevel=4,
     )
 
 

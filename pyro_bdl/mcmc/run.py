@@ -156,7 +156,6 @@ def warn_of_another_device(device: torch.device) -> None:
             f"the program is on '{device}', but JAX is installed for the CPU only: the chains run "
             "on the CPU; install JAX for the accelerator, or use backend='pyro'",
             "jax-on-the-cpu",
-            stacklevel=4,
         )
 
 

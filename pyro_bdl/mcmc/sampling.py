@@ -150,7 +150,6 @@ def _samples(
         warn(
             f"interrupted: {chains.vectors.shape[1]} of {count} draws per chain were made",
             "interrupted",
-            stacklevel=3,
         )
     warn_of_divergences(chains)
     warn_of_stuck_chains(chains)

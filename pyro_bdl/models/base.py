@@ -109,7 +109,6 @@ class ObservationModel(TaskPrior, OwnParameters):
                     f"operation is {end}), but {type(head).__name__} takes logits, "
                     "of which it computes the probabilities itself: remove that layer",
                     "probabilities-as-logits",
-                    stacklevel=3,
                 )
             if isinstance(output, Tensor) and not output.dim():
                 rows = leading_size(inputs)

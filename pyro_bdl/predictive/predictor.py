@@ -51,7 +51,6 @@ def predictor(
             f"the linearized model does not know {unknown} observations: the draws of the "
             "posterior go through the network itself",
             "moments-of-distributions",
-            stacklevel=4,
         )
     count = evenly(posterior) if num_samples is None else num_samples
     samples = to_samples(posterior, count, *args, **(kwargs or {}))

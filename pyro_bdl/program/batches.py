@@ -262,7 +262,6 @@ class Stream:
                 f"the likelihood is scaled to {stated} data; give the program the number of all "
                 "data as its num_data",
                 "number-of-data",
-                stacklevel=2,
             )
 
     def state_dict(self) -> dict[str, Any]:

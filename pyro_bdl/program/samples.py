@@ -204,7 +204,6 @@ class Samples:
             warn(
                 f"the file holds the draws without their program: {error}",
                 "draws-without-their-program",
-                stacklevel=2,
             )
         return save_tree(path, tree, kind=SAVED_KIND)
 

@@ -125,7 +125,6 @@ class DrawMap:
             f"{subject} cannot be vectorized over {self.over}, which are taken one by one instead: "
             f"{reason}",
             "one-by-one",
-            stacklevel=3,
         )
         self._loops = again
         return result

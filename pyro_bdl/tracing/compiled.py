@@ -323,7 +323,7 @@ class CompiledLoss:
         """Warn once that a program runs uncompiled, or that its graph was stale."""
         if reason not in self._warned:
             self._warned.add(reason)
-            warn(f"{self.subject} {reason}", "uncompiled", stacklevel=6)
+            warn(f"{self.subject} {reason}", "uncompiled")
 
     def _has_room(self, owner: Hashable) -> bool:
         """Return whether there is room for another graph; drop one of another owner if need be."""

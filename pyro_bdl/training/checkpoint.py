@@ -148,7 +148,7 @@ class Checkpoint:
             except ValueError as error:
                 if number == len(existing) - 1:
                     raise
-                warn(f"{error}: '{self.previous}' is taken", "checkpoints", stacklevel=4)
+                warn(f"{error}: '{self.previous}' is taken", "checkpoints")
         return None
 
     def _check(self, tree: Mapping[str, Any]) -> None:

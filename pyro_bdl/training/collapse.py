@@ -119,7 +119,6 @@ def warn_of_collapse(
             "network collapses at temperature 1: give the ELBO temperature="
             "pyro_bdl.temperature.overparameterized(tau, num_data, num_neurons), tau about 0.01",
             "collapse",
-            stacklevel=3,
         )
 
 
@@ -229,5 +228,4 @@ def warn_of_joint_scales(
             "after guide.prototype(x, y), and set the prior by evidence.maximize, or let "
             "evidence.train_by_evidence do both",
             "joint-scales",
-            stacklevel=3,
         )

@@ -195,7 +195,6 @@ class Descent:
                     f"interrupted after {len(self.losses)} of {steps} steps: what was reached is "
                     "kept",
                     "interrupted",
-                    stacklevel=3,
                 )
                 return True
         return False
@@ -273,7 +272,7 @@ class Descent:
         elif not all(layer.running_var.isfinite().all() for layer in layers):
             action = "it left running statistics that are not finite"
         else:
-            warn(f"{reason}: the step is left out", "failed-steps", stacklevel=5)
+            warn(f"{reason}: the step is left out", "failed-steps")
             return
         raise FailedStepError(f"{reason}: {action}", step=number)
 
@@ -426,7 +425,6 @@ def _warn_of_stated(stated: int, known: int) -> None:
         f"the program states {stated} data, and the data set holds {known}: the likelihood is "
         f"scaled to {stated}",
         "number-of-data",
-        stacklevel=5,
     )
 
 

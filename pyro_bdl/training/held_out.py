@@ -192,7 +192,6 @@ class EarlyStopping:
                 f"the log likelihood of the rows held back is not finite at {len(steps)} of "
                 f"{len(self.steps)} checks, after steps {listed(steps)}: these are never the best",
                 "failed-steps",
-                stacklevel=4,
             )
         for tensor, value in zip(self.parts, self.best, strict=True):
             tensor.copy_(value)

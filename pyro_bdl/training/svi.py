@@ -284,7 +284,7 @@ def in_backend(
         )  # fmt: skip
     except (UnsupportedProgramError, MissingOperatorError) as error:
         if not auto or isinstance(error, MissingOperatorError):
-            warn(f"{caller} takes the steps in torch: {error}", "uncompiled", stacklevel=4)
+            warn(f"{caller} takes the steps in torch: {error}", "uncompiled")
         return descent
 
 

@@ -145,7 +145,6 @@ def collect_swag(
             f"posterior explains {expected:.0f}: learning_rate={rate} makes the posterior "
             "too wide, lower it",
             "swag-rate",
-            stacklevel=2,
         )
     return Training(losses, size, interrupted, learning_rate=rate)
 

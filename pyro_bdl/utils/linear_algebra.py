@@ -79,7 +79,6 @@ def cholesky(matrix: Tensor, what: str) -> Tensor:
                 f"{float(jitter * scale):.3g} was added to its diagonal "
                 f"({jitter:.0e} of the diagonal's mean)",
                 "jitter",
-                stacklevel=3,
             )
             return factor
         jitter *= 10

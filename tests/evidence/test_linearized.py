@@ -161,7 +161,7 @@ def test_a_gap_that_is_left_is_named(two_classes, monkeypatch):
     best = objective(guide, optimum(guide))
     with pytest.warns(BdlWarning, match="was not reached in 1 Newton steps") as caught:
         point = LinearizedModel(guide).optimum(steps=1, products=2)
-        point.warn(stacklevel=1)
+        point.warn()
     said = float(str(caught[0].message).partition("is about ")[2].split()[0])
     missed = best - objective(guide, point.offset)
     assert missed > 0.1 and said == pytest.approx(missed, rel=0.9)

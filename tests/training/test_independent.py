@@ -23,7 +23,7 @@ def fit(steps):
     """A training whose start, minibatches, dtype and parameters are of the job."""
     if steps < 0:
         raise FailedStepError("the loss is NaN", step=steps)
-    warn(f"{steps} steps", "unfinished-training", stacklevel=1)
+    warn(f"{steps} steps", "unfinished-training")
     net, dtype = bdl.bayesianize(nn.Linear(1, 1)), torch.get_default_dtype()
     x, y = X.to(dtype), Y.to(dtype)
     scale = float(pyro.param("scale", torch.tensor(0.5)).detach())

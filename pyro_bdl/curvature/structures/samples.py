@@ -272,7 +272,6 @@ class SamplesPrecision(Precision):
                     f"a solve for samples has not reached the tolerance in {_STEPS} steps: "
                     "give the weights a narrower prior, or take a larger tolerance=",
                     "solves",
-                    stacklevel=3,
                 )
         return torch.cat(found)
 

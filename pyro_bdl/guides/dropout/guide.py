@@ -178,7 +178,6 @@ class AutoMCDropout(Guide):
                 "AutoMCDropout drops nothing, every latent is a point mass: no weight takes hidden "
                 'units as its input; sites="all" drops the inputs of the network too',
                 "dropout",
-                stacklevel=5,
             )
         self.weights, factors = {}, []
         for name, latent in layout.latents.items():
@@ -353,6 +352,5 @@ def _warn_of_layers(model: Any) -> None:
                 "too, on top of the guide's masks: take AutoMCDropout.from_dropout_layers(model), "
                 "or set its p to 0",
                 "dropout",
-                stacklevel=6,
             )
             return

@@ -241,5 +241,5 @@ def rates_of_layers(reader: LayerReader, layout: Layout, model: Any) -> dict[str
             "where the layers have separate ones"
         )
     if notes:
-        warn(f"dropout layers as a guide: {'; '.join(notes)}", "dropout", stacklevel=6)
+        warn(f"dropout layers as a guide: {'; '.join(notes)}", "dropout")
     return rates

@@ -171,7 +171,7 @@ def _warn_of_early_end(walk: Walk, interrupted: bool, num_samples: int) -> None:
         message = f"interrupted: {walk.kept} of {num_samples} draws per chain were made"
     else:
         return
-    warn(message, "chains-that-end-early", stacklevel=3)
+    warn(message, "chains-that-end-early")
 
 
 def _check_memory(num_samples: int, start: Tensor) -> None:

@@ -186,7 +186,6 @@ class KroneckerCurvature(Curvature):
                 f"they get one exact block, or above {_DENSE_UP_TO} numbers its diagonal; let "
                 "the first dimension of the targets number the data, and another the networks",
                 "plates-of-networks",
-                stacklevel=2,
             )
         return self._with_part(key, ExactBlock(block.position, self.like))
 
