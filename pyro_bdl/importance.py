@@ -56,7 +56,23 @@ class Importance:
     @property
     def elbo_error(self) -> float:
         """The Monte Carlo standard error of ``elbo``, in nats."""
-        return float(self.log_ratios.std() / math.sqrt(len(self.log_ratios)))
+        return _error(self.log_ratios)
+
+    @property
+    def log_evidence_error(self) -> float:
+        """The Monte Carlo standard error of ``log_evidence``, in nats, by the delta method; too
+        small if k-hat is above ``good_k``."""
+        return _error(self._relative)
+
+    @property
+    def gap_error(self) -> float:
+        """The Monte Carlo standard error of ``gap``, likewise, from the same draws."""
+        return _error(self._relative - self.log_ratios)
+
+    @property
+    def _relative(self) -> Tensor:
+        """The smoothed ratios over their mean, ``(S,)``."""
+        return len(self.log_ratios) * psis(self.log_ratios[None]).log_weights[0].exp()
 
     def __repr__(self) -> str:
         limit = good_k(len(self.log_ratios))
@@ -70,9 +86,14 @@ class Importance:
         if lost:
             tail = f"no k-hat ({lost} of {len(self.log_ratios)} ratios are NaN)"
         return (
-            f"{tail}, ELBO {self.elbo:.2f} ± "
-            f"{self.elbo_error:.2f}, log evidence {self.log_evidence:.2f}, gap {self.gap:.2f} nats"
+            f"{tail}, ELBO {self.elbo:.2f} ± {self.elbo_error:.2f}, log evidence "
+            f"{self.log_evidence:.2f} ± {self.log_evidence_error:.2f}, gap {self.gap:.2f} ± "
+            f"{self.gap_error:.2f} nats"
         )
+
+
+def _error(values: Tensor) -> float:
+    return float(values.std() / math.sqrt(len(values)))
 
 
 def ratios(

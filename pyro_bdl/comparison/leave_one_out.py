@@ -70,7 +70,8 @@ class KFold:
         return int(self.fold.max()) + 1
 
     def __repr__(self) -> str:
-        return f"elpd {self.elpd:.2f} (se {self.se:.2f}) of {self.folds} folds"
+        errors = f"se {self.se:.2f} over data, {self.draws_se:.2f} over draws"
+        return f"elpd {self.elpd:.2f} ({errors}) of {self.folds} folds"
 
     def check_data(self, train: tuple) -> None:
         """Check that the folds are parts of these data.
