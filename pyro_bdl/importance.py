@@ -40,15 +40,12 @@ class Importance:
     :param elbo: their mean, the evidence lower bound at temperature 1, in nats.
     :param log_evidence: log of the smoothed mean ratio in nats, an estimate of log p(y); too low,
         as a rule, if k-hat is above ``good_k(S)``.
-    :param log_evidence_error: its Monte Carlo standard error by the smoothed weights v, in nats,
-        sqrt(sum v^2 - 1 / S); too small where k-hat is high.
     """
 
     log_ratios: Tensor
     pareto_k: float
     elbo: float
     log_evidence: float
-    log_evidence_error: float = math.nan
 
     @property
     def gap(self) -> float:
@@ -59,13 +56,30 @@ class Importance:
     @property
     def elbo_error(self) -> float:
         """The Monte Carlo standard error of ``elbo``, in nats."""
-        return float(self.log_ratios.std() / math.sqrt(len(self.log_ratios)))
+        return _error(self.log_ratios)
+
+    @property
+    def log_evidence_error(self) -> float:
+        """The Monte Carlo standard error of ``log_evidence``, in nats, by the delta method; too
+        small if k-hat is above ``good_k``."""
+        return _error(self._relative)
+
+    @property
+    def gap_error(self) -> float:
+        """The Monte Carlo standard error of ``gap``, likewise, from the same draws."""
+        return _error(self._relative - self.log_ratios)
+
+    @property
+    def _relative(self) -> Tensor:
+        """The smoothed ratios over their mean, ``(S,)``."""
+        return len(self.log_ratios) * psis(self.log_ratios[None]).log_weights[0].exp()
 
     def __repr__(self) -> str:
         limit = good_k(len(self.log_ratios))
         good = not self.pareto_k > limit
         trust = "good" if good else "too high" if self.pareto_k < 1 else "hopeless"
         error = f" ± {self.log_evidence_error:.2f}" if good else " (too low, as a rule)"
+        gap_error = f" ± {self.gap_error:.2f}" if good else ""
         tail = f"k-hat {self.pareto_k:.2f} ({trust}; limit {limit:.2f})"
         if math.isnan(self.pareto_k):
             tail = "no k-hat (all ratios are equal)"
@@ -74,8 +88,12 @@ class Importance:
             tail = f"no k-hat ({lost} of {len(self.log_ratios)} ratios are NaN)"
         return (
             f"{tail}, ELBO {self.elbo:.2f} ± {self.elbo_error:.2f}, log evidence "
-            f"{self.log_evidence:.2f}{error}, gap {self.gap:.2f} nats"
+            f"{self.log_evidence:.2f}{error}, gap {self.gap:.2f}{gap_error} nats"
         )
+
+
+def _error(values: Tensor) -> float:
+    return float(values.std() / math.sqrt(len(values)))
 
 
 def ratios(
@@ -178,8 +196,7 @@ def summary_of(ratios: Tensor) -> Importance:
     lowest = ratios.where(ratios > -torch.inf, torch.inf).argmin()
     scale = ratios[lowest] - weights[0, lowest]
     log_evidence = scale - math.log(len(ratios))
-    error = ((2 * weights).exp().sum() - 1 / len(ratios)).clamp_min(0).sqrt()
-    return Importance(ratios, float(k), float(ratios.mean()), float(log_evidence), float(error))
+    return Importance(ratios, float(k), float(ratios.mean()), float(log_evidence))
 
 
 def _check(guide: Any, num_samples: int) -> None:

@@ -100,6 +100,23 @@ def test_the_gap_is_the_divergence(factor):
     assert found.log_evidence == pytest.approx(_log_evidence().item(), abs=0.03)
 
 
+def test_the_errors_of_evidence_and_gap_are_their_spread():
+    """Of log ratios a - z^2 / 5 of 1000 draws, over 300 repetitions: the mean ratio is known."""
+    torch.manual_seed(0)
+    truth = -0.5 * math.log(1.4)  # E exp(-z^2 / 5)
+    beyond, errors = {"log_evidence": 0, "gap": 0}, []
+    for _ in range(300):
+        found = summary_of(3.0 - torch.randn(1000).double().square() / 5)
+        for key, true in (("log_evidence", 3.0 + truth), ("gap", truth + 0.2)):
+            off = abs(getattr(found, key) - true)
+            beyond[key] += off > 2 * getattr(found, f"{key}_error")
+        errors.append((found.log_evidence, found.log_evidence_error))
+    values, said = torch.tensor(errors).unbind(1)
+    assert max(beyond.values()) <= 300 * 0.08
+    assert said.mean() == pytest.approx(float(values.std()), rel=0.15)
+    assert f"{found.gap:.2f} ± {found.gap_error:.2f} nats" in str(found)
+
+
 @pytest.mark.parametrize("factor", [0.4, 0.6])
 def test_khat_is_that_of_two_normals(factor):
     """For q with r times the sd, p / q has the tail exp(z^2 (1 - r^2) / 2): k = 1 - r^2. See Yao et

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 _FEW_LATENTS = 20
 _FEW_POINTS = 10
-_DOUBTFUL = 0.01  # a p-value below which a histogram is called uneven
+# A p-value below which a histogram is called uneven, and how often one of many may be by chance.
+_DOUBTFUL, _BY_CHANCE = 0.01, 0.05
 # The median fall of the guides' losses, in nats, in the second half of training without warning.
 _SETTLED = 0.5
 Quantities = Callable[[Draws], Mapping[str, Tensor]]
@@ -128,12 +129,17 @@ class Calibration:
         return torch.tensor([float(stats.wilcoxon(p).pvalue) for p in columns], device="cpu")
 
     def table(self) -> "pd.DataFrame":
-        """A row for each quantity with its p-values and a verdict on its histogram."""
+        """A row for each quantity with its p-values and a verdict on its histogram.
+
+        The verdicts are at p-values below 0.01, and of many quantities so much smaller that of
+        correct inference at most one in twenty tables has a fault (Bonferroni).
+        """
         import pandas as pd
 
         uniform, symmetric = self.uniformity().tolist(), self.symmetry().tolist()
         columns = zip(double(self.probabilities.T), uniform, symmetric, strict=True)
-        verdicts = [_verdict(*column) for column in columns]
+        limit = min(_DOUBTFUL, _BY_CHANCE / (2 * len(self.names)))
+        verdicts = [_verdict(*column, limit) for column in columns]
         values = {"uniformity": uniform, "symmetry": symmetric, "verdict": verdicts}
         return pd.DataFrame(values, index=self.names)
 
@@ -141,11 +147,11 @@ class Calibration:
         return self.table().to_string(float_format="{:.3g}".format)
 
 
-def _verdict(probabilities: Tensor, uniformity: float, symmetry: float) -> str:
+def _verdict(probabilities: Tensor, uniformity: float, symmetry: float, limit: float) -> str:
     findings = []
-    if symmetry < _DOUBTFUL:
+    if symmetry < limit:
         findings.append("too low" if probabilities.mean() > 0.5 else "too high")
-    if uniformity < _DOUBTFUL:
+    if uniformity < limit:
         # 12 mean((u - 1/2)^2) of n uniform u is 1, with a variance of 12^2 / (180 n)
         error = 12 / (180 * len(probabilities)) ** 0.5
         excess = float(12 * (probabilities - 0.5).square().mean() - 1) / error

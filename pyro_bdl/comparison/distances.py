@@ -1,5 +1,5 @@
 """Distances of a posterior from the reference, with Monte Carlo errors and the reference's own
-floor.
+floor. Few draws make distances too large, by what the errors hold too.
 
 A metric names its inputs by ``of``. Each input is a pair, of the posterior and of the reference:
 
@@ -63,8 +63,8 @@ distance = partial(metric, group=GROUP, error=True)
 def wasserstein(w1: Tensor, square: Tensor) -> Tensor:
     """Wasserstein-1 distance of the function's distributions over the posterior, averaged over the
     test points (and classes), in units of the target or of a probability, with its Monte Carlo
-    error. The last row compares two halves of the reference's draws, which sampling alone sets
-    apart."""
+    error, which holds what few draws add to a distance. The last row compares two halves of the
+    reference's draws, which sampling alone sets apart."""
     return w1.mean()
 
 
@@ -239,27 +239,40 @@ def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
     known = {**inputs, "points": wasserstein_at_points(*inputs["function"])}
     numbers = measure(ALL_DISTANCES, evaluation.task, known)
     with_error = [m for m in of_task(ALL_DISTANCES, evaluation.task) if m.error]
+    added: Numbers = {}
     for name, pair in inputs.items():
-        numbers |= _errors([m for m in with_error if m.of == name], pair, groups)
+        errors, more = _errors([m for m in with_error if m.of == name], pair, groups)
+        numbers, added = numbers | errors, added | more
+    errors, more = _shares(*inputs["function"], groups)
+    numbers, added = numbers | errors, added | more
+    spread = numbers["wasserstein_se"]  # what groups go by: more draws lower the distance itself
+    numbers |= {"wasserstein_spread": numbers["wasserstein"], "wasserstein_spread_se": spread}
+    resolution = resolved(evaluation, reference, spread)
     seen = numbers.get("mean_shift", math.nan)
     shift = _without_noise(seen, evaluation, reference)
+    # of these two the noise is known, and the jackknife finds it with ten groups only
+    chance, w1 = resolution - BY_CHANCE * spread, numbers["wasserstein"]
+    left = w1 * math.sqrt(max(0.0, 1 - (chance / w1) ** 2)) if w1 > 0 else 0.0
+    added["wasserstein"] = max(added["wasserstein"], w1 - left)
+    added["mean_error"] = numbers["mean_error"] * (1 - shift / seen) if seen > 0 else 0.0
     # what is taken off is as uncertain as it is large: a mean that agrees must do so with it too
-    error = math.hypot(numbers.get("mean_shift_se", math.nan), seen - shift)
-    numbers |= {"mean_shift": shift, "mean_shift_se": error}
+    added["mean_shift"] = seen - shift
+    numbers["mean_shift"] = shift
+    for key, more in added.items():
+        numbers[f"{key}_se"] = math.hypot(numbers.get(f"{key}_se", math.nan), more)
     if (share := numbers.get("agreement")) is not None:
         error = math.hypot(
             numbers["agreement_se"], error_of_share(share, evaluation.function.shape[1])
         )
         numbers["agreement_se"] = error
-    numbers |= _shares(*inputs["function"], groups)
     numbers |= worst_latent(evaluation, reference)
-    return numbers | {"resolution": resolved(evaluation, reference, numbers["wasserstein_se"])}
+    return numbers | {"resolution": resolution}
 
 
-def _shares(a: Tensor, b: Tensor, groups: int) -> Numbers:
+def _shares(a: Tensor, b: Tensor, groups: int) -> tuple[Numbers, Numbers]:
     """Shares of the points at which the posterior leaves the bands of the groups, or k = 1 - r^2 of
     its sd ratio r is high: an average over the points may hide some where it fails. Also the errors
-    of the means over the points, of the same sorted draws.
+    of the means over the points, and what few draws add, of the same sorted draws.
 
     Noise of the draws makes distances larger, so that a share of 0 is one with any draws.
     """
@@ -275,10 +288,13 @@ def _shares(a: Tensor, b: Tensor, groups: int) -> Numbers:
 
     count, few = b.shape[1], (1.0, max(1, groups - 1))
     distances, ratios, _ = at_points(a, b).split([count, count, len(means)])
-    every = monte_carlo_error(at_points, a, b, groups=groups)
+    every, more = monte_carlo_error(at_points, a, b, groups=groups)
     errors, of_ratios = (every[: 2 * count] * enlarged(_ERRORS_AT_POINTS, few)).split(count)
-    of_means = (every[2 * count :] * enlarged(ERRORS, few)).tolist()
+    of_means, more_of_means = (
+        (value[2 * count :] * enlarged(ERRORS, few)).tolist() for value in (every, more)
+    )
     whole = {f"{m.key}_se": error for m, error in zip(means, of_means, strict=True)}
+    added = {m.key: value for m, value in zip(means, more_of_means, strict=True)}
     points = at_points(double(b).mean(0, keepdim=True), b)[:count]
     points = points + _rounding(b).reshape(count, -1).mean(1)
     beyond = {
@@ -288,8 +304,8 @@ def _shares(a: Tensor, b: Tensor, groups: int) -> Numbers:
         "khat_high": 1 - (ratios + _ERRORS_AT_POINTS * of_ratios) ** 2 > _HIGH_K,
     }
     if errors.isnan().any():
-        return whole | dict.fromkeys(beyond, math.nan)
-    return whole | {key: float(double(there).mean()) for key, there in beyond.items()}
+        return whole | dict.fromkeys(beyond, math.nan), added
+    return whole | {key: float(double(there).mean()) for key, there in beyond.items()}, added
 
 
 class LatentDistances(NamedTuple):
@@ -332,7 +348,7 @@ def latent_distances(evaluation: Evaluation, reference: Evaluation) -> LatentDis
         shifts = (a.mean(0) - b.mean(0)).abs() / sd_of_draws(b)
         return torch.where(points, shifts, wasserstein_at_points(a, b)[0])
 
-    errors = monte_carlo_error(apart, a, b, groups=groups)
+    errors, _ = monte_carlo_error(apart, a, b, groups=groups)
     errors = errors * enlarged(_ERRORS_AT_POINTS, (1.0, max(1, groups - 1)))
     limits = NEAR * wasserstein_at_points(b.mean(0, keepdim=True), b)[0]
     parts = (value.cpu() for value in (apart(a, b), errors, limits, points))
@@ -387,21 +403,25 @@ def _without_noise(shift: float, evaluation: Evaluation, reference: Evaluation) 
     return left if math.isnan(left) else math.sqrt(max(0.0, left))
 
 
-def _errors(chosen: list[Metric], pair: Pair, groups: int) -> Numbers:
-    """The Monte Carlo errors of metrics of the same inputs."""
+def _errors(chosen: list[Metric], pair: Pair, groups: int) -> tuple[Numbers, Numbers]:
+    """The Monte Carlo errors of metrics of the same inputs, and what few draws add, by key."""
     if not chosen:
-        return {}
+        return {}, {}
 
     def values(*of: Any) -> Tensor:
         numbers = [torch.as_tensor(metric.function(*of), device="cpu") for metric in chosen]
         return torch.stack([double(number) for number in numbers], -1)
 
-    errors = monte_carlo_error(
+    errors, added = monte_carlo_error(
         values, *map(at_some_points, pair), groups=groups,
         at_once=chosen[0].of in ("few draws", "scaled"),
     )  # fmt: skip
-    errors = errors * enlarged(ERRORS, (1.0, max(1, groups - 1)))
-    return {f"{m.key}_se": error for m, error in zip(chosen, errors.tolist(), strict=True)}
+    errors, added = (
+        value * enlarged(ERRORS, (1.0, max(1, groups - 1))) for value in (errors, added)
+    )
+    keys = [m.key for m in chosen]
+    of_keys = {f"{key}_se": error for key, error in zip(keys, errors.tolist(), strict=True)}
+    return of_keys, dict(zip(keys, added.tolist(), strict=True))
 
 
 def at_some_points(draws: Tensor) -> Tensor:
@@ -449,7 +469,7 @@ def distance_of_point(reference: Evaluation) -> tuple[float, float]:
         return metrics.wasserstein1(double(f).mean(0, keepdim=True), f)
 
     some, groups = at_some_points(f), groups_of(reference, reference)
-    error = monte_carlo_error(distance, some, some, groups=groups)
+    error, _ = monte_carlo_error(distance, some, some, groups=groups)
     return float(distance(f, f)), float(error * enlarged(ERRORS, (1.0, max(1, groups - 1))))
 
 
@@ -473,6 +493,6 @@ def sd_ratios(ours: Evaluation, theirs: Evaluation) -> Numbers:
         if int(mask.sum()) >= _LEAST_POINTS:
             pair = ours.function[:, mask], theirs.function[:, mask]
             ratio = sd_ratio.function(*pair)
-            error = _errors([sd_ratio], pair, groups_of(ours, theirs))["sd_ratio_se"]
+            error = _errors([sd_ratio], pair, groups_of(ours, theirs))[0]["sd_ratio_se"]
             ratios |= {f"sd_ratio_{region}": float(ratio), f"sd_ratio_{region}_se": error}
     return ratios

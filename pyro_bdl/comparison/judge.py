@@ -336,6 +336,7 @@ def _or_inf(value: float) -> float:
 
 def _group(row: Row, point: float) -> str:
     distance, error = row.pair(DISTANCE)
+    error = row.get(f"{DISTANCE}_spread_se", error)
     if math.isnan(row["resolution"]):
         return UNDECIDED
     is_far = distance > row["resolution"] and distance - ERRORS * error > NEAR * point

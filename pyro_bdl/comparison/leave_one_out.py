@@ -89,7 +89,8 @@ class KFold:
         return Difference(float(each.sum()), standard_error(of_units(each, self)), error)
 
     def __repr__(self) -> str:
-        return f"elpd {self.elpd:.2f} (se {self.se:.2f}) of {self.folds} folds"
+        errors = f"se {self.se:.2f} over data, {self.draws_se:.2f} over draws"
+        return f"elpd {self.elpd:.2f} ({errors}) of {self.folds} folds"
 
     def check_data(self, train: tuple) -> None:
         """Check that the folds are parts of these data.

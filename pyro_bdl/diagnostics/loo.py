@@ -82,8 +82,9 @@ class LOO:
         return Difference(float(each.sum()), standard_error(each), error)
 
     def __repr__(self) -> str:
+        errors = f"se {self.se:.2f} over data, {self.draws_se:.2f} over draws"
         return (
-            f"elpd_loo {self.elpd:.2f} (se {self.se:.2f}), p_loo {self.p_loo:.2f}; "
+            f"elpd_loo {self.elpd:.2f} ({errors}), p_loo {self.p_loo:.2f}; "
             f"{self.pointwise.numel()} observations, {self.num_draws} draws; "
             f"k-hat above {self.good_k:.2f}: {self.num_bad}"
         )
@@ -297,9 +298,12 @@ class SubsampledLOO:
         return self.left_out.draws_se * len(self.approximation) / len(self.rows)
 
     def __repr__(self) -> str:
+        errors = (
+            f"se {self.se:.2f} over data, {self.subsampling_se:.2f} by subsampling, "
+            f"{self.draws_se:.2f} over draws"
+        )
         return (
-            f"elpd_loo {self.elpd:.2f} (se {self.se:.2f}, by subsampling "
-            f"{self.subsampling_se:.2f}), p_loo {self.p_loo:.2f}; {len(self.rows)} of "
+            f"elpd_loo {self.elpd:.2f} ({errors}), p_loo {self.p_loo:.2f}; {len(self.rows)} of "
             f"{len(self.approximation)} observations; "
             f"k-hat above {self.left_out.good_k:.2f}: {self.num_bad}"
         )

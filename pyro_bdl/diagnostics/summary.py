@@ -268,13 +268,15 @@ def explain_chains(model: Callable, samples: Samples, *args: Any, **kwargs: Any)
 
     Chains agree if R-hat of 95 % of the numbers is at most 1.01, or what short chains exceed by
     chance; the same limit decides whether ``compare`` trusts its reference.
-    Chains of a network that agree about the function and not about its weights differ by symmetries
-    (permuted hidden units, flipped signs): predictions can be trusted, weights cannot be compared.
+    Chains of a network that agree about the function and not about its weights mostly differ by
+    symmetries (permuted hidden units, flipped signs), or move slowly where the data do not tell:
+    nothing here speaks against predictions at these inputs, but weights cannot be compared.
     Where the function has fewer than 100 effective draws a chain at 5 % of the numbers or more,
     R-hat cannot tell, and the answer says so.
     Divergences are said first: where R-hat looks right the chains may have missed the neck of a
     funnel together. Chains that disagree about the function have not seen the same posterior. If
-    each of them is stationary they sit in separate modes, as those of ``mcmc.ensemble_sample`` do.
+    the halves of each agree they mostly sit in separate modes, as those of
+    ``mcmc.ensemble_sample`` do.
 
     :param model: the Pyro program.
     :param samples: chains of its latents, at least two.
@@ -312,14 +314,14 @@ def explain_chains(model: Callable, samples: Samples, *args: Any, **kwargs: Any)
         if weights <= limit:
             return text + "The chains agree."
         return text + (
-            "The chains agree about the function and not about the weights: they differ by "
-            "symmetries of the network, such as permuted hidden units. Predictions can be trusted; "
-            "do not compare or average weights across chains."
+            "The chains agree about the function and not about the weights, as where they differ "
+            "by symmetries of the network, such as permuted hidden units. Nothing here speaks "
+            "against predictions at these inputs; do not compare or average weights across chains."
         )
     if within <= limit_of_rhat(1, samples.num_draws):
         return text + (
-            "Each chain is stationary, but they disagree about the function: they sit in separate "
-            "modes. Their mixture does not weight the modes by their mass."
+            "The halves of each chain agree, but the chains disagree about the function, as where "
+            "they sit in separate modes. Their mixture does not weight modes by their mass."
         )
     return text + (
         "The chains have not converged, not even each on its own: draw longer, start from a "

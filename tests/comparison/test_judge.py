@@ -69,7 +69,7 @@ def test_distances_of_normals_are_exact_and_rows_follow_the_ranks(found):
 def test_the_answer_comes_before_the_table(found):
     assert found.summary == (
         "Distance (Wasserstein-1) of the function to nuts; a point at its mean has 0.798 ± 0.020. "
-        "Alike: same (0.000 ± 0.025, 50 % of nuts's time). Usable: narrow (0.239 ± 0.021, 10 % of "
+        "Alike: same (0.000 ± 0.025, 50 % of nuts's time). Usable: narrow (0.239 ± 0.022, 10 % of "
         "nuts's time). Far: shifted (1.00 ± 0.07, mean off, w is far)."
     )
     text = " ".join(str(found).split())

@@ -194,6 +194,29 @@ def test_what_is_false_of_a_posterior_that_is_off_is_not_said(count):
     assert {key: rate for key, rate in false.items() if rate > MOST} == {}
 
 
+TRUE = {"narrow": {"sd_ratio": 0.6, "mean_error": 0.0}, "equal": {"sd_ratio": 1.0}}
+TRUE["equal"] |= dict.fromkeys(("wasserstein", "wasserstein2", "mean_error", "sd_error"), 0.0)
+
+
+@pytest.mark.parametrize("repetitions", [30, pytest.param(200, marks=SLOW)])
+@pytest.mark.parametrize("name, width", [("equal", 1.0), ("narrow", 0.6)])
+def test_a_distance_is_within_two_errors_of_that_of_all_draws(name, width, repetitions):
+    """Few draws make distances too large: by the spread of W1 alone that of equal posteriors is
+    five errors from zero."""
+    beyond = collections.Counter()
+    for seed in range(repetitions):
+        truth = Truth(seed, 30)
+        sets = {"a": truth.predictions(100, width=width, known="f")}
+        row = truth.compared(b=truth.predictions(100, known="f"), **sets).table.loc["a"]
+        for key, true in TRUE[name].items():
+            beyond[key] += abs(row[key] - true) > ERRORS * row[f"{key}_se"]
+        spread = row["wasserstein_spread_se"]
+        beyond["by spread"] += name == "equal" and row["wasserstein"] > 4 * spread
+    assert beyond.pop("by spread") > 0.7 * repetitions or name != "equal"
+    most = 0.12 if repetitions == 30 else 0.1
+    assert {key: times for key, times in beyond.items() if times > repetitions * most} == {}
+
+
 def test_more_draws_never_lower_a_grade():
     """A posterior with 0.9 of the sd is off by a tenth of a point's distance: alike, once known."""
     grades = {ALIKE: 2, USABLE: 1}

@@ -23,7 +23,7 @@ def repeated(distance, draw, count=100):
     for _ in range(count):
         a, b = draw()
         found.append(distance(a, b).double())
-        errors.append(monte_carlo_error(distance, a, b).double())
+        errors.append(monte_carlo_error(distance, a, b)[0].double())
     return torch.stack(found).std().item(), torch.stack(errors).mean().item()
 
 
@@ -44,7 +44,7 @@ def test_correlated_draws_have_a_larger_error():
     """A hundred draws, each held for twenty steps: the error of a hundred, not of 2000."""
     torch.manual_seed(0)
     draws = torch.randn(100, 1) + 3
-    found = monte_carlo_error(
+    found, _ = monte_carlo_error(
         metrics.mean_error, draws.repeat_interleave(20, 0), torch.zeros(2000, 1), groups=20
     )
     assert found == pytest.approx(0.1, rel=0.5)
@@ -56,7 +56,15 @@ def test_several_distances_at_once_and_too_few_draws():
     def both(p, q):
         return torch.stack([metrics.mean_error(p, q), metrics.sd_error(p, q)])
 
-    found = monte_carlo_error(both, a, b)
-    torch.testing.assert_close(found[1], monte_carlo_error(metrics.sd_error, a, b))
-    assert monte_carlo_error(both, a[:19], b).isnan().all()
-    assert not monte_carlo_error(both, a[:20], b).isnan().any()
+    found, alone = monte_carlo_error(both, a, b), monte_carlo_error(metrics.sd_error, a, b)
+    torch.testing.assert_close([part[1] for part in found], list(alone))
+    assert all(part.isnan().all() for part in monte_carlo_error(both, a[:19], b))
+    assert not any(part.isnan().any() for part in monte_carlo_error(both, a[:20], b))
+
+
+def test_what_few_draws_add_to_a_distance():
+    """To the root mean square of means of Normal(m, 1) it is sqrt(m^2 + 1 / S) - m."""
+    noise, b = torch.randn(400, 300).double(), torch.zeros(40, 300).double()
+    for m in (0.0, 0.1, 1.0):
+        _, added = monte_carlo_error(metrics.mean_error, m + noise, b)
+        assert added == pytest.approx((m**2 + 1 / 400) ** 0.5 - m, rel=0.3, abs=2e-3)
