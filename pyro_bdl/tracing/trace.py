@@ -242,10 +242,11 @@ def _let_gradients_through(graph: fx.GraphModule, *, kept: bool) -> None:
     :param kept: leave them, since ``torch.autograd.grad``, which makes them, was not called.
     """
     output = graph.graph.output_node()
-    results, aliases = output.args[0]  # type: ignore[misc]
+    returned: Any = output.args[0]
+    results, aliases = returned
     output.args = (results,)
-    stopped = set()
-    for alias in aliases:  # type: ignore[union-attr]
+    stopped = set[fx.Node]()
+    for alias in aliases:
         stopped.update(alias.all_input_nodes)
         if not alias.users:
             graph.graph.erase_node(alias)
