@@ -1,6 +1,7 @@
 """A posterior's predictions as a plain ``nn.Module``, for serving."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from pyro_bdl.guides.gaussian import LaplaceGuide
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive.linearized import is_linear
 from pyro_bdl.predictive.observations import PredictiveMoments
+from pyro_bdl.program.batches import NOT_ON_SOME
 from pyro_bdl.program.check import on_whole_data
 from pyro_bdl.program.trace import (
     Site,
@@ -27,8 +29,8 @@ from pyro_bdl.program.trace import (
     uses_of_placeholders,
 )
 from pyro_bdl.program.vmap import is_shared, map_draws
-from pyro_bdl.tracing.graph import is_random
-from pyro_bdl.tracing.trace import NotTraceable, tensor_of
+from pyro_bdl.tracing.graph import is_random, lift
+from pyro_bdl.tracing.trace import NotTraceable, outside_tensors
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 from pyro_bdl.utils.one_thread import OneThread
 from pyro_bdl.utils.validation import whole_number
@@ -39,8 +41,6 @@ _SQUEEZE = (
     "branch on the number of rows"
 )
 _NUMBERS_AT_ONCE = 2**20  # in draws that are made at a time
-# what programs raise that cannot run on one row
-_NOT_ON_ONE = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 _PLACES = ("constants", "center", "draws")
 
 _Weights = dict[str, Tensor]
@@ -82,7 +82,8 @@ class Frozen(nn.Module):
     their names.
 
     :param graph: returns means and variances of y, (K, N, ...), from the weights and the data.
-    :param weights: its first arguments, in this order, by place and name.
+    :param weights: its other arguments by place and name: those of the first place come after the
+        data, the others before.
     :param classes: whether y is a class.
     """
 
@@ -100,8 +101,8 @@ class Frozen(nn.Module):
 
     def at_draws(self, x: Tensor, *others: Tensor) -> PredictiveMoments:
         """E[y | w_k, x] and Var[y | w_k, x] of each draw, (K, N, ...)."""
-        weights = [value for place in self.sites for value in getattr(self, place).buffers()]
-        return PredictiveMoments(*self.graph(*weights, x, *others))
+        constants, *weights = ([*getattr(self, place).buffers()] for place in self.sites)
+        return PredictiveMoments(*self.graph(*chain(*weights), x, *others, *constants))
 
     def forward(self, x: Tensor, *others: Tensor) -> Any:
         """Mean and standard deviation, or class probabilities."""
@@ -194,7 +195,8 @@ def freeze(
             _check_one_row(graph, function, weights, args)
         except NotTraceable as error:
             raise UnsupportedProgramError(f"the program cannot be frozen, since {error}") from error
-        constants = _constants_as_arguments(graph)
+        found = lift(graph.graph, outside_tensors(graph)).values()
+        constants = {f"constant_{n}": tensor.detach().clone() for n, tensor in enumerate(found)}
     plain = fx.GraphModule(nn.Module(), graph.graph)
     values = dict(zip(_PLACES, (constants, center, varying), strict=True))
     return Frozen(plain, values, classes=classes).eval()
@@ -227,7 +229,7 @@ def _check_one_row(
     row = [value[:1] for value in args]
     try:
         expected = function(*weights, *row)
-    except _NOT_ON_ONE as error:
+    except NOT_ON_SOME as error:
         raise NotTraceable(f"it fails with one row ({error}): {_SQUEEZE}") from error
     found = graph(*weights, *row)
     for value, other in zip(found, expected, strict=True):
@@ -238,23 +240,6 @@ def _check_one_row(
                 f"its operators depend on the number of rows, which is special if it is one: "
                 f"{_SQUEEZE}"
             )
-
-
-def _constants_as_arguments(graph: fx.GraphModule) -> dict[str, Tensor]:
-    """Make the tensors that are no arguments of a graph its first arguments, and return them."""
-    constants: dict[str, Tensor] = {}
-    places: dict[str, fx.Node] = {}
-    first = next(iter(graph.graph.nodes))
-    for node in list(graph.graph.find_nodes(op="get_attr")):
-        target = str(node.target)
-        if target not in places:
-            name = f"constant_{len(places)}"
-            constants[name] = tensor_of(graph, node).detach().clone()
-            with graph.graph.inserting_before(first):
-                places[target] = graph.graph.placeholder(name)
-        node.replace_all_uses_with(places[target])
-        graph.graph.erase_node(node)
-    return constants
 
 
 def _only(sites: dict[str, Site], name: str | None) -> Site:

@@ -36,15 +36,28 @@ Network = Callable[[int, int], nn.Module]
 class _BayesianNetwork(BaseEstimator):
     """The fit of a posterior by name and the predictions at its draws, for both estimators."""
 
-    posterior: str
-    hidden: Sequence[int]
-    activation: str
-    network: Network | None
-    prior: Any
-    likelihood: str
-    steps: int | None
-    options: Mapping[str, Any] | None
-    random_state: Any
+    usual: str  # likelihood
+
+    def __init__(
+        self,
+        posterior: str = "laplace",
+        *,
+        hidden: Sequence[int] = (50,),
+        activation: str = "tanh",
+        network: Network | None = None,
+        prior: Any = None,
+        likelihood: str | None = None,
+        steps: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        random_state: Any = None,
+    ) -> None:
+        self.posterior, self.hidden, self.activation = posterior, hidden, activation
+        self.network, self.prior, self.likelihood = network, prior, likelihood
+        self.steps, self.options, self.random_state = steps, options, random_state
+
+    @property
+    def _likelihood(self) -> str:
+        return self.likelihood or self.usual
 
     def _task(self, tasks: Sequence[str]) -> str:
         """The task of the likelihood.
@@ -52,11 +65,11 @@ class _BayesianNetwork(BaseEstimator):
         :raises ValueError: for the likelihood of another one.
         """
         known = [name for name, kind in LIKELIHOODS.items() if kind.task in tasks]
-        check_choice(self.likelihood, "likelihood", known)
-        return LIKELIHOODS[self.likelihood].task
+        check_choice(self._likelihood, "likelihood", known)
+        return LIKELIHOODS[self._likelihood].task
 
     def _fit(self, x: np.ndarray, y: Tensor, classes: int = 0) -> None:
-        options, kind = self._options(), LIKELIHOODS[self.likelihood]
+        options, kind = self._options(), LIKELIHOODS[self._likelihood]
         outputs = kind.outputs or classes
         self.scaler_ = StandardScaler().fit(x)
         if not np.isfinite(self.scaler_.scale_).all():
@@ -159,8 +172,8 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
     :param network: a function from the numbers of inputs and outputs to a torch module, in place of
         ``hidden`` and ``activation``.
     :param prior: of the weights; by default ``priors.FanIn(1.0)``.
-    :param likelihood: "normal", "heteroscedastic" (an sd for each input, from a second output of
-        the network) or "student_t"; of counts, which are not standardized, "poisson" or
+    :param likelihood: "normal" by default, "heteroscedastic" (an sd for each input, from a second
+        output of the network) or "student_t"; of counts, which are not standardized, "poisson" or
         "negative_binomial", each also after "zero_inflated_" or "hurdle_"; of shares between 0 and
         1 "beta"; "censored_normal", "censored_lognormal" or "censored_weibull" of targets (N, 2),
         value and status, or (N, 3), with upper ends (see ``models.CensoredRegression``).
@@ -172,22 +185,7 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
     log evidence of a Laplace approximation or the bound, in nats, of the standardized target.
     """
 
-    def __init__(
-        self,
-        posterior: str = "laplace",
-        *,
-        hidden: Sequence[int] = (50,),
-        activation: str = "tanh",
-        network: Network | None = None,
-        prior: Any = None,
-        likelihood: str = "normal",
-        steps: int | None = None,
-        options: Mapping[str, Any] | None = None,
-        random_state: Any = None,
-    ) -> None:
-        self.posterior, self.hidden, self.activation = posterior, hidden, activation
-        self.network, self.prior, self.likelihood = network, prior, likelihood
-        self.steps, self.options, self.random_state = steps, options, random_state
+    usual = "normal"
 
     @in_turn
     def fit(self, X: Any, y: Any) -> "BayesianRegressor":
@@ -203,22 +201,22 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
         if task in CENSORED:
             if y.ndim != 2 or y.shape[1] not in (2, 3) or not np.isin(y[:, 1], range(4)).all():
                 raise ValueError(
-                    f"likelihood={self.likelihood!r} needs targets (N, 2), values and status (0 to "
-                    f"3), or (N, 3), with the upper ends of intervals, got shape {y.shape}"
+                    f"likelihood={self._likelihood!r} needs targets (N, 2), values and status (0 "
+                    f"to 3), or (N, 3), with the upper ends of intervals, got shape {y.shape}"
                 )
             values = y[:, 0]
         if task == "times":
             if not (values > 0).all():
-                raise ValueError(f"likelihood={self.likelihood!r} needs values above 0")
+                raise ValueError(f"likelihood={self._likelihood!r} needs values above 0")
             self.sd_ = float(np.exp(np.log(values).mean()))
         elif task in ("regression", "censored"):
             size = float(np.abs(values).max()) or 1.0  # whose square may overflow
             self.mean_ = size * float((values / size).mean())
             self.sd_ = size * float((values / size).std()) or 1.0
         elif task == "count" and ((y < 0).any() or (y != np.round(y)).any()):
-            raise ValueError(f"likelihood={self.likelihood!r} needs counts: 0, 1, 2 and so on")
+            raise ValueError(f"likelihood={self._likelihood!r} needs counts: 0, 1, 2 and so on")
         elif task == "share" and not ((y > 0) & (y < 1)).all():
-            raise ValueError(f"likelihood={self.likelihood!r} needs shares between 0 and 1")
+            raise ValueError(f"likelihood={self._likelihood!r} needs shares between 0 and 1")
         numbers = y[:, ::2] if task in CENSORED else y  # without the status
         numbers -= self.mean_
         numbers /= self.sd_
@@ -263,8 +261,8 @@ class BayesianClassifier(ClassifierMixin, _BayesianNetwork):
     """A classifier by a network with a posterior over its weights.
 
     Arguments and fitted attributes are those of ``BayesianRegressor``; ``likelihood`` is
-    "categorical", or "ordinal" for labels that are ordered numbers. ``classes_`` are the labels in
-    the order of the columns of ``predict_proba``.
+    "categorical" by default, or "ordinal" for labels that are ordered numbers. ``classes_`` are the
+    labels in the order of the columns of ``predict_proba``.
 
     Example::
 
@@ -277,22 +275,7 @@ class BayesianClassifier(ClassifierMixin, _BayesianNetwork):
         ['high', 'low']
     """
 
-    def __init__(
-        self,
-        posterior: str = "laplace",
-        *,
-        hidden: Sequence[int] = (50,),
-        activation: str = "tanh",
-        network: Network | None = None,
-        prior: Any = None,
-        likelihood: str = "categorical",
-        steps: int | None = None,
-        options: Mapping[str, Any] | None = None,
-        random_state: Any = None,
-    ) -> None:
-        self.posterior, self.hidden, self.activation = posterior, hidden, activation
-        self.network, self.prior, self.likelihood = network, prior, likelihood
-        self.steps, self.options, self.random_state = steps, options, random_state
+    usual = "categorical"
 
     @in_turn
     def fit(self, X: Any, y: Any) -> "BayesianClassifier":
@@ -307,7 +290,7 @@ class BayesianClassifier(ClassifierMixin, _BayesianNetwork):
             )
         labels = torch.from_numpy(encoder.transform(y))
         self._task(("classification",))
-        if self.likelihood == "ordinal" and self.classes_.dtype.kind not in "iufb":
+        if self._likelihood == "ordinal" and self.classes_.dtype.kind not in "iufb":
             raise ValueError(
                 "likelihood='ordinal' needs labels that are numbers, which have an order"
             )
@@ -319,7 +302,7 @@ class BayesianClassifier(ClassifierMixin, _BayesianNetwork):
         """Probabilities of the classes, (N, C); of a Laplace approximation in closed form
         (``LinearizedPredictive.probabilities``), of others the mean over the draws."""
         x = self._checked(X)
-        if self.likelihood == "ordinal":
+        if self._likelihood == "ordinal":
             sites, _ = self._predictive.observe(x)
             p = sites["y"].mean.mean(0).numpy()
         else:

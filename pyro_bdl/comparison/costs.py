@@ -92,18 +92,12 @@ def seconds(costs: Costs, posterior: Any) -> float | None:
 
 
 @metric("ELBO", "costs", digits=4, error=True)
-def elbo(costs: Costs, posterior: Any) -> float | None:
+def elbo(costs: Costs, posterior: Any) -> tuple[float | None, float | None]:
     """Evidence lower bound at temperature 1, in nats: a lower bound of the log evidence of the
     program, with the same prior in every row, on the training data as it sees them; larger is
     better. With its standard error over the draws. Of a Laplace approximation it is the bound of
     its Gaussian through the network, not of the linear model."""
-    return costs.elbo
-
-
-@metric("", "costs")
-def elbo_se(costs: Costs, posterior: Any) -> float | None:
-    """The standard error of ``elbo``, without a column."""
-    return costs.elbo_error
+    return costs.elbo, costs.elbo_error
 
 
 @cost("log evid.", "costs", digits=4)
@@ -283,17 +277,11 @@ def modes(samples: Samples) -> int | None:
 
 
 @chains("prior sens.", "sensitivity", error=True)
-def prior_sensitivity(latent: str, row: Mapping[str, Any]) -> float:
+def prior_sensitivity(latent: str, row: Mapping[str, Any]) -> tuple[float, float]:
     """How fast the named latent that moves most does so as the prior of all that depends on no
     other latent is raised to a power, by ``diagnostics.prior_sensitivity`` on the training data;
     above 0.05 the answer depends on the prior."""
-    return float(row["prior"])
-
-
-@chains("", "sensitivity")
-def prior_sensitivity_se(latent: str, row: Mapping[str, Any]) -> float:
-    """The standard error of ``prior_sensitivity`` over the draws, without a column."""
-    return float(row["prior_se"])
+    return row["prior"], row["prior_se"]
 
 
 @chains("of", "sensitivity", style="text")

@@ -8,7 +8,6 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from pyro_bdl.comparison.networks import Members
 from pyro_bdl.comparison.observe import Block, PredictiveDraws, check_draws, known_block, observe
 from pyro_bdl.comparison.scores import SCORES, Score, separation
 from pyro_bdl.comparison.setting import Setting, regions, spaced
-from pyro_bdl.diagnostics.summary import listed_sites
+from pyro_bdl.diagnostics.summary import listed_sites, names_of_numbers
 from pyro_bdl.errors import UnsupportedProgramError, UnusableDrawsError, warn
 from pyro_bdl.guides.draws import (
     DRAWS_AT_ONCE,
@@ -332,9 +331,8 @@ class _Draws:
         values = predictive.latents() if samples is None else samples.flat()
         numbers, names = [], []
         for site in chosen:
-            shape = values[site].shape[1:]
             numbers.append(values[site].reshape(len(values[site]), -1))
-            names += [f"{site}{list(index) if index else ''}" for index in np.ndindex(*shape)]
+            names += names_of_numbers(site, values[site].shape[1:])
         places = spaced(len(names))
         kept = torch.cat(numbers, 1)[:, places.to(numbers[0].device)]
         named = tuple(names[place] for place in places.tolist())

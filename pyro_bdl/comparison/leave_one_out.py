@@ -128,20 +128,14 @@ number = partial(metric, of="loo", group=GROUP)
 
 
 @number("elpd", digits=4, error=True)
-def elpd_loo(left_out: LeftOut | None, by: str) -> float | None:
+def elpd_loo(left_out: LeftOut | None, by: str) -> tuple[float, float] | None:
     """Expected log predictive density of the training data, each left out in turn, summed, in nats
     as the program sees them, with its standard error over data and draws; larger is better. Values
     that PSIS-LOO does not support are withheld, for the reason beside them."""
-    return None if left_out is None or _withheld(left_out, by) else left_out.elpd
-
-
-@number("")
-def elpd_loo_se(left_out: LeftOut | None, by: str) -> float | None:
-    """The standard error of ``elpd_loo``, without a column."""
     if left_out is None or _withheld(left_out, by):
         return None
     over_data = left_out.total_se if isinstance(left_out, SubsampledLOO) else left_out.se
-    return math.hypot(over_data, left_out.draws_se)
+    return left_out.elpd, math.hypot(over_data, left_out.draws_se)
 
 
 @number("high k")

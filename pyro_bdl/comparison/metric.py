@@ -37,14 +37,15 @@ class Metric:
     :param key: name of the number in the rows and in CSV files.
     :param title: heading of its column; empty for a number that only verdicts use.
     :param help: one or two sentences on the number's meaning and units.
-    :param function: from the inputs to a number, a scalar tensor or a text; None if it is unknown.
+    :param function: from the inputs to a number, a scalar tensor or a text, or a number with its
+        error; None if it is unknown.
     :param of: name of the inputs; its module lists them. If they are not known, the number is left
         out. Empty for a number that is made elsewhere.
     :param group: heading of the group of its column.
     :param detail: whether the column is a further one.
     :param task: ``"regression"`` or ``"classification"``; None for both.
     :param style: style of the column, see ``Column``; ``digits`` are its digits.
-    :param error: whether the rows hold its Monte Carlo error, under ``key_se``. Distances only.
+    :param error: whether the rows hold its error, under ``key_se``.
     :param over_points: for a score that is a mean over the test points: ``"mean"``, ``"share"`` for
         the mean of zeros and ones, or ``"root"`` for the square root of a mean. The function then
         returns the value of each point, ``(N, ...)``; the rows hold the standard error over points
@@ -121,7 +122,11 @@ def measure(metrics: Iterable[Metric], task: str, inputs: Inputs) -> dict[str, A
     Those that are means over the test points come from ``measure_points``.
     """
     known = (m for m in of_task(metrics, task) if m.of in inputs and not m.over_points)
-    values = {m.key: m.function(*inputs[m.of]) for m in known}
+    values: dict[str, Any] = {}
+    for one in known:
+        found = one.function(*inputs[one.of])
+        number, error = found if isinstance(found, tuple) else (found, None)
+        values |= {one.key: number, f"{one.key}_se": error}
     return {
         key: value if isinstance(value, str | int) else float(value)
         for key, value in values.items()

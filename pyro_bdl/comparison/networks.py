@@ -20,7 +20,7 @@ from pyro_bdl.nn.bayesian import bayesianize
 from pyro_bdl.predictive.observations import ClosedPredictions, Predictions, SitePredictions
 from pyro_bdl.predictive.predictor import predictor
 from pyro_bdl.program.batches import leading_size
-from pyro_bdl.program.linear_ops.probabilities import Probabilities
+from pyro_bdl.program.linear_ops.tracker import Probabilities
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.one_thread import OneThread
 from pyro_bdl.utils.precision import double

@@ -258,16 +258,10 @@ def confidence(mean: Tensor, y: Tensor) -> Tensor:
 
 
 @calibration("temperature", "predictions", error=True)
-def temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> float:
+def temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> tuple[float, float]:
     """T of the best likelihood on the test data: class probabilities to the power 1 / T, or T times
     the predictive variance; above 1 the posterior is overconfident. With its standard error."""
-    return best_temperature(mean, variance, y)[0]
-
-
-@calibration("", "predictions")
-def temperature_se(mean: Tensor, variance: Tensor | None, y: Tensor) -> float:
-    """The standard error of T."""
-    return best_temperature(mean, variance, y)[1]
+    return best_temperature(mean, variance, y)
 
 
 @calibration("mean NLL", "density", over_points="mean")

@@ -99,11 +99,7 @@ class Summary:
                 rows[name] = [_shown(value, form) for value in rows[name]]
             rows["worst"] = [_shortened(place, 16) for place in rows["worst"]]
             rows = rows.rename(columns=_PRINTED, index=_shortened)
-            lines += [
-                rows.to_string(),
-                "R-hat and ESS of many numbers: median, quantile, worst",
-                "",
-            ]
+            lines += [rows.to_string(), _MANY, ""]
         lines.append(f"high: R-hat above {self.rhat_limit:.4g}; low: ESS below {self.ess_limit:g}")
         last = self.table.iloc[-1]
         if last["no_rhat"]:

@@ -15,7 +15,7 @@ from pyro_bdl.distributions.copies import point_of
 from pyro_bdl.distributions.parameters import base_distribution, parameters_of
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.program.layout import NEW_ROWS, Latent, describe_mismatch, shape_mismatches
+from pyro_bdl.program.layout import NEW_ROWS, OTHER_ROWS, Latent, other_program
 from pyro_bdl.program.program import Program, SiteShape, site_shapes
 from pyro_bdl.program.samples import Samples, as_tensor, is_numpyro_mcmc
 from pyro_bdl.program.saved import check_same, described_program
@@ -340,11 +340,9 @@ def check_sites(latents: Mapping[str, Latent], draws: Mapping[str, Tensor]) -> N
 
 
 def _refuse(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> None:
-    found = shape_mismatches(expected, given)
-    if found:
-        source = describe_mismatch(expected, given)
-        advice = f": {NEW_ROWS}" if "rows" in source else ""
-        raise ValueError(f"the posterior is of {source} ({found}){advice}")
+    if source := other_program(expected, given):
+        advice = f": {NEW_ROWS}" if OTHER_ROWS in source else ""
+        raise ValueError(f"the posterior is of {source}{advice}")
 
 
 def check_program(model: Callable, posterior: Any) -> None:

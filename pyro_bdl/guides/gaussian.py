@@ -21,7 +21,6 @@ from pyro_bdl.curvature.hyperparameters import (
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision, slope_of_prior
 from pyro_bdl.curvature.structures.base import Curvature, Precision
-from pyro_bdl.distributions.parameters import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.held_out import HeldOutGain, is_worse_than_network, search
@@ -406,19 +405,8 @@ def _restore(guide: LaplaceGuide, saved: Mapping[str, Any]) -> None:
     guide.held_out = None if saved["held_out"] is None else HeldOutGain(**saved["held_out"])
     guide._priors = replaced_priors(guide.program_modules)
     reading = guide.read()
-    _convert_noise(guide, reading)
     guide._in_likelihood = _likelihood_parameters(reading)
     guide.refresh(reading)
-
-
-def _convert_noise(guide: LaplaceGuide, reading: ParameterReading) -> None:
-    """Take the noise of the fit from a file of an earlier version, which holds that of each of a
-    few rows."""
-    before, noise = guide.reference_noise, reading.noise
-    if before is not None and before.dim() and noise is not None and noise.value is not None:
-        scale: Any = base_distribution(noise.site.distribution)
-        ratio = (before / scale.scale).square().mean().sqrt()
-        guide.reference_noise = (ratio * noise.value).detach()
 
 
 def refuse_subsampled(source: Guide) -> None:

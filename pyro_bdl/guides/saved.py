@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from pyro_bdl.errors import ArgumentError, warn
 from pyro_bdl.program.batches import Batch
-from pyro_bdl.program.layout import Layout, describe_mismatch, shape_mismatches
+from pyro_bdl.program.layout import Layout, other_program
 from pyro_bdl.program.samples import SAVED_KIND as SAMPLES_KIND
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.saved import (
-    LOG_DENSITY,
     check_same,
     check_sites,
     described_program,
@@ -66,9 +65,11 @@ class SavedGuide(nn.Module):
         if theirs is None or theirs == ours:
             return
         shapes = [{name: torch.Size(shape) for name, shape, _ in sites} for sites in (ours, theirs)]
-        found = shape_mismatches(*shapes) or "its sites have another order or other supports"
+        source = other_program(*shapes) or (
+            "another program (its sites have another order or other supports)"
+        )
         raise RuntimeError(
-            f"the state of {type(self).__name__} is of {describe_mismatch(*shapes)} ({found}): "
+            f"the state of {type(self).__name__} is of {source}: "
             "load it into a guide for the program that it was saved from"
         )
 
@@ -205,8 +206,7 @@ def load_posterior(path: str | Path, model: Callable) -> Any:
     if kind_of_file(path) == SAMPLES_KIND:
         return _loaded_samples(Samples.load(path), model)
     tree = load_tree(path, kind=SAVED_KIND)
-    program = tree["program"] if "batch" not in tree else _as_described(tree)
-    with taking_up(model, program) as (_, program):
+    with taking_up(model, tree["program"]) as (_, program):
         guide = restored(model, tree["guide"], program["batch"])
         if program["statements"]:
             check_same(model, program, guide.require_layout().constrain(guide.location())[0])
@@ -244,17 +244,6 @@ def _loaded_samples(samples: Samples, model: Callable) -> Samples:
         check_same(model, tree, tree["point"])
     like = next(iter(tree["point"].values()))
     return samples.to(like.device)
-
-
-def _as_described(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The program of a file of an earlier version, as ``described_program`` makes it: with the
-    state of one module, and of each site the log density alone."""
-    return {
-        "states": [] if tree["program"] is None else [tree["program"]],
-        "parameters": {},
-        "batch": tree["batch"],
-        "statements": {name: {LOG_DENSITY: v} for name, v in tree["densities"].items()},
-    }
 
 
 def restored(model: Callable, saved: Mapping[str, Any], batch: Batch) -> Any:

@@ -15,7 +15,7 @@ from torch.distributions import Distribution
 from pyro_bdl.errors import warn
 from pyro_bdl.program.batches import as_dicts, leading_size
 from pyro_bdl.program.gaussian_prior import TaskPrior
-from pyro_bdl.program.linear_ops.probabilities import Probabilities
+from pyro_bdl.program.linear_ops.tracker import Probabilities
 from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.trace import prior_factor

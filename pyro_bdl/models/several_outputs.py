@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from pyro_bdl.models.base import ObservationModel, floating, selected
-from pyro_bdl.program.linear_ops.probabilities import Probabilities
+from pyro_bdl.program.linear_ops.tracker import Probabilities
 
 
 class MultiOutput(ObservationModel):

@@ -91,10 +91,12 @@ class Latent:
         return self.unconstrained_shape.numel()
 
 
-def shape_mismatches(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> str:
-    """A description of the differences between the sites of two programs, in names and shapes.
+def other_program(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> str:
+    """Where sites that are not those of a program come from, with the differences in names and
+    shapes: "another program (no value for: 'weight')".
 
-    It is empty if there are none.
+    It is empty if there are none. Sites in a plate of the data have a row for each datum, so that
+    the same program has other shapes for other data.
 
     :param expected: site -> shape in the program.
     :param given: site -> shape in the other program.
@@ -111,23 +113,22 @@ def shape_mismatches(expected: Mapping[str, torch.Size], given: Mapping[str, tor
         ("sites that the program does not have", surplus),
         ("other shapes", differing),
     )
-    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds if names)
+    found = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds if names)
+    same_axes = (
+        not missing
+        and not surplus
+        and all(len(given[name]) == len(shape) for name, shape in expected.items())
+    )
+    source = f"another program{OTHER_ROWS if same_axes else ''}"
+    return f"{source} ({found})" if found else ""
 
 
+OTHER_ROWS = ", or of data with another number of rows"
 NEW_ROWS = (
     "local latents belong to the rows that they were inferred from; those of new rows come from an "
     "encoder (guides.AutoAmortized) or from their prior, by Predictive(model, draws) with a "
     "dict of draws of the other sites alone"
 )
-
-
-def describe_mismatch(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> str:
-    """Where sites with these differences come from: sites in a plate of the data have a row for
-    each datum, so that the same program has other shapes for other data."""
-    same = expected.keys() == given.keys() and expected != given
-    if same and all(len(given[name]) == len(shape) for name, shape in expected.items()):
-        return "another program, or of data with another number of rows"
-    return "another program"
 
 
 class Layout:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_bdl.distributions.parameters import has_masks, is_known, parameters_of
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.program.batches import Batch, as_dicts, leading_size
+from pyro_bdl.program.batches import NOT_ON_SOME, Batch, as_dicts, leading_size
 from pyro_bdl.program.check import on_whole_data, without_handlers
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
@@ -231,7 +231,7 @@ class AllRows:
             yield
         except (UnsupportedProgramError, torch.OutOfMemoryError):
             raise
-        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
+        except NOT_ON_SOME as error:
             self.again()  # which raises what is wrong with all rows too
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             self.refuse(f"it cannot run on one ({reason})", error)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pyro_bdl.distributions.parameters import is_known, parameters_of
 from pyro_bdl.program.batches import NOT_ON_SOME, Batch, has_rows, leading_size, select_rows
 from pyro_bdl.program.check import without_handlers
-from pyro_bdl.program.layout import describe_mismatch, shape_mismatches
+from pyro_bdl.program.layout import other_program
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.rows import differing_prior
 from pyro_bdl.program.trace import Run, placeholder_for_observed, record
@@ -154,15 +154,13 @@ def check_same(
         if saved is None or here is None:
             where = "only in the program of the file" if here is None else "only in this one"
             raise RuntimeError(f"the posterior is of another program: the site '{site}' is {where}")
-        scaled = (
-            torch.equal(saved[_FACTOR].cpu(), here[_FACTOR].cpu()) if _FACTOR in saved else True
-        )
+        scaled = torch.equal(saved[_FACTOR].cpu(), here[_FACTOR].cpu())
         left_out = set() if factors else {_FACTOR} if scaled else {_FACTOR, LOG_DENSITY}
         for name, value in saved.items():
             if name in left_out:
                 continue
             slack = _SLACK
-            if isinstance(value, Tensor) and tree.get("device") == value.device.type:
+            if isinstance(value, Tensor) and tree["device"] == value.device.type:
                 slack = _SLACKS.get(value.dtype, _SLACK)
             found = _difference(value, here.get(name), saved.get("scale", 1.0), slack)
             if found:
@@ -180,11 +178,9 @@ def check_sites(program: Program, latents: Mapping[str, Tensor]) -> None:
     """
     theirs = {name: value.shape for name, value in latents.items()}
     ours = {name: latent.shape for name, latent in program.latents.items()}
-    found = shape_mismatches(ours, theirs)
-    if found:
+    if source := other_program(ours, theirs):
         raise RuntimeError(
-            f"the draws are of {describe_mismatch(ours, theirs)} ({found}): load them with the "
-            "program that they are of"
+            f"the draws are of {source}: load them with the program that they are of"
         )
 
 

@@ -240,7 +240,7 @@ class Descent:
                 check_data(self.objective.model, self.objective.guide, *batch)
         return None, batch
 
-    def _rows_of(self, rows: Tensor | None) -> tuple:
+    def _rows_of(self, rows: Tensor | slice | None) -> tuple:
         return self.args if rows is None else tuple(select_rows(value, rows) for value in self.args)
 
     def _largest_gradient(self, loss: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ from pyro_bdl.elbo.step import Terms
 from pyro_bdl.elbo.tempered import TemperedTrace_ELBO
 from pyro_bdl.errors import FailedStepError, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.program.batches import as_dicts, select_rows
 from pyro_bdl.tracing.compiled import split
 from pyro_bdl.tracing.jax.ops.registry import aten
 from pyro_bdl.tracing.jax.translate import KEYS, loss_to_jax, shared
@@ -258,7 +257,7 @@ class JaxDescent(Descent):
         self._update = self._supported()
         rows = self.batches.size if self.batches.size < self.batches.rows else None
         whole = split(self.args, {})
-        first = self.args if rows is None else _some(self.args, slice(rows))
+        first = self.args if rows is None else self._rows_of(slice(rows))
         example = split(first, {})
         self._cut = [
             a.shape != b.shape for a, b in zip(whole.tensors, example.tensors, strict=True)
@@ -449,8 +448,7 @@ class JaxDescent(Descent):
         if self._pure:
             return
         for indices in rows:
-            args = self.args if indices is None else _some(self.args, indices)
-            if not self._bound.check_rows(model, guide, args, {}):
+            if not self._bound.check_rows(model, guide, self._rows_of(indices), {}):
                 return
 
     def inputs(self, number: int, rows: list[Tensor | None]) -> tuple:
@@ -608,10 +606,6 @@ def _numbers_in(modules: Modules) -> dict[tuple[nn.Module, str], Any]:
         for name, value in vars(module).items()
         if isinstance(value, bool | int | float | str)
     }
-
-
-def _some(args: tuple, rows: slice | Tensor) -> tuple:
-    return tuple(select_rows(as_dicts(value), rows) for value in args)
 
 
 def _array(tensor: Tensor) -> np.ndarray:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import (  # noqa: F401
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from pyro_bdl.utils.trees import tree_leaves
+from pyro_bdl.utils.trees import tensors_in
 
 without_modes = _disable_current_modes
 _aten: Any = torch.ops.aten
@@ -46,15 +46,11 @@ class Origins(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        read = [] if func.overloadpacket in _SHAPES_ALONE else _tensors((args, kwargs))
+        read = [] if func.overloadpacket in _SHAPES_ALONE else tensors_in((args, kwargs))
         found = frozenset[int]().union(*map(self.of, read))
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self._known[_memory(tensor)] = tensor, found
         return result
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _memory(tensor: Tensor) -> tuple[str, int]:

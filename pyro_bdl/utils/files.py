@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from pyro_bdl.utils.trees import equal_numbers
+
 _SAME = 1e-4  # relative: sums in float32 depend on the number of threads
 
 
@@ -55,7 +57,8 @@ def require_same(place: str, saved: Mapping[str, Any], ours: Mapping[str, Any]) 
     for name in {**saved, **ours}:
         theirs, own = saved.get(name), ours.get(name)
         if isinstance(own, np.ndarray | Tensor):
-            if theirs is None or not _equal(np.asarray(theirs), np.asarray(own)):
+            # copies: torch warns of arrays that are read-only
+            if theirs is None or not equal_numbers(np.array(theirs), np.array(own), _SAME):
                 raise ValueError(
                     f"{place} is of another run (its {name} differ): it belongs to another "
                     "program, other data or other starts; give the same, or name another place"
@@ -65,12 +68,3 @@ def require_same(place: str, saved: Mapping[str, Any], ours: Mapping[str, Any]) 
                 f"{place} is of a run with {name}={theirs!r}, and this one has {name}={own!r}: "
                 "give the same, or name another place"
             )
-
-
-def _equal(theirs: np.ndarray, own: np.ndarray) -> bool:
-    if theirs.shape != own.shape:
-        return False
-    scale = np.abs(own[np.isfinite(own)]).max(initial=0.0)
-    with np.errstate(invalid="ignore"):
-        near = (theirs == own) | (np.abs(theirs - own) <= _SAME * scale)
-    return bool((near | (np.isnan(theirs) & np.isnan(own))).all())

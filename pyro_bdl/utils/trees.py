@@ -54,13 +54,20 @@ def equal_trees(one: Any, other: Any) -> bool:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return type(one) is type(other) and bool(one == other)
-    if one.shape != other.shape:
-        return False
-    a, b = (value.detach().to("cpu", torch.float64) for value in (one, other))
-    size = float(b.nan_to_num().abs().max()) if b.numel() else 0.0
-    return bool(torch.isclose(a, b, rtol=0.0, atol=_ROUNDING * size, equal_nan=True).all())
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return equal_numbers(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def equal_numbers(one: Any, other: Any, rounding: float = _ROUNDING) -> bool:
+    """Return whether two tensors or arrays hold the same numbers up to rounding, relative to the
+    largest finite one of ``other``; infinities and NaN are equal to such."""
+    a, b = (torch.as_tensor(v, device="cpu").detach().double() for v in (one, other))
+    size = b.where(b.isfinite(), 0.0).abs().max() if b.numel() else 0.0
+    close = a.shape == b.shape and torch.isclose(
+        a, b, rtol=0.0, atol=rounding * float(size), equal_nan=True
+    )
+    return bool(torch.as_tensor(close, device="cpu").all())
 
 
 def constants_of(leaves: Iterable[Any]) -> tuple[tuple[type, Any] | None, ...]:

@@ -281,7 +281,7 @@ def test_the_same_seed_gives_the_same_table_and_details_are_printed_when_asked_f
         ("--example breast-cancer --likelihood student_t", "is of a regression, and diagnosis is"),
         ("--example diabetes --folds 500 --max-tree-depth 1", "'--folds': Input should be less"),
         ("--repeats 2", "--repeats is of use with --folds only"),
-        ("--prior-gain -1", "gain must be a positive"),
+        ("--prior-gain -1", "gain must be positive"),
         ("--guides map,foo", "unknown posterior 'foo'"),
         ("--guides ,", "--guides: name at least one posterior"),
         ("--hidden 5,x", "'--hidden': give numbers of units such as 50"),

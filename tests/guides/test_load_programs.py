@@ -11,7 +11,6 @@ from pyro.nn import PyroModule, PyroParam
 from torch import nn
 
 import pyro_bdl as bdl
-from pyro_bdl.utils.tensor_file import load_tree, save_tree
 
 # statistics of the network that they start from
 pytestmark = pytest.mark.filterwarnings("ignore:.*#batchnorm")
@@ -253,7 +252,7 @@ def test_another_program_is_refused_and_stays(change, kind, tmp_path):
 
 
 def test_draws_without_their_program(tmp_path):
-    """As in files of earlier versions: they load, and a warning says what is missing."""
+    """They load, and a warning says what is missing."""
     model = regression(net(), where="2.*")
     draws = {
         name: torch.randn(1, 4, *v.shape) for name, v in bdl.Program(model, X, Y).initial.items()
@@ -289,23 +288,6 @@ def test_a_guide_without_options_is_told_to_have_them(tmp_path):
     path = Needy(model, width=2).prototype(X, Y).save(tmp_path / "guide")
     with pytest.raises(bdl.errors.ArgumentError, match=r"argument 'width'.*options\(\)"):
         bdl.load_posterior(path, model)
-
-
-def test_a_guide_in_a_file_of_an_earlier_version(tmp_path):
-    """Such a file has the state of one module, and of each site the log density alone."""
-    model = trained(regression(net(), where="2.*"))
-    guide = _moved(bdl.guides.AutoMeanField(model))
-    path = guide.save(tmp_path / "guide")
-    tree = load_tree(path, kind="posterior")
-    held = tree["program"]
-    densities = {name: float(parts["log density"]) for name, parts in held["statements"].items()}
-    old = {"program": held["states"][0], "batch": held["batch"], "densities": densities}
-    save_tree(path, {"guide": tree["guide"], **old}, kind="posterior")
-    again = regression(net(), where="2.*")
-    assert torch.equal(bdl.load_posterior(path, again).location(), guide.location())
-    assert torch.equal(again.network.network[0].weight, model.network.network[0].weight)
-    with pytest.raises(RuntimeError, match="log density of the site 'y'"):
-        bdl.load_posterior(path, regression(net(), where="2.*", noise=3.0))
 
 
 @pytest.mark.parametrize("kind", ["MAP", "draws"])

@@ -45,10 +45,7 @@ class StochasticKernel(Options):
     def size(self, step: int) -> float:
         if not callable(self.step_size):
             return self.step_size
-        size = self.step_size(step)
-        if not 0 < size < float("inf"):
-            raise ValueError(f"step_size must be positive and finite, got {size} at step {step}")
-        return size
+        return positive(self.step_size(step), f"step_size at step {step}")
 
     def explores(self, step: int) -> bool:
         explores = getattr(self.step_size, "explores", None)

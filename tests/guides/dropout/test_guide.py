@@ -258,7 +258,7 @@ def test_where_the_improper_prior_is_refused(net, scale_free, data):
         ({"sites": []}, ValueError, "at least one name of a weight"),
         ({"sites": 3}, TypeError, "sites must be .*names of weights, got 3"),
         ({"sites": [3]}, TypeError, "by its name or a pattern, got int"),
-        ({"mask": "unit"}, ValueError, "mask must be 'units' or 'weights', got 'unit'"),
+        ({"mask": "unit"}, ValueError, "mask must be one of 'units', 'weights', got 'unit'"),
         ({"noise": 0.3}, TypeError, "noise must be"),
     ],
 )

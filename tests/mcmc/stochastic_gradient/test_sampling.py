@@ -399,7 +399,12 @@ def own_data():
     [
         ((X, Y), {"step_size": 0.0}, ValueError, "step_size must be positive and finite, got 0"),
         ((X, Y), {"step_size": math.nan}, ValueError, "step_size must be positive"),
-        ((X, Y), {"step_size": lambda step: -1.0}, ValueError, "got -1.0 at step 0"),
+        (
+            (X, Y),
+            {"step_size": lambda step: -1.0},
+            ValueError,
+            "step_size at step 0 must be positive",
+        ),
         ((X, Y), {"temperature": 0.0}, ValueError, "temperature must be a positive"),
         ((X, Y), {"num_samples": 0}, ValueError, "num_samples must be at least 1"),
         ((X, Y), {"num_samples": 10**13}, MemoryError, "keep fewer draws"),
