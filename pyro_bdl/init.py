@@ -14,7 +14,7 @@ from pyro_bdl.distributions.copies import is_improper
 from pyro_bdl.program.layout import transform_of_latent
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY
 from pyro_bdl.program.supports import feasible_value
-from pyro_bdl.utils.validation import positive
+from pyro_bdl.utils.validation import real_number
 
 __all__ = [
     "init_afresh",
@@ -107,7 +107,7 @@ def relative_scale(delta: float = 0.1, floor: float = 1e-3) -> Callable[[Tensor]
     :raises ValueError: for a number that is not positive and finite.
     """
     for name, value in (("delta", delta), ("floor", floor)):
-        positive(value, name)
+        real_number(value, name)
     return functools.partial(_relative_scale, delta, floor)
 
 

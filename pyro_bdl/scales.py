@@ -16,7 +16,7 @@ from torch.distributions import Distribution, constraints
 from pyro_bdl.distributions.copies import moved_like
 from pyro_bdl.program.trace import prior_factor
 from pyro_bdl.utils.module_state import device_of
-from pyro_bdl.utils.validation import positive
+from pyro_bdl.utils.validation import real_number
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def checked(value: Scale, argument: str) -> Scale:
             f"{argument} must be a number, a PyroParam or a distribution, "
             f"got {type(value).__name__}"
         )
-    return value if isinstance(value, Distribution) else positive(value, argument)
+    return value if isinstance(value, Distribution) else real_number(value, argument)
 
 
 def on_device(module: nn.Module, declaration: PyroParam) -> PyroParam:

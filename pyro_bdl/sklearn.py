@@ -26,7 +26,7 @@ from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.one_thread import in_turn
 from pyro_bdl.utils.random_state import seeded
-from pyro_bdl.utils.validation import check_choice, whole_number
+from pyro_bdl.utils.validation import one_of, whole_number
 
 __all__ = ["BayesianClassifier", "BayesianRegressor"]
 
@@ -65,7 +65,7 @@ class _BayesianNetwork(BaseEstimator):
         :raises ValueError: for the likelihood of another one.
         """
         known = [name for name, kind in LIKELIHOODS.items() if kind.task in tasks]
-        check_choice(self._likelihood, "likelihood", known)
+        one_of(self._likelihood, "likelihood", known)
         return LIKELIHOODS[self._likelihood].task
 
     def _fit(self, x: np.ndarray, y: Tensor, classes: int = 0) -> None:

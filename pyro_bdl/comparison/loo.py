@@ -29,7 +29,7 @@ from pyro_bdl.utils.jobs import Job, results_of
 from pyro_bdl.utils.module_state import device_of, evaluation_mode
 from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import seeded
-from pyro_bdl.utils.validation import check_choice
+from pyro_bdl.utils.validation import one_of
 
 _FACTOR = "loo_mixture"
 
@@ -138,7 +138,7 @@ def loo(
         hold several data.
     :warns BdlWarning: if a k-hat lies above ``good_k``.
     """
-    check_choice(method, "method", ("psis", "moment_matching"))
+    one_of(method, "method", ("psis", "moment_matching"))
     if isinstance(model, _LooMixture) and method != "psis":
         raise ValueError(f"method={method!r} is of draws of the posterior, not of loo_mixture")
     own = model.model if isinstance(model, _LooMixture) else model

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_bdl.errors import warn
 from pyro_bdl.utils.precision import double
-from pyro_bdl.utils.validation import check_choice
+from pyro_bdl.utils.validation import one_of
 
 Task = Literal["regression", "classification", "count", "share", "censored", "times"]
 # The network's output in words, for tasks whose targets are on another scale.
@@ -159,8 +159,8 @@ def prepare(
         fraction outside (0, 1); a status that is none, or an interval without an upper end.
     """
     y, dtype = np.asarray(y), torch.get_default_dtype()
-    check_choice(task, "task", (None, *get_args(Task)))
-    check_choice(impute, "impute", (None, *get_args(Imputer)))
+    one_of(task, "task", (None, *get_args(Task)))
+    one_of(impute, "impute", (None, *get_args(Imputer)))
     known = None
     if task in CENSORED:
         y, known = _known(y, target_name)

@@ -13,7 +13,7 @@ from pyro_bdl.data.dataset import Dataset, quoted
 from pyro_bdl.nn import bayesianize
 from pyro_bdl.priors import FanIn
 from pyro_bdl.utils.memory import available_memory
-from pyro_bdl.utils.validation import check_choice
+from pyro_bdl.utils.validation import one_of
 
 Activation = Literal["tanh", "relu", "silu"]
 Likelihood = Literal[
@@ -125,7 +125,7 @@ def perceptron(
     :param dtype: of the weights; by default torch's default.
     :raises ValueError: for another activation.
     """
-    check_choice(activation, "activation", _ACTIVATIONS)
+    one_of(activation, "activation", _ACTIVATIONS)
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(sizes):
         layers += [nn.Linear(before, after, dtype=dtype), _ACTIVATIONS[activation]()]

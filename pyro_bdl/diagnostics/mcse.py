@@ -8,7 +8,7 @@ from torch import Tensor
 from pyro_bdl.diagnostics.blocks import map_blocks, split_chains
 from pyro_bdl.diagnostics.ess import ess_below, ess_of_chains, has_nan, squared_deviations
 from pyro_bdl.diagnostics.rank import quantile_of_sorted, sort
-from pyro_bdl.utils.validation import check_choice
+from pyro_bdl.utils.validation import one_of
 
 _KINDS = ("mean", "sd", "median", "quantile")
 _ONE_SIGMA = (0.1586553, 0.8413447)  # Phi(-1) and Phi(1), with ArviZ's digits
@@ -41,7 +41,7 @@ def mcse(
     Source: Vehtari et al. (2021), Rank-normalization, folding, and localization, sections 3 and
     4.4; for the sd, the delta method on the variance. Equal to ``arviz.mcse`` of 1.x.
     """
-    check_choice(kind, "kind", _KINDS)
+    one_of(kind, "kind", _KINDS)
     if (prob is not None) != (kind == "quantile") or not (prob is None or 0 <= prob <= 1):
         need = "a level between 0 and 1 as" if kind == "quantile" else "no"
         raise ValueError(f"kind={kind!r} takes {need} prob, got {prob}")

@@ -19,7 +19,7 @@ from pyro_bdl.tracing.step import BACKENDS, Outcome
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.precision import castings
-from pyro_bdl.utils.validation import check_choice, check_temperature, whole_number
+from pyro_bdl.utils.validation import one_of, check_temperature, whole_number
 
 
 class CompiledELBO(TemperedTrace_ELBO):
@@ -79,7 +79,7 @@ class CompiledELBO(TemperedTrace_ELBO):
                 "bound must be TemperedTraceMeanField_ELBO or TemperedTrace_ELBO, got "
                 f"{getattr(bound, '__name__', bound)}: use that one uncompiled"
             )
-        check_choice(backend, "backend", BACKENDS)
+        one_of(backend, "backend", BACKENDS)
         max_graphs = whole_number(max_graphs, "max_graphs")
         self.closed_forms = bound.closed_forms
         super().__init__(temperature, num_particles, **options)

@@ -6,7 +6,7 @@ from pyro_bdl.estimators.dropout import per_example_dropout
 from pyro_bdl.estimators.flipout import flipout
 from pyro_bdl.estimators.local_reparameterization import local_reparameterization
 from pyro_bdl.estimators.per_datum import PerDatum
-from pyro_bdl.utils.validation import check_choice
+from pyro_bdl.utils.validation import one_of
 
 _BY_NAME: dict[str, Callable[[], PerDatum]] = {
     "local_reparameterization": local_reparameterization,
@@ -22,5 +22,5 @@ def as_estimator(estimator: str | PerDatum | None) -> PerDatum | None:
     """
     if estimator is None or isinstance(estimator, PerDatum):
         return estimator
-    check_choice(estimator, "estimator", (None, *_BY_NAME))
+    one_of(estimator, "estimator", (None, *_BY_NAME))
     return _BY_NAME[estimator]()

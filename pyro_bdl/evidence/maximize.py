@@ -29,7 +29,7 @@ from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import placeholder_for_observed, record
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import progress_bar
-from pyro_bdl.utils.validation import check_choice
+from pyro_bdl.utils.validation import one_of
 
 _SHOWN = 6  # groups in the warning
 METHODS = ("fixed-point", "gradient")
@@ -191,7 +191,7 @@ def maximize(
     :raises NotImplementedError: with ``linearized=True``, for observations that are not made of
         tensors.
     """
-    check_choice(method, "method", METHODS)
+    one_of(method, "method", METHODS)
     reading = read_guide(guide)
     if not followed(reading):
         if reading.in_likelihood:

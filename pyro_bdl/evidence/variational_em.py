@@ -28,7 +28,7 @@ from pyro_bdl.training.descent import Descent
 from pyro_bdl.training.svi import BACKENDS, in_backend
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 from pyro_bdl.utils.progress import is_silent
-from pyro_bdl.utils.validation import check_choice
+from pyro_bdl.utils.validation import one_of
 
 _DRAWS = 32
 _CHUNK = 8
@@ -72,7 +72,7 @@ def variational_em(
     :raises ValueError: if the program has no parameter of its own.
     :raises FailedStepError: for a loss or gradient that is not finite.
     """
-    check_choice(backend, "backend", BACKENDS)
+    one_of(backend, "backend", BACKENDS)
     batches, elbo = Batches(data), elbo or TemperedTraceMeanField_ELBO()
     require_differentiable(elbo)
     args, kwargs = batches.first()

@@ -15,7 +15,7 @@ from pyro_bdl.guides.normal import LowRankNormal
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils import bibliography
-from pyro_bdl.utils.validation import positive
+from pyro_bdl.utils.validation import real_number
 
 
 class AutoLowRank(LowRankNormal):
@@ -60,7 +60,7 @@ class AutoLowRank(LowRankNormal):
             raise TypeError(f"rank must be a whole number, got {rank!r}")
         if rank < 1:
             raise ValueError(f"rank must be at least 1, got {rank}: without one use AutoMeanField")
-        positive(init_scale, "init_scale")
+        real_number(init_scale, "init_scale")
         super().__init__(model, **options)
         self.rank, self.init_scale = rank, init_scale
 

@@ -17,7 +17,7 @@ from pyro_bdl.program.gaussian_prior import GaussianPrior, MatrixBlock, NormalBl
 from pyro_bdl.program.layout import Latent, Layout, marginal
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils import bibliography
-from pyro_bdl.utils.validation import positive, whole_number
+from pyro_bdl.utils.validation import real_number, whole_number
 
 
 class AutoMatrixNormal(Guide):
@@ -52,7 +52,7 @@ class AutoMatrixNormal(Guide):
         max_side: int = 1024,
         **options: Any,
     ) -> None:
-        positive(init_scale, "init_scale")
+        real_number(init_scale, "init_scale")
         whole_number(max_side, "max_side", least=0)
         super().__init__(model, **options)
         self.init_scale, self.max_side = init_scale, max_side

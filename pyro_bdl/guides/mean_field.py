@@ -16,7 +16,7 @@ from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior
 from pyro_bdl.program.layout import Latent, Layout, marginal
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils import bibliography
-from pyro_bdl.utils.validation import positive
+from pyro_bdl.utils.validation import real_number
 
 SHARING = ("per-weight", "per-row", "per-layer")
 
@@ -196,6 +196,6 @@ def _check_scales(init_scale: Any, scale: Any, max_scale: Any) -> None:
     numbers = {"max_scale": max_scale, "init_scale": init_scale, "scale": None if shared else scale}
     for name, value in numbers.items():
         if not callable(value) and value is not None:
-            positive(value, name)
+            real_number(value, name)
     if max_scale is not None and not callable(init_scale) and init_scale >= max_scale:
         raise ValueError(f"init_scale {init_scale} must be less than max_scale {max_scale}")

@@ -27,7 +27,7 @@ from pyro_bdl.program.gaussian_prior import StoredPrecision
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.precision import double
-from pyro_bdl.utils.validation import positive
+from pyro_bdl.utils.validation import real_number
 
 _SHARE, _MOST = 0.1, 1000  # the default size
 
@@ -146,7 +146,7 @@ class SubsetNormal(JointGuide, NormalGuide):
     papers: ClassVar[tuple[str, ...]] = (bibliography.SUBNETWORK,)
 
     def __init__(self, source: AutoLaplaceGGN, subset: Subset, init_scale: float) -> None:
-        positive(init_scale, "init_scale")
+        real_number(init_scale, "init_scale")
         super().__init__(source)
         self.subset = subset
         self.register_buffer("fixed", source.location().detach().clone())

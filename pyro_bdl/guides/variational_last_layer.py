@@ -24,7 +24,7 @@ from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.module_state import evaluation_mode, vmappable
 from pyro_bdl.utils.random_state import own_randomness
-from pyro_bdl.utils.validation import check_choice, positive
+from pyro_bdl.utils.validation import one_of, real_number
 
 STRUCTURES, FEATURES = ("dense", "matrix-normal"), ("point", "mean-field")
 
@@ -69,9 +69,9 @@ class AutoVariationalLastLayer(NormalGuide):
         init_scale: float = 0.05,
         **options: Any,
     ) -> None:
-        check_choice(structure, "structure", STRUCTURES)
-        check_choice(features, "features", FEATURES)
-        positive(init_scale, "init_scale")
+        one_of(structure, "structure", STRUCTURES)
+        one_of(features, "features", FEATURES)
+        real_number(init_scale, "init_scale")
         super().__init__(model, **options)
         self.structure, self.features, self.init_scale = structure, features, init_scale
         self.selection = subset

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from pyro_bdl.utils import bibliography
-from pyro_bdl.utils.validation import positive, whole_number
+from pyro_bdl.utils.validation import real_number, whole_number
 
 if TYPE_CHECKING:
     from pyro_bdl.mcmc.chains import Plan

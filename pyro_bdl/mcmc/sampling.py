@@ -24,7 +24,7 @@ from pyro_bdl.mcmc.starts import Restriction, as_start, checked_program, startin
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
-from pyro_bdl.utils.validation import check_choice, whole_number
+from pyro_bdl.utils.validation import one_of, whole_number
 
 
 def _in_jax(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chains:
@@ -102,8 +102,8 @@ def sample(
         their support, a plate that holds a part of its data, or a checkpoint of another run.
     """
     kernel = as_kernel(kernel)
-    check_choice(backend, "backend", BACKENDS)
-    check_choice(chain_method, "chain_method", (None, "parallel", "vectorized"))
+    one_of(backend, "backend", BACKENDS)
+    one_of(chain_method, "chain_method", (None, "parallel", "vectorized"))
     num_chains = whole_number(num_chains, "num_chains")
     plan = Plan(
         whole_number(num_warmup, "num_warmup", least=0),

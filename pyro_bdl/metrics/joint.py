@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_bdl.metrics.blocks import same_functions
 from pyro_bdl.utils.precision import double
-from pyro_bdl.utils.validation import positive
+from pyro_bdl.utils.validation import real_number
 
 
 def energy_distance(a: Tensor, b: Tensor, groups: int | None = None) -> Tensor:
@@ -64,7 +64,7 @@ def mmd(
     Source: Gretton et al. (2012), A kernel two-sample test, lemma 6.
     """
     scale = float(median_distance(b) if length_scale is None else length_scale)
-    positive(scale, "length_scale")
+    real_number(scale, "length_scale")
     return _contrast(lambda d: d.square().div_(-2 * scale**2).exp_(), a, b, groups)
 
 

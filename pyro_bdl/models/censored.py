@@ -10,7 +10,7 @@ from torch.distributions import Distribution
 from pyro_bdl.distributions.censored import INTERVAL, LAWS, Censored
 from pyro_bdl.models.base import ObservationModel, Output
 from pyro_bdl.scales import Scale
-from pyro_bdl.utils.validation import check_choice
+from pyro_bdl.utils.validation import one_of
 
 
 class CensoredRegression(ObservationModel):
@@ -42,7 +42,7 @@ class CensoredRegression(ObservationModel):
         output: Output = None,
     ) -> None:
         super().__init__(network, num_data=num_data, output=output)
-        check_choice(law, "law", LAWS)
+        one_of(law, "law", LAWS)
         self.law = law
         self._declare("scale", dist.HalfNormal(1.0) if scale is None else scale)
 

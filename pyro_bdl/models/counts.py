@@ -10,7 +10,7 @@ from torch.distributions import Distribution
 
 from pyro_bdl.distributions.targets import ZeroTruncated
 from pyro_bdl.models.base import ObservationModel, Scales, halves
-from pyro_bdl.utils.validation import check_choice
+from pyro_bdl.utils.validation import one_of
 
 
 class PoissonRegression(ObservationModel):
@@ -35,7 +35,7 @@ class PoissonRegression(ObservationModel):
         **options: Any,
     ) -> None:
         super().__init__(network, **options)
-        check_choice(zeros, "zeros", (None, "inflated", "hurdle"))
+        one_of(zeros, "zeros", (None, "inflated", "hurdle"))
         self.zeros = zeros
 
     def likelihood(self, output: Tensor) -> Distribution:

@@ -11,7 +11,7 @@ from torch.distributions import Distribution
 from torch.nn.functional import softplus
 
 from pyro_bdl.models.base import ObservationModel, Scales, halves
-from pyro_bdl.utils.validation import positive
+from pyro_bdl.utils.validation import real_number
 
 
 class Regression(ObservationModel):
@@ -65,7 +65,7 @@ class HeteroscedasticRegression(ObservationModel):
     ) -> None:
         super().__init__(network, **options)
         if floor is not None:
-            positive(floor, "floor")
+            real_number(floor, "floor")
         self.floor = floor
 
     def likelihood(self, output: Tensor) -> Distribution:

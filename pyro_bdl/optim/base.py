@@ -35,7 +35,7 @@ from torch import Tensor
 from pyro_bdl.elbo.checks import CheckedLoss, require_differentiable, step_of
 from pyro_bdl.elbo.step import Step, StepOptimizer
 from pyro_bdl.guides.mean_field import AutoMeanField
-from pyro_bdl.utils.validation import positive
+from pyro_bdl.utils.validation import real_number
 
 
 class NaturalStep(NamedTuple):
@@ -75,7 +75,7 @@ class NaturalGradient(StepOptimizer):
         clip: float = 10.0,
     ) -> None:
         for name, value in (("lr", lr), ("clip", clip)):
-            positive(value, name)
+            real_number(value, name)
         for place, beta in enumerate(betas):
             if not 0 <= beta < 1:
                 raise ValueError(f"betas[{place}] must lie in [0, 1), got {beta}")

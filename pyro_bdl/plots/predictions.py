@@ -30,7 +30,7 @@ from pyro_bdl.plots.style import (
     styles,
 )
 from pyro_bdl.utils.precision import double
-from pyro_bdl.utils.validation import check_choice
+from pyro_bdl.utils.validation import one_of
 
 _MAX_POINTS = 400
 _LEVELS = (0.1, 0.5, 0.9)
@@ -141,7 +141,7 @@ def calibration(
     :raises ValueError: for no posterior, an unknown task or reference, or shapes that do not fit.
     """
     check_posteriors(predictions, reference)
-    check_choice(task, "task", ("regression", "classification"))
+    one_of(task, "task", ("regression", "classification"))
     figure, (axis,) = panels([""], 4.6)
     axis.plot([0, 1], [0, 1], color=GRAY, linewidth=1, linestyle="--", zorder=1)
     looks = styles(predictions, reference)

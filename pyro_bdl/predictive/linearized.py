@@ -53,7 +53,7 @@ from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.trace import Site
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import tree_map
-from pyro_bdl.utils.validation import check_choice, whole_number
+from pyro_bdl.utils.validation import one_of, whole_number
 
 METHODS = ("centered-probit", "probit", "laplace-bridge", "monte-carlo")
 OF_WEIGHTS = 2**20  # sets the seed of the latents apart from that of the noise around them
@@ -269,7 +269,7 @@ class LinearizedPredictive(Predictions):
             ``num_samples`` draws. The first two are the same for a Bernoulli site (MacKay 1992).
         :raises ValueError: for another method, or if no site is discrete.
         """
-        check_choice(method, "method", METHODS)
+        one_of(method, "method", METHODS)
 
         if method == "monte-carlo":
             drawn = self._at_draws(_class_means, args, kwargs).values

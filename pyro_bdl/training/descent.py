@@ -35,7 +35,7 @@ from pyro_bdl.utils.module_state import Modules, device_of, evaluation_mode
 from pyro_bdl.utils.one_thread import Hidden
 from pyro_bdl.utils.progress import is_silent
 from pyro_bdl.utils.random_state import own_randomness
-from pyro_bdl.utils.validation import check_choice, listed, ranked, whole_number
+from pyro_bdl.utils.validation import one_of, listed, ranked, whole_number
 
 BATCH = 256
 _MOST_FULL_BATCH = 1024
@@ -158,7 +158,7 @@ class Descent:
         scale: float = 1.0,
         on_nonfinite: str = "raise",
     ) -> None:
-        check_choice(on_nonfinite, "on_nonfinite", ("raise", "skip"))
+        one_of(on_nonfinite, "on_nonfinite", ("raise", "skip"))
         self.objective, self.optimizer, self.scale = objective, optimizer, scale
         self.args, self.policy = args, on_nonfinite
         self.size, self.stream = size, stream

@@ -26,7 +26,7 @@ from pyro_bdl.utils.jackknife import GROUPS
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import fixed_normal, seeded
-from pyro_bdl.utils.validation import check_choice, whole_number
+from pyro_bdl.utils.validation import one_of, whole_number
 
 BACKENDS = ("torch", "jax", "auto")  # of the steps
 _ROWS_AT_ONCE = 4096
@@ -116,7 +116,7 @@ def train(
         the weights; for an ELBO without ``differentiable_loss``, as ``pyro.infer.RenyiELBO``.
     """
     require_gradients()
-    check_choice(backend, "backend", BACKENDS)
+    one_of(backend, "backend", BACKENDS)
     if not isinstance(guide, Guide):
         raise TypeError(
             f"train takes the guides of pyro_bdl, got {type(guide).__name__}: use pyro.infer.SVI "

@@ -15,7 +15,7 @@ from pyro_bdl.training.svi import BACKENDS, in_backend
 from pyro_bdl.utils.module_state import Modules, preserved_buffers, saved_buffers
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import own_randomness
-from pyro_bdl.utils.validation import check_choice, whole_number
+from pyro_bdl.utils.validation import one_of, whole_number
 
 _RATES = tuple(first * 10.0**-power for power in range(8) for first in (1.0, 0.3))
 
@@ -70,7 +70,7 @@ def collect_swag(
     if not isinstance(guide, AutoSWAG | AutoMultiSWAG):
         raise TypeError(f"collect_swag needs an AutoSWAG guide, got {type(guide).__name__}")
     require_gradients()
-    check_choice(backend, "backend", BACKENDS)
+    one_of(backend, "backend", BACKENDS)
     snapshots = whole_number(snapshots, "snapshots")
     every = None if every is None else whole_number(every, "every")
     if any(rate is not None and not rate > 0 for rate in (learning_rate, final_learning_rate)):

@@ -33,7 +33,7 @@ from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import tree_flatten, tree_unflatten
-from pyro_bdl.utils.validation import positive, whole_number
+from pyro_bdl.utils.validation import real_number, whole_number
 
 _NUMBERS = 2**22  # of noise that ``variances`` holds at a time
 
@@ -73,7 +73,7 @@ class AutoInducing(Guide):
         **options: Any,
     ) -> None:
         for name, value in {"init_precision": init_precision, "init_scale": init_scale}.items():
-            positive(value, name)
+            real_number(value, name)
         super().__init__(model, **options)
         self.num_inducing = whole_number(num_inducing, "num_inducing")
         self.init_precision, self.init_scale = init_precision, init_scale

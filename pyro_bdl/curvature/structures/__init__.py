@@ -12,7 +12,7 @@ from pyro_bdl.curvature.structures.kernel import Kernel
 from pyro_bdl.curvature.structures.kron.curvature import EKFAC, Kron
 from pyro_bdl.curvature.structures.low_rank import LowRank
 from pyro_bdl.curvature.structures.samples import Samples
-from pyro_bdl.utils.validation import check_choice
+from pyro_bdl.utils.validation import one_of
 
 _KINDS = Kron, EKFAC, Full, Diagonal, LowRank, Kernel, Samples
 STRUCTURES: Mapping[str, type[Structure]] = MappingProxyType({k().name: k for k in _KINDS})
@@ -35,5 +35,5 @@ def structure_of(value: Any) -> Structure:
     kinds: dict[str, type[Structure]] = {**STRUCTURES, "auto": Auto}
     options = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = options.pop("name")
-    check_choice(name, "structure", kinds)
+    one_of(name, "structure", kinds)
     return kinds[name](**options)

@@ -35,7 +35,7 @@ from pyro_bdl.guides.statements import point
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils import bibliography
-from pyro_bdl.utils.validation import check_choice
+from pyro_bdl.utils.validation import one_of
 
 MASKS = ("units", "weights")
 _ALPHA = nn.AlphaDropout, nn.FeatureAlphaDropout
@@ -120,7 +120,7 @@ class AutoMCDropout(Guide):
         mask: str = "units",
         **options: Any,
     ) -> None:
-        check_choice(mask, "mask", MASKS)
+        one_of(mask, "mask", MASKS)
         if noise is not None and not isinstance(noise, Noise):
             raise TypeError(
                 "noise must be BernoulliNoise() or GaussianNoise() of pyro_bdl.guides, got "

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from pyro_bdl.mcmc.kernels import Options
-from pyro_bdl.utils.validation import check_temperature, positive, whole_number
+from pyro_bdl.utils.validation import check_temperature, real_number, whole_number
 
 
 def _friction(value: float, name: str) -> float:
@@ -33,7 +33,7 @@ class StochasticKernel(Options):
     settles: ClassVar[bool] = False  # after the first half of the warm-up
     checks: ClassVar[dict[str, Callable[[Any, str], Any]]] = {
         **Options.checks,
-        "step_size": lambda value, name: value if callable(value) else positive(value, name),
+        "step_size": lambda value, name: value if callable(value) else real_number(value, name),
         "temperature": check_temperature,
         "friction": _friction,
     }
@@ -45,7 +45,7 @@ class StochasticKernel(Options):
     def size(self, step: int) -> float:
         if not callable(self.step_size):
             return self.step_size
-        return positive(self.step_size(step), f"step_size at step {step}")
+        return real_number(self.step_size(step), f"step_size at step {step}")
 
     def explores(self, step: int) -> bool:
         explores = getattr(self.step_size, "explores", None)
@@ -87,8 +87,8 @@ class Polynomial:
     power: float = 0.55
 
     def __post_init__(self) -> None:
-        positive(self.scale, "scale")
-        positive(self.offset, "offset")
+        real_number(self.scale, "scale")
+        real_number(self.offset, "offset")
         if not 0.5 < self.power <= 1:
             raise ValueError(f"power must lie in (0.5, 1], got {self.power}")
 
@@ -115,7 +115,7 @@ class Cyclical:
     exploration: float = 0.5
 
     def __post_init__(self) -> None:
-        positive(self.peak, "peak")
+        real_number(self.peak, "peak")
         whole_number(self.period, "period")
         if not 0 <= self.exploration < 1:
             raise ValueError(f"exploration must lie in [0, 1), got {self.exploration}")

@@ -21,7 +21,7 @@ from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.memory import available_memory
 from pyro_bdl.utils.module_state import device_of, evaluation_mode, vmappable
 from pyro_bdl.utils.random_state import own_randomness, seeded
-from pyro_bdl.utils.validation import positive, whole_number
+from pyro_bdl.utils.validation import real_number, whole_number
 
 _MOST_ITERATIONS = 100  # of the power iteration
 _TOLERANCE = 0.01
@@ -212,7 +212,7 @@ def suggest_step_size(
     :raises ValueError: as ``sgmcmc``; for a fraction that is not positive, or a curvature that is
         zero or not finite.
     """
-    positive(fraction, "fraction")
+    real_number(fraction, "fraction")
     with evaluation_mode(model, at), seeded(seed):
         batches = MinibatchSource(data, batch_size, device=device_of(model))
         restriction = checked_restriction(model, batches, None, at)
