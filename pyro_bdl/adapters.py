@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.utils.names import Names, chooser
-from pyro_bdl.utils.validation import whole_number
+from pyro_bdl.utils.validation import require, whole_number
 
 _SHOWN = 4  # names in a message
 
@@ -110,8 +110,7 @@ def with_layers(
     :param takes: whether a module is a layer that can be chosen; ``kind`` is a word for these.
     :param frozen: whether the copy's parameters are frozen before.
     """
-    if not isinstance(net, nn.Module):
-        raise TypeError(f"net must be a torch.nn.Module, got {type(net).__name__}")
+    require(net, nn.Module, "net must be a torch.nn.Module")
     if any(isinstance(part, SampledNetwork) for part in net.modules()):
         raise TypeError(
             "the network is one of bayesianize: change its layers first, and call bayesianize then"

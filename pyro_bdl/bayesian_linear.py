@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pyro_bdl.utils.linear_algebra import cholesky
 from pyro_bdl.utils.precision import double
+from pyro_bdl.utils.validation import whole_number
 
 __all__ = [
     "SufficientStatistics",
@@ -162,6 +163,7 @@ def maximize(
     :param steps: the largest number of steps.
     :param tolerance: stop when neither changes by more than this fraction.
     """
+    steps = whole_number(steps, "steps")
     eigenvalues, basis = torch.linalg.eigh(statistics.gram)
     eigenvalues = eigenvalues.clamp(min=0.0)[:, None]
     cross, squares = basis.mT @ statistics.cross, statistics.squares.sum()

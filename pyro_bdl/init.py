@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from pyro_bdl.distributions.copies import is_improper
 from pyro_bdl.program.layout import transform_of
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY
 from pyro_bdl.program.supports import feasible_value
+from pyro_bdl.utils.validation import real_number
 
 __all__ = [
     "init_afresh",
@@ -106,9 +106,7 @@ def relative_scale(delta: float = 0.1, floor: float = 1e-3) -> Callable[[Tensor]
     :param floor: a lower bound of |m|, so that zeros (such as biases) get a scale too.
     :raises ValueError: for a number that is not positive and finite.
     """
-    for name, value in (("delta", delta), ("floor", floor)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {value}")
+    delta, floor = real_number(delta, "delta"), real_number(floor, "floor")
     return functools.partial(_relative_scale, delta, floor)
 
 

@@ -1,7 +1,6 @@
 """Scales of priors and of noise, as numbers, parameters or latents, and the scope that holds
 them."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from torch.distributions import Distribution, constraints
 from pyro_bdl.distributions.copies import moved_like
 from pyro_bdl.program.trace import prior_factor
 from pyro_bdl.utils.module_state import device_of
+from pyro_bdl.utils.validation import real_number
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,7 @@ def checked(value: Scale, argument: str) -> Scale:
             f"{argument} must be a number, a PyroParam or a distribution, "
             f"got {type(value).__name__}"
         )
-    if not isinstance(value, Distribution) and not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{argument} must be a positive finite number, got {value}")
-    return value
+    return value if isinstance(value, Distribution) else real_number(value, argument)
 
 
 def on_device(module: nn.Module, declaration: PyroParam) -> PyroParam:

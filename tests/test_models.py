@@ -232,10 +232,10 @@ HALVES = "two outputs per target"
     "call, words",
     [
         *(
-            (lambda bad=bad: models.Regression(_bnn(1), noise=bad), "noise must be a positive")
+            (lambda bad=bad: models.Regression(_bnn(1), noise=bad), "noise must be positive")
             for bad in (0.0, -1.0, math.nan, math.inf)
         ),
-        (lambda: models.StudentTRegression(_bnn(1), df=0.0), "df must be a positive"),
+        (lambda: models.StudentTRegression(_bnn(1), df=0.0), "df must be positive"),
         (lambda: models.Regression(_bnn(1), noise="loud"), "noise must be a number"),
         (lambda: models.Regression(_bnn(2), noise=[0.1, 0.2, 0.3])(XS), "noise holds 3 numbers"),
         (lambda: models.StudentTRegression(_bnn(2), noise=[0.1, -0.2]), "positive finite numbers"),

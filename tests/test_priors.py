@@ -456,8 +456,8 @@ SCALELESS = "has no scale, gain or delta that is a number"
     "call, words",
     [
         (lambda: priors.Normal("wide"), "scale must be a number"),
-        (lambda: priors.StudentT(df=0.0), "df must be a positive"),
-        (lambda: priors.Moped(floor=0.0), "floor must be a positive"),
+        (lambda: priors.StudentT(df=0.0), "df must be positive"),
+        (lambda: priors.Moped(floor=0.0), "floor must be positive"),
         (lambda: priors.ByName({}), "at least one rule"),
         (lambda: priors.ByName({"0.*": dist.Normal(0.0, 1.0)}), r"ByName\['0\.\*'\] must be"),
         (
@@ -481,7 +481,7 @@ def test_refusals(call, words):
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
 def test_bad_scales(value):
     for kind in (priors.Normal, priors.FanIn, priors.Laplace, priors.Horseshoe, priors.Moped):
-        with pytest.raises(ValueError, match="positive finite"):
+        with pytest.raises(ValueError, match="positive and finite"):
             kind(value)
 
 

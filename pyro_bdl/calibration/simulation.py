@@ -22,6 +22,7 @@ from pyro_bdl.utils.jobs import Job, results_of
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.validation import whole_number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -97,11 +98,8 @@ class Calibration:
 
     def _binned(self, ranks: Tensor, bins: int | None) -> Tensor:
         """How many of the ranks (R, ...) are in each bin, (..., bins)."""
-        bins = self.bins if bins is None else bins
-        if not 1 <= bins <= self.num_draws + 1:
-            raise ValueError(
-                f"bins must lie between 1 and the {self.num_draws + 1} possible ranks, got {bins}"
-            )
+        most = self.num_draws + 1  # possible ranks
+        bins = whole_number(self.bins if bins is None else bins, "bins", most=most)
         return torch.nn.functional.one_hot(ranks * bins // (self.num_draws + 1), bins).sum(0)
 
     def uniformity(self) -> Tensor:
@@ -194,10 +192,8 @@ def simulation_based_calibration(
         draws, or draws that are NaN.
     :warns BdlWarning: if guides were still improving when their training ended.
     """
-    if num_simulations < 10:
-        raise ValueError(f"num_simulations must be at least 10, got {num_simulations}")
-    if num_draws < 9:
-        raise ValueError(f"num_draws must be at least 9, got {num_draws}")
+    num_simulations = whole_number(num_simulations, "num_simulations", least=10)
+    num_draws = whole_number(num_draws, "num_draws", least=9)
     with evaluation_mode(model, inference), seeded(seed):
         program = Program(model, *args)
         program.require_observed()

@@ -43,6 +43,7 @@ from pyro_bdl.utils.precision import double, double_device
 from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import equal_trees
+from pyro_bdl.utils.validation import whole_number
 
 
 @dataclass(frozen=True)
@@ -442,8 +443,7 @@ def k_fold(
     args = arguments_of("data", data, None)
     device = device_of_rows(args)
     rows = leading_size(args)
-    if not 2 <= folds <= rows:
-        raise ValueError(f"folds must lie between 2 and the {rows} rows, got {folds}")
+    folds = whole_number(folds, "folds", least=2, most=rows)
     with seeded(seed):
         order = torch.randperm(rows, device="cpu")
     fold = torch.empty(rows, dtype=torch.int64, device="cpu")

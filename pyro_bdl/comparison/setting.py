@@ -25,7 +25,7 @@ from pyro_bdl.utils.module_state import device_of
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import tensors_in, tree_leaves
-from pyro_bdl.utils.validation import check_finite_tensor
+from pyro_bdl.utils.validation import check_finite_tensor, require, require_tensors, whole_number
 
 MOST_POINTS = 1000  # at which draws are kept
 REGIONS = {
@@ -87,8 +87,7 @@ class Setting:
         :raises TypeError: for data that are not tensors.
         :raises ValueError: for data or units that do not fit, and NaN.
         """
-        if num_samples < 2:
-            raise ValueError(f"num_samples must be at least 2, got {num_samples}")
+        num_samples = whole_number(num_samples, "num_samples", least=2)
         rows = rows_of(model, posterior) if rows is None else rows
         device = device_of(model)
         args = arguments_of("test", test, model, device=device)
@@ -175,10 +174,7 @@ def _in_memory(name: str, parts: Any, device: torch.device | None) -> Any:
 
 
 def _checked(model: Callable | None, name: str, parts: Any, *, count: int | None) -> tuple:
-    if not isinstance(parts, tuple | list):
-        raise TypeError(
-            f"{name} must be a tuple of tensors, or batches of them, got {type(parts).__name__}"
-        )
+    require(parts, tuple | list, f"{name} must be a tuple of tensors, or batches of them")
     if not parts or count not in (None, len(parts)):
         wanted = "inputs and, last, targets" if name != "ood" else "inputs without targets"
         raise ValueError(
@@ -187,11 +183,7 @@ def _checked(model: Callable | None, name: str, parts: Any, *, count: int | None
     for place, part in enumerate(parts):
         argument = name if name == "ood" else f"{'y' if place == len(parts) - 1 else 'x'}_{name}"
         for entry, tensor in by_entry({argument: part}).items():
-            if not isinstance(tensor, Tensor):
-                raise TypeError(
-                    f"{entry} must be a tensor, got {type(tensor).__name__}: pass "
-                    "torch.as_tensor(...)"
-                )
+            require_tensors(**{entry: tensor})
             if tensor.dim() == 0 or not len(tensor):
                 raise ValueError(f"{entry} must have at least one row")
             if model is None and place == len(parts) - 1:

@@ -75,6 +75,7 @@ from torch import Tensor
 from pyro_bdl.mcmc.stochastic_gradient.kernels import StochasticKernel
 from pyro_bdl.mcmc.stochastic_gradient.langevin import kinetic_temperature
 from pyro_bdl.utils import bibliography
+from pyro_bdl.utils.validation import real_number
 
 __all__ = ["PSGLD", "SGNHT", "SMILE"]
 
@@ -109,10 +110,8 @@ class PSGLD(StochasticKernel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.averaging < 1:
-            raise ValueError(f"averaging must lie in [0, 1), got {self.averaging}")
-        if not self.damping > 0:
-            raise ValueError(f"damping must be positive, got {self.damping}")
+        real_number(self.averaging, "averaging", "[0, 1)")
+        real_number(self.damping, "damping")
 
     def init(self, position: Tensor) -> PreconditionedState:
         return PreconditionedState(position)

@@ -25,7 +25,7 @@ from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.memory import available_memory
 from pyro_bdl.utils.random_state import seeded
-from pyro_bdl.utils.validation import whole_number
+from pyro_bdl.utils.validation import one_of, whole_number
 
 CURVATURES = ("ggn", "ggn-mc", "empirical-fisher", "hessian")
 _SLACK = 1.1  # allowance for that of a batch, as rows of its Jacobian
@@ -54,10 +54,7 @@ class CurvatureConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "structure", structure_of(self.structure))
         name = self.structure.name
-        if self.curvature not in CURVATURES:
-            raise ValueError(
-                f"unknown curvature {self.curvature!r} (there are {', '.join(CURVATURES)})"
-            )
+        one_of(self.curvature, "curvature", CURVATURES)
         if self.curvature == "hessian" and name != "auto" and not self.kind.takes_hessian:
             able = (key for key, kind in STRUCTURES.items() if kind.curvature.takes_hessian)
             named = " or ".join(f'structure="{key}"' for key in able)
@@ -67,8 +64,7 @@ class CurvatureConfig:
                 f'structure="{name}" needs curvature="ggn", whose products with vectors are known, '
                 f"got {self.curvature!r}"
             )
-        if self.rows not in ROWS:
-            raise ValueError(f"rows is 'alone' or 'together', got {self.rows!r}")
+        one_of(self.rows, "rows", ROWS)
         if self.num_draws is not None:
             whole_number(self.num_draws, "num_draws")
 

@@ -13,6 +13,7 @@ from pyro_bdl.data.dataset import Dataset, quoted
 from pyro_bdl.nn import bayesianize
 from pyro_bdl.priors import FanIn
 from pyro_bdl.utils.memory import available_memory
+from pyro_bdl.utils.validation import one_of
 
 Activation = Literal["tanh", "relu", "silu"]
 Likelihood = Literal[
@@ -124,8 +125,7 @@ def perceptron(
     :param dtype: of the weights; by default torch's default.
     :raises ValueError: for another activation.
     """
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation must be one of {quoted(_ACTIVATIONS)}, got {activation!r}")
+    one_of(activation, "activation", _ACTIVATIONS)
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(sizes):
         layers += [nn.Linear(before, after, dtype=dtype), _ACTIVATIONS[activation]()]

@@ -10,6 +10,7 @@ from torch import Tensor
 from pyro_bdl.diagnostics.blocks import check_draws, map_blocks, split_chains
 from pyro_bdl.diagnostics.rank import normal_scores, ordered, quantile_of_sorted, sort
 from pyro_bdl.utils.precision import double
+from pyro_bdl.utils.validation import one_of
 
 # The fixed quantile levels of each kind; other kinds take them from ``prob``.
 _LEVELS: dict[str, tuple[float, ...] | None] = {
@@ -171,9 +172,7 @@ def ess_of_chains(x: Tensor) -> Tensor:
 
 def _levels(kind: str, prob: float | Sequence[float] | None) -> tuple[float, ...]:
     """The quantiles that a kind needs."""
-    if kind not in _LEVELS:
-        known = ", ".join(map(repr, _LEVELS))
-        raise ValueError(f"kind={kind!r} is unknown; choose one of {known}")
+    one_of(kind, "kind", _LEVELS)
     fixed = _LEVELS[kind]
     if fixed is not None:
         if prob is not None:

@@ -34,6 +34,7 @@ from pyro_bdl.program.batches import Batches, leading_size
 from pyro_bdl.tracing.step import Outcome
 from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.validation import whole_number
 
 
 class Shard(Batches):
@@ -125,11 +126,9 @@ class DataParallel_ELBO(CheckedLoss):
         group: Any = None,
     ) -> None:
         require_differentiable(elbo)
-        if check_every < 1:
-            raise ValueError(f"check_every must be at least 1, got {check_every}")
         super().__init__(num_particles=elbo.num_particles)
         self.elbo, self.ranks = elbo, Ranks(group)
-        self.same_draws, self.check_every = same_draws, check_every
+        self.same_draws, self.check_every = same_draws, whole_number(check_every, "check_every")
         self.step = 0
         self._pair: tuple[Callable, Callable] | None = None
         self._leaves: dict[str, Tensor] = {}

@@ -19,7 +19,7 @@ from pyro_bdl.tracing.step import BACKENDS, Outcome
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed
-from pyro_bdl.utils.validation import check_temperature
+from pyro_bdl.utils.validation import one_of, real_number, whole_number
 
 
 class CompiledELBO(TemperedTrace_ELBO):
@@ -79,10 +79,8 @@ class CompiledELBO(TemperedTrace_ELBO):
                 "bound must be TemperedTraceMeanField_ELBO or TemperedTrace_ELBO, got "
                 f"{getattr(bound, '__name__', bound)}: use that one uncompiled"
             )
-        if backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-        if max_graphs < 1:
-            raise ValueError(f"max_graphs must be at least 1, got {max_graphs}")
+        one_of(backend, "backend", BACKENDS)
+        max_graphs = whole_number(max_graphs, "max_graphs")
         self.closed_forms = bound.closed_forms
         super().__init__(temperature, num_particles, **options)
         self.graphs = CompiledLoss(type(self).__name__, backend, max_graphs, SET_BY_STEPS)
@@ -139,7 +137,7 @@ class _Evaluation(Evaluation):
         self.bound, self.model, self.guide, self.arguments = bound, model, guide, arguments
         self.owner = self.holders = model, guide
         self.key = arguments.key, active(), castings(), bound.num_particles, bound.estimator
-        self.temperature = check_temperature(bound.schedule(bound.step))
+        self.temperature = real_number(bound.schedule(bound.step), "temperature")
         self.numbers: list[tuple[Guide, dict[str, float]]] = []
 
     def plain(self) -> Tensor:

@@ -40,7 +40,7 @@ from pyro_bdl.utils.autocast import without_autocast
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.one_thread import Hidden, OneThread
 from pyro_bdl.utils.random_state import own_randomness
-from pyro_bdl.utils.validation import check_temperature, whole_number
+from pyro_bdl.utils.validation import real_number, whole_number
 
 Temperature = float | Callable[[int], float]
 
@@ -172,7 +172,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
 
     def _evaluate(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Step:
         """-L(eta) at the current step's temperature, from new draws."""
-        temperature = check_temperature(self.schedule(self.step))
+        temperature = real_number(self.schedule(self.step), "temperature")
         try:
             with OneThread(), pyro.validation_enabled(False):
                 terms = self.terms(model, guide, args, kwargs)
@@ -369,8 +369,7 @@ def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
         )
     if callable(temperature):
         return temperature
-    check_temperature(temperature)
-    return partial(_constant, temperature)
+    return partial(_constant, real_number(temperature, "temperature"))
 
 
 def _constant(temperature: float, step: int) -> float:

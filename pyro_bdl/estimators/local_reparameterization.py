@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pyro_bdl.estimators.per_datum import PerDatum, require_normal
 from pyro_bdl.estimators.product import DataProduct
+from pyro_bdl.utils.validation import one_of
 
 _NAME = "local reparameterization"
 POSITIONS = ("joint", "independent")
@@ -39,8 +40,7 @@ def local_reparameterization(*, positions: str = "joint") -> PerDatum:
     :raises UnsupportedProgramError: inside the context, for a latent that is used twice, or that
         multiplies data but has no Normal in the guide.
     """
-    if positions not in POSITIONS:
-        raise ValueError(f"positions must be 'joint' or 'independent', got {positions!r}")
+    one_of(positions, "positions", POSITIONS)
     return PerDatum(partial(local_noise, joint=positions == "joint"), _NAME)
 
 

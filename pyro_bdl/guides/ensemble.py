@@ -22,6 +22,7 @@ from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import record
 from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.one_thread import Hidden
+from pyro_bdl.utils.validation import whole_number
 
 _SHOWN = 4  # names in a message
 
@@ -81,10 +82,8 @@ class AutoEnsemble(Guide):
         init_loc_fn: Callable = init_afresh,
         **options: Any,
     ) -> None:
-        if size < 1:
-            raise ValueError(f"size must be at least 1, got {size}")
         super().__init__(model, init_loc_fn=init_loc_fn, **options)
-        self.size, self.anchored = size, anchored
+        self.size, self.anchored = whole_number(size, "size"), anchored
         self._init = init_loc_fn
         self._alike: list[str] = []  # sites that all members start at the same values of
 

@@ -17,6 +17,7 @@ from pyro_bdl.program.gaussian_prior import GaussianPrior, MatrixBlock, NormalBl
 from pyro_bdl.program.layout import Latent, Layout, marginal
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils import bibliography
+from pyro_bdl.utils.validation import real_number, whole_number
 
 
 class AutoMatrixNormal(Guide):
@@ -51,12 +52,9 @@ class AutoMatrixNormal(Guide):
         max_side: int = 1024,
         **options: Any,
     ) -> None:
-        if not 0 < init_scale < math.inf:
-            raise ValueError(f"init_scale must be positive and finite, got {init_scale}")
-        if max_side < 0:
-            raise ValueError(f"max_side must not be negative, got {max_side}")
         super().__init__(model, **options)
-        self.init_scale, self.max_side = init_scale, max_side
+        self.init_scale = real_number(init_scale, "init_scale")
+        self.max_side = whole_number(max_side, "max_side", least=0)
 
     def options(self) -> dict[str, Any]:
         return {"max_side": self.max_side}

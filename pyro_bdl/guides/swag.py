@@ -1,6 +1,5 @@
 """SWAG: a Gaussian from the points that SGD passes through (Maddox et al. 2019)."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -17,6 +16,7 @@ from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.gaussian_prior import GaussianPrior
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils import bibliography
+from pyro_bdl.utils.validation import real_number, whole_number
 
 
 class Snapshots(nn.Module):
@@ -65,8 +65,7 @@ class Snapshots(nn.Module):
 
         :raises ValueError: for fewer snapshots than the rank, or fewer than 2.
         """
-        if not 0 < scale < math.inf:
-            raise ValueError(f"scale must be positive and finite, got {scale}")
+        scale = real_number(scale, "scale")
         if not (rank == 0 or 2 <= rank <= len(self.recent)):
             raise ValueError(
                 f"rank must be 0, for a diagonal covariance, or from 2 to the guide's "
@@ -210,7 +209,7 @@ class AutoMultiSWAG(_Collecting, AutoEnsemble):
 
 
 def _check_rank(rank: int) -> None:
-    if rank < 0 or rank == 1:
+    if whole_number(rank, "rank", least=0) == 1:
         raise ValueError(f"rank must be at least 2, or 0 for diagonal covariances, got {rank}")
 
 

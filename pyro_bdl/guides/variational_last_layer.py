@@ -1,6 +1,5 @@
 """A last layer with a Gaussian posterior whose expected log likelihood needs no draws."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -25,6 +24,7 @@ from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.module_state import evaluation_mode, vmappable
 from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.utils.validation import one_of, real_number
 
 STRUCTURES, FEATURES = ("dense", "matrix-normal"), ("point", "mean-field")
 
@@ -69,16 +69,10 @@ class AutoVariationalLastLayer(NormalGuide):
         init_scale: float = 0.05,
         **options: Any,
     ) -> None:
-        for name, value, known in (
-            ("structure", structure, STRUCTURES),
-            ("features", features, FEATURES),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-        if not 0 < init_scale < math.inf:
-            raise ValueError(f"init_scale must be positive and finite, got {init_scale}")
         super().__init__(model, **options)
-        self.structure, self.features, self.init_scale = structure, features, init_scale
+        self.structure = one_of(structure, "structure", STRUCTURES)
+        self.features = one_of(features, "features", FEATURES)
+        self.init_scale = real_number(init_scale, "init_scale")
         self.selection = subset
         self.functions = functions_in(link)
         self.head: Head | None = None

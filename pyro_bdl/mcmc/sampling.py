@@ -24,8 +24,8 @@ from pyro_bdl.mcmc.starts import Restriction, as_start, checked_program, startin
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.random_state import seeded
-from pyro_bdl.utils.validation import whole_number
+from pyro_bdl.utils.random_state import checked_seed, seeded
+from pyro_bdl.utils.validation import one_of, whole_number
 
 
 def _in_jax(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chains:
@@ -103,15 +103,13 @@ def sample(
         their support, a plate that holds a part of its data, or a checkpoint of another run.
     """
     kernel = as_kernel(kernel)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be {' or '.join(map(repr, BACKENDS))}, got {backend!r}")
-    if chain_method not in (None, "parallel", "vectorized"):
-        raise ValueError(f"chain_method must be 'parallel' or 'vectorized', got {chain_method!r}")
+    one_of(backend, "backend", BACKENDS)
+    one_of(chain_method, "chain_method", (None, "parallel", "vectorized"))
     num_chains = whole_number(num_chains, "num_chains")
     plan = Plan(
         whole_number(num_warmup, "num_warmup", least=0),
         whole_number(num_samples, "num_samples"),
-        seed,
+        checked_seed(seed),
         chain_method,
         None if checkpoint is None else Path(checkpoint),
         progress,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_bdl.metrics.blocks import same_functions
 from pyro_bdl.utils.precision import double
+from pyro_bdl.utils.validation import real_number
 
 
 def energy_distance(a: Tensor, b: Tensor, groups: int | None = None) -> Tensor:
@@ -62,9 +63,9 @@ def mmd(
 
     Source: Gretton et al. (2012), A kernel two-sample test, lemma 6.
     """
-    scale = float(median_distance(b) if length_scale is None else length_scale)
-    if not scale > 0:
-        raise ValueError(f"length_scale must be positive, got {scale:g}")
+    same_functions(a, b)
+    length_scale = median_distance(b) if length_scale is None else length_scale
+    scale = real_number(length_scale, "length_scale")
     return _contrast(lambda d: d.square().div_(-2 * scale**2).exp_(), a, b, groups)
 
 

@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor
 
-from pyro_bdl.metrics.blocks import mean_of_draws, nan_where, same_functions, same_shape
+from pyro_bdl.metrics.blocks import (
+    check_probabilities,
+    mean_of_draws,
+    nan_where,
+    same_functions,
+    same_shape,
+)
 from pyro_bdl.utils.precision import double
 
 
@@ -35,6 +41,8 @@ def total_variation(a: Tensor, b: Tensor) -> Tensor:
     Source: Izmailov et al. (2021), What are Bayesian neural network posteriors really like?
     """
     same_functions(a, b)
+    check_probabilities(a, "a")
+    check_probabilities(b, "b")
     return (mean_of_draws(a) - mean_of_draws(b)).abs().sum(-1).mean() / 2
 
 
@@ -51,6 +59,8 @@ def categorical_kl(a: Tensor, b: Tensor) -> Tensor:
     :raises ValueError: if the test points differ in shape.
     """
     same_functions(a, b)
+    check_probabilities(a, "a")
+    check_probabilities(b, "b")
     p, q = mean_of_draws(a), mean_of_draws(b)
     p = p.clamp_min(torch.finfo(a.dtype).tiny)
     return (torch.xlogy(q, q) - torch.xlogy(q, p)).sum(-1).mean()

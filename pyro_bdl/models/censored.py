@@ -10,6 +10,7 @@ from torch.distributions import Distribution
 from pyro_bdl.distributions.censored import INTERVAL, LAWS, Censored
 from pyro_bdl.models.base import ObservationModel, Output
 from pyro_bdl.scales import Scale
+from pyro_bdl.utils.validation import one_of
 
 
 class CensoredRegression(ObservationModel):
@@ -41,9 +42,7 @@ class CensoredRegression(ObservationModel):
         output: Output = None,
     ) -> None:
         super().__init__(network, num_data=num_data, output=output)
-        if law not in LAWS:
-            raise ValueError(f"law must be one of {', '.join(map(repr, LAWS))}, got {law!r}")
-        self.law = law
+        self.law = one_of(law, "law", LAWS)
         self._declare("scale", dist.HalfNormal(1.0) if scale is None else scale)
 
     def likelihood(self, output: Tensor) -> Distribution:

@@ -101,9 +101,7 @@ class OrdinalRegression(ObservationModel):
         if cutpoints is None:
             if num_classes is None:
                 raise ValueError("OrdinalRegression needs num_classes, or the cutpoints")
-            count = whole_number(num_classes, "num_classes")
-            if count < 2:
-                raise ValueError(f"num_classes must be at least 2, got {num_classes}")
+            count = whole_number(num_classes, "num_classes", least=2)
             medians = torch.arange(1, count, dtype=torch.float64, device="cpu").div(count).logit()
             gaps = torch.cat([medians[:1], medians.diff().log()])
             self._cutpoints: Any = dist.TransformedDistribution(

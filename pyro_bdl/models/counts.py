@@ -10,6 +10,7 @@ from torch.distributions import Distribution
 
 from pyro_bdl.distributions.zero_truncated import ZeroTruncated
 from pyro_bdl.models.base import ObservationModel, Scales, halves
+from pyro_bdl.utils.validation import one_of
 
 
 class PoissonRegression(ObservationModel):
@@ -34,9 +35,7 @@ class PoissonRegression(ObservationModel):
         **options: Any,
     ) -> None:
         super().__init__(network, **options)
-        if zeros not in (None, "inflated", "hurdle"):
-            raise ValueError(f"zeros must be 'inflated', 'hurdle' or None, got {zeros!r}")
-        self.zeros = zeros
+        self.zeros = one_of(zeros, "zeros", ("inflated", "hurdle", None))
 
     def likelihood(self, output: Tensor) -> Distribution:
         f, gate = (output, None) if self.zeros is None else halves(self, output)

@@ -11,6 +11,7 @@ from torch.distributions import Distribution
 from torch.nn.functional import softplus
 
 from pyro_bdl.models.base import ObservationModel, Scales, halves
+from pyro_bdl.utils.validation import real_number
 
 
 class Regression(ObservationModel):
@@ -63,9 +64,7 @@ class HeteroscedasticRegression(ObservationModel):
         self, network: nn.Module | None = None, *, floor: float | None = None, **options: Any
     ) -> None:
         super().__init__(network, **options)
-        if floor is not None and not 0 < floor < float("inf"):
-            raise ValueError(f"floor must be positive and finite, got {floor}")
-        self.floor = floor
+        self.floor = None if floor is None else real_number(floor, "floor")
 
     def likelihood(self, output: Tensor) -> Distribution:
         mean, raw = halves(self, output)

@@ -109,14 +109,12 @@ class Predictive(Predictions):
         progress: bool | None = None,
         differentiable: bool = False,
     ) -> None:
-        if memory < 1:
-            raise ValueError(f"memory must be at least 1 byte, got {memory}")
         if posterior is None and num_samples is None:
             raise ValueError("give a posterior, or num_samples for draws of the prior")
         posterior = {} if posterior is None else posterior
         self._is_partial = isinstance(posterior, Mapping)
         self.model, self.posterior = model, posterior
-        self.num_samples, self.memory = num_samples, memory
+        self.num_samples, self.memory = num_samples, whole_number(memory, "memory")
         self.batch_norm_data = None if batch_norm_data is None else Batches(batch_norm_data)
         self.progress, self.differentiable = progress, differentiable
         self._modules = Modules()  # those that its calls have met

@@ -25,7 +25,7 @@ from pyro_bdl.training.held_out import EarlyStopping, HeldOut
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import fixed_normal, seeded
-from pyro_bdl.utils.validation import whole_number
+from pyro_bdl.utils.validation import one_of, real_number, require, whole_number
 
 _ROWS_AT_ONCE = 4096
 _LEAST_PARTICLES, _NUMBERS_AT_ONCE = 16, 16 * _ROWS_AT_ONCE  # draws, and draws times rows
@@ -115,12 +115,10 @@ def train(
     """
     require_gradients()
     check_backend(backend)
-    if not isinstance(guide, Guide):
-        raise TypeError(
-            f"train takes the guides of pyro_bdl, got {type(guide).__name__}: use pyro.infer.SVI "
-            "for Pyro's guides"
-        )
+    advice = ": use pyro.infer.SVI for Pyro's guides"
+    require(guide, Guide, "train takes the guides of pyro_bdl", advice)
     steps = whole_number(steps, "steps")
+    learning_rate = real_number(learning_rate, "learning_rate")
     data = data_for(model, guide, args)
     stopping, total = None, None
     if held_out is not None:
@@ -221,6 +219,8 @@ def estimate_elbo(
     :raises UnsupportedProgramError: for a latent of which a mask leaves numbers without a density,
         for which there is no bound.
     """
+    require(guide, Guide, "estimate_elbo takes the guides of pyro_bdl")
+    num_particles = whole_number(num_particles, "num_particles")
     data = data_for(model, guide, args)
     with torch.no_grad():
         program, run = Program.with_run(model, *data.first())
@@ -255,8 +255,7 @@ def check_backend(backend: str) -> None:
 
     :raises ValueError: for another one than "torch", "jax" and "auto".
     """
-    if backend not in ("torch", "jax", "auto"):
-        raise ValueError(f'backend must be "torch", "jax" or "auto", got {backend!r}')
+    one_of(backend, "backend", ("torch", "jax", "auto"))
 
 
 def in_backend(

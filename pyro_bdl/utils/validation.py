@@ -1,27 +1,74 @@
 """Checks of single arguments, with one-sentence errors."""
 
-import math
 import operator
-from numbers import Real
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+_INTERVALS = {
+    "(0, inf)": "be positive and finite",
+    "[0, 1]": "lie between 0 and 1",
+    "(0, 1)": "lie between 0 and 1, both excluded",
+}
 
-def check_temperature(temperature: float, argument: str = "temperature") -> float:
-    """Check and return a temperature.
 
-    :raises TypeError: if it is no number.
-    :raises ValueError: unless it is a positive finite number.
+def real_number(value: Any, name: str, interval: str = "(0, inf)") -> float:
+    """Return a number, which may be a tensor, as a float.
+
+    :param name: the argument's name, for errors.
+    :param interval: where it must lie, such as "[0, 1)".
+    :raises TypeError: if the value is not one real number.
+    :raises ValueError: for NaN and numbers outside the interval.
     """
-    if not isinstance(temperature, Real | Tensor):
-        raise TypeError(f"{argument} must be a number, got {temperature!r}")
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(
-            f"{argument} must be a positive finite number, got {temperature}; use 1.0 for Bayes"
-        )
-    return temperature
+    try:
+        if isinstance(value, bool | str | bytes):
+            raise TypeError
+        result = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
+    low, high = map(float, interval[1:-1].split(","))
+    ends = (low, "[") if result == low else (high, "]")
+    if not (low < result < high or (result == ends[0] and ends[1] in interval)):
+        place = _INTERVALS.get(interval, f"lie in {interval}")
+        raise ValueError(f"{name} must {place}, got {value}")
+    return result
+
+
+def one_of(value: Any, name: str, words: Iterable[str | None]) -> Any:
+    """Return a word that is one of several.
+
+    :raises ValueError: for anything else.
+    """
+    known = tuple(words)
+    if not (value is None or isinstance(value, str)) or value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+    return value
+
+
+def require(value: Any, kinds: Any, text: str, advice: str = "") -> None:
+    """Check the class of an argument.
+
+    :param kinds: a class, or several, as of ``isinstance``.
+    :param text: what the error begins with, such as "noise must be a Distribution".
+    :param advice: what it ends with, such as ": pass ...".
+    :raises TypeError: with that text and what the argument is.
+    """
+    if not isinstance(value, kinds):
+        kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise TypeError(f"{text}, got {kind}{advice}")
+
+
+def require_tensors(**values: Any) -> None:
+    """Check that arguments are tensors of real numbers.
+
+    :raises TypeError: naming the argument.
+    """
+    for name, value in values.items():
+        require(value, Tensor, f"{name} must be a tensor", ": pass torch.as_tensor(...) of it")
+        if value.is_complex():
+            raise TypeError(f"{name} must hold real numbers, but has dtype {value.dtype}")
 
 
 def check_finite_tensor(
@@ -72,13 +119,14 @@ def _is_mask(value: Tensor) -> bool:
     return bool((kept | (value == -torch.inf)).all()) and bool(kept.any())
 
 
-def whole_number(value: Any, name: str, least: int = 1) -> int:
+def whole_number(value: Any, name: str, least: int = 1, most: int | None = None) -> int:
     """Return a whole number as an int; floats such as 1e5 and tensors are accepted.
 
     :param name: the argument's name, for errors.
     :param least: the smallest number that is allowed.
+    :param most: the largest one; None for any.
     :raises TypeError: if the value is not a number.
-    :raises ValueError: for a number that is not whole, NaN, or too small.
+    :raises ValueError: for a number that is not whole, NaN, too small or too large.
     """
     number = value
     if isinstance(value, float) and value.is_integer():
@@ -91,6 +139,7 @@ def whole_number(value: Any, name: str, least: int = 1) -> int:
         number = operator.index(number)
     except TypeError:
         raise TypeError(f"{name} must be a whole number, got {value!r}") from None
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if number < least or (most is not None and number > most):
+        place = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} must be {place}, got {value}")
     return number

@@ -76,7 +76,7 @@ REFUSALS = [
     ),
     (
         lambda: bdl.k_fold(lambda x, y: (line, weights(2)), GRID, Y, folds=10),
-        "folds must lie between 2 and the 9 rows",
+        "folds must be from 2 to 9",
     ),
     (lambda: PredictiveDraws(F[:1]), "at least 2 draws"),
     (lambda: PredictiveDraws(F, F[:9]), "targets has .draws, points. .9, 9., but function"),

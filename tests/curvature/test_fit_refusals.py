@@ -26,7 +26,7 @@ from pyro_bdl.program.subset import Subset
     ("call", "words"),
     [
         (lambda: CurvatureConfig("kfac"), r"unknown structure 'kfac' \(there are kron"),
-        (lambda: CurvatureConfig(curvature="fisher"), "unknown curvature 'fisher'"),
+        (lambda: CurvatureConfig(curvature="fisher"), "curvature must be one of"),
         (lambda: CurvatureConfig("kron", "hessian"), 'needs structure="full"'),
         (lambda: CurvatureConfig(num_draws=0), "num_draws must be at least 1"),
         (lambda: LowRank(rank=0), "rank must be at least 1"),

@@ -338,7 +338,7 @@ def test_copies_begin_anew():
     ("options", "error", "words"),
     [
         ({"bound": GaussNewton_ELBO}, TypeError, "GaussNewton_ELBO: use that one uncompiled"),
-        ({"backend": "jit"}, ValueError, "backend must be one of eager, inductor"),
+        ({"backend": "jit"}, ValueError, "backend must be one of 'eager', 'inductor'"),
         ({"sticking_the_landing": True}, ValueError, "sticking_the_landing"),
         ({"num_particles": 0}, ValueError, "num_particles"),
         ({"max_graphs": 0}, ValueError, "max_graphs must be at least 1"),

@@ -296,7 +296,7 @@ def test_guides_keep_what_is_declared(guide, tmp_path):
 
 
 def test_an_unknown_declaration_is_named():
-    with pytest.raises(ValueError, match="rows is 'alone' or 'together', got 'batch'"):
+    with pytest.raises(ValueError, match="rows must be one of 'alone', 'together', got 'batch'"):
         AutoLaplaceGGN(linear(flagged), rows="batch")
 
 

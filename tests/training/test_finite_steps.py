@@ -98,7 +98,7 @@ def test_train_raises_or_skips():
     ):
         train(model, guide, x, y, elbo=_Hole(range(99)), **skipping)
     assert all(value.isfinite().all() for value in numbers(model, guide))
-    with pytest.raises(ValueError, match="on_nonfinite must be 'raise' or 'skip', got 'hope'"):
+    with pytest.raises(ValueError, match="on_nonfinite must be one of 'raise', 'skip', got 'hope'"):
         train(model, guide, x, y, on_nonfinite="hope", **settings)
 
 

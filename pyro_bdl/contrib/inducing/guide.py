@@ -1,6 +1,5 @@
 """Variational inference with global inducing points."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -34,7 +33,7 @@ from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import tree_flatten, tree_unflatten
-from pyro_bdl.utils.validation import whole_number
+from pyro_bdl.utils.validation import real_number, whole_number
 
 _NUMBERS = 2**22  # of noise that ``variances`` holds at a time
 
@@ -73,12 +72,10 @@ class AutoInducing(Guide):
         init_scale: float = 0.05,
         **options: Any,
     ) -> None:
-        for name, value in {"init_precision": init_precision, "init_scale": init_scale}.items():
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {value}")
         super().__init__(model, **options)
         self.num_inducing = whole_number(num_inducing, "num_inducing")
-        self.init_precision, self.init_scale = init_precision, init_scale
+        self.init_precision = real_number(init_precision, "init_precision")
+        self.init_scale = real_number(init_scale, "init_scale")
         self.layers: dict[str, InducingLayer] = {}  # by their weight
         self._first: Batch = (), {}
         self._map = DrawMap()

@@ -35,6 +35,7 @@ from pyro_bdl.guides.statements import point
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils import bibliography
+from pyro_bdl.utils.validation import one_of, require
 
 MASKS = ("units", "weights")
 _ALPHA = nn.AlphaDropout, nn.FeatureAlphaDropout
@@ -119,13 +120,8 @@ class AutoMCDropout(Guide):
         mask: str = "units",
         **options: Any,
     ) -> None:
-        if mask not in MASKS:
-            raise ValueError(f"mask must be {' or '.join(map(repr, MASKS))}, got {mask!r}")
-        if noise is not None and not isinstance(noise, Noise):
-            raise TypeError(
-                "noise must be BernoulliNoise() or GaussianNoise() of pyro_bdl.guides, got "
-                f"{noise!r}"
-            )
+        one_of(mask, "mask", MASKS)
+        require(noise, Noise | None, "noise must be guides.BernoulliNoise() or GaussianNoise()")
         if p is None and (sites is not None or mask != "units"):
             raise ValueError("the dropout layers determine the sites and masks: leave these out")
         patterns = None if p is None else rates_by_pattern(p, sites)

@@ -6,18 +6,13 @@ A schedule is a callable ``step -> eps``, with steps counted from 0.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from pyro_bdl.mcmc.kernels import Options, positive
-from pyro_bdl.utils.validation import check_temperature, whole_number
-
-
-def _friction(value: float, name: str) -> float:
-    if not 0 < value <= 1:
-        raise ValueError(f"{name} must lie in (0, 1], got {value}")
-    return value
+from pyro_bdl.mcmc.kernels import Options
+from pyro_bdl.utils.validation import real_number, whole_number
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -33,9 +28,9 @@ class StochasticKernel(Options):
     settles: ClassVar[bool] = False  # after the first half of the warm-up
     checks: ClassVar[dict[str, Callable[[Any, str], Any]]] = {
         **Options.checks,
-        "step_size": lambda value, name: value if callable(value) else positive(value, name),
-        "temperature": check_temperature,
-        "friction": _friction,
+        "step_size": lambda value, name: value if callable(value) else real_number(value, name),
+        "temperature": real_number,
+        "friction": partial(real_number, interval="(0, 1]"),
     }
     step_size: float | Callable[[int], float]
     thinning: int = 10
@@ -45,10 +40,7 @@ class StochasticKernel(Options):
     def size(self, step: int) -> float:
         if not callable(self.step_size):
             return self.step_size
-        size = self.step_size(step)
-        if not 0 < size < float("inf"):
-            raise ValueError(f"step_size must be positive and finite, got {size} at step {step}")
-        return size
+        return real_number(self.step_size(step), f"step_size at step {step}")
 
     def explores(self, step: int) -> bool:
         explores = getattr(self.step_size, "explores", None)
@@ -90,10 +82,9 @@ class Polynomial:
     power: float = 0.55
 
     def __post_init__(self) -> None:
-        positive(self.scale, "scale")
-        positive(self.offset, "offset")
-        if not 0.5 < self.power <= 1:
-            raise ValueError(f"power must lie in (0.5, 1], got {self.power}")
+        real_number(self.scale, "scale")
+        real_number(self.offset, "offset")
+        real_number(self.power, "power", "(0.5, 1]")
 
     def __call__(self, step: int) -> float:
         return self.scale * (self.offset + step) ** -self.power
@@ -118,10 +109,9 @@ class Cyclical:
     exploration: float = 0.5
 
     def __post_init__(self) -> None:
-        positive(self.peak, "peak")
+        real_number(self.peak, "peak")
         whole_number(self.period, "period")
-        if not 0 <= self.exploration < 1:
-            raise ValueError(f"exploration must lie in [0, 1), got {self.exploration}")
+        real_number(self.exploration, "exploration", "[0, 1)")
         if self.explores(self.period - 1):
             raise ValueError(
                 f"exploration={self.exploration} leaves no step of a period of {self.period} to "
