@@ -444,6 +444,7 @@ def k_fold(
     device = device_of_rows(args)
     rows = leading_size(args)
     folds = whole_number(folds, "folds", least=2, most=rows)
+    num_samples = whole_number(num_samples, "num_samples")
     with seeded(seed):
         order = torch.randperm(rows, device="cpu")
     fold = torch.empty(rows, dtype=torch.int64, device="cpu")

@@ -188,7 +188,8 @@ def _checked(model: Callable | None, name: str, parts: Any, *, count: int | None
                 raise ValueError(f"{entry} must have at least one row")
             if model is None and place == len(parts) - 1:
                 continue
-            missing = takes_missing(model, entry.replace(f"_{name}", "", 1))
+            own = entry.replace(f"_{name}", "", 1)
+            missing = model is not None and takes_missing(model, own)
             check_finite_tensor(entry, tensor, missing=missing)
     return tuple(map(as_dicts, parts))
 

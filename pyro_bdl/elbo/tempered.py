@@ -105,7 +105,8 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
                 "closed forms: use TemperedTrace_ELBO"
             )
         self.is_cold = cold_temperature is not None
-        self.schedule = _as_schedule(temperature if cold_temperature is None else cold_temperature)
+        name = "cold_temperature" if self.is_cold else "temperature"
+        self.schedule = _as_schedule(cold_temperature if self.is_cold else temperature, name)
         self.step = 0
         self.temperature = self.schedule(0)
         self.kl: Tensor | None = None
@@ -361,7 +362,7 @@ class TemperedTraceMeanField_ELBO(TemperedTrace_ELBO):
     closed_forms = True
 
 
-def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
+def _as_schedule(temperature: Any, name: str) -> Callable[[int], float]:
     if isinstance(temperature, type | ELBO):  # both can be called
         raise TypeError(
             "temperature must be a number or a function step -> number, got the ELBO "
@@ -369,7 +370,7 @@ def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
         )
     if callable(temperature):
         return temperature
-    return partial(_constant, real_number(temperature, "temperature"))
+    return partial(_constant, real_number(temperature, name))
 
 
 def _constant(temperature: float, step: int) -> float:

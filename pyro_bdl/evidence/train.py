@@ -64,6 +64,7 @@ def train_by_evidence(
     steps, rounds = whole_number(steps, "steps"), whole_number(rounds, "rounds")
     later = max(1, steps // 2) if between is None else whole_number(between, "between", least=0)
     learning_rate = real_number(learning_rate, "learning_rate")
+    batch_size = None if batch_size is None else whole_number(batch_size, "batch_size")
     data = data_for(model, guide, args)
     reading = read_at_center(model, guide, data)
     tuned = followed(reading)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,15 +41,15 @@ def interval_coverage(
     Held (2009), Predictive model assessment for count data, section 2.1.
     """
     same_points(draws, y)
-    levels = [level] if isinstance(level, (int, float)) else [float(l) for l in level]
-    for l in levels:
-        real_number(l, "level", "[0, 1]")
+    is_one = not isinstance(level, Sequence) or isinstance(level, str)
+    given: Any = [level] if is_one else level
+    levels = [real_number(l, "level", "[0, 1]") for l in given]
     if draws.shape[0] < 2:
         raise ValueError("interval_coverage needs at least 2 draws, but draws has 1: draw more")
     start, stop = _stretches(draws, y)
     inside = [_inside(start, stop, l).reshape(y.shape) for l in levels]
     shares = inside if pointwise else [share.mean() for share in inside]
-    return shares[0] if isinstance(level, (int, float)) else torch.stack(shares)
+    return shares[0] if is_one else torch.stack(shares)
 
 
 def coverage_range(draws: Tensor, *, level: float = 0.9, probability: float = 0.95) -> Tensor:

@@ -169,6 +169,7 @@ def check_finite(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Non
 
 def takes_missing(model: Any, name: str) -> bool:
     """Return whether a program declares that NaN in an argument is what was not observed."""
+    require_program(model)
     return getattr(without_handlers(model), "takes_missing", lambda name: False)(name)
 
 

@@ -70,7 +70,7 @@ class HeldOut:
     check_every: int | None = None
 
     def __post_init__(self) -> None:
-        real_number(self.share, "held_out", "(0, 1)")
+        real_number(self.share, "held_out, the share of rows,", "(0, 1)")
         whole_number(self.patience, "patience")
         whole_number(1 if self.check_every is None else self.check_every, "check_every")
 

@@ -221,6 +221,7 @@ def estimate_elbo(
     """
     require(guide, Guide, "estimate_elbo takes the guides of pyro_bdl")
     num_particles = whole_number(num_particles, "num_particles")
+    batch_size = None if batch_size is None else whole_number(batch_size, "batch_size")
     data = data_for(model, guide, args)
     with torch.no_grad():
         program, run = Program.with_run(model, *data.first())

@@ -71,6 +71,7 @@ def collect_swag(
     require_gradients()
     check_backend(backend)
     snapshots = whole_number(snapshots, "snapshots")
+    momentum = real_number(momentum, "momentum", "[0, 1)")
     every = None if every is None else whole_number(every, "every")
     given = {"learning_rate": learning_rate, "final_learning_rate": final_learning_rate}
     for name, number in given.items():

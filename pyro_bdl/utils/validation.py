@@ -25,7 +25,7 @@ def real_number(value: Any, name: str, interval: str = "(0, inf)") -> float:
     try:
         if isinstance(value, bool | str | bytes):
             raise TypeError
-        result = float(value)
+        result = float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} must be a number, got {value!r}") from None
     low, high = map(float, interval[1:-1].split(","))

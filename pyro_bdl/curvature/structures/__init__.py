@@ -12,6 +12,7 @@ from pyro_bdl.curvature.structures.kernel import Kernel
 from pyro_bdl.curvature.structures.kron.curvature import EKFAC, Kron
 from pyro_bdl.curvature.structures.low_rank import LowRank
 from pyro_bdl.curvature.structures.samples import Samples
+from pyro_bdl.utils.validation import one_of
 
 _KINDS = Kron, EKFAC, Full, Diagonal, LowRank, Kernel, Samples
 STRUCTURES: Mapping[str, type[Structure]] = MappingProxyType({k().name: k for k in _KINDS})
@@ -34,6 +35,4 @@ def structure_of(value: Any) -> Structure:
     kinds: dict[str, type[Structure]] = {**STRUCTURES, "auto": Auto}
     options = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = options.pop("name")
-    if name not in kinds:
-        raise ValueError(f"unknown structure {name!r} (there are {', '.join(kinds)})")
-    return kinds[name](**options)
+    return kinds[one_of(name, "structure", kinds)](**options)
