@@ -11,8 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_bdl.metrics.blocks import check_probabilities
 from pyro_bdl.metrics.uncertainty import entropy_parts
 from pyro_bdl.utils.precision import double
+from pyro_bdl.utils.random_state import checked_seed
+from pyro_bdl.utils.validation import require_tensors, whole_number
 
 __all__ = ["Chosen", "bald", "batch_bald", "epig"]
 
@@ -101,9 +104,9 @@ def batch_bald(
     """
     p = double(_checked(probabilities, "probabilities").detach())
     draws, count, _ = p.shape
-    if not 1 <= size <= count:
-        raise ValueError(f"size must be from 1 to the {count} rows, got {size}")
-    random = torch.Generator(p.device).manual_seed(seed)
+    size = whole_number(size, "size", most=count)
+    limit = whole_number(num_configurations, "num_configurations")
+    random = torch.Generator(p.device).manual_seed(checked_seed(seed))
     expected = _entropy(p).mean(0)
     labels = _Labels(torch.ones(1, draws, dtype=p.dtype, device=p.device), None)
     chosen: list[int] = []
@@ -114,7 +117,7 @@ def batch_bald(
         best = int(gain.argmax())
         information.append(gain[best].clamp_min(0.0))
         chosen.append(best)
-        labels = labels.extended(p[:, best], num_configurations, random)
+        labels = labels.extended(p[:, best], limit, random)
     return Chosen(torch.tensor(chosen, device=p.device), torch.stack(information))
 
 
@@ -162,9 +165,11 @@ def _entropy(p: Tensor) -> Tensor:
 
 
 def _checked(probabilities: Tensor, name: str) -> Tensor:
+    require_tensors(**{name: probabilities})
     if probabilities.ndim != 3:
         raise ValueError(
             f"{name} must be draws of class probabilities (S, N, C), got shape "
             f"{tuple(probabilities.shape)}"
         )
+    check_probabilities(probabilities, name)
     return probabilities

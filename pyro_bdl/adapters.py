@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.utils.names import Names, chooser
-from pyro_bdl.utils.validation import whole_number
+from pyro_bdl.utils.validation import real_number, require, whole_number
 
 _SHOWN = 4  # names in a message
 
@@ -33,7 +33,7 @@ class LoRA(nn.Module):
         super().__init__()
         self.base = base
         self.rank = whole_number(rank, "rank")
-        self.scale = 1.0 if alpha is None else float(alpha) / self.rank
+        self.scale = 1.0 if alpha is None else real_number(alpha, "alpha") / self.rank
         weight: Any = base.weight
         self.out_features, self.in_features = weight.mT.shape if _is_turned(base) else weight.shape
         self.lora_A = nn.Parameter(weight.new_empty(self.rank, self.in_features))
@@ -110,8 +110,7 @@ def with_layers(
     :param takes: whether a module is a layer that can be chosen; ``kind`` is a word for these.
     :param frozen: whether the copy's parameters are frozen before.
     """
-    if not isinstance(net, nn.Module):
-        raise TypeError(f"net must be a torch.nn.Module, got {type(net).__name__}")
+    require(net, nn.Module, "net must be a torch.nn.Module")
     if any(isinstance(part, SampledNetwork) for part in net.modules()):
         raise TypeError(
             "the network is one of bayesianize: change its layers first, and call bayesianize then"

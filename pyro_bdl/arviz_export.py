@@ -101,6 +101,9 @@ def to_arviz(
         match none, or dims that do not fit.
     :raises UnsupportedProgramError: without a posterior, for a prior that cannot be sampled.
     """
+    num_samples = whole_number(num_samples, "num_samples")
+    least = 1 if posterior is None else 0
+    prior_samples = whole_number(prior_samples, "prior_samples", least)
     args, kwargs = Batches.of(args, device_of(model)).joined()
     kwargs |= model_kwargs or {}
     check_finite(model, args, kwargs)
@@ -123,10 +126,9 @@ def to_arviz(
             )
             drawn |= _of_posterior(program, predictive, samples, targets)
             drawn["sample_stats"] = _statistics(program, posterior, samples)
-        if prior_samples or posterior is None:
-            count = whole_number(prior_samples, "prior_samples")
+        if prior_samples:
             try:
-                drawn |= _prior(program, count, targets)
+                drawn |= _prior(program, prior_samples, targets)
             except UnsupportedProgramError as error:
                 if posterior is None:
                     raise

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pyro_bdl.utils.linear_algebra import cholesky
 from pyro_bdl.utils.precision import double
+from pyro_bdl.utils.validation import real_number, whole_number
 
 __all__ = [
     "SufficientStatistics",
@@ -162,6 +163,10 @@ def maximize(
     :param steps: the largest number of steps.
     :param tolerance: stop when neither changes by more than this fraction.
     """
+    steps = whole_number(steps, "steps")
+    tolerance = real_number(tolerance, "tolerance", "[0, inf)")
+    alpha = None if alpha is None else real_number(alpha, "alpha")
+    beta = None if beta is None else real_number(beta, "beta")
     eigenvalues, basis = torch.linalg.eigh(statistics.gram)
     eigenvalues = eigenvalues.clamp(min=0.0)[:, None]
     cross, squares = basis.mT @ statistics.cross, statistics.squares.sum()

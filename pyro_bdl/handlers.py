@@ -10,10 +10,11 @@ from pyro.poutine.util import site_is_subsample
 from torch import nn
 
 from pyro_bdl.estimators import flipout, local_reparameterization, per_example_dropout
+from pyro_bdl.program.check import require_program
 from pyro_bdl.program.trace import is_deterministic, is_prior_factor
 from pyro_bdl.utils.names import attributes_elsewhere
 from pyro_bdl.utils.one_thread import OneThread
-from pyro_bdl.utils.validation import check_temperature
+from pyro_bdl.utils.validation import real_number
 
 if TYPE_CHECKING:
     from pyro_bdl.contrib.gaussian_locals import integrate
@@ -50,6 +51,7 @@ class WithHandler(nn.Module):
 
     def __init__(self, model: Callable, handler: AbstractContextManager) -> None:
         super().__init__()
+        require_program(model)
         self.model, self.handler = model, handler
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +68,7 @@ def temper(model: Callable, temperature: float) -> nn.Module:
     :param temperature: eta > 0; eta = 1 is Bayes, eta < 1 gives the data more weight.
     :raises ValueError: for a temperature that is not positive and finite.
     """
-    return WithHandler(model, _ScaleSites(1.0 / check_temperature(temperature), True))
+    return WithHandler(model, _ScaleSites(1.0 / real_number(temperature, "temperature"), True))
 
 
 def cold(model: Callable, temperature: float) -> nn.Module:
@@ -76,4 +78,4 @@ def cold(model: Callable, temperature: float) -> nn.Module:
     :param temperature: T > 0; T = 1 is Bayes, T < 1 is colder.
     :raises ValueError: for a temperature that is not positive and finite.
     """
-    return WithHandler(model, _ScaleSites(1.0 / check_temperature(temperature), False))
+    return WithHandler(model, _ScaleSites(1.0 / real_number(temperature, "temperature"), False))

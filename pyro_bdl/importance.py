@@ -21,6 +21,7 @@ from pyro_bdl.program.program import Program
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.validation import whole_number
 
 __all__ = [
     "Importance",
@@ -118,6 +119,7 @@ def ratios(
         minibatch of the data.
     :raises UnsupportedProgramError: for a latent of which a mask leaves numbers without a density.
     """
+    num_samples = whole_number(num_samples, "num_samples")
     _check(guide, num_samples)
     with evaluation_mode(model, guide), seeded(seed), torch.no_grad():
         program = Program(model, *args)

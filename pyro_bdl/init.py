@@ -106,8 +106,7 @@ def relative_scale(delta: float = 0.1, floor: float = 1e-3) -> Callable[[Tensor]
     :param floor: a lower bound of |m|, so that zeros (such as biases) get a scale too.
     :raises ValueError: for a number that is not positive and finite.
     """
-    for name, value in (("delta", delta), ("floor", floor)):
-        real_number(value, name)
+    delta, floor = real_number(delta, "delta"), real_number(floor, "floor")
     return functools.partial(_relative_scale, delta, floor)
 
 

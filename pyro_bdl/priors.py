@@ -27,6 +27,7 @@ from pyro_bdl.program.trace import prior_factor as factor
 from pyro_bdl.scales import Hyperprior, Scale, checked, hyperparameter, present_scope
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.trees import tree_leaves
+from pyro_bdl.utils.validation import real_number
 
 __all__ = [
     "ARD",
@@ -400,7 +401,7 @@ class GPrior(Prior):
     ) -> None:
         self.scale = checked(scale, "scale")
         self.curvature = {
-            name: h.detach().clamp(min=floor * float(h.max()) or 1.0)
+            name: h.detach().clamp(min=real_number(floor, "floor") * float(h.max()) or 1.0)
             for name, h in curvature.items()
         }
 

@@ -33,6 +33,10 @@ class Hyperprior:
     distribution: Any
     start: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.start is not None:
+            real_number(self.start, "start")
+
     @property
     def parameter(self) -> PyroParam:
         """The parameter theta."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pyro_bdl.utils.validation import check_temperature, whole_number
+from pyro_bdl.utils.validation import real_number, whole_number
 
 __all__ = ["cosine", "cyclical", "linear", "overparameterized"]
 
@@ -28,8 +28,8 @@ class _Ramp:
     period: int | None = None
 
     def __post_init__(self) -> None:
-        check_temperature(self.start, "start")
-        check_temperature(self.stop, "stop")
+        real_number(self.start, "start")
+        real_number(self.stop, "stop")
 
     def __call__(self, step: int) -> float:
         done = step if self.period is None else step % self.period
@@ -60,9 +60,7 @@ def cyclical(start: float, stop: float, period: int, ramp: float = 0.5) -> Sched
 
     :param ramp: the fraction of a period after which ``stop`` is reached, in (0, 1].
     """
-    if not 0 < ramp <= 1:
-        raise ValueError(f"ramp must lie in (0, 1], got {ramp}")
-    period = whole_number(period, "period")
+    ramp, period = real_number(ramp, "ramp", "(0, 1]"), whole_number(period, "period")
     return _Ramp(start, stop, ramp * period, _straight, period)
 
 
@@ -80,5 +78,5 @@ def overparameterized(tau: float, num_data: int, num_neurons: int) -> float:
 
     Source: Huix et al. (2022), Variational inference of overparameterized Bayesian neural networks.
     """
-    check_temperature(tau, "tau")
-    return tau * whole_number(num_data, "num_data") / whole_number(num_neurons, "num_neurons")
+    tau, num_data = real_number(tau, "tau"), whole_number(num_data, "num_data")
+    return tau * num_data / whole_number(num_neurons, "num_neurons")

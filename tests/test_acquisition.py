@@ -100,8 +100,8 @@ def test_errors_of_few_draws_are_as_large_as_is_said(count):
     [
         (lambda: acquisition.bald(torch.rand(3, 2)), "draws of class probabilities"),
         (lambda: acquisition.epig(draws(3, 2), draws(4, 2)), "from the 3 draws"),
-        (lambda: acquisition.batch_bald(draws(3, 2), 3), "from 1 to the 2 rows"),
-        (lambda: acquisition.batch_bald(draws(3, 2), 0), "from 1 to the 2 rows"),
+        (lambda: acquisition.batch_bald(draws(3, 2), 3), "from 1 to 2"),
+        (lambda: acquisition.batch_bald(draws(3, 2), 0), "from 1 to 2"),
     ],
 )
 def test_refusals(call, sentence):

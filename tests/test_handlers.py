@@ -73,5 +73,5 @@ def test_the_program_is_not_changed_and_its_parameters_are_seen():
 @pytest.mark.parametrize("handler", [temper, cold])
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_bad_temperatures(handler, bad):
-    with pytest.raises(ValueError, match="temperature must be a positive finite number"):
+    with pytest.raises(ValueError, match="temperature must be positive and finite"):
         handler(program, bad)

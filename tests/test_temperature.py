@@ -41,7 +41,7 @@ def test_overparameterized():
     ],
 )
 def test_bad_temperatures(make, bad):
-    with pytest.raises(ValueError, match="positive finite"):
+    with pytest.raises(ValueError, match="positive and finite"):
         make(bad)
 
 

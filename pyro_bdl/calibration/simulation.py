@@ -99,11 +99,8 @@ class Calibration:
 
     def _binned(self, ranks: Tensor, bins: int | None) -> Tensor:
         """How many of the ranks (R, ...) are in each bin, (..., bins)."""
-        bins = self.bins if bins is None else bins
-        if not 1 <= bins <= self.num_draws + 1:
-            raise ValueError(
-                f"bins must lie between 1 and the {self.num_draws + 1} possible ranks, got {bins}"
-            )
+        most = self.num_draws + 1  # possible ranks
+        bins = whole_number(self.bins if bins is None else bins, "bins", most=most)
         return torch.nn.functional.one_hot(ranks * bins // (self.num_draws + 1), bins).sum(0)
 
     def uniformity(self) -> Tensor:

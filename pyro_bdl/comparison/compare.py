@@ -12,6 +12,7 @@ from pyro_bdl.comparison.setting import Setting
 from pyro_bdl.comparison.table import Comparison, compare_evaluations
 from pyro_bdl.errors import UnusableDrawsError
 from pyro_bdl.program.rows import rows_of
+from pyro_bdl.utils.validation import require
 
 
 def compare(
@@ -101,11 +102,7 @@ def compare(
         another program (the error lists the sites that do not match), or data that do not fit or
         are not finite.
     """
-    if not isinstance(posteriors, Mapping):
-        raise TypeError(
-            "posteriors must be a mapping from names to guides or Samples, got "
-            f"{type(posteriors).__name__}"
-        )
+    require(posteriors, Mapping, "posteriors must be a mapping from names to guides or Samples")
     if not posteriors:
         raise ValueError("posteriors is empty: give at least one guide or Samples by name")
     names = ", ".join(map(repr, posteriors))

@@ -46,6 +46,7 @@ from pyro_bdl.utils.precision import double, double_device
 from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import equal_trees
+from pyro_bdl.utils.validation import whole_number
 
 
 @dataclass(frozen=True)
@@ -466,6 +467,7 @@ def k_fold(
     args = arguments_of("data", data, None)
     device = device_of_rows(args)
     rows = leading_size(args)
+    num_samples = whole_number(num_samples, "num_samples")
     fold = _folds(folds, rows, seed)
     pointwise, variance = torch.zeros(rows, dtype=torch.float64, device=double_device(device)), 0.0
     seen = torch.ones(rows, dtype=torch.bool, device="cpu")
@@ -486,21 +488,20 @@ def k_fold(
 
 def _folds(folds: int | ArrayLike, rows: int, seed: int) -> Tensor:
     """The fold of each row, from 0 on."""
-    if isinstance(folds, int | np.integer):
+    if np.ndim(folds) == 0:
+        count = whole_number(folds, "folds", least=2, most=rows)
         with seeded(seed):
             order = torch.randperm(rows, device="cpu")
         fold = torch.empty(rows, dtype=torch.int64, device="cpu")
-        fold[order] = torch.arange(rows, device="cpu") % max(1, int(folds))
-        count = int(folds)
-    else:
-        labels = np.asarray(folds.cpu() if isinstance(folds, Tensor) else folds)
-        if labels.shape != (rows,):
-            raise ValueError(f"folds needs a label for each of {rows} rows, got {labels.shape}")
-        names, numbers = np.unique(labels, return_inverse=True)
-        fold, count = torch.as_tensor(numbers, device="cpu"), len(names)
-    if not 2 <= count <= rows:
-        raise ValueError(f"folds must lie between 2 and the {rows} rows, got {count}")
-    return fold
+        fold[order] = torch.arange(rows, device="cpu") % count
+        return fold
+    labels = np.asarray(folds.cpu() if isinstance(folds, Tensor) else folds)
+    if labels.shape != (rows,):
+        raise ValueError(f"folds needs a label for each of {rows} rows, got {labels.shape}")
+    names, numbers = np.unique(labels, return_inverse=True)
+    if len(names) < 2:
+        raise ValueError(f"folds needs two labels or more, got {names[0]!r} for all rows")
+    return torch.as_tensor(numbers, device="cpu")
 
 
 def without_fold(

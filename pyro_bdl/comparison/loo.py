@@ -28,8 +28,8 @@ from pyro_bdl.program.trace import Run
 from pyro_bdl.utils.jobs import Job, results_of
 from pyro_bdl.utils.module_state import device_of, evaluation_mode
 from pyro_bdl.utils.progress import progress_bar
-from pyro_bdl.utils.random_state import seeded
-from pyro_bdl.utils.validation import one_of
+from pyro_bdl.utils.random_state import checked_seed, seeded
+from pyro_bdl.utils.validation import one_of, require
 
 _FACTOR = "loo_mixture"
 
@@ -139,16 +139,14 @@ def loo(
     :warns BdlWarning: if a k-hat lies above ``good_k``.
     """
     one_of(method, "method", ("psis", "moment_matching"))
+    seed = checked_seed(seed)
     if isinstance(model, _LooMixture) and method != "psis":
         raise ValueError(f"method={method!r} is of draws of the posterior, not of loo_mixture")
     own = model.model if isinstance(model, _LooMixture) else model
     args = arguments_of("data", data, own, device=device_of(own))
     samples = as_posterior(posterior, model, args)
-    if not isinstance(samples, Samples):
-        raise TypeError(
-            f"loo needs draws of the posterior from chains, got {type(samples).__name__}: compare "
-            "corrects a guide's draws by p / q, and k_fold fits it again"
-        )
+    advice = ": compare corrects a guide's draws by p / q, and k_fold fits it again"
+    require(samples, Samples, "loo needs draws of the posterior from chains", advice)
     return total(*_columns(model, samples, args, method, refit, seed, n_jobs, progress))
 
 

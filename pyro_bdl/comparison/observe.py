@@ -18,7 +18,7 @@ from pyro_bdl.predictive.observations import ClosedPredictions
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.trees import tree_map
-from pyro_bdl.utils.validation import check_finite_tensor
+from pyro_bdl.utils.validation import check_finite_tensor, require_tensors
 
 _AT_DRAWS = ("mean", "function", "noise", "draws")  # whose first axis is that of the draws
 _BEHIND = (*_AT_DRAWS, "bounds")  # whose second axis is that of the rows
@@ -287,8 +287,7 @@ class PredictiveDraws:
             value: Any = getattr(self, name)
             if value is None and name != "function":
                 continue
-            if not isinstance(value, Tensor):
-                raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+            require_tensors(**{name: value})
             if value.dim() < 2 or len(value) < 2:
                 raise ValueError(
                     f"{name} must be of shape (draws, points, ...) with at least 2 draws, got "

@@ -25,7 +25,7 @@ from pyro_bdl.utils.module_state import device_of
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.trees import tensors_in, tree_leaves
-from pyro_bdl.utils.validation import check_finite_tensor, whole_number
+from pyro_bdl.utils.validation import check_finite_tensor, require, require_tensors, whole_number
 
 MOST_POINTS = 1000  # at which draws are kept
 REGIONS = {
@@ -174,10 +174,7 @@ def _in_memory(name: str, parts: Any, device: torch.device | None) -> Any:
 
 
 def _checked(model: Callable | None, name: str, parts: Any, *, count: int | None) -> tuple:
-    if not isinstance(parts, tuple | list):
-        raise TypeError(
-            f"{name} must be a tuple of tensors, or batches of them, got {type(parts).__name__}"
-        )
+    require(parts, tuple | list, f"{name} must be a tuple of tensors, or batches of them")
     if not parts or count not in (None, len(parts)):
         wanted = "inputs and, last, targets" if name != "ood" else "inputs without targets"
         raise ValueError(
@@ -186,16 +183,13 @@ def _checked(model: Callable | None, name: str, parts: Any, *, count: int | None
     for place, part in enumerate(parts):
         argument = name if name == "ood" else f"{'y' if place == len(parts) - 1 else 'x'}_{name}"
         for entry, tensor in by_entry({argument: part}).items():
-            if not isinstance(tensor, Tensor):
-                raise TypeError(
-                    f"{entry} must be a tensor, got {type(tensor).__name__}: pass "
-                    "torch.as_tensor(...)"
-                )
+            require_tensors(**{entry: tensor})
             if tensor.dim() == 0 or not len(tensor):
                 raise ValueError(f"{entry} must have at least one row")
             if model is None and place == len(parts) - 1:
                 continue
-            missing = takes_missing(model, entry.replace(f"_{name}", "", 1))
+            own = entry.replace(f"_{name}", "", 1)
+            missing = model is not None and takes_missing(model, own)
             check_finite_tensor(entry, tensor, missing=missing)
     return tuple(map(as_dicts, parts))
 

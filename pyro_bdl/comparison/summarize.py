@@ -36,6 +36,8 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.guides.point import AutoMAP
 from pyro_bdl.program.batches import Batches, leading_size
+from pyro_bdl.utils.random_state import checked_seed
+from pyro_bdl.utils.validation import whole_number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -120,6 +122,7 @@ def summarize(
         masks, or with other observations.
     :raises ValueError: for data that do not fit.
     """
+    num_samples, seed = whole_number(num_samples, "num_samples", least=2), checked_seed(seed)
     batches = Batches(train)
     first_args, _ = batches.first()
     rows = sum(leading_size(batch) for batch in batches)

@@ -31,6 +31,7 @@ from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 from pyro_bdl.utils.progress import is_silent
+from pyro_bdl.utils.validation import real_number, whole_number
 
 
 @dataclass
@@ -91,6 +92,8 @@ def em(
     :raises UnsupportedProgramError: for a program without discrete latents or without parameters,
         with subsampled data, or with learned priors of continuous latents.
     """
+    rounds, steps = whole_number(rounds, "rounds"), whole_number(steps, "steps")
+    tolerance = real_number(tolerance, "tolerance", "[0, inf)")
     run = _Maximization(model, args, kwargs, init_loc_fn)
     path, converged = [run.expect()], False
     bar = trange(rounds, desc="EM", disable=is_silent(progress), leave=False, delay=1)

@@ -110,8 +110,7 @@ class PSGLD(StochasticKernel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.averaging < 1:
-            raise ValueError(f"averaging must lie in [0, 1), got {self.averaging}")
+        real_number(self.averaging, "averaging", "[0, 1)")
         real_number(self.damping, "damping")
 
     def init(self, position: Tensor) -> PreconditionedState:

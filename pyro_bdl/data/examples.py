@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.data.dataset import Dataset, prepare, rows_of_fold
+from pyro_bdl.utils.random_state import checked_seed
+from pyro_bdl.utils.validation import real_number, whole_number
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,8 @@ def two_clusters(n: int = 100, seed: int = 0, *, noise: float = 0.1) -> Dataset:
 
     Source: Foong et al. (2019), "In-between" uncertainty in Bayesian neural networks, section 4.
     """
-    if n < 2:
-        raise ValueError(f"n={n}: two clusters need at least 2 points")
-    generator = torch.Generator().manual_seed(seed)
+    n, noise = whole_number(n, "n", least=2), real_number(noise, "noise", "[0, inf)")
+    generator = torch.Generator().manual_seed(checked_seed(seed))
     left = -1 + 0.3 * torch.rand(n // 2, 1, generator=generator, device="cpu")
     right = 0.5 + 0.5 * torch.rand(n - n // 2, 1, generator=generator, device="cpu")
     x_test = torch.linspace(-1.5, 1.5, 200, device="cpu")[:, None]

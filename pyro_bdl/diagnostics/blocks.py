@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_bdl.utils.memory import bytes_at_once, keep_freed_blocks
 from pyro_bdl.utils.precision import double
+from pyro_bdl.utils.validation import require_tensors
 
 # Bytes of one block of draws; a statistic needs about ten times that for temporaries. A block fits
 # into the cache of a CPU core, and is large enough to occupy a GPU.
@@ -87,13 +88,7 @@ def _single_thread() -> None:
 
 def check_draws(draws: Tensor, name: str = "draws") -> None:
     """Check that ``draws`` is a real tensor ``(chains, draws, ...)`` with at least 4 draws."""
-    if not isinstance(draws, Tensor):
-        raise TypeError(
-            f"{name} must be a torch tensor of shape (chains, draws, ...), "
-            f"but is a {type(draws).__name__}"
-        )
-    if draws.is_complex():
-        raise TypeError(f"{name} must be real, but has dtype {draws.dtype}")
+    require_tensors(**{name: draws})
     if draws.dim() < 2:
         raise ValueError(
             f"{name} must have shape (chains, draws, ...), but has shape {tuple(draws.shape)}; "

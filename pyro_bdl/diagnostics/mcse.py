@@ -8,7 +8,7 @@ from torch import Tensor
 from pyro_bdl.diagnostics.blocks import map_blocks, split_chains
 from pyro_bdl.diagnostics.ess import ess_below, ess_of_chains, has_nan, squared_deviations
 from pyro_bdl.diagnostics.rank import quantile_of_sorted, sort
-from pyro_bdl.utils.validation import one_of
+from pyro_bdl.utils.validation import one_of, real_number
 
 _KINDS = ("mean", "sd", "median", "quantile")
 _ONE_SIGMA = (0.1586553, 0.8413447)  # Phi(-1) and Phi(1), with ArviZ's digits
@@ -42,7 +42,9 @@ def mcse(
     4.4; for the sd, the delta method on the variance. Equal to ``arviz.mcse`` of 1.x.
     """
     one_of(kind, "kind", _KINDS)
-    if (prob is not None) != (kind == "quantile") or not (prob is None or 0 <= prob <= 1):
+    if prob is not None:
+        real_number(prob, "prob", "[0, 1]")
+    if (prob is not None) != (kind == "quantile"):
         need = "a level between 0 and 1 as" if kind == "quantile" else "no"
         raise ValueError(f"kind={kind!r} takes {need} prob, got {prob}")
     level = 0.5 if prob is None else prob

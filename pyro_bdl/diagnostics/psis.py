@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pyro_bdl.diagnostics.blocks import map_blocks
 from pyro_bdl.diagnostics.rank import largest
+from pyro_bdl.utils.validation import real_number
 
 _LEAST_TAIL = 5
 _EPSILON = torch.finfo(torch.float64).eps
@@ -70,8 +71,7 @@ def good_k(num_draws: int) -> float:
 
 def check_efficiency(r_eff: float) -> None:
     """Check that the relative efficiency is a positive number."""
-    if not 0 < r_eff < math.inf:
-        raise ValueError(f"r_eff must be a positive number, got {r_eff}: it is the ESS over S")
+    real_number(r_eff, "r_eff, the ESS over S,")
 
 
 def smooth(log_ratios: Tensor, r_eff: float) -> tuple[Tensor, Tensor]:

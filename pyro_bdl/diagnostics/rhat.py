@@ -9,6 +9,7 @@ from torch import Tensor
 from pyro_bdl.diagnostics.blocks import check_draws, map_blocks, split_chains
 from pyro_bdl.diagnostics.rank import Ordered, folded, normal_scores, ordered
 from pyro_bdl.utils.precision import double_device
+from pyro_bdl.utils.validation import whole_number
 
 # R-hat that counts as disagreement, and how often either of its two parts may exceed the limit.
 _DISAGREE, _BY_CHANCE = 1.01, 1e-3
@@ -76,11 +77,8 @@ def rhat(draws: Tensor, *, superchains: int | None = None) -> Tensor:
     """
     check_draws(draws)
     if superchains is not None:
-        if superchains < 2 or draws.shape[0] % superchains:
-            raise ValueError(
-                f"superchains={superchains} must be at least 2 and divide the {draws.shape[0]} "
-                "chains"
-            )
+        if draws.shape[0] % whole_number(superchains, "superchains", least=2):
+            raise ValueError(f"superchains={superchains} must divide the {draws.shape[0]} chains")
         return map_blocks(lambda x: _rank_rhat(x, superchains), draws)
     if draws.shape[0] == 1:
         device = double_device(draws.device)

@@ -26,6 +26,7 @@ from pyro_bdl.utils.jackknife import (
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.names import chooser
 from pyro_bdl.utils.precision import double
+from pyro_bdl.utils.validation import require
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,11 +75,7 @@ def prior_sensitivity(
 
     args = tuple(map(as_dicts, data))
     samples = as_posterior(posterior, model, args)
-    if not isinstance(samples, Samples):
-        raise TypeError(
-            "prior_sensitivity needs draws of the posterior from chains, got "
-            f"{type(samples).__name__}"
-        )
+    require(samples, Samples, "prior_sensitivity needs draws of the posterior from chains")
     latents = dict(samples.latents) | dict(functions or {})
     check_sites(latents)
     small = listed_sites(samples.latents, sites)

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_bdl.diagnostics.loo import standard_error
 from pyro_bdl.utils.jackknife import jackknife_error, number_of_groups, without_each
 from pyro_bdl.utils.precision import double
+from pyro_bdl.utils.validation import require, require_tensors
 
 _TOLERANCE = 1e-6  # nats of a datum
 
@@ -57,10 +58,10 @@ def stacking_weights(scores: Mapping[str, Any]) -> Stacking:
     Source: Yao, Vehtari, Simpson, Gelman (2018), Using stacking to average Bayesian predictive
     distributions, equation 4.
     """
-    rows = {
-        name: double(getattr(one, "pointwise", one).detach()).cpu().flatten()
-        for name, one in scores.items()
-    }
+    require(scores, Mapping, "scores must be a dict from posteriors to their LOO")
+    rows = {name: getattr(one, "pointwise", one) for name, one in scores.items()}
+    require_tensors(**rows)
+    rows = {name: double(values.detach()).cpu().flatten() for name, values in rows.items()}
     if len(sizes := {len(values) for values in rows.values()}) != 1 or sizes == {0}:
         raise ValueError(
             "stacking needs the log densities of the same data by one or several posteriors, got "

@@ -18,6 +18,7 @@ from pyro_bdl.guides.draws import samples_of_mcmc
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.names import chooser
 from pyro_bdl.utils.precision import double
+from pyro_bdl.utils.validation import require
 
 if TYPE_CHECKING:  # pandas takes long to import, and is imported when it is needed
     import pandas as pd
@@ -193,6 +194,7 @@ def summary(
     import pandas as pd
 
     draws = samples_of_mcmc(draws)
+    require(draws, Samples | Mapping, "draws must be Samples, or a dict from sites to draws")
     latents = dict(draws.latents if isinstance(draws, Samples) else draws) | dict(functions or {})
     chains, length = check_sites(latents)
     low = ESS_LIMIT * chains if ess_limit is None else ess_limit
@@ -279,6 +281,7 @@ def explain_chains(model: Callable, samples: Samples, *args: Any, **kwargs: Any)
     :param args: the program's arguments, such as x, without the targets.
     :raises ValueError: for a single chain.
     """
+    require(samples, Samples, "samples must be Samples")
     if samples.num_chains < 2:
         raise ValueError("one chain cannot be compared with others: draw at least two")
     f = _columns(function_draws(model, samples, *args, **kwargs))
@@ -362,11 +365,8 @@ def function_draws(
         no chain.
     """
     samples = samples_of_mcmc(samples)
-    if not isinstance(samples, Samples):
-        raise TypeError(
-            f"samples must be Samples, got {type(samples).__name__}: draws of a guide are "
-            f"independent, so that R-hat and ESS say nothing about them"
-        )
+    advice = ": draws of a guide are independent, so that R-hat and ESS say nothing about them"
+    require(samples, Samples, "samples must be Samples", advice)
     from pyro_bdl.predictive.sampled import Predictive  # its users import this package
 
     leading = (samples.num_chains, samples.num_draws)

@@ -126,10 +126,9 @@ class DataParallel_ELBO(CheckedLoss):
         group: Any = None,
     ) -> None:
         require_differentiable(elbo)
-        check_every = whole_number(check_every, "check_every")
         super().__init__(num_particles=elbo.num_particles)
         self.elbo, self.ranks = elbo, Ranks(group)
-        self.same_draws, self.check_every = same_draws, check_every
+        self.same_draws, self.check_every = same_draws, whole_number(check_every, "check_every")
         self.step = 0
         self._pair: tuple[Callable, Callable] | None = None
         self._leaves: dict[str, Tensor] = {}

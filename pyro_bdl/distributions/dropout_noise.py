@@ -7,13 +7,14 @@ variance alpha therefore has p = alpha / (1 + alpha) (Srivastava et al. 2014, se
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, ClassVar
 
 import torch
 from pyro.distributions import TorchDistribution, constraints
 from torch import Tensor
 from torch.distributions import Independent, Normal, register_kl
+
+from pyro_bdl.utils.validation import real_number, whole_number
 
 Temperature = float | Callable[[int], float]
 
@@ -28,26 +29,12 @@ class Annealed:
     steps: int = 1000
 
     def __post_init__(self) -> None:
-        if not (self.start > 0 and self.stop > 0 and self.steps >= 1):
-            raise ValueError(f"temperatures must be positive and steps at least 1, got {self}")
+        real_number(self.start, "start")
+        real_number(self.stop, "stop")
+        whole_number(self.steps, "steps")
 
     def __call__(self, step: int) -> float:
         return self.start * (self.stop / self.start) ** min(step / self.steps, 1.0)
-
-
-def checked_rate(p: Any, where: str) -> float:
-    """Check a dropout rate and return it as a float.
-
-    :param where: the argument's name, for errors.
-    :raises TypeError: for a rate that is not a number.
-    :raises ValueError: for a rate outside (0, 1).
-    """
-    if not isinstance(p, Real) and not (isinstance(p, Tensor) and p.dim() == 0):
-        raise TypeError(f"{where} must be a number between 0 and 1, got {p!r}")
-    rate = float(p)
-    if not 0 < rate < 1:
-        raise ValueError(f"{where} must lie between 0 and 1, both excluded, got {p!r}")
-    return rate
 
 
 def variance(p: Tensor) -> Tensor:
@@ -96,12 +83,8 @@ class BernoulliNoise(Noise):
     """
 
     def __init__(self, temperature: Temperature | None = None) -> None:
-        if isinstance(temperature, Real) and not temperature > 0:
-            raise ValueError(f"temperature must be positive, got {temperature}")
-        if not isinstance(temperature, Real | None) and not callable(temperature):
-            raise TypeError(
-                f"temperature must be a number or a schedule step -> number, got {temperature!r}"
-            )
+        if temperature is not None and not callable(temperature):
+            real_number(temperature, "temperature")
         self.temperature = Annealed() if temperature is None else temperature
 
     def sample(self, p: Tensor, num_samples: int) -> Tensor:

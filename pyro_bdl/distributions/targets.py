@@ -9,6 +9,8 @@ from pyro.distributions import TorchDistribution, constraints
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
+from pyro_bdl.utils.validation import require
+
 
 class ZeroTruncated(TorchDistribution):
     """Counts of a Poisson or a negative binomial given that they are not zero, p(y) / (1 - p(0)).
@@ -25,11 +27,8 @@ class ZeroTruncated(TorchDistribution):
     support = constraints.nonnegative_integer
 
     def __init__(self, base_dist: Any, validate_args: bool | None = None) -> None:
-        if not isinstance(base_dist, torch.distributions.Poisson | dist.NegativeBinomial):
-            raise ValueError(
-                "ZeroTruncated takes a Poisson or a NegativeBinomial, got "
-                f"{type(base_dist).__name__}"
-            )
+        kinds = torch.distributions.Poisson | dist.NegativeBinomial
+        require(base_dist, kinds, "ZeroTruncated takes a Poisson or a NegativeBinomial")
         self.base_dist = base_dist
         super().__init__(base_dist.batch_shape, validate_args=validate_args)
 

@@ -19,7 +19,7 @@ from pyro_bdl.tracing.step import BACKENDS, Outcome
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.precision import castings
-from pyro_bdl.utils.validation import one_of, check_temperature, whole_number
+from pyro_bdl.utils.validation import one_of, real_number, whole_number
 
 
 class CompiledELBO(TemperedTrace_ELBO):
@@ -137,7 +137,7 @@ class _Evaluation(Evaluation):
         self.bound, self.model, self.guide, self.arguments = bound, model, guide, arguments
         self.owner = self.holders = model, guide
         self.key = arguments.key, active(), castings(), bound.num_particles, bound.estimator
-        self.temperature = check_temperature(bound.schedule(bound.step))
+        self.temperature = real_number(bound.schedule(bound.step), "temperature")
         self.numbers: list[tuple[Guide, dict[str, float]]] = []
 
     def plain(self) -> Tensor:

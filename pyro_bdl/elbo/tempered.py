@@ -40,7 +40,7 @@ from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.one_thread import Hidden, OneThread
 from pyro_bdl.utils.precision import without_autocast
 from pyro_bdl.utils.random_state import own_randomness
-from pyro_bdl.utils.validation import check_temperature, whole_number
+from pyro_bdl.utils.validation import real_number, whole_number
 
 Temperature = float | Callable[[int], float]
 
@@ -105,7 +105,8 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
                 "closed forms: use TemperedTrace_ELBO"
             )
         self.is_cold = cold_temperature is not None
-        self.schedule = _as_schedule(temperature if cold_temperature is None else cold_temperature)
+        name = "cold_temperature" if self.is_cold else "temperature"
+        self.schedule = _as_schedule(cold_temperature if self.is_cold else temperature, name)
         self.step = 0
         self.temperature = self.schedule(0)
         self.kl: Tensor | None = None
@@ -172,7 +173,7 @@ class TemperedTrace_ELBO(CheckedLoss, Trace_ELBO):
 
     def _evaluate(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Step:
         """-L(eta) at the current step's temperature, from new draws."""
-        temperature = check_temperature(self.schedule(self.step))
+        temperature = real_number(self.schedule(self.step), "temperature")
         try:
             with OneThread(), pyro.validation_enabled(False):
                 terms = self.terms(model, guide, args, kwargs)
@@ -360,7 +361,7 @@ class TemperedTraceMeanField_ELBO(TemperedTrace_ELBO):
     closed_forms = True
 
 
-def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
+def _as_schedule(temperature: Any, name: str) -> Callable[[int], float]:
     if isinstance(temperature, type | ELBO):  # both can be called
         raise TypeError(
             "temperature must be a number or a function step -> number, got the ELBO "
@@ -368,8 +369,7 @@ def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
         )
     if callable(temperature):
         return temperature
-    check_temperature(temperature)
-    return partial(_constant, temperature)
+    return partial(_constant, real_number(temperature, name))
 
 
 def _constant(temperature: float, step: int) -> float:

@@ -29,7 +29,7 @@ from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import placeholder_for_observed, record
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import progress_bar
-from pyro_bdl.utils.validation import one_of
+from pyro_bdl.utils.validation import one_of, real_number, whole_number
 
 _SHOWN = 6  # groups in the warning
 METHODS = ("fixed-point", "gradient")
@@ -192,6 +192,8 @@ def maximize(
         tensors.
     """
     one_of(method, "method", METHODS)
+    steps, learning_rate = whole_number(steps, "steps"), real_number(learning_rate, "learning_rate")
+    tolerance = real_number(tolerance, "tolerance", "[0, inf)")
     reading = read_guide(guide)
     if not followed(reading):
         if reading.in_likelihood:

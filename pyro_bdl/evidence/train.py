@@ -17,6 +17,7 @@ from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.training.descent import data_for
 from pyro_bdl.training.svi import train
+from pyro_bdl.utils.validation import real_number, whole_number
 
 
 def train_by_evidence(
@@ -60,6 +61,10 @@ def train_by_evidence(
     :returns: the posterior, and whether Ctrl-C ended the training early.
     :raises MemoryError: if the guide's structure does not fit in memory.
     """
+    steps, rounds = whole_number(steps, "steps"), whole_number(rounds, "rounds")
+    later = max(1, steps // 2) if between is None else whole_number(between, "between", least=0)
+    learning_rate = real_number(learning_rate, "learning_rate")
+    batch_size = None if batch_size is None else whole_number(batch_size, "batch_size")
     data = data_for(model, guide, args)
     reading = read_at_center(model, guide, data)
     tuned = followed(reading)
@@ -72,7 +77,6 @@ def train_by_evidence(
     own = model.parameters() if isinstance(model, nn.Module) else ()
     trained = [p for p in (*guide.parameters(), *own) if id(p) not in leaves]
     rounds = rounds if tuned and not partial else 1
-    later = max(1, steps // 2) if between is None else between
     bars = None if progress else False
     for number in range(rounds):
         taken = later if number else steps

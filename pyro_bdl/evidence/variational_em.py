@@ -28,7 +28,7 @@ from pyro_bdl.training.descent import Descent
 from pyro_bdl.training.svi import BACKENDS, in_backend
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 from pyro_bdl.utils.progress import is_silent
-from pyro_bdl.utils.validation import one_of
+from pyro_bdl.utils.validation import one_of, real_number, whole_number
 
 _DRAWS = 32
 _CHUNK = 8
@@ -73,6 +73,9 @@ def variational_em(
     :raises FailedStepError: for a loss or gradient that is not finite.
     """
     one_of(backend, "backend", BACKENDS)
+    rounds, steps = whole_number(rounds, "rounds"), whole_number(steps, "steps", least=0)
+    m_steps = whole_number(m_steps, "m_steps", least=0)
+    learning_rate = real_number(learning_rate, "learning_rate")
     batches, elbo = Batches(data), elbo or TemperedTraceMeanField_ELBO()
     require_differentiable(elbo)
     args, kwargs = batches.first()

@@ -20,6 +20,7 @@ from pyro_bdl.guides.saved import SavedGuide, sites_of
 from pyro_bdl.guides.statements import sample_all
 from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.batches import Batch, Batches
+from pyro_bdl.program.check import require_program
 from pyro_bdl.program.layout import Latent, Layout
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
@@ -33,6 +34,7 @@ from pyro_bdl.program.trace import (
 from pyro_bdl.utils.module_state import Modules, device_of, outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.trees import tree_map_only
+from pyro_bdl.utils.validation import real_number, whole_number
 
 SET_BY_STEPS = ("plates",)  # attributes of guides that change from step to step
 
@@ -65,6 +67,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
                 f"{type(self).__name__} has no option {', '.join(map(repr, unknown))}: it has "
                 f"{', '.join(names)}, and those that help({type(self).__name__}) lists"
             )
+        require_program(model)
         AutoGuide.__init__(self, start_at(init_loc_fn)(model), create_plates=create_plates)
         self.layout = None
         self._take_name()
@@ -284,7 +287,7 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
     def sample_latents(self, num_samples: int) -> dict[str, Tensor]:
         """Independent draws as a dict site -> (num_samples, *shape); those of a site that the guide
         holds at a point are views of one value."""
-        layout = self.require_layout()
+        num_samples, layout = whole_number(num_samples, "num_samples"), self.require_layout()
         return layout.constrain(self.sample_vectors(num_samples))[0]
 
     @torch.no_grad()
@@ -311,9 +314,9 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         """
         self._prototype_if_given(args, kwargs)
         like = self.location()
-        levels = torch.as_tensor(quantiles, dtype=like.dtype, device=like.device).reshape(-1)
-        if ((levels < 0) | (levels > 1)).any():
-            raise ValueError(f"quantiles must lie between 0 and 1, got {levels.tolist()}")
+        values = quantiles.reshape(-1).tolist() if isinstance(quantiles, Tensor) else quantiles
+        values = values if isinstance(values, Sequence) else [values]
+        levels = like.new_tensor([real_number(q, "quantiles", "[0, 1]") for q in values])
         return site_quantiles(self, levels)
 
     def _prototype_if_given(self, args: tuple, kwargs: dict) -> None:

@@ -91,6 +91,12 @@ def _without_imputed(samples: Samples, model: Callable, args: tuple, kwargs: dic
 
 
 def _samples_of_dict(draws: Mapping[str, Any], sites: Mapping[str, SiteShape]) -> Samples:
+    unknown = [name for name in draws if name not in sites and not name.endswith(UNOBSERVED)]
+    if unknown:
+        raise ValueError(
+            f"the dict holds draws of {unknown[0]!r}, which the program does not have: its sites "
+            f"are {', '.join(sites)}"
+        )
     values = {
         name: as_tensor(value)
         for name, value in draws.items()

@@ -82,9 +82,8 @@ class AutoEnsemble(Guide):
         init_loc_fn: Callable = init_afresh,
         **options: Any,
     ) -> None:
-        size = whole_number(size, "size")
         super().__init__(model, init_loc_fn=init_loc_fn, **options)
-        self.size, self.anchored = size, anchored
+        self.size, self.anchored = whole_number(size, "size"), anchored
         self._init = init_loc_fn
         self._alike: list[str] = []  # sites that all members start at the same values of
 

@@ -15,7 +15,7 @@ from pyro_bdl.guides.normal import LowRankNormal
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils import bibliography
-from pyro_bdl.utils.validation import real_number
+from pyro_bdl.utils.validation import real_number, whole_number
 
 
 class AutoLowRank(LowRankNormal):
@@ -56,13 +56,9 @@ class AutoLowRank(LowRankNormal):
         init_scale: float = 0.05,
         **options: Any,
     ) -> None:
-        if not isinstance(rank, int):
-            raise TypeError(f"rank must be a whole number, got {rank!r}")
-        if rank < 1:
-            raise ValueError(f"rank must be at least 1, got {rank}: without one use AutoMeanField")
-        real_number(init_scale, "init_scale")
         super().__init__(model, **options)
-        self.rank, self.init_scale = rank, init_scale
+        self.rank = whole_number(rank, "rank")
+        self.init_scale = real_number(init_scale, "init_scale")
 
     def options(self) -> dict[str, Any]:
         return {"rank": self.rank}

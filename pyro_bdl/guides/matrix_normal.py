@@ -52,10 +52,9 @@ class AutoMatrixNormal(Guide):
         max_side: int = 1024,
         **options: Any,
     ) -> None:
-        real_number(init_scale, "init_scale")
-        whole_number(max_side, "max_side", least=0)
         super().__init__(model, **options)
-        self.init_scale, self.max_side = init_scale, max_side
+        self.init_scale = real_number(init_scale, "init_scale")
+        self.max_side = whole_number(max_side, "max_side", least=0)
 
     def options(self) -> dict[str, Any]:
         return {"max_side": self.max_side}

@@ -16,7 +16,7 @@ from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior
 from pyro_bdl.program.layout import Latent, Layout, marginal
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils import bibliography
-from pyro_bdl.utils.validation import real_number
+from pyro_bdl.utils.validation import one_of, real_number
 
 SHARING = ("per-weight", "per-row", "per-layer")
 
@@ -188,14 +188,12 @@ def shared_groups(layout: Layout, sharing: str) -> Tensor | None:
 
 
 def _check_scales(init_scale: Any, scale: Any, max_scale: Any) -> None:
-    shared = isinstance(scale, str)
-    if shared and scale not in SHARING:
-        raise ValueError(f"scale must be a number or one of {', '.join(SHARING)}, got {scale!r}")
-    if not shared and max_scale is not None:
+    if isinstance(scale, str):
+        one_of(scale, "scale", SHARING)
+    elif max_scale is not None:
         raise ValueError(f"scale={scale} is fixed and takes no max_scale: leave one of them out")
-    numbers = {"max_scale": max_scale, "init_scale": init_scale, "scale": None if shared else scale}
-    for name, value in numbers.items():
-        if not callable(value) and value is not None:
-            real_number(value, name)
-    if max_scale is not None and not callable(init_scale) and init_scale >= max_scale:
+    else:
+        real_number(scale, "scale")
+    most = math.inf if max_scale is None else real_number(max_scale, "max_scale")
+    if not callable(init_scale) and real_number(init_scale, "init_scale") >= most:
         raise ValueError(f"init_scale {init_scale} must be less than max_scale {max_scale}")

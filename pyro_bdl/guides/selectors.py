@@ -17,6 +17,7 @@ from pyro_bdl.guides.gaussian import LaplaceGuide, approximate
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, subset_of
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.random_state import checked_seed
 from pyro_bdl.utils.validation import listed
 
 Size = int | float | None
@@ -159,7 +160,7 @@ class Random(Selector):
     """Selector at random, with the same probability for every number."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
+        self.seed = checked_seed(seed)
 
     def scores(self, trained: Trained) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)

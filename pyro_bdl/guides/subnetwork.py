@@ -27,7 +27,7 @@ from pyro_bdl.program.gaussian_prior import StoredPrecision
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.precision import double
-from pyro_bdl.utils.validation import real_number
+from pyro_bdl.utils.validation import real_number, require
 
 _SHARE, _MOST = 0.1, 1000  # the default size
 
@@ -129,11 +129,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
 
 
 def _selector(select: Any) -> Selector:
-    if not isinstance(select, Selector):
-        raise TypeError(
-            "select must be a selector, such as pyro_bdl.selectors.LargestVariance(), got "
-            f"{type(select).__name__}"
-        )
+    require(select, Selector, "select must be a selector, such as bdl.selectors.LargestVariance()")
     return select
 
 
@@ -146,7 +142,7 @@ class SubsetNormal(JointGuide, NormalGuide):
     papers: ClassVar[tuple[str, ...]] = (bibliography.SUBNETWORK,)
 
     def __init__(self, source: AutoLaplaceGGN, subset: Subset, init_scale: float) -> None:
-        real_number(init_scale, "init_scale")
+        init_scale = real_number(init_scale, "init_scale")
         super().__init__(source)
         self.subset = subset
         self.register_buffer("fixed", source.location().detach().clone())

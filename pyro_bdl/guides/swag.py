@@ -16,7 +16,7 @@ from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.gaussian_prior import GaussianPrior
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils import bibliography
-from pyro_bdl.utils.validation import real_number
+from pyro_bdl.utils.validation import real_number, whole_number
 
 
 class Snapshots(nn.Module):
@@ -65,7 +65,7 @@ class Snapshots(nn.Module):
 
         :raises ValueError: for fewer snapshots than the rank, or fewer than 2.
         """
-        real_number(scale, "scale")
+        scale = real_number(scale, "scale")
         if not (rank == 0 or 2 <= rank <= len(self.recent)):
             raise ValueError(
                 f"rank must be 0, for a diagonal covariance, or from 2 to the guide's "
@@ -209,7 +209,7 @@ class AutoMultiSWAG(_Collecting, AutoEnsemble):
 
 
 def _check_rank(rank: int) -> None:
-    if rank < 0 or rank == 1:
+    if whole_number(rank, "rank", least=0) == 1:
         raise ValueError(f"rank must be at least 2, or 0 for diagonal covariances, got {rank}")
 
 

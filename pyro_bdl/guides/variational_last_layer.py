@@ -69,11 +69,10 @@ class AutoVariationalLastLayer(NormalGuide):
         init_scale: float = 0.05,
         **options: Any,
     ) -> None:
-        one_of(structure, "structure", STRUCTURES)
-        one_of(features, "features", FEATURES)
-        real_number(init_scale, "init_scale")
         super().__init__(model, **options)
-        self.structure, self.features, self.init_scale = structure, features, init_scale
+        self.structure = one_of(structure, "structure", STRUCTURES)
+        self.features = one_of(features, "features", FEATURES)
+        self.init_scale = real_number(init_scale, "init_scale")
         self.selection = subset
         self.functions = functions_in(link)
         self.head: Head | None = None

@@ -60,6 +60,11 @@ def ensemble_sample(
     Source: Sommer, Robnik, Nozadze, Seljak & Rügamer (2025), Microcanonical Langevin Ensembles,
     arXiv 2502.06335.
     """
+    num_warmup = whole_number(
+        num_warmup, "num_warmup", least=0
+    )  # before a training that takes long
+    num_samples = whole_number(num_samples, "num_samples")
+    training_steps = whole_number(training_steps, "training_steps")
     record: dict[str, Any] = {}
     if isinstance(members, AutoEnsemble):
         guide = members

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -15,12 +16,6 @@ if TYPE_CHECKING:
     from pyro_bdl.mcmc.run import Transition
 
 LONGEST = 2 * np.pi  # of HMC's drawn lengths: once around a Normal in its own metric
-
-
-def _probability(value: float, name: str) -> float:
-    if not 0 < value < 1:
-        raise ValueError(f"{name} must lie between 0 and 1, got {value}")
-    return value
 
 
 def _metric(value: Any, name: str) -> np.ndarray:
@@ -37,10 +32,10 @@ class Options:
     papers: ClassVar[tuple[str, ...]] = ()
     name: ClassVar[str]
     checks: ClassVar[dict[str, Callable[[Any, str], Any]]] = {
-        "step_size": positive,
-        "trajectory_length": positive,
-        "energy_variance": positive,
-        "target_accept": _probability,
+        "step_size": real_number,
+        "trajectory_length": real_number,
+        "energy_variance": real_number,
+        "target_accept": partial(real_number, interval="(0, 1)"),
         "max_tree_depth": whole_number,
         "thinning": whole_number,
         "max_steps": whole_number,

@@ -23,7 +23,7 @@ from pyro_bdl.mcmc.kernels import MCLMC, Kernel, as_kernel
 from pyro_bdl.mcmc.starts import Restriction, as_start, checked_program, starting_vectors
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.random_state import checked_seed, seeded
 from pyro_bdl.utils.validation import one_of, whole_number
 
 
@@ -108,7 +108,7 @@ def sample(
     plan = Plan(
         whole_number(num_warmup, "num_warmup", least=0),
         whole_number(num_samples, "num_samples"),
-        seed,
+        checked_seed(seed),
         chain_method,
         None if checkpoint is None else Path(checkpoint),
         progress,

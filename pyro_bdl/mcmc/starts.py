@@ -18,6 +18,7 @@ from pyro_bdl.program.program import Program, check_program, trace_once
 from pyro_bdl.program.saved import described_at
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.utils.validation import require
 
 _ATTEMPTS = 100
 _RADIUS = 2.0  # of uniform starts, as in NumPyro and Stan
@@ -73,11 +74,8 @@ class Restriction:
         self.program, self.subset, self.at = program, None, None
         if guide is None:
             return
-        if not isinstance(guide, LaplaceGuide | SubsetNormal):
-            raise TypeError(
-                "subset must be a guide over some weights, such as that of "
-                f"AutoSubnetwork(model).laplace_approximation(data), got {type(guide).__name__}"
-            )
+        text = "subset must be a guide over some weights, such as AutoSubnetwork makes"
+        require(guide, LaplaceGuide | SubsetNormal, text)
         self.subset, self.at = guide.subset, guide.location().detach()
         if self.at.shape != (program.size,):
             raise ValueError(

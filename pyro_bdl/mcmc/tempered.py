@@ -33,7 +33,7 @@ from pyro_bdl.program.jax_density import jax_density
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.random_state import checked_seed, seeded
 from pyro_bdl.utils.validation import real_number, whole_number
 
 _LENGTH = math.pi / 2  # of a trajectory, in deviations of the particles
@@ -76,9 +76,8 @@ def tempered_smc(
     """
     count = whole_number(num_samples, "num_samples", least=2)
     runs = whole_number(num_chains, "num_chains", least=2)
-    moves, ess = whole_number(moves, "moves"), real_number(ess, "ess")
-    if ess >= 1:
-        raise ValueError(f"ess must be below 1, got {ess:g}")
+    moves, ess = whole_number(moves, "moves"), real_number(ess, "ess", "(0, 1)")
+    seed = checked_seed(seed)
     started = time.perf_counter()
     with evaluation_mode(model), seeded(seed):
         program, _ = checked_program(model, args, {}, "prior")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.precision import double, double_device
+from pyro_bdl.utils.validation import require_tensors
 
 _BLOCK = 2**25  # bytes processed at once; a metric needs a few times that for temporaries
 
@@ -36,6 +37,7 @@ def same_shape(name_a: str, a: Tensor, name_b: str, b: Tensor) -> None:
 
     :raises ValueError: if the shapes differ.
     """
+    require_tensors(**{name_a: a, name_b: b})
     if a.shape != b.shape:
         raise ValueError(
             f"{name_a} and {name_b} must have the same shape, but have {tuple(a.shape)} and "
@@ -48,6 +50,7 @@ def same_points(draws: Tensor, y: Tensor) -> None:
 
     :raises ValueError: if the shapes differ.
     """
+    require_tensors(draws=draws, y=y)
     if draws.shape[1:] != y.shape:
         raise ValueError(
             f"draws must have the shape of y with the draws in front, (S, "
@@ -60,6 +63,7 @@ def same_functions(a: Tensor, b: Tensor) -> None:
 
     :raises ValueError: if the shapes of the points differ.
     """
+    require_tensors(a=a, b=b)
     if a.dim() < 2 or a.shape[1:] != b.shape[1:]:
         raise ValueError(
             f"a and b must be draws at the same test points, shapes (S1, N, ...) and "
@@ -70,9 +74,10 @@ def same_functions(a: Tensor, b: Tensor) -> None:
 def checked_labels(probabilities: Tensor, y: Tensor) -> Tensor:
     """y as class indices ``(N,)``, where probabilities are float64.
 
-    :raises ValueError: if the shapes do not fit, there is no point, or a label is not a whole
-        number from 0 to C - 1.
+    :raises ValueError: if the shapes do not fit, there is no point, a label is not a whole number
+        from 0 to C - 1, or a row of ``probabilities`` is no distribution.
     """
+    require_tensors(probabilities=probabilities, y=y)
     if probabilities.dim() != 2 or y.shape != probabilities.shape[:1]:
         hint = (
             ": average the draws first, probabilities.mean(0)" if probabilities.dim() == 3 else ""
@@ -81,6 +86,7 @@ def checked_labels(probabilities: Tensor, y: Tensor) -> Tensor:
             f"probabilities and y must have shapes (N, C) and (N,), but have "
             f"{tuple(probabilities.shape)} and {tuple(y.shape)}{hint}"
         )
+    check_probabilities(probabilities)
     labels, classes = y.long(), probabilities.shape[-1]
     if not len(labels):
         raise ValueError("y must hold at least one label, but is empty")
@@ -92,6 +98,20 @@ def checked_labels(probabilities: Tensor, y: Tensor) -> Tensor:
     if y.is_floating_point() and not torch.equal(labels.to(y), y):
         raise ValueError("y must hold class indices, but holds numbers that are not whole")
     return labels.to(double_device(labels.device))
+
+
+def check_probabilities(probabilities: Tensor, name: str = "probabilities") -> None:
+    """Check that class probabilities ``(..., C)`` are none below 0 and add up to 1, but for
+    rounding in half precision; NaN passes.
+
+    :raises ValueError: otherwise, as for logits.
+    """
+    require_tensors(**{name: probabilities})
+    if bool((probabilities < 0).any() | ((double(probabilities).sum(-1) - 1).abs() > 0.01).any()):
+        raise ValueError(
+            f"{name} must be class probabilities, which add up to 1 over the last axis: pass "
+            "logits.softmax(-1) of logits"
+        )
 
 
 def nan_where(missing: Tensor, values: Tensor) -> Tensor:

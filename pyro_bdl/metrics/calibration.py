@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from pyro_bdl.diagnostics.rank import sort
 from pyro_bdl.metrics.blocks import blocks, checked_labels, in_order, nan_where, same_points
 from pyro_bdl.utils.precision import double, double_device
-from pyro_bdl.utils.validation import whole_number
+from pyro_bdl.utils.validation import real_number, whole_number
 
 
 def interval_coverage(
@@ -40,16 +41,15 @@ def interval_coverage(
     Held (2009), Predictive model assessment for count data, section 2.1.
     """
     same_points(draws, y)
-    levels = [level] if isinstance(level, (int, float)) else [float(l) for l in level]
-    for l in levels:
-        if not 0 <= l <= 1:
-            raise ValueError(f"level must lie between 0 and 1, but is {l}")
+    is_one = not isinstance(level, Sequence) or isinstance(level, str)
+    given: Any = [level] if is_one else level
+    levels = [real_number(l, "level", "[0, 1]") for l in given]
     if draws.shape[0] < 2:
         raise ValueError("interval_coverage needs at least 2 draws, but draws has 1: draw more")
     start, stop = _stretches(draws, y)
     inside = [_inside(start, stop, l).reshape(y.shape) for l in levels]
     shares = inside if pointwise else [share.mean() for share in inside]
-    return shares[0] if isinstance(level, (int, float)) else torch.stack(shares)
+    return shares[0] if is_one else torch.stack(shares)
 
 
 def coverage_range(draws: Tensor, *, level: float = 0.9, probability: float = 0.95) -> Tensor:
@@ -72,8 +72,7 @@ def coverage_range(draws: Tensor, *, level: float = 0.9, probability: float = 0.
     if draws.shape[0] < 2:
         raise ValueError("coverage_range needs at least 2 draws, but draws has 1: draw more")
     for name, value in (("level", level), ("probability", probability)):
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} must lie between 0 and 1, but is {value}")
+        real_number(value, name, "[0, 1]")
     size, points = draws.shape[0], draws[0].numel()
     total = torch.zeros(size, dtype=torch.float64, device=double_device(draws.device))
     for (part,) in blocks(draws):
@@ -100,7 +99,7 @@ def reliability(
 
     Source: Guo et al. (2017), On calibration of modern neural networks, section 2.
     """
-    _check_bins(bins)
+    bins = whole_number(bins, "bins")
     labels = checked_labels(probabilities, y)
     confidence, predicted = double(probabilities).max(-1)
     index = _bin_of(confidence, bins)
@@ -167,7 +166,7 @@ def calibration_error_by_chance(probabilities: Tensor, *, bins: int = 15) -> flo
 
     Arguments and errors are those of :func:`expected_calibration_error`.
     """
-    _check_bins(bins)
+    bins = whole_number(bins, "bins")
     surest = double(probabilities).amax(-1)
     variances = surest.new_zeros(bins).index_add_(0, _bin_of(surest, bins), surest * (1 - surest))
     return float((2 / math.pi * variances).sqrt().sum() / len(surest))
@@ -188,7 +187,7 @@ def adaptive_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 
     Source: Nguyen & O'Connor (2015), Posterior calibration and exploratory analysis for natural
     language processing models, section 3.1.
     """
-    _check_bins(bins)
+    bins = whole_number(bins, "bins")
     labels = checked_labels(probabilities, y)
     confidence, predicted = double(probabilities).max(-1)
     error = in_order(double(predicted == labels) - confidence, confidence)
@@ -247,10 +246,6 @@ def _inside(start: Tensor, stop: Tensor, level: float) -> Tensor:
     """The share of each range [start, stop] that lies in the central interval."""
     inside = stop.clamp_max((1 + level) / 2) - start.clamp_min((1 - level) / 2)
     return inside.clamp_min(0) / (stop - start)
-
-
-def _check_bins(bins: int) -> None:
-    whole_number(bins, "bins")
 
 
 def _stretches(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_bdl.diagnostics.rank import sort
 from pyro_bdl.metrics.blocks import (
+    check_probabilities,
     double_blocks,
     mean_of_draws,
     nan_where,
@@ -158,6 +159,8 @@ def agreement(a: Tensor, b: Tensor) -> Tensor:
     Source: Izmailov et al. (2021), What are Bayesian neural network posteriors really like?
     """
     same_functions(a, b)
+    check_probabilities(a, "a")
+    check_probabilities(b, "b")
     p, q = mean_of_draws(a), mean_of_draws(b)
     same = double(p.argmax(-1) == q.argmax(-1))
     return nan_where((p + q).isnan().any(-1), same).mean()
@@ -174,6 +177,8 @@ def total_variation(a: Tensor, b: Tensor) -> Tensor:
     Source: Izmailov et al. (2021), What are Bayesian neural network posteriors really like?
     """
     same_functions(a, b)
+    check_probabilities(a, "a")
+    check_probabilities(b, "b")
     return (mean_of_draws(a) - mean_of_draws(b)).abs().sum(-1).mean() / 2
 
 
@@ -190,6 +195,8 @@ def categorical_kl(a: Tensor, b: Tensor) -> Tensor:
     :raises ValueError: if the test points differ in shape.
     """
     same_functions(a, b)
+    check_probabilities(a, "a")
+    check_probabilities(b, "b")
     p, q = mean_of_draws(a), mean_of_draws(b)
     p = p.clamp_min(torch.finfo(a.dtype).tiny)
     return (torch.xlogy(q, q) - torch.xlogy(q, p)).sum(-1).mean()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_bdl.metrics.blocks import same_functions
 from pyro_bdl.utils.precision import double
-from pyro_bdl.utils.validation import real_number
+from pyro_bdl.utils.validation import real_number, whole_number
 
 
 def energy_distance(a: Tensor, b: Tensor, groups: int | None = None) -> Tensor:
@@ -63,8 +63,9 @@ def mmd(
 
     Source: Gretton et al. (2012), A kernel two-sample test, lemma 6.
     """
-    scale = float(median_distance(b) if length_scale is None else length_scale)
-    real_number(scale, "length_scale")
+    same_functions(a, b)
+    length_scale = median_distance(b) if length_scale is None else length_scale
+    scale = real_number(length_scale, "length_scale")
     return _contrast(lambda d: d.square().div_(-2 * scale**2).exp_(), a, b, groups)
 
 
@@ -82,6 +83,7 @@ def _contrast(
     """E s(X, X') + E s(Y, Y') - 2 E s(X, Y) for a function s of distances."""
     same_functions(a, b)
     x, y = _vectors(a, b[0]), _vectors(b, b[0])
+    groups = None if groups is None else whole_number(groups, "groups", least=2)
     of_x, of_y = (_groups(vectors, groups or 1) for vectors in (x, y))
     parts = [(-2, x, y, of_x, of_y), (1, x, x, of_x, of_x), (1, y, y, of_y, of_y)]
     means = [

@@ -8,6 +8,7 @@ from torch import Tensor
 from pyro_bdl.diagnostics.rank import sort
 from pyro_bdl.metrics.blocks import blocks, checked_labels, nan_where, same_points, same_shape
 from pyro_bdl.utils.precision import double, double_device
+from pyro_bdl.utils.validation import require_tensors
 
 _SHIFTS = 32  # of the components of a mixture of Normals, for CRPS
 
@@ -230,6 +231,7 @@ def ranked_probability_score(
 
 
 def _check_density(log_likelihood: Tensor) -> None:
+    require_tensors(log_likelihood=log_likelihood)
     if log_likelihood.dim() != 2:
         raise ValueError(
             f"log_likelihood must have shape (draws, points), but has shape "

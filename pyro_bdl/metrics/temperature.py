@@ -39,7 +39,7 @@ def best_temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> tuple[
         ratios = (squared_error(mean, y) / double(variance)).reshape(len(y), -1).mean(1)
         return float(ratios.mean()), _sd(ratios) / len(y) ** 0.5
     logs = double(mean).clamp_min(_LEAST)
-    observed = logs.gather(1, checked_labels(mean, y)[:, None])[:, 0]
+    observed = logs.gather(1, checked_labels(mean.exp(), y)[:, None])[:, 0]
 
     def slopes(inverse: float) -> Tensor:
         return ((inverse * logs).softmax(1) * logs).sum(1) - observed

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.diagnostics.rank import average_ranks, ordered
-from pyro_bdl.metrics.blocks import in_order, same_shape
+from pyro_bdl.metrics.blocks import check_probabilities, in_order, same_shape
 from pyro_bdl.utils.precision import double
+from pyro_bdl.utils.validation import require_tensors
 
 
 class Uncertainty(NamedTuple):
@@ -45,6 +46,7 @@ def entropy_parts(probabilities: Tensor) -> Uncertainty:
     Source: Houlsby et al. (2011), Bayesian active learning for classification; Depeweg et al.
     (2018), Decomposition of uncertainty in Bayesian deep learning, section 3.
     """
+    check_probabilities(probabilities)
     p = double(probabilities.detach())
     aleatoric = _entropy(p).mean(0)
     # Rounding must not make the mutual information of a point mass negative.
@@ -65,6 +67,7 @@ def variance_parts(mean: Tensor, noise: Tensor) -> Uncertainty:
     Source: the law of total variance; Depeweg et al. (2018), Decomposition of uncertainty in
     Bayesian deep learning, section 3.
     """
+    same_shape("mean", mean, "noise", noise)
     spread = double((mean - mean[0]).detach()).var(0, correction=0)
     return Uncertainty(double(noise.detach()).mean(0), spread)
 
@@ -170,6 +173,7 @@ def aurc(score: Tensor, error: Tensor) -> Tensor:
 
 def _both(name: str, score: Tensor, other: Tensor) -> tuple[Tensor, int]:
     """All scores in float64, and how many of them, the first, are at known inputs."""
+    require_tensors(score=score, other=other)
     if not score.numel() or not other.numel():
         raise ValueError(f"{name} needs at least one score of each kind")
     return torch.cat([double(part.detach()).flatten() for part in (score, other)]), score.numel()

@@ -21,7 +21,7 @@ from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.trace import prior_factor
 from pyro_bdl.scales import Hyperprior, Scale, checked, hyperparameter, on_device
 from pyro_bdl.utils.precision import to_full_precision
-from pyro_bdl.utils.validation import whole_number
+from pyro_bdl.utils.validation import require, whole_number
 
 Output = str | int | Callable[[Any], Tensor] | None
 Scales = Scale | Tensor | Sequence[float]
@@ -295,8 +295,7 @@ def _are_numbers(value: Any) -> bool:
 
 
 def without_single_column(value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"expected a tensor, got {type(value).__name__}")
+    require(value, Tensor, "expected a tensor")
     return value.squeeze(-1) if value.dim() > 1 and value.shape[-1] == 1 else value
 
 

@@ -42,8 +42,7 @@ class CensoredRegression(ObservationModel):
         output: Output = None,
     ) -> None:
         super().__init__(network, num_data=num_data, output=output)
-        one_of(law, "law", LAWS)
-        self.law = law
+        self.law = one_of(law, "law", LAWS)
         self._declare("scale", dist.HalfNormal(1.0) if scale is None else scale)
 
     def likelihood(self, output: Tensor) -> Distribution:

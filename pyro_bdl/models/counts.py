@@ -35,8 +35,7 @@ class PoissonRegression(ObservationModel):
         **options: Any,
     ) -> None:
         super().__init__(network, **options)
-        one_of(zeros, "zeros", (None, "inflated", "hurdle"))
-        self.zeros = zeros
+        self.zeros = one_of(zeros, "zeros", ("inflated", "hurdle", None))
 
     def likelihood(self, output: Tensor) -> Distribution:
         f, gate = (output, None) if self.zeros is None else halves(self, output)

@@ -64,9 +64,7 @@ class HeteroscedasticRegression(ObservationModel):
         self, network: nn.Module | None = None, *, floor: float | None = None, **options: Any
     ) -> None:
         super().__init__(network, **options)
-        if floor is not None:
-            real_number(floor, "floor")
-        self.floor = floor
+        self.floor = None if floor is None else real_number(floor, "floor")
 
     def likelihood(self, output: Tensor) -> Distribution:
         mean, raw = halves(self, output)

@@ -43,6 +43,7 @@ from pyro_bdl.scales import Hyperprior, Scope, hyperparameter_scope, on_device
 from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.names import Names, chooser
 from pyro_bdl.utils.one_thread import Hidden
+from pyro_bdl.utils.validation import require
 
 _NO_BATCH = torch.Size()
 _SHOWN = 4  # names in a message
@@ -340,8 +341,7 @@ def bayesianize(
         complex parameters with a prior, embeddings with a prior and ``max_norm``, and parameters
         that are sharded over processes (FSDP).
     """
-    if not isinstance(net, nn.Module):
-        raise TypeError(f"net must be a torch.nn.Module, got {type(net).__name__}")
+    require(net, nn.Module, "net must be a torch.nn.Module")
     inner = [part for part in net.modules() if isinstance(part, BayesianModule)]
     if any(part is net or part.learnable for part in inner):
         raise TypeError(

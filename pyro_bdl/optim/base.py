@@ -35,7 +35,7 @@ from torch import Tensor
 from pyro_bdl.elbo.checks import CheckedLoss, require_differentiable, step_of
 from pyro_bdl.elbo.step import Step, StepOptimizer
 from pyro_bdl.guides.mean_field import AutoMeanField
-from pyro_bdl.utils.validation import real_number
+from pyro_bdl.utils.validation import real_number, require
 
 
 class NaturalStep(NamedTuple):
@@ -75,10 +75,9 @@ class NaturalGradient(StepOptimizer):
         clip: float = 10.0,
     ) -> None:
         for name, value in (("lr", lr), ("clip", clip)):
-            real_number(value, name)
+            real_number(value, name, "(0, inf]")
         for place, beta in enumerate(betas):
-            if not 0 <= beta < 1:
-                raise ValueError(f"betas[{place}] must lie in [0, 1), got {beta}")
+            real_number(beta, f"betas[{place}]", "[0, 1)")
         parameters = self.parameters_of(guide)
         self.guide = guide
         super().__init__(parameters, {"lr": lr, "betas": betas, "clip": clip})
@@ -185,10 +184,7 @@ class DiagonalNaturalGradient(NaturalGradient):
     """
 
     def parameters_of(self, guide: Any) -> list[Tensor]:
-        if not isinstance(guide, AutoMeanField):
-            raise TypeError(
-                f"the optimizer moves an AutoMeanField's vectors, got {type(guide).__name__}"
-            )
+        require(guide, AutoMeanField, "the optimizer moves an AutoMeanField's vectors")
         guide.require_layout()
         free: Any = getattr(guide, "scale_unconstrained", None)
         shared = free is None or free.shape != guide.loc.shape

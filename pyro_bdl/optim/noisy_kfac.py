@@ -14,6 +14,7 @@ from pyro_bdl.guides.matrix_normal import AutoMatrixNormal
 from pyro_bdl.optim.base import NaturalGradient, NaturalStep
 from pyro_bdl.optim.vogn import GaussNewton_ELBO
 from pyro_bdl.utils.precision import double
+from pyro_bdl.utils.validation import require
 
 _ROUNDING = 1e-3  # relative rounding error of a change whose terms almost cancel
 
@@ -125,10 +126,7 @@ class NoisyKFAC(NaturalGradient):
     """
 
     def parameters_of(self, guide: Any) -> list[Tensor]:
-        if not isinstance(guide, AutoMatrixNormal):
-            raise TypeError(
-                f"NoisyKFAC moves the factors of an AutoMatrixNormal, got {type(guide).__name__}"
-            )
+        require(guide, AutoMatrixNormal, "NoisyKFAC moves the factors of an AutoMatrixNormal")
         guide.require_layout()
         return list(guide.parameters())
 

@@ -25,6 +25,7 @@ from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import record, sum_out_discrete
 from pyro_bdl.utils.autograd import leaves_behind
 from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.utils.validation import require
 
 _ROUNDING = 1e-3  # relative rounding error of a change whose terms almost cancel
 
@@ -77,11 +78,8 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         self, model: Callable, guide: Guide, args: tuple, kwargs: dict, estimator: PerDatum | None
     ) -> Terms:
         name = type(self).__name__
-        if not isinstance(guide, self.family):
-            raise TypeError(
-                f"{name} is for an {self.family.__name__}, got {type(guide).__name__}: use "
-                "TemperedTraceMeanField_ELBO"
-            )
+        text = f"{name} is for an {self.family.__name__} (else use TemperedTraceMeanField_ELBO)"
+        require(guide, self.family, text)
         if estimator is not None:
             raise ValueError(f"{name} takes one draw for all data, and cannot use {estimator}")
         layout = guide.require_layout()

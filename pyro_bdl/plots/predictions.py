@@ -30,7 +30,7 @@ from pyro_bdl.plots.style import (
     styles,
 )
 from pyro_bdl.utils.precision import double
-from pyro_bdl.utils.validation import one_of
+from pyro_bdl.utils.validation import one_of, real_number
 
 _MAX_POINTS = 400
 _LEVELS = (0.1, 0.5, 0.9)
@@ -73,8 +73,7 @@ def predictive_bands(
         1), or draws that do not fit x.
     """
     check_posteriors(draws, reference)
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, got {level}")
+    level = real_number(level, "level", "(0, 1)")
     check_points(draws, x.numel())
     order = np.argsort(array(x.reshape(-1)), kind="stable")
     grid = array(x.reshape(-1))[order]

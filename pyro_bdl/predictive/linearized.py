@@ -51,7 +51,7 @@ from pyro_bdl.predictive.observations import (
 )
 from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.trace import Site
-from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.random_state import checked_seed, seeded
 from pyro_bdl.utils.trees import tree_map
 from pyro_bdl.utils.validation import one_of, whole_number
 
@@ -128,7 +128,7 @@ class LinearizedPredictive(Predictions):
         weights = posterior.weights if is_mixture else posterior.location().new_ones(1)
         self._kept = [k for k, weight in enumerate(weights.tolist()) if weight > 0]
         self.weights = weights[self._kept]
-        self.seed = seed
+        self.seed = seed = None if seed is None else checked_seed(seed)
         self.members = [
             Member(model, members[k], None if seed is None else seed + 2**16 * k)
             for k in self._kept
@@ -270,7 +270,6 @@ class LinearizedPredictive(Predictions):
         :raises ValueError: for another method, or if no site is discrete.
         """
         one_of(method, "method", METHODS)
-
         if method == "monte-carlo":
             drawn = self._at_draws(_class_means, args, kwargs).values
             found = {name: value.mean(0) for name, value in drawn.items() if len(value)}

@@ -109,13 +109,13 @@ class Predictive(Predictions):
         progress: bool | None = None,
         differentiable: bool = False,
     ) -> None:
-        memory = whole_number(memory, "memory")
         if posterior is None and num_samples is None:
             raise ValueError("give a posterior, or num_samples for draws of the prior")
         posterior = {} if posterior is None else posterior
         self._is_partial = isinstance(posterior, Mapping)
         self.model, self.posterior = model, posterior
-        self.num_samples, self.memory = num_samples, memory
+        self.num_samples = None if num_samples is None else whole_number(num_samples, "num_samples")
+        self.memory = whole_number(memory, "memory")
         self.batch_norm_data = None if batch_norm_data is None else Batches(batch_norm_data)
         self.progress, self.differentiable = progress, differentiable
         self._modules = Modules()  # those that its calls have met
@@ -269,7 +269,7 @@ class Predictive(Predictions):
             draws = latent_draws(guide, total, *args, **kwargs)
             yield number_of_draws(draws), draws
             return
-        total = evenly(guide) if total is None else whole_number(total, "num_samples")
+        total = evenly(guide) if total is None else total
         if self.batch_norm_data is not None:
             yield total, latent_draws(guide, total)
             return

@@ -22,7 +22,7 @@ from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.utils.module_state import Modules, modules_in_sight
 from pyro_bdl.utils.one_thread import OneThread
 from pyro_bdl.utils.trees import entries_of, tensors_in
-from pyro_bdl.utils.validation import check_finite_tensor
+from pyro_bdl.utils.validation import check_finite_tensor, require
 
 TENSORS_NEEDED = "the program computes with tensors: pass torch.as_tensor(...) of it"
 
@@ -62,6 +62,16 @@ def by_entry(named: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def require_program(model: Any) -> None:
+    """Check that a program can be called, and is no class of programs.
+
+    :raises TypeError: otherwise.
+    """
+    if isinstance(model, type):
+        raise ArgumentError(f"the program is the class {model.__name__}: make one of it")
+    require(model, Callable, "the program must be a function or a module")
+
+
 def without_handlers(function: Any) -> Any:
     """The program without handlers of Pyro and of this package, which accept any arguments."""
     if isinstance(function, functools.partial) and any(
@@ -86,7 +96,8 @@ def kind_of(value: Any) -> str:
 
 
 def explain(error: Exception, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Raise an error that names the argument a run cannot use; return if there is none.
+    """Raise an error that names the argument a run cannot use. If there is none, add a note to a
+    RuntimeError, as of a wrong shape, that says what tensors the run had.
 
     :param error: the error that a run of the program raised.
     :param function: the program, also under handlers. Its weights are those of the modules that
@@ -105,11 +116,18 @@ def explain(error: Exception, function: Callable, args: tuple, kwargs: Mapping[s
                 f"the argument is a {type(args[0]).__name__} of the program's own arguments "
                 f"({', '.join(args[0])}): pass the values, or a list of it, [batch]"
             ) from error
-    for name, value in named_arguments(function, args, kwargs).items():
+    named = named_arguments(function, args, kwargs)
+    for name, value in named.items():
         reason = _why_unusable(name, value, function, about_tensors=isinstance(error, RuntimeError))
         if reason is not None:
             text = (str(error).strip().splitlines() or [""])[0]
             raise ArgumentError(f"{reason} ({type(error).__name__}: {text})") from error
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    if isinstance(error, RuntimeError) and tensors and not hasattr(error, "__notes__"):
+        shown = (f"{n} {t.dtype} {tuple(t.shape)} on {t.device}" for n, t in tensors.items())
+        advice = ": integers are for indices and labels, pass .float() of those that are numbers"
+        floating = all(tensor.is_floating_point() for tensor in tensors.values())
+        error.add_note(f"the program ran with {', '.join(shown)}{'' if floating else advice}")
 
 
 def _why_unusable(name: str, value: Any, function: Callable, *, about_tensors: bool) -> str | None:
@@ -151,6 +169,7 @@ def check_finite(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Non
 
 def takes_missing(model: Any, name: str) -> bool:
     """Return whether a program declares that NaN in an argument is what was not observed."""
+    require_program(model)
     return getattr(without_handlers(model), "takes_missing", lambda name: False)(name)
 
 
@@ -257,6 +276,8 @@ class WholeData(OneThread):
 
 def on_whole_data(model: Callable, *, advice: str = _ALL_ROWS) -> Callable:
     """The program with each run under :class:`WholeData`."""
+
+    require_program(model)
 
     @functools.wraps(model, updated=())
     def program(*args: Any, **kwargs: Any) -> Any:

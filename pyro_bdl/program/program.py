@@ -26,6 +26,7 @@ from pyro_bdl.program.check import (
     check_module,
     explain,
     refuse_sparse,
+    require_program,
     without_handlers,
 )
 from pyro_bdl.program.layout import Latent, Layout, transform_of_latent
@@ -431,6 +432,7 @@ def trace_once(
     :param hide: whether a statement is left out of the trace.
     :param values: of latents, site -> value; the others are drawn from the prior.
     """
+    require_program(model)
     first, program = _FirstRun(values), without_handlers(model)
     with (
         changed(lambda module, args: check_module(module), program) as modules,

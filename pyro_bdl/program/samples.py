@@ -15,6 +15,7 @@ from pyro_bdl.errors import warn
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.saved import described_at
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
+from pyro_bdl.utils.validation import require, require_tensors, whole_number
 
 SAVED_KIND = "file of samples"
 
@@ -49,6 +50,8 @@ class Samples:
         return Samples(**values)
 
     def __post_init__(self) -> None:
+        require(self.latents, Mapping, "latents must be a dict from sites to draws")
+        require_tensors(**self.latents)
         leading = {name: tuple(value.shape[:2]) for name, value in self.latents.items()}
         if not leading:
             raise ValueError("Samples needs at least one latent site")
@@ -73,8 +76,7 @@ class Samples:
         total = self.num_chains * self.num_draws
         if num_samples is None or num_samples == total:
             return flat
-        if not 1 <= num_samples <= total:
-            raise ValueError(f"num_samples must lie between 1 and {total}, got {num_samples}")
+        num_samples = whole_number(num_samples, "num_samples", most=total)
         first = next(iter(flat.values()))
         chosen = (torch.arange(num_samples, device=first.device) * total) // num_samples
         return {name: value[chosen] for name, value in flat.items()}
@@ -120,11 +122,7 @@ class Samples:
         :raises TypeError: for another object, such as ``StreamingMCMC``, which keeps no draws.
         :raises ValueError: before the run.
         """
-        if not isinstance(mcmc, MCMC):
-            raise TypeError(
-                f"from_pyro needs a pyro.infer.MCMC, which keeps its draws, got "
-                f"{type(mcmc).__name__}"
-            )
+        require(mcmc, MCMC, "from_pyro needs a pyro.infer.MCMC, which keeps its draws")
         if mcmc._samples is None:
             raise ValueError("this MCMC has no draws yet: call mcmc.run(...) first")
         latents = mcmc.get_samples(group_by_chain=True)

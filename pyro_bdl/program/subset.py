@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pyro_bdl.program.layout import Latent, Layout
 from pyro_bdl.program.network_sites import SampledNetwork
+from pyro_bdl.utils.validation import require
 
 Selection = (
     str | nn.Module | Callable[[str, Latent], bool] | Tensor | Iterable["str | nn.Module"] | None
@@ -143,11 +144,7 @@ def _checked_indices(layout: Layout, selection: Tensor) -> Tensor:
 def _named(layout: Layout, part: Any, model: Any) -> set[str]:
     if isinstance(part, nn.Module):
         return _of_module(layout, part, model)
-    if not isinstance(part, str):
-        raise TypeError(
-            "a subset is given by names, modules, a predicate or indices, got "
-            f"{type(part).__name__}"
-        )
+    require(part, str, "a subset is given by names, modules, a predicate or indices")
     if part in layout.latents:  # exact names first: a name may contain brackets
         return {part}
     names = {name for name in layout.latents if fnmatchcase(name, part)}

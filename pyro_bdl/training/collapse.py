@@ -20,6 +20,7 @@ from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.utils.validation import require
 
 _KL = 0.1  # nats per datum
 _GAIN = 0.05  # nats per datum: -1/2 log(1 - r^2) of a correlation r of 0.3 with the targets
@@ -62,6 +63,7 @@ def collapse(model: Callable, guide: Guide, *args: Any, **kwargs: Any) -> Collap
 
     :param args: the program's arguments, targets included.
     """
+    require(guide, Guide, "collapse takes the guides of pyro_bdl")
     guide.prototype(*args, **kwargs)
     elbo = TemperedTraceMeanField_ELBO()
     with preserved_buffers(guide.program_modules), own_randomness():

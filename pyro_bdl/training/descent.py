@@ -28,6 +28,7 @@ from pyro_bdl.program.check import (
     check_finite,
     kind_of,
     named_arguments,
+    require_program,
 )
 from pyro_bdl.program.program import trace_once
 from pyro_bdl.program.trace import Run, Site
@@ -35,7 +36,7 @@ from pyro_bdl.utils.module_state import Modules, device_of, evaluation_mode
 from pyro_bdl.utils.one_thread import Hidden
 from pyro_bdl.utils.progress import is_silent
 from pyro_bdl.utils.random_state import own_randomness
-from pyro_bdl.utils.validation import one_of, listed, ranked, whole_number
+from pyro_bdl.utils.validation import listed, one_of, ranked, whole_number
 
 BATCH = 256
 _MOST_FULL_BATCH = 1024
@@ -318,6 +319,7 @@ def data_for(model: Callable, guide: Guide, args: tuple) -> Batches:
     :raises ArgumentError: for data that are not tensors.
     :raises ValueError: for data that are not finite.
     """
+    require_program(model)
     data = Batches.of(args, device_of(guide, model))
     check_tensors(model, *data.first())
     check_finite(model, *data.first())

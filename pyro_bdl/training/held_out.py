@@ -21,7 +21,7 @@ from pyro_bdl.training.descent import Training
 from pyro_bdl.utils.module_state import Modules, evaluation_mode
 from pyro_bdl.utils.one_thread import OneThread
 from pyro_bdl.utils.random_state import own_randomness
-from pyro_bdl.utils.validation import listed, ranked, whole_number
+from pyro_bdl.utils.validation import listed, ranked, real_number, whole_number
 
 _DRAWS = 16  # of a guide, for its predictive density
 _CHECKS = 50
@@ -70,8 +70,7 @@ class HeldOut:
     check_every: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.share < 1:
-            raise ValueError(f"held_out must be a share between 0 and 1, got {self.share}")
+        real_number(self.share, "held_out, the share of rows,", "(0, 1)")
         whole_number(self.patience, "patience")
         whole_number(1 if self.check_every is None else self.check_every, "check_every")
 

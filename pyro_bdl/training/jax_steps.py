@@ -37,7 +37,7 @@ from pyro_bdl.utils.autograd import have_hooks
 from pyro_bdl.utils.module_state import Modules, without_side_effects
 from pyro_bdl.utils.one_thread import Hidden
 from pyro_bdl.utils.random_state import continued
-from pyro_bdl.utils.validation import check_temperature
+from pyro_bdl.utils.validation import real_number
 
 STEPS_AT_ONCE = 500
 _COUNT = 3  # the place of the number of steps among the arguments of the loop
@@ -363,7 +363,9 @@ class JaxDescent(Descent):
         """The temperature after so many more steps, and the numbers of the guides."""
         bound = self._bound
         numbers = [part.numbers(ahead)[name] for part, names in self._numbers for name in names]
-        temperature = 1.0 if self._pure else check_temperature(bound.schedule(bound.step + ahead))
+        temperature = (
+            1.0 if self._pure else real_number(bound.schedule(bound.step + ahead), "temperature")
+        )
         return [temperature, *numbers]
 
     def _check_one_loss(self, args: tuple, modules: Modules) -> torch.dtype:

@@ -26,7 +26,7 @@ from pyro_bdl.utils.jackknife import GROUPS
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import fixed_normal, seeded
-from pyro_bdl.utils.validation import one_of, whole_number
+from pyro_bdl.utils.validation import one_of, real_number, require, whole_number
 
 BACKENDS = ("torch", "jax", "auto")  # of the steps
 _ROWS_AT_ONCE = 4096
@@ -117,12 +117,10 @@ def train(
     """
     require_gradients()
     one_of(backend, "backend", BACKENDS)
-    if not isinstance(guide, Guide):
-        raise TypeError(
-            f"train takes the guides of pyro_bdl, got {type(guide).__name__}: use pyro.infer.SVI "
-            "for Pyro's guides"
-        )
+    advice = ": use pyro.infer.SVI for Pyro's guides"
+    require(guide, Guide, "train takes the guides of pyro_bdl", advice)
     steps = whole_number(steps, "steps")
+    learning_rate = real_number(learning_rate, "learning_rate")
     data = data_for(model, guide, args)
     stopping, total = None, None
     if held_out is not None:
@@ -226,6 +224,9 @@ def estimate_elbo(
     :raises UnsupportedProgramError: for a latent of which a mask leaves numbers without a density,
         for which there is no bound.
     """
+    require(guide, Guide, "estimate_elbo takes the guides of pyro_bdl")
+    num_particles = whole_number(num_particles, "num_particles")
+    batch_size = None if batch_size is None else whole_number(batch_size, "batch_size")
     data = data_for(model, guide, args)
     with torch.no_grad():
         program, run = Program.with_run(model, *data.first())

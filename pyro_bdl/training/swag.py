@@ -15,7 +15,7 @@ from pyro_bdl.training.svi import BACKENDS, in_backend
 from pyro_bdl.utils.module_state import Modules, preserved_buffers, saved_buffers
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import own_randomness
-from pyro_bdl.utils.validation import one_of, whole_number
+from pyro_bdl.utils.validation import one_of, real_number, require, whole_number
 
 _RATES = tuple(first * 10.0**-power for power in range(8) for first in (1.0, 0.3))
 
@@ -67,14 +67,16 @@ def collect_swag(
         the program's buffers are then as at the start, and earlier snapshots are kept. Also for
         minibatches of a program that does not know N, and for a final rate without a first one.
     """
-    if not isinstance(guide, AutoSWAG | AutoMultiSWAG):
-        raise TypeError(f"collect_swag needs an AutoSWAG guide, got {type(guide).__name__}")
+    require(guide, AutoSWAG | AutoMultiSWAG, "collect_swag needs an AutoSWAG guide")
     require_gradients()
     one_of(backend, "backend", BACKENDS)
     snapshots = whole_number(snapshots, "snapshots")
+    momentum = real_number(momentum, "momentum", "[0, 1)")
     every = None if every is None else whole_number(every, "every")
-    if any(rate is not None and not rate > 0 for rate in (learning_rate, final_learning_rate)):
-        raise ValueError("learning rates must be positive")
+    given = {"learning_rate": learning_rate, "final_learning_rate": final_learning_rate}
+    for name, number in given.items():
+        if number is not None:
+            real_number(number, name)
     if learning_rate is None and final_learning_rate is not None:
         raise ValueError("final_learning_rate needs learning_rate, the rate that it falls from")
     data = data_for(model, guide, args)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_bdl.utils.dispatch import TorchDispatchMode
 from pyro_bdl.utils.trees import tensors_in, tree_leaves
+from pyro_bdl.utils.validation import real_number
 
 # The largest block that still raises glibc's threshold, with room for its header and padding.
 _LARGEST_KEPT = 32 * 2**20 - 2**14
@@ -33,9 +34,7 @@ def working_memory(size: float) -> Iterator[None]:
         default 8 MB to 512 MB, according to the work.
     :raises ValueError: if ``size`` is not positive.
     """
-    if not size > 0:
-        raise ValueError(f"working_memory takes a positive number of bytes, but size is {size}")
-    token = _limit.set(int(size))
+    token = _limit.set(int(real_number(size, "size")))
     try:
         yield
     finally:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_bdl.utils.validation import whole_number
+
 
 def generators() -> dict[str, torch.Generator]:
     """Torch's own generators by device: that of the CPU, and those of accelerators in use."""
@@ -60,12 +62,22 @@ def own_randomness() -> Iterator[None]:
         random.setstate(python)
 
 
+def checked_seed(seed: Any) -> int:
+    """Return a seed that torch, numpy and JAX take.
+
+    :raises TypeError: if it is no number.
+    :raises ValueError: unless it is a whole number from 0 to 2^63 - 1.
+    """
+    return whole_number(seed, "seed", least=0, most=2**63 - 1)
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Run with the generators of torch, numpy and Python at a seed; they are put back on exit.
 
     They are the process's own: other threads draw from them too.
     """
+    seed = checked_seed(seed)
     with own_randomness():
         for generator in generators().values():
             generator.manual_seed(seed)

@@ -76,7 +76,7 @@ REFUSALS = [
     ),
     (
         lambda: bdl.k_fold(lambda x, y: (line, weights(2)), GRID, Y, folds=10),
-        "folds must lie between 2 and the 9 rows",
+        "folds must be from 2 to 9",
     ),
     (
         lambda: bdl.k_fold(lambda x, y: (line, weights(2)), GRID, Y, folds=[2001, 2002]),

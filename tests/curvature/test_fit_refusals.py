@@ -25,11 +25,8 @@ from pyro_bdl.program.subset import Subset
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: CurvatureConfig("kfac"), r"structure must be one of 'kron', .*, got 'kfac'"),
-        (
-            lambda: CurvatureConfig(curvature="fisher"),
-            "one of 'ggn', .*, got 'fisher'",
-        ),
+        (lambda: CurvatureConfig("kfac"), "structure must be one of 'kron'"),
+        (lambda: CurvatureConfig(curvature="fisher"), "curvature must be one of"),
         (lambda: CurvatureConfig("kron", "hessian"), 'needs structure="full"'),
         (lambda: CurvatureConfig(num_draws=0), "num_draws must be at least 1"),
         (lambda: LowRank(rank=0), "rank must be at least 1"),

@@ -313,12 +313,12 @@ def test_each_training_step_counts_and_a_look_does_not(kind):
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_bad_temperatures(kind, bad):
     for options in ({"temperature": bad}, {"cold_temperature": bad}):
-        with pytest.raises(ValueError, match="positive finite"):
+        with pytest.raises(ValueError, match="positive and finite"):
             kind(**options)
     model = _network()
     later = kind(lambda step: 1.0 if step == 0 else bad)(model, AutoMeanField(model))
     later(X, Y)
-    with pytest.raises(ValueError, match="positive finite"):
+    with pytest.raises(ValueError, match="positive and finite"):
         later(X, Y)
 
 

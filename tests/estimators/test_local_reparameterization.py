@@ -78,7 +78,7 @@ def test_gradients_are_those_of_the_formula(layer):
 
 
 def test_bad_positions():
-    with pytest.raises(ValueError, match="one of 'joint', 'independent', got 'all'"):
+    with pytest.raises(ValueError, match="positions must be one of 'joint'"):
         handlers.local_reparameterization(positions="all")
 
 

@@ -320,7 +320,7 @@ def test_bad_arguments(line, learn):
     for call in (maximize, evidence.log_marginal_likelihood):
         with pytest.raises(TypeError, match=r"laplace_approximation\(data\).* got AutoLaplaceGGN"):
             call(AutoLaplaceGGN(model))
-    with pytest.raises(ValueError, match=r"method must be one of 'fixed-point', 'gradi"):
+    with pytest.raises(ValueError, match="method must be one of 'fixed-point', 'gradi"):
         maximize(guide, method="adam")
     model = models.Regression(bayesianize(nn.Linear(3, 1)), noise=0.5)
     with pytest.raises(ValueError, match="have no PyroParam to tune: make a prior's scale one"):

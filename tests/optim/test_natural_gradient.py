@@ -525,7 +525,7 @@ def _guide(model, x, y, **options):
 _VECTORS = "a separate location and scale for each weight"
 REFUSALS = {
     "no parameters": (RuntimeError, "no parameters yet", lambda *p: IVON(AutoMeanField(p[0]))),
-    "lr": (ValueError, "lr must be positive and finite, got 0", lambda *p: IVON(_guide(*p), lr=0)),
+    "lr": (ValueError, "lr must lie in \\(0, inf], got 0", lambda *p: IVON(_guide(*p), lr=0)),
     "betas": (
         ValueError, r"betas\[1\] must lie in \[0, 1\), got 1.0",
         lambda *p: VOGN(_guide(*p), betas=(0.9, 1.0)),

@@ -118,10 +118,7 @@ X = torch.zeros(8, 2)
     [
         (lambda: plots.predictive_bands(torch.zeros(5), DRAWS), "at the 5 inputs"),
         (lambda: plots.predictive_bands(torch.zeros(8), DRAWS, level=90), "level must lie between"),
-        (
-            lambda: plots.calibration(DRAWS, torch.zeros(8), task="ranking"),
-            "one of .* got 'ranking'",
-        ),
+        (lambda: plots.calibration(DRAWS, torch.zeros(8), task="ranking"), "task must be one of"),
         (lambda: plots.calibration({}, torch.zeros(8), task="regression"), "are: none"),
         (lambda: plots.function_space(DRAWS, reference="vi"), "'vi' must be among"),
         (lambda: plots.function_space({"a": X, "b": X[:, :1]}, reference="a"), r"be \(S, 2, ...\)"),

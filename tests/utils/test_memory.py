@@ -36,7 +36,7 @@ def test_the_limit_of_a_piece_is_that_of_the_innermost_context():
         assert memory.bytes_at_once(7) == 100
     assert memory.bytes_at_once(7) == 7
     with (
-        pytest.raises(ValueError, match="positive number of bytes, but size is 0"),
+        pytest.raises(ValueError, match="size must be positive and finite, got 0"),
         memory.working_memory(0),
     ):
         pass

@@ -72,11 +72,10 @@ class AutoInducing(Guide):
         init_scale: float = 0.05,
         **options: Any,
     ) -> None:
-        for name, value in {"init_precision": init_precision, "init_scale": init_scale}.items():
-            real_number(value, name)
         super().__init__(model, **options)
         self.num_inducing = whole_number(num_inducing, "num_inducing")
-        self.init_precision, self.init_scale = init_precision, init_scale
+        self.init_precision = real_number(init_precision, "init_precision")
+        self.init_scale = real_number(init_scale, "init_scale")
         self.layers: dict[str, InducingLayer] = {}  # by their weight
         self._first: Batch = (), {}
         self._map = DrawMap()

@@ -35,5 +35,4 @@ def structure_of(value: Any) -> Structure:
     kinds: dict[str, type[Structure]] = {**STRUCTURES, "auto": Auto}
     options = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = options.pop("name")
-    one_of(name, "structure", kinds)
-    return kinds[name](**options)
+    return kinds[one_of(name, "structure", kinds)](**options)

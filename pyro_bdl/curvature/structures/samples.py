@@ -38,7 +38,7 @@ from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils import bibliography
 from pyro_bdl.utils.conjugate_gradients import conjugate_gradients, lanczos_quadrature
 from pyro_bdl.utils.precision import double
-from pyro_bdl.utils.validation import whole_number
+from pyro_bdl.utils.validation import real_number, whole_number
 
 # right-hand sides of some numbers (S, p), and their norms (S,)
 _RightSides = Callable[[range, Callable[[Tensor], Tensor]], tuple[Tensor, Tensor]]
@@ -166,8 +166,7 @@ class Samples(Structure):
 
     def __post_init__(self) -> None:
         whole_number(self.num_samples, "num_samples")
-        if not 0 < self.tolerance < 1:
-            raise ValueError(f"tolerance must be between 0 and 1, got {self.tolerance}")
+        real_number(self.tolerance, "tolerance", "(0, 1)")
 
     def memory(self, size: int, like: Tensor, num_rows: int = 0) -> int:
         at_once = min(self.num_samples, _AT_ONCE)

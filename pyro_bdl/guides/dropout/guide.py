@@ -35,7 +35,7 @@ from pyro_bdl.guides.statements import point
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils import bibliography
-from pyro_bdl.utils.validation import one_of
+from pyro_bdl.utils.validation import one_of, require
 
 MASKS = ("units", "weights")
 _ALPHA = nn.AlphaDropout, nn.FeatureAlphaDropout
@@ -121,11 +121,7 @@ class AutoMCDropout(Guide):
         **options: Any,
     ) -> None:
         one_of(mask, "mask", MASKS)
-        if noise is not None and not isinstance(noise, Noise):
-            raise TypeError(
-                "noise must be BernoulliNoise() or GaussianNoise() of pyro_bdl.guides, got "
-                f"{noise!r}"
-            )
+        require(noise, Noise | None, "noise must be guides.BernoulliNoise() or GaussianNoise()")
         if p is None and (sites is not None or mask != "units"):
             raise ValueError("the dropout layers determine the sites and masks: leave these out")
         patterns = None if p is None else rates_by_pattern(p, sites)

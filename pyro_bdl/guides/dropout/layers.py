@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_bdl.distributions.dropout_noise import checked_rate
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.dropout.weights import RECURRENT, UnitProduct, WeightReader
 from pyro_bdl.program.layout import Layout
@@ -24,6 +23,7 @@ from pyro_bdl.program.linear_ops.recognize import decompose
 from pyro_bdl.program.linear_ops.tracker import CASTS, VIEWS, Tag
 from pyro_bdl.utils.module_state import hooked
 from pyro_bdl.utils.trees import tensors_in, tree_leaves
+from pyro_bdl.utils.validation import real_number
 
 _ELEMENTS = {F.dropout, torch.dropout}
 _CHANNELS = {F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout}
@@ -215,8 +215,8 @@ def rates_of_layers(reader: LayerReader, layout: Layout, model: Any) -> dict[str
                 f"'{site}' is left out, since dropout layers with other rates or units meet"
             )
             continue
-        passed = (1.0 - checked_rate(rate, "the rate of a dropout layer") for rate in min(found))
-        rates[site] = 1.0 - math.prod(passed)
+        dropped = (real_number(p, "the rate of a dropout layer", "(0, 1)") for p in min(found))
+        rates[site] = 1.0 - math.prod(1.0 - p for p in dropped)
         (tied,) = numbers
         if tied is not None:
             units = torch.tensor(tied, device="cpu")[reader.weights[site].units]

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.distributions.dropout_noise import checked_rate
 from pyro_bdl.program.layout import Latent, Layout
 from pyro_bdl.program.linear_ops.recognize import recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
 from pyro_bdl.program.trace import Run, record, sum_out_discrete
 from pyro_bdl.utils.module_state import evaluation_mode, vmappable
 from pyro_bdl.utils.trees import tree_leaves
+from pyro_bdl.utils.validation import real_number, require
 
 
 @dataclass(frozen=True)
@@ -188,15 +188,13 @@ def rates_by_pattern(p: Any, sites: Any) -> dict[str, float]:
     if isinstance(p, Mapping):
         if sites is not None:
             raise ValueError("p names the sites already: give either a dict of rates or sites=...")
-        rates = {name: checked_rate(rate, f"p[{name!r}]") for name, rate in p.items()}
+        rates = {name: real_number(rate, f"p[{name!r}]", "(0, 1)") for name, rate in p.items()}
     else:
         names = [sites or "hidden"] if isinstance(sites, str | None) else sites
-        if not isinstance(names, Iterable):
-            raise TypeError(f'sites must be "hidden", "all" or names of weights, got {sites!r}')
-        rates = dict.fromkeys(names, checked_rate(p, "p"))
+        require(names, Iterable, 'sites must be "hidden", "all" or names of weights')
+        rates = dict.fromkeys(names, real_number(p, "p", "(0, 1)"))
     for name in rates:
-        if not isinstance(name, str):
-            raise TypeError(f"a site is given by its name or a pattern, got {type(name).__name__}")
+        require(name, str, "a site is given by its name or a pattern")
     if not rates:
         raise ValueError('give at least one name of a weight, such as {"*.weight": 0.1}, or "all"')
     return rates

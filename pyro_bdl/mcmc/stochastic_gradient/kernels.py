@@ -6,18 +6,13 @@ A schedule is a callable ``step -> eps``, with steps counted from 0.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from pyro_bdl.mcmc.kernels import Options
-from pyro_bdl.utils.validation import check_temperature, real_number, whole_number
-
-
-def _friction(value: float, name: str) -> float:
-    if not 0 < value <= 1:
-        raise ValueError(f"{name} must lie in (0, 1], got {value}")
-    return value
+from pyro_bdl.utils.validation import real_number, whole_number
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -34,8 +29,8 @@ class StochasticKernel(Options):
     checks: ClassVar[dict[str, Callable[[Any, str], Any]]] = {
         **Options.checks,
         "step_size": lambda value, name: value if callable(value) else real_number(value, name),
-        "temperature": check_temperature,
-        "friction": _friction,
+        "temperature": real_number,
+        "friction": partial(real_number, interval="(0, 1]"),
     }
     step_size: float | Callable[[int], float]
     thinning: int = 10
@@ -89,8 +84,7 @@ class Polynomial:
     def __post_init__(self) -> None:
         real_number(self.scale, "scale")
         real_number(self.offset, "offset")
-        if not 0.5 < self.power <= 1:
-            raise ValueError(f"power must lie in (0.5, 1], got {self.power}")
+        real_number(self.power, "power", "(0.5, 1]")
 
     def __call__(self, step: int) -> float:
         return self.scale * (self.offset + step) ** -self.power
@@ -117,8 +111,7 @@ class Cyclical:
     def __post_init__(self) -> None:
         real_number(self.peak, "peak")
         whole_number(self.period, "period")
-        if not 0 <= self.exploration < 1:
-            raise ValueError(f"exploration must lie in [0, 1), got {self.exploration}")
+        real_number(self.exploration, "exploration", "[0, 1)")
         if self.explores(self.period - 1):
             raise ValueError(
                 f"exploration={self.exploration} leaves no step of a period of {self.period} to "

@@ -217,7 +217,7 @@ def test_memory_and_limits():
     assert 2.5e9 < Samples(num_samples=2).memory(11_200_000, like) < 3e9
     with pytest.raises(ValueError, match='"samples" needs curvature="ggn"'):
         CurvatureConfig("samples", "empirical-fisher")
-    with pytest.raises(ValueError, match="tolerance must be between 0 and 1, got 2"):
+    with pytest.raises(ValueError, match="tolerance must lie between 0 and 1, both"):
         Samples(tolerance=2.0)
     _, guide, _ = approximate("normal", Samples(num_samples=2))
     with pytest.raises(UnsupportedProgramError, match="one process"):

@@ -248,15 +248,15 @@ def test_where_the_improper_prior_is_refused(net, scale_free, data):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"p": "a"}, TypeError, "p must be a number between 0 and 1"),
-        ({"p": [0.1, 0.2]}, TypeError, "p must be a number between 0 and 1"),
+        ({"p": "a"}, TypeError, "p must be a number"),
+        ({"p": [0.1, 0.2]}, TypeError, "p must be a number"),
         ({"p": 0.0}, ValueError, "p must lie between 0 and 1"),
         ({"p": math.nan}, ValueError, "p must lie between 0 and 1"),
         ({"p": {"0.weight": 1.0}}, ValueError, r"p\['0.weight'\] must lie between 0 and 1"),
         ({"p": {"*": 0.1}, "sites": "all"}, ValueError, "either a dict of rates or sites"),
         ({"p": {}}, ValueError, "at least one name of a weight"),
         ({"sites": []}, ValueError, "at least one name of a weight"),
-        ({"sites": 3}, TypeError, "sites must be .*names of weights, got 3"),
+        ({"sites": 3}, TypeError, "sites must be .*names of weights, got int"),
         ({"sites": [3]}, TypeError, "by its name or a pattern, got int"),
         ({"mask": "unit"}, ValueError, "mask must be one of 'units', 'weights', got 'unit'"),
         ({"noise": 0.3}, TypeError, "noise must be"),
@@ -270,7 +270,7 @@ def test_options_that_are_refused(options, error, words, model):
 def test_temperatures_that_are_refused():
     with pytest.raises(ValueError, match="temperature must be positive"):
         BernoulliNoise(0.0)
-    with pytest.raises(TypeError, match="temperature must be a number or a schedule"):
+    with pytest.raises(TypeError, match="temperature must be a number"):
         BernoulliNoise("warm")
 
 
