@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.families import FAMILIES
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -143,49 +144,34 @@ def test_any_split_has_the_same_predictions_and_estimate(at_mode, cuts, seed):
     assert found == pytest.approx(bound, rel=1e-9)
 
 
-# The table of distributions: u are three numbers of any sign
+# Distributions of up to three numbers of any sign
 
 REALS = st.lists(st.floats(-1.5, 1.5), min_size=3, max_size=3)
-FAMILIES = {
-    "Normal": lambda u: dist.Normal(u[0], u[1].exp()),
-    "LogNormal": lambda u: dist.LogNormal(u[0], 0.3 * u[1].exp()),
-    "Laplace": lambda u: dist.Laplace(u[0], u[1].exp()),
-    "Gumbel": lambda u: dist.Gumbel(u[0], u[1].exp()),
-    "StudentT": lambda u: dist.StudentT(5 + u[2].exp(), u[0], u[1].exp()),
-    "Cauchy": lambda u: dist.Cauchy(u[0], u[1].exp()),
-    "Gamma": lambda u: dist.Gamma(u[0].exp(), u[1].exp()),
-    "Beta": lambda u: dist.Beta(u[0].exp(), u[1].exp()),
-    "Exponential": lambda u: dist.Exponential(u[0].exp()),
-    "HalfNormal": lambda u: dist.HalfNormal(u[0].exp()),
-    "Poisson": lambda u: dist.Poisson(u[0].exp()),
-    "Bernoulli": lambda u: dist.Bernoulli(logits=u[0]),
-    "Bernoulli, probs": lambda u: dist.Bernoulli(probs=u[0].sigmoid()),
-    "Binomial": lambda u: dist.Binomial(4, logits=u[0]),
-    "Geometric": lambda u: dist.Geometric(logits=u[0]),
-    "NegativeBinomial": lambda u: dist.NegativeBinomial(u[1].exp(), logits=u[0]),
-    "Categorical": lambda u: dist.Categorical(logits=u),
-    "Weibull": lambda u: dist.Weibull(u[0].exp(), (0.5 * u[1]).exp()),
-    "GammaPoisson": lambda u: dist.GammaPoisson(u[0].exp(), u[1].exp()),
-    "ZeroInflatedPoisson": lambda u: dist.ZeroInflatedPoisson(u[0].exp(), gate_logits=u[1]),
-}
-NO_FISHER = {"Geometric", "Weibull", "GammaPoisson", "ZeroInflatedPoisson"}
+LIGHT_TAILS = (
+    "Normal", "LogNormal", "Laplace", "Gumbel", "StudentT", "Cauchy", "Gamma", "Beta",
+    "Exponential", "HalfNormal", "Poisson", "Bernoulli, logits", "Bernoulli, probs",
+    "Binomial, logits", "Geometric, logits", "NegativeBinomial, count", "Categorical, logits",
+    "Weibull", "GammaPoisson", "ZeroInflatedPoisson",
+)  # fmt: skip
+NO_FISHER = {"Geometric, logits", "Weibull", "GammaPoisson", "ZeroInflatedPoisson"}
 DRAWS = 4000
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", LIGHT_TAILS)
 @examples(8)
 @given(numbers=REALS, seed=st.integers(0, 99))
 def test_distributions_at_any_parameters(name, numbers, seed):
     """The density after a change of parameters and back; E[y], Var[y] and the Fisher information
     E[s s'], with the score s by autograd, within 6 standard errors."""
     torch.manual_seed(seed)
-    base = FAMILIES[name](torch.tensor(numbers, **D))
+    size, make = FAMILIES[name]
+    base = make(torch.tensor(numbers[:size], **D))
     y = base.sample((DRAWS,))
     density = base.log_prob(y)
     again = with_unconstrained(base, unconstrained_parameters(base))
     torch.testing.assert_close(again.log_prob(y), density)
     if name != "Cauchy":
-        values = y if name != "Categorical" else torch.nn.functional.one_hot(y, 3).to(density)
+        values = y if "Categorical" not in name else torch.nn.functional.one_hot(y, 3).to(density)
         mean, variance = observation_moments(base)
         within(values.mean(0), mean, values.std(0))
         squares = (values - mean).square()

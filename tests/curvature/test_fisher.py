@@ -3,6 +3,7 @@
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.families import FAMILIES, covariance, triangle
 from torch import tensor
 
 from pyro_bdl.curvature.fisher import (
@@ -15,7 +16,7 @@ from pyro_bdl.curvature.fisher import (
     sampled_columns,
     site_parameters,
 )
-from pyro_bdl.distributions.parameters import parameters_of, rebuilt
+from pyro_bdl.distributions.parameters import parameters_of
 from pyro_bdl.program import Site
 
 
@@ -24,43 +25,6 @@ def T(value):
 
 
 LOGITS = T([0.3, -1.2, 2.0])
-TRIL = T([[1.0, 0.0], [0.5, 0.7]])
-CLOSED = {
-    "Normal": lambda: dist.Normal(T(0.4), T(1.7)),
-    "LogNormal": lambda: dist.LogNormal(T(0.4), T(0.6)),
-    "Laplace": lambda: dist.Laplace(T(0.4), T(1.7)),
-    "Cauchy": lambda: dist.Cauchy(T(0.4), T(1.7)),
-    "Gumbel": lambda: dist.Gumbel(T(0.4), T(1.7)),
-    "StudentT": lambda: dist.StudentT(T(3.5), T(0.4), T(1.7)),
-    "StudentT, heavy": lambda: dist.StudentT(T(1.2), T(0.4), T(0.3)),
-    "Gamma": lambda: dist.Gamma(T(2.5), T(1.7)),
-    "Beta": lambda: dist.Beta(T(2.5), T(0.7)),
-    "Exponential": lambda: dist.Exponential(T(1.7)),
-    "HalfNormal": lambda: dist.HalfNormal(T(1.7)),
-    "Poisson": lambda: dist.Poisson(T(1.7)),
-    "Bernoulli, logits": lambda: dist.Bernoulli(logits=T(1.2)),
-    "Bernoulli, probs": lambda: dist.Bernoulli(probs=T(0.3)),
-    "Binomial": lambda: dist.Binomial(T(4.0), logits=T(1.2)),
-    "Binomial, probs": lambda: dist.Binomial(T(4.0), probs=T(0.3)),
-    "NegativeBinomial": lambda: dist.NegativeBinomial(T(2.5), logits=T(0.4)),
-    "NegativeBinomial, probs": lambda: dist.NegativeBinomial(T(2.5), probs=T(0.3)),
-    "Categorical, logits": lambda: dist.Categorical(logits=LOGITS),
-    "MultivariateNormal": lambda: dist.MultivariateNormal(T([0.4, -1.0]), scale_tril=TRIL),
-    "Dirichlet": lambda: dist.Dirichlet(T([0.5, 2.0, 1.3])),
-}
-CLOSED["TransformedDistribution"] = lambda: dist.TransformedDistribution(
-    dist.Normal(T(0.4), T(1.7)), [dist.transforms.SigmoidTransform()]
-)
-CLOSED["LowRankMultivariateNormal"] = lambda: dist.LowRankMultivariateNormal(
-    T([0.4, -1.0]), T([[0.3], [-0.8]]), T([0.5, 0.2])
-)
-FIXED = {
-    "Binomial": ["logits"],
-    "Binomial, probs": ["probs"],
-    "NegativeBinomial": ["logits"],
-    "NegativeBinomial, probs": ["probs"],
-}
-DRAWS = 100_000
 
 
 def information(base, names):
@@ -71,29 +35,6 @@ def information(base, names):
     columns = [torch.cat([{**zeros, **r}[name].reshape(-1) for name in used]) for r in roots]
     root = torch.stack(columns, 1)
     return root @ root.T, list(used)
-
-
-@pytest.mark.parametrize("name", CLOSED)
-def test_closed_forms_within_monte_carlo_error(name):
-    """F = E[s s'] with the score s = d log p(y | theta) / d theta (Fisher 1925); a known parameter
-    drops out."""
-    torch.manual_seed(1)
-    base = CLOSED[name]()
-    found, order = information(base, FIXED.get(name, list(parameters_of(base))))
-    every = {name: v.expand(DRAWS, *v.shape) for name, v in parameters_of(base).items()}
-    leaves = {name: every[name].clone().requires_grad_() for name in order}
-    rebuilt(base, every | leaves).log_prob(base.sample((DRAWS,))).sum().backward()
-    scores = torch.cat([leaf.grad.reshape(DRAWS, -1) for leaf in leaves.values()], 1)
-    products = scores[:, :, None] * scores[:, None, :]
-    mean, error = products.mean(0), products.std(0) / DRAWS**0.5
-    assert ((found - mean).abs() <= 5 * error + 1e-12).all(), (found, mean, error)
-    assert (error <= 0.05 * mean.diagonal().max()).all()  # the bar is one that can fail
-    start = 0
-    for one in order:
-        part, _ = information(base, [one])
-        stop = start + len(part)
-        torch.testing.assert_close(part, found[start:stop, start:stop])
-        start = stop
 
 
 def test_categorical():
@@ -243,106 +184,12 @@ def test_cells_of_zero_inflated_counts():
 # From the latents through the constructor
 
 
-def triangle(w):
-    zero = torch.zeros_like(w[..., 0])
-    rows = ((w[..., 0].exp(), zero), (w[..., 1], w[..., 2].exp()))
-    return torch.stack([torch.stack(row, -1) for row in rows], -2)
-
-
-def covariance(w):
-    return triangle(w) @ triangle(w).mT
-
-
-PARAMETERIZATIONS = {
-    "Dirichlet": (3, lambda w: dist.Dirichlet(w.exp())),
-    "DirichletMultinomial": (3, lambda w: dist.DirichletMultinomial(w.exp(), 5)),
-    "Logistic": (2, lambda w: dist.Logistic(w[..., 0], w[..., 1].exp())),
-    "OrderedLogistic": (1, lambda w: dist.OrderedLogistic(w[..., 0], T([-1.0, 0.5, 2.0]))),
-    "VonMises": (2, lambda w: dist.VonMises(w[..., 0], w[..., 1].exp())),
-    "AffineBeta": (2, lambda w: dist.AffineBeta(w[..., 0].exp(), w[..., 1].exp(), T(0.0), T(2.0))),
-    "AsymmetricLaplace": (1, lambda w: dist.AsymmetricLaplace(w[..., 0], T(2.0), T(1.3))),
-    "Bernoulli, logits": (1, lambda w: dist.Bernoulli(logits=w[..., 0])),
-    "Bernoulli, probs": (1, lambda w: dist.Bernoulli(probs=w[..., 0].sigmoid())),
-    "BetaBinomial": (2, lambda w: dist.BetaBinomial(w[..., 0].exp(), w[..., 1].exp(), T(5.0))),
-    "Binomial, logits": (1, lambda w: dist.Binomial(4, logits=w[..., 0])),
-    "Binomial, probs": (1, lambda w: dist.Binomial(4, probs=w[..., 0].sigmoid())),
-    "Categorical, logits": (3, lambda w: dist.Categorical(logits=w)),
-    "Categorical, probs": (3, lambda w: dist.Categorical(probs=w.exp())),
-    "Chi2": (1, lambda w: dist.Chi2(w[..., 0].exp())),
-    "ContinuousBernoulli": (1, lambda w: dist.ContinuousBernoulli(probs=w[..., 0].sigmoid())),
-    "FisherSnedecor": (
-        2, lambda w: dist.FisherSnedecor(w[..., 0].exp() + 2, w[..., 1].exp() + 5),
-    ),
-    "Gamma": (2, lambda w: dist.Gamma(w[..., 0].exp(), w[..., 1].exp())),
-    "GammaPoisson": (2, lambda w: dist.GammaPoisson(w[..., 0].exp(), w[..., 1].exp())),
-    "Geometric, logits": (1, lambda w: dist.Geometric(logits=w[..., 0])),
-    "Geometric, probs": (1, lambda w: dist.Geometric(probs=w[..., 0].sigmoid())),
-    "HalfCauchy": (1, lambda w: dist.HalfCauchy(w[..., 0].exp())),
-    "InverseGamma": (2, lambda w: dist.InverseGamma(w[..., 0].exp(), w[..., 1].exp())),
-    "Kumaraswamy": (2, lambda w: dist.Kumaraswamy(w[..., 0].exp() + 1, w[..., 1].exp())),
-    "LogisticNormal": (3, lambda w: dist.LogisticNormal(w[..., :2], w[..., 2:].exp())),
-    "LowRank": (
-        6,
-        lambda w: dist.LowRankMultivariateNormal(
-            w[..., :2], w[..., 2:4, None], w[..., 4:].exp()
-        ),
-    ),
-    "MixtureSameFamily": (
-        4,
-        lambda w: dist.MixtureSameFamily(
-            dist.Categorical(probs=w[..., :2].softmax(-1)),
-            dist.Binomial(6, probs=(3 * w[..., 2:]).sigmoid()),
-        ),
-    ),
-    "Multinomial, logits": (3, lambda w: dist.Multinomial(5, logits=w)),
-    "Multinomial, probs": (3, lambda w: dist.Multinomial(5, probs=w.exp())),
-    "MultivariateNormal, scale_tril": (
-        5, lambda w: dist.MultivariateNormal(w[..., 3:], scale_tril=triangle(w)),
-    ),
-    "MultivariateNormal, covariance_matrix": (
-        5, lambda w: dist.MultivariateNormal(w[..., 3:], covariance_matrix=covariance(w)),
-    ),
-    "MultivariateNormal, precision_matrix": (
-        5, lambda w: dist.MultivariateNormal(w[..., 3:], precision_matrix=covariance(w)),
-    ),
-    "MultivariateStudentT": (
-        5, lambda w: dist.MultivariateStudentT(T(4.0), w[..., 3:], triangle(w)),
-    ),
-    "NegativeBinomial, logits": (1, lambda w: dist.NegativeBinomial(T(4.0), logits=w[..., 0])),
-    "NegativeBinomial, probs": (
-        1, lambda w: dist.NegativeBinomial(T(4.0), probs=w[..., 0].sigmoid()),
-    ),
-    "NegativeBinomial, count": (
-        2, lambda w: dist.NegativeBinomial(w[..., 1].exp(), probs=w[..., 0].sigmoid()),
-    ),
-    "OneHotCategorical, logits": (3, lambda w: dist.OneHotCategorical(logits=w)),
-    "OneHotCategoricalStraightThrough": (
-        3, lambda w: dist.OneHotCategoricalStraightThrough(probs=w.exp()),
-    ),
-    "Pareto": (1, lambda w: dist.Pareto(T(1.0), w[..., 0].exp())),
-    "ProjectedNormal": (3, dist.ProjectedNormal),
-    "SkewLogistic": (1, lambda w: dist.SkewLogistic(w[..., 0], T(1.2), T(1.5))),
-    "SoftLaplace": (2, lambda w: dist.SoftLaplace(w[..., 0], w[..., 1].exp())),
-    "TransformedDistribution": (
-        2,
-        lambda w: dist.TransformedDistribution(
-            dist.Gamma(w[..., 0].exp(), 1.0),
-            [dist.transforms.AffineTransform(0.0, w[..., 1].exp())],
-        ),
-    ),
-    "Weibull": (2, lambda w: dist.Weibull(w[..., 0].exp(), w[..., 1].exp() + 1)),
-    "ZeroInflated": (
-        2,
-        lambda w: dist.ZeroInflatedDistribution(
-            dist.Geometric(probs=w[..., 0].sigmoid()), gate=w[..., 1].sigmoid()
-        ),
-    ),
-    "ZeroInflatedNegativeBinomial": (
-        2,
-        lambda w: dist.ZeroInflatedNegativeBinomial(
-            T(3.0), probs=w[..., 0].sigmoid(), gate_logits=w[..., 1]
-        ),
-    ),
+# Their information is exact; that of the others is an estimate by 512 draws.
+EXACT = {
+    "Normal", "LogNormal", "Laplace", "Cauchy", "Gumbel", "StudentT", "Gamma", "Beta",
+    "Dirichlet", "Exponential", "HalfNormal", "Poisson", "Bernoulli", "Binomial", "Categorical",
+    "MultivariateNormal", "LowRankMultivariateNormal", "NegativeBinomial, logits",
+    "NegativeBinomial, probs",
 }  # fmt: skip
 
 
@@ -358,10 +205,11 @@ def pulled_back(distribution, latents):
     return total
 
 
-@pytest.mark.parametrize("name", PARAMETERIZATIONS)
-def test_every_parameterization_against_drawn_scores_of_the_latents(name):
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n != "Uniform"])  # whose support moves
+def test_every_family_against_drawn_scores_of_the_latents(name):
+    """J' F J = E[s s'] with the score s = d log p(y | w) / d w (Fisher 1925)."""
     torch.manual_seed(3)
-    size, make = PARAMETERIZATIONS[name]
+    size, make = FAMILIES[name]
     latents = torch.linspace(-0.4, 0.5, size, dtype=torch.float64).requires_grad_()
     found = pulled_back(make(latents[None]), latents)
     draws = 20_000
@@ -370,8 +218,9 @@ def test_every_parameterization_against_drawn_scores_of_the_latents(name):
         values = make(each).sample()
     (scores,) = torch.autograd.grad(make(each).log_prob(values).sum(), each)
     products = scores[:, :, None] * scores[:, None, :]
-    error = products.std(0) / draws**0.5
-    slack = 5 * error * (1.0 + (draws / 512) ** 0.5)  # where 512 draws estimate it
+    slack = 5 * products.std(0) / draws**0.5
+    if EXACT.isdisjoint({name, name.split(",")[0]}):
+        slack = slack * (1.0 + (draws / 512) ** 0.5)
     assert ((found - products.mean(0)).abs() <= slack + 1e-9).all(), (found, products.mean(0))
     assert found.diagonal().min() > 1e-3
 
@@ -380,7 +229,7 @@ def test_multivariate_normals_are_exact_in_every_parameterization():
     """F_ij = tr(P dS_i P dS_j) / 2 + dm_i' P dm_j, P the inverse of the covariance S. Source: Kay
     1993, Fundamentals of statistical signal processing, equation 3.31."""
     latents = torch.linspace(-0.4, 0.5, 6, dtype=torch.float64).requires_grad_()
-    low_rank = PARAMETERIZATIONS["LowRank"][1]
+    low_rank = FAMILIES["LowRankMultivariateNormal"][1]
     kinds = {
         "scale_tril": lambda w: dist.MultivariateNormal(w[..., 3:5], scale_tril=triangle(w)),
         "covariance": lambda w: dist.MultivariateNormal(w[..., 3:5], covariance(w)),
