@@ -127,29 +127,6 @@ def test_each_member_of_an_ensemble_comes_once_however_large(monkeypatch):
     assert len(f.unique(dim=0)) == 5
 
 
-def test_draws_have_the_predictive_moments_of_the_conjugate_model():
-    """N(x'm, x'Cx + noise^2) (Bishop 2006, equation 3.58)."""
-    torch.manual_seed(0)
-    x = torch.randn(5, 2, dtype=torch.float64)
-    weights = dist.MultivariateNormal(
-        torch.tensor([1.0, -1.0]).double(), 0.3 * torch.eye(2).double()
-    )
-
-    def linear(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2).to(x), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
-
-    count = 40_000
-    samples = bdl.Samples({"w": weights.sample((1, count))})
-    y = bdl.Predictive(linear, samples)(x)["y"]
-    mean = x @ weights.loc
-    covariance = x @ weights.covariance_matrix @ x.T + 0.25 * torch.eye(5).double()
-    sd = covariance.diagonal().sqrt()
-    assert ((y.mean(0) - mean).abs() < 5 * sd / count**0.5).all()
-    assert ((torch.cov(y.T) - covariance).abs() < 0.05 * torch.outer(sd, sd)).all()
-
-
 def test_what_comes_after_the_observation_follows_its_draw():
     def model(x, first=None, second=None):
         w = pyro.sample("w", dist.Normal(torch.tensor(2.0), 0.1))
