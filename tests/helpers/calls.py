@@ -130,7 +130,8 @@ CALLS = {
     "sample": _sampled,
     "sample by pyro": lambda case: _sampled(case, backend="pyro"),
     "sgmcmc": lambda case: bdl.mcmc.sgmcmc(
-        case.model, case.data, kernel=bdl.mcmc.SGHMC(step_size=1e-3), num_samples=3, progress=False
+        case.model, case.data, kernel=bdl.mcmc.SGHMC(step_size=1e-3), num_warmup=3, num_samples=3,
+        progress=False,
     ).latents,
     "ratios": lambda case: bdl.importance.ratios(
         case.model, case.guide, *case.data, num_samples=30
