@@ -30,20 +30,24 @@ class BdlWarning(UserWarning):
     """
 
 
-# The packages whose frames stand between a user's line and a warning.
-_BETWEEN = {"contextlib", "functools", "pyro", "pyro_bdl", "torch"}
+# The packages through which users call this one, by handlers, decorators and Pyro's SVI.
+_BETWEEN = {"contextlib", "functools", "pyro", "torch"}
 
 
 def warn(message: str, topic: str) -> None:
-    """Warn at the user's line, with the section of the page "Warnings and errors" that says more.
+    """Warn at the line that called the package, with the section of the page "Warnings and errors".
 
     :param topic: the section's anchor.
     """
-    frame, depth = inspect.currentframe(), 1
-    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
-        frame, depth = frame.f_back, depth + 1
+    frame, packages = inspect.currentframe(), list[str]()
+    while frame is not None:
+        packages.append(frame.f_globals.get("__name__", "").partition(".")[0])
+        frame = frame.f_back
+    place = len(packages) - packages[::-1].index("pyro_bdl")  # after the outermost of ours
+    while place < len(packages) and packages[place] in _BETWEEN:
+        place += 1
     text = f"{message} (see Warnings and errors, #{topic})"
-    warnings.warn(text, BdlWarning, stacklevel=depth)
+    warnings.warn(text, BdlWarning, stacklevel=place + 1)
 
 
 class ArgumentError(TypeError):

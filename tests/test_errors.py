@@ -41,6 +41,9 @@ GIVEN = {
     "one-by-one": lambda: bdl.Predictive(*drawn(), num_samples=3)(X),
     "not-at-a-maximum": lambda: untrained().laplace_approximation((X, Y)),
     "fewer-draws": lambda: bdl.Predictive(model(torch.nn.Linear(1, 1)), chains(), 50)(X),
+    "fewer-draws, batch by batch": lambda: [
+        *bdl.Predictive(model(torch.nn.Linear(1, 1)), chains(), 50).in_batches([(X, Y)])
+    ],
     "k-hat": lambda: bdl.diagnostics.loo(1e3 * torch.randn(1, 100, 3)),
 }
 
@@ -50,5 +53,5 @@ def test_a_warning_is_at_the_line_that_called_the_package(topic):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always", BdlWarning)
         GIVEN[topic]()
-    found = [one for one in seen if f"#{topic})" in str(one.message)]
+    found = [one for one in seen if f"#{topic.split(',')[0]})" in str(one.message)]
     assert found and all(one.filename == __file__ for one in found)
