@@ -143,7 +143,8 @@ class Fits:
             model, guide, self.data.x, self.data.y, snapshots=self.options.snapshots,
             batch_size=self.options.batch, backend=self.options.backend,
         )  # fmt: skip
-        return self.drawn(model, guide.swag_approximation())
+        rank = min(20, self.options.snapshots)
+        return self.drawn(model, guide.swag_approximation(rank=rank))
 
     def dropout(self) -> Probabilities:
         model = self.program(resnet20_frn(self.options.width).to(self.options.device))
