@@ -106,7 +106,7 @@ def log_joint(
     return total, prior
 
 
-def check_maximum(guide: "LaplaceGuide", reading: ParameterReading) -> None:
+def check_maximum(guide: "LaplaceGuide", reading: ParameterReading, *, stacklevel: int = 5) -> None:
     """Warn, once for a program, if a Newton step would still gain a lot under this prior and under
     any other scale s of it: weight decay is such a scale.
 
@@ -140,7 +140,7 @@ def check_maximum(guide: "LaplaceGuide", reading: ParameterReading) -> None:
         "mode, as here), or let rows that a trained network has not seen choose the width, "
         "laplace_approximation(data, held_out=(x, y))",
         "not-at-a-maximum",
-        stacklevel=5,
+        stacklevel=stacklevel,
     )
 
 
