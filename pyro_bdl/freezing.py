@@ -247,8 +247,8 @@ def _only(sites: dict[str, Site], name: str | None) -> Site:
         return sites[name]
     if name is not None or len(sites) != 1:
         raise UnsupportedProgramError(
-            f"freeze needs one observed site, the program has {', '.join(sites) or 'none'}: "
-            'name it by site="..."'
+            f"freeze needs one observed site{'' if name is None else f', and {name!r} is none'}; "
+            f'the program has {", ".join(sites) or "none"}: name it by site="..."'
         )
     return next(iter(sites.values()))
 

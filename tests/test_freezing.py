@@ -451,6 +451,10 @@ def test_refusals(model, words):
 def test_a_site_by_name():
     samples = bdl.Samples({"w": torch.tensor([[1.0, 2.0]])})
     x = torch.randn(4)
+    with pytest.raises(
+        bdl.errors.UnsupportedProgramError, match=r"'f' is none; the program has .*b"
+    ):
+        bdl.freeze(with_two_sites, samples, x, draws=2, site="f")
     mean, _ = bdl.freeze(with_two_sites, samples, x, draws=2, site="b")(x)
     torch.testing.assert_close(mean, -1.5 * x)
 

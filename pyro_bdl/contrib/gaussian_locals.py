@@ -1,6 +1,7 @@
 """Gaussian local latents, integrated out of a program in closed form."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,7 @@ class _Reading(OneThread):
                 f" stands in {', '.join(map(repr, plates)) or 'none'}: {_INSTEAD}"
             )
         self.plate = plates[0]
+        _check_power(msg)
 
     def _is_output(self, msg: Any) -> bool:
         is_inside = any(frame.name == self.plate for frame in msg["cond_indep_stack"])
@@ -122,6 +124,7 @@ class _Reading(OneThread):
                 f"the site '{msg['name']}' stands in several plates, whose data share a local "
                 f"latent: declare all but the outermost by .to_event(...), or {_INSTEAD}"
             )
+        _check_power(msg)
 
 
 class _Marginals(OneThread):
@@ -175,7 +178,7 @@ def integrate(model: Callable, *sites: str) -> "WithoutLocals":
     :param sites: its local latents to integrate, Normal or MultivariateNormal, all in one plate.
     :raises ValueError: for no sites; in a run, for one that is no latent site.
     :raises UnsupportedProgramError: in a run, where latents or observations are not Gaussian, not
-        linear in the local latents, or in other plates.
+        linear in the local latents, raised to a power by a handler inside, or in other plates.
     """
     if not sites:
         raise ValueError("integrate needs the names of the local latents, as in integrate(m, 'z')")
@@ -297,6 +300,18 @@ class WithoutLocals(nn.Module):
             f"the observation '{name}' is not linear in the local latents "
             f"{', '.join(map(repr, self.sites))}, or its noise depends on them, so that "
             f"they have no integral in closed form: {_INSTEAD}"
+        )
+
+
+def _check_power(msg: Any) -> None:
+    """Refuse a power of a density besides its plate's N / B, which has another integral."""
+    frame = msg["cond_indep_stack"][0]
+    power, of_plate = msg["scale"], frame.full_size / frame.size
+    if isinstance(power, Tensor) or not math.isclose(power, of_plate):
+        raise UnsupportedProgramError(
+            f"the density of '{msg['name']}' is raised to a power (scale, temper), "
+            "and the integral over the local latents is of the plain one: put the handler around "
+            "the result, as in temper(integrate(model, 'z'), temperature)"
         )
 
 

@@ -169,7 +169,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
 
     def update(self, data: Any, *, progress: bool | None = None) -> Self:
         """Add the curvature of more data at the same point; return the guide, which moves if it
-        is at the mode of a last layer.
+        is at the mode of a last layer, and else warns where the point is no maximum of all data.
 
         :param data: as in ``laplace_approximation``, without data that are in the posterior.
         :raises ValueError: if the noise of a Normal observation has changed since the fit, the
@@ -183,6 +183,8 @@ class LaplaceGuide(JointGuide, NormalGuide):
         self.refresh()
         if self.mode == "steps":
             find_mode(self, progress=progress)
+        elif self._passes is not None:
+            check_maximum(self, self.read(), stacklevel=4)
         return self
 
     def fit_width(self, held_out: Any) -> Self:

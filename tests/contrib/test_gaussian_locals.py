@@ -12,7 +12,7 @@ from pyro_bdl import Predictive, Program, mcmc
 from pyro_bdl.elbo import CompiledELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField
-from pyro_bdl.handlers import integrate
+from pyro_bdl.handlers import cold, integrate, temper
 from pyro_bdl.program import record
 from pyro_bdl.tracing.jax.translate import to_jax
 
@@ -218,6 +218,9 @@ def _line():
         (_local(NORMAL, lambda z: dist.Normal(z, 1.0), factor=True), ["z"], "factor 'f'"),
         (_local(NORMAL, lambda z: dist.Normal(z, 1.0), plates=2), ["z"], "several plates"),
         (_dependent, ["z", "v"], "'v' depends on another"),
+        (temper(_line, 0.5), ["z"], "'x' is raised to a power.*put the handler around the result"),
+        (cold(_line, 0.5), ["z"], "'z' is raised to a power"),
+        (poutine.scale(_line, scale=torch.ones(N)), ["z"], "'z' is raised to a power"),
         (_line, ["slope"], "'slope' stands in none"),
         (_line, ["w"], "no latent site 'w'"),
         (_line, [], "names of the local latents"),

@@ -38,15 +38,21 @@ def program(x, y, prior):
     return model, exact.precision, exact.mean
 
 
-def said(model, start, structure):
-    """The gain that the warning names, or None, from weights ``start``."""
+def said(model, start, structure, *, first=60, shift=0.0):
+    """The gain that the warning names, or None, from weights ``start``; the rows after the first
+    ones come by ``update``, whose warning it is then, with targets that are higher by a shift."""
     x, y = collinear()
+    y[first:] += shift
     guide = AutoLaplaceGGN(model, structure=structure).prototype(x, y)
     with torch.no_grad():
         guide.loc.copy_(start)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", BdlWarning)
-        guide.laplace_approximation((x, y))
+        posterior = guide.laplace_approximation((x[:first], y[:first]))
+        if first < len(x):
+            assert not caught
+            posterior.update((x[first:], y[first:]))
+    assert all(w.filename == __file__ for w in caught)
     told = [str(w.message) for w in caught if "not at a maximum" in str(w.message)]
     assert len(told) <= 1
     return float(re.search(r"would gain ([\d.e+]+) nats", told[0]).group(1)) if told else None
@@ -65,6 +71,19 @@ def test_the_gain_is_that_of_the_step(structure):
     found = said(model, start, structure)
     assert found == pytest.approx(possible, rel=6e-3) if structure in ("full", "kernel") else True
     assert LIMIT < found <= 1.006 * possible
+
+
+@pytest.mark.parametrize("structure", ["full", "kernel"])
+def test_more_data_have_another_maximum(structure):
+    """The mode of the first rows is none of all: log p(mode) - log p(there), under a flat prior."""
+    x, y = collinear()
+    y[40:] += 1.0
+    model, precision, mode = program(x, y, prior=1e4)
+    first = Conjugate(x[:40], y[:40], 0.5, 1e4).mean
+    offset = mode - first
+    possible = (0.5 * offset @ precision @ offset).item()
+    found = said(model, first, structure, first=40, shift=1.0)
+    assert found == pytest.approx(possible, rel=6e-3)
 
 
 @pytest.mark.parametrize("share", [0.9, 1.1])
