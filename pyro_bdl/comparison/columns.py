@@ -77,8 +77,8 @@ def with_error(value: float, error: float, digits: int = 3) -> str:
     if error == 0:
         return number(value, digits)
     if not 0 < error < math.inf or not math.isfinite(value):
-        shown = "?" if math.isnan(error) else number(error, 2)
-        return f"{number(value, digits)} ± {shown}"
+        of_error = "?" if math.isnan(error) else number(error, 2)
+        return f"{number(value, digits)} ± {of_error}"
     place = math.floor(math.log10(error))
     decimals = -place if round(error / 10.0 ** (place - 1)) > 35 else 1 - place
     if decimals > 6 or abs(value) >= 1e6:
