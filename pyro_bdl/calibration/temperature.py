@@ -17,7 +17,7 @@ class Temperature:
     """One number that calibrates predictions, with its standard error; above 1 they were too sure.
 
     :param value: T.
-    :param error: its standard error over the held-out rows.
+    :param error: its standard error over the held-out rows and over the draws.
     """
 
     value: float

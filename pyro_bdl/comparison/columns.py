@@ -23,7 +23,8 @@ class Column:
     :param help: one sentence on the meaning and the units of the numbers.
     :param style: ``"number"``, ``"percent"`` or ``"text"``.
     :param digits: significant digits of a number.
-    :param error: the key of the standard errors in the rows, if there are any.
+    :param error: the key of the standard errors in the rows, if there are any; one that is not
+        there is unknown.
     """
 
     key: str
@@ -41,9 +42,10 @@ class Column:
             return MISSING
         if self.style == "text" or isinstance(value, str):
             return str(value)
-        error: Any = row.get(self.error) if self.error else None
-        if error is None or not math.isfinite(error):
+        if not self.error:
             return f"{100 * value:.1f} %" if self.style == "percent" else number(value, self.digits)
+        error: Any = row.get(self.error)
+        error = math.nan if error is None else error
         if self.style == "percent":
             return f"{with_error(100 * value, 100 * error)} %"
         return with_error(value, error, self.digits)
@@ -66,16 +68,17 @@ def with_error(value: float, error: float, digits: int = 3) -> str:
     """A number and its standard error, "value ± error", with digits that follow the error.
 
     The error has two digits if they are at most 35, else one; the value ends at the same place.
-    A number with an error of zero is exact: it has ``digits`` significant digits, and no error. An
-    error that is not known (NaN) is not shown.
+    A number with an error of zero is exact: it has ``digits`` significant digits, and no error. One
+    whose error is unknown has "± ?".
 
     Source: the rounding rules of the Particle Data Group (2022), Review of particle physics,
     section 5.3.
     """
-    if error == 0 or math.isnan(error):
+    if error == 0:
         return number(value, digits)
     if not 0 < error < math.inf or not math.isfinite(value):
-        return f"{number(value, digits)} ± {number(error, 2)}"
+        of_error = "?" if math.isnan(error) else number(error, 2)
+        return f"{number(value, digits)} ± {of_error}"
     place = math.floor(math.log10(error))
     decimals = -place if round(error / 10.0 ** (place - 1)) > 35 else 1 - place
     if decimals > 6 or abs(value) >= 1e6:

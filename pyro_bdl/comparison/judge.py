@@ -153,10 +153,11 @@ class Check:
         unit, scale = (" %", 100) if check.style == "percent" else ("", 1)
         known = (end for end in limits if math.isfinite(end) and end != check.none)
         ends = [f"{scale * end:.{check.digits}g}" for end in known]
-        cell = Column("value", "", style=check.style, digits=check.digits, error="error").cell
+        of_error = "error" if error else ""
+        cell = Column("value", "", style=check.style, digits=check.digits, error=of_error).cell
         what = check.what.replace("{} ", "") if math.isnan(value) else check.what
         words = _FINDING.format(
-            what=what.format(cell({"value": value, "error": error or math.nan})),
+            what=what.format(cell({"value": value, "error": error})),
             word=word,
             limits=f" (limit {' to '.join(ends)}{unit})" if ends else "",
         )

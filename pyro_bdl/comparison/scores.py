@@ -19,9 +19,10 @@ A metric names its inputs by ``of``:
                         ends between which each is known to lie
 ``"moments"``           mean and variance of the predictions of a Normal observation, ``(N, ...)``
                         each, and the targets
-``"predictions"``       mean and variance of the predictions, ``(N, ...)`` each, and the targets; of
-                        classes the log of the mean probabilities and None for the variance
-``"halves"``            the same of classes and Normal observations, at 20 points or more
+``"temperature"``       T of the best likelihood, and its standard error
+``"halves"``            of classes and Normal observations, at 20 points or more, mean and variance
+                        of the predictions, ``(N, ...)`` each, and the targets; of classes the log
+                        of the mean probabilities and None for the variance
 ``"pit"``               the probability integral transforms ``(N, ...)``
 ``"coverage range"``    both ends of the range of the coverage at 90 %
 ``"uncertainty"``       the parts of the uncertainty, an ``Uncertainty``
@@ -257,11 +258,12 @@ def confidence(mean: Tensor, y: Tensor) -> Tensor:
     return mean_confidence(mean, pointwise=True)
 
 
-@calibration("temperature", "predictions", error=True)
-def temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> tuple[float, float]:
+@calibration("temperature", "temperature", error=True)
+def temperature(value: float, error: float) -> tuple[float, float]:
     """T of the best likelihood on the test data: class probabilities to the power 1 / T, or T times
-    the predictive variance; above 1 the posterior is overconfident. With its standard error."""
-    return best_temperature(mean, variance, y)
+    the predictive variance; above 1 the posterior is overconfident. With its standard error, over
+    the test points and over the draws."""
+    return value, error
 
 
 @calibration("mean NLL", "density", over_points="mean")
@@ -535,18 +537,39 @@ class Score:
 
     def inputs(self) -> dict[str, tuple]:
         """The inputs of metrics that need all test points at once."""
-        return self._inputs_of(self.of_seen())
+        inputs = self._inputs_of(self.of_seen())
+        if (whole := self._predictions(self.of_seen())) is not None:
+            value, error = best_temperature(*whole)
+            parts = (self._predictions(view) for view in self._views())
+            several = torch.tensor([best_temperature(*part)[0] for part in parts if part])
+            groups = several[1:] - several[:1] if self.are_draws else torch.zeros(1)
+            found = PointScores(value, error, torch.empty(0), double(groups))
+            inputs["temperature"] = value, found.error
+        return inputs
+
+    def _views(self) -> list[dict[str, Tensor]]:
+        """The predictions at some points, of all draws and without each group of them."""
+        groups = {n: torch.cat(self._groups[n], 1) for n in (*_OF_ALL, "seen") if n in self._groups}
+        count = len(groups["mean"]) if "mean" in groups else 0
+        return [
+            _of_seen({name: values[g] for name, values in groups.items()}) for g in range(count)
+        ]
+
+    def _predictions(self, whole: Mapping[str, Tensor]) -> tuple | None:
+        """Mean, variance and targets, where there are such."""
+        classes = self.kind.task == CLASSES
+        if "y" not in whole or self.kind.may_be_censored or not (classes or "variance" in whole):
+            return None
+        return whole["log mean" if classes else "mean"], whole.get("variance"), whole["y"]
 
     def _inputs_of(self, whole: Mapping[str, Tensor]) -> dict[str, tuple]:
         classes = self.kind.task == CLASSES
         if "y" not in whole or self.kind.may_be_censored:
             return {}
         inputs: dict[str, tuple] = {"mean": (whole["mean"], whole["y"])}
-        if classes or "variance" in whole:
-            mean = whole["log mean" if classes else "mean"]
-            inputs["predictions"] = mean, whole.get("variance"), whole["y"]
-            if (classes or self.kind.is_normal) and len(whole["y"]) >= _LEAST_FOR_HALVES:
-                inputs["halves"] = inputs["predictions"]
+        enough = len(whole["y"]) >= _LEAST_FOR_HALVES and (classes or self.kind.is_normal)
+        if enough and (predictions := self._predictions(whole)) is not None:
+            inputs["halves"] = predictions
         if classes:
             inputs["labels"] = inputs["mean"]
         return inputs
@@ -556,12 +579,7 @@ class Score:
         known, whole = of_task(SCORES, self.kind.task), self.whole()
         groups = {name: torch.cat(parts, 1) for name, parts in self._groups.items()}
         whole |= self._at_all(self.of_seen())
-        if "mean" in groups:
-            names = (*_OF_ALL, "seen")
-            views = [
-                self._at_all(_of_seen({n: groups[n][g] for n in names if n in groups}))
-                for g in range(len(groups["mean"]))
-            ]
+        if views := [self._at_all(view) for view in self._views()]:
             groups |= {key: torch.stack([view[key] for view in views]) for key in views[0]}
         # Without a group the error over draws is unknown, and without draws there is none.
         none = torch.zeros(1, 1, device="cpu") if self.are_draws else None

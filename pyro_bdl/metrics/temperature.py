@@ -27,7 +27,8 @@ def best_temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> tuple[
     Of numbers it is T = mean_n (y_n - m_n)^2 / v_n. Of classes, with b = 1 / T and logits l, it is
     the root of mean_n E_q[l_n] - l_ny in b, which rises, between 0.01 and 100. The error is that of
     an M-estimator, which does not assume that the model is true (White 1982). Both are NaN for
-    predictions that are not all finite, and so is the error of one datum.
+    predictions that are not all finite, and so is the error of one datum, and at both ends, where
+    the likelihood has no maximum; predictions that are all uniform have none either, and T = 1.
 
     :param mean: ``(N, ...)``, the predictive means, or the log probabilities of classes ``(N, C)``.
     :param variance: ``(N, ...)``, the predictive variances; None for classes.
@@ -52,10 +53,11 @@ def best_temperature(mean: Tensor, variance: Tensor | None, y: Tensor) -> tuple[
     low, high = 1 / _HOTTEST, 1 / _COLDEST
     if not logs.isfinite().all():
         return float("nan"), float("nan")
+    if slope(low) == 0 == slope(high):
+        return 1.0, float("nan")
     if slope(low) >= 0 or slope(high) <= 0:
-        inverse = low if slope(low) >= 0 else high
-    else:
-        inverse = float(brentq(slope, low, high, xtol=1e-12))
+        return 1 / (low if slope(low) >= 0 else high), float("nan")
+    inverse = float(brentq(slope, low, high, xtol=1e-12))
     q, psi = (inverse * logs).softmax(1), slopes(inverse)
     information = ((q * logs.square()).sum(1) - (psi + observed).square()).mean()
     return 1 / inverse, float(_sd(psi) / information) / inverse**2 / len(y) ** 0.5

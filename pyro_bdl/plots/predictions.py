@@ -11,10 +11,12 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
+from scipy.stats import binom
 from torch import Tensor
 
 from pyro_bdl import metrics
 from pyro_bdl.plots.style import (
+    BAND,
     COLORS,
     GRAY,
     INK,
@@ -127,9 +129,10 @@ def calibration(
 ) -> Figure:
     """Coverage of central intervals for a regression, a reliability diagram for classes.
 
-    A posterior is calibrated on the diagonal and overconfident below it. The bar at each point of a
-    reliability diagram holds the share predicted right with probability 0.99 if the confidences are
-    right: quantiles of the sum of Bernoulli variables with these confidences.
+    A posterior is calibrated on the diagonal and overconfident below it. The band around it holds
+    each coverage with probability 0.99 if the intervals are right and the targets independent, and
+    the bar at each point of a reliability diagram the share predicted right if the confidences are:
+    quantiles of the sum of Bernoulli variables with these confidences.
 
     :param predictions: regression: draws ``(S, N, ...)`` of the target, noise included;
         classification: probabilities ``(N, C)``.
@@ -149,13 +152,16 @@ def calibration(
         if task == "regression":
             seen = ~y.detach().isnan()
             covered = metrics.interval_coverage(values[:, seen], y[seen], level=where.tolist())
-            observed = array(covered)
+            observed, count = array(covered), int(seen.sum())
+            band = [binom.ppf(end, count, where) / count for end in (0.005, 0.995)]
         else:
             where, observed, share = map(array, metrics.reliability(values, y, bins=bins))
             where, observed = where[share > 0], observed[share > 0]
             ends = _consistency(array(values.max(-1).values), bins)
             axis.vlines(where, *ends, color=looks[name]["color"], linewidth=4, alpha=0.25)
         axis.plot(where, observed, linewidth=1.5, markersize=5, label=name, **looks[name])
+    if task == "regression":
+        axis.fill_between(where, *band, color=BAND, linewidth=0, zorder=0)
     axis.text(0.97, 0.06, "overconfident", ha="right", color=GRAY, fontstyle="italic")
     axis.text(0.03, 0.94, "underconfident", va="center", color=GRAY, fontstyle="italic")
     labels = {

@@ -16,7 +16,7 @@ coin = labels(lambda logits: dist.Categorical(logits=logits))
 
 def exactly(*values):
     """A posterior without spread."""
-    return Samples({"w": torch.tensor(values).squeeze().expand(1, 4, *([2] * (len(values) > 1)))})
+    return Samples({"w": torch.tensor(values).squeeze().expand(1, 20, *([2] * (len(values) > 1)))})
 
 
 def test_the_factor_of_a_variance_is_recovered_in_closed_form():

@@ -105,6 +105,24 @@ def test_scores_of_one_posterior_differ_by_two_errors_in_a_twentieth(points, cou
     assert by_points > repetitions * (0.3 if points >= 200 else 0.12)
 
 
+def test_a_temperature_of_few_draws_is_within_two_errors_of_that_of_many():
+    """At the same test points, by the part of its error that is over the draws."""
+    beyond = 0
+    for seed in range(25):
+        truth, of = Truth(seed, 400), []
+        for count in (20, 500):
+            f, score = truth.functions(count), Score(NORMAL)
+            density = dist.Normal(f, NOISE).log_prob(truth.y)
+            noise = torch.full_like(f, NOISE**2)
+            score.add(Block(400, f, f, truth.y, noise, None, density))
+            points = Score(NORMAL, are_draws=False)
+            points.add(Block(400, f, f, truth.y, noise, None, density))
+            of.append((*score.inputs()["temperature"], points.inputs()["temperature"][1]))
+        (few, error, over_points), (many, *_) = of
+        beyond += abs(few - many) > ERRORS * (error**2 - over_points**2) ** 0.5
+    assert beyond <= 25 * 0.12
+
+
 @pytest.mark.filterwarnings("ignore::pyro_bdl.errors.BdlWarning")  # k-hats
 def test_elpd_of_one_posterior_differs_by_two_errors_in_a_twentieth():
     beyond = 0

@@ -43,8 +43,14 @@ def test_the_error_of_one_logit_is_that_of_a_frequency():
 
 def test_where_the_likelihood_has_no_maximum():
     p = two(torch.tensor([5.0, 4.0])).log()
-    assert best_temperature(p, None, torch.tensor([1, 1]))[0] == pytest.approx(0.01)
-    assert best_temperature(p, None, torch.tensor([0, 0]))[0] == pytest.approx(100)
+    for label, end in ((1, 0.01), (0, 100)):  # where there is no maximum, and no error
+        assert best_temperature(p, None, torch.tensor([label] * 2)) == (
+            pytest.approx((end, torch.nan), nan_ok=True)
+        )
+    even = torch.full((4, 2), 0.5).log()
+    assert best_temperature(even, None, torch.zeros(4)) == pytest.approx(
+        (1, torch.nan), nan_ok=True
+    )
 
 
 def test_the_calibrated_density_forgets_the_temperature_and_scores_held_out_halves():

@@ -37,6 +37,9 @@ def test_calibration_of_regression_is_the_coverage(draws, line):
     curve = line(figure.axes[0], "mean-field")
     expected = metrics.interval_coverage(spread["mean-field"], y, level=0.5)
     assert curve.get_ydata()[curve.get_xdata().tolist().index(0.5)] == expected
+    (band,) = figure.axes[0].collections  # of 8 targets 4 are expected, 1 to 7 by chance
+    at_half = band.get_paths()[0].vertices
+    assert sorted(set(at_half[np.isclose(at_half[:, 0], 0.5), 1])) == [1 / 8, 7 / 8]
 
 
 def test_calibration_of_classes_leaves_out_empty_bins(line):

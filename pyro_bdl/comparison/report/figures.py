@@ -24,12 +24,12 @@ CAPTIONS = {
     "bands": "Mean and 90 % interval of the function along the feature.",
     "forest": "The function at four test points, ordered by the reference's sd; the shaded column "
     "is the reference's 90 % interval.",
-    "calibration": "Calibration on the test data: below the diagonal, a posterior is "
-    "overconfident about the targets.",
+    "calibration": "Calibration on the test data: below the diagonal, beyond the band or bar that "
+    "chance has if the targets are independent, a posterior is overconfident about them.",
     "ppc": "The test targets beside draws of them from each posterior.",
     "pit": "Distribution of the test targets' places among the predictions (probability integral "
-    "transforms), less a uniform one: within the band if calibrated, rising through the middle if "
-    "too wide, falling if too narrow.",
+    "transforms), less a uniform one: within the band, in 95 % of the cases, if calibrated and the "
+    "targets are independent; rising through the middle if too wide, falling if too narrow.",
     "function_space": "Mean and sd at each test point: on the diagonal, a posterior agrees with "
     "the reference.",
     "cost": "Time to fit against the distance to the reference. The dashed line is the distance "
