@@ -24,7 +24,7 @@ from pyro_bdl.mcmc.starts import Restriction, as_start, checked_program, startin
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.random_state import as_seed, seeded
 from pyro_bdl.utils.validation import whole_number
 
 
@@ -107,7 +107,7 @@ def sample(
         raise ValueError(f"backend must be {' or '.join(map(repr, BACKENDS))}, got {backend!r}")
     if chain_method not in (None, "parallel", "vectorized"):
         raise ValueError(f"chain_method must be 'parallel' or 'vectorized', got {chain_method!r}")
-    num_chains = whole_number(num_chains, "num_chains")
+    num_chains, seed = whole_number(num_chains, "num_chains"), as_seed(seed)
     plan = Plan(
         whole_number(num_warmup, "num_warmup", least=0),
         whole_number(num_samples, "num_samples"),

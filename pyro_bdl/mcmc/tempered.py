@@ -35,7 +35,7 @@ from pyro_bdl.program.program import Program
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.tracing.jax.density import jax_density
 from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.random_state import as_seed, seeded
 from pyro_bdl.utils.validation import whole_number
 
 _LENGTH = math.pi / 2  # of a trajectory, in deviations of the particles
@@ -78,7 +78,7 @@ def tempered_smc(
     """
     count = whole_number(num_samples, "num_samples", least=2)
     runs = whole_number(num_chains, "num_chains", least=2)
-    moves, ess = whole_number(moves, "moves"), positive(ess, "ess")
+    moves, ess, seed = whole_number(moves, "moves"), positive(ess, "ess"), as_seed(seed)
     if ess >= 1:
         raise ValueError(f"ess must be below 1, got {ess:g}")
     started = time.perf_counter()
@@ -102,7 +102,9 @@ def tempered_smc(
         groups = start.double().cpu().numpy().reshape(runs, count, -1)
         results = []
         for number, group in enumerate(groups):
-            results.append(sampler(jnp.asarray(group), np.random.default_rng([seed, number])))
+            results.append(
+                sampler(jnp.asarray(group), np.random.default_rng([seed % 2**63, number]))
+            )
             bar.update(1)
         bar.close()
     vectors = torch.from_numpy(np.stack([result.particles for result in results])).to(start)

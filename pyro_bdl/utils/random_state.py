@@ -9,6 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_bdl.utils.validation import whole_number
+
+_LARGEST = 2**63 - 1
+
+
+def as_seed(seed: Any) -> int:
+    """A seed as an int; whole floats, tensors and numbers of numpy are accepted.
+
+    :raises TypeError: if it is no number.
+    :raises ValueError: for one that is not whole or needs more than 64 bits.
+    """
+    number = whole_number(seed, "seed", least=-_LARGEST - 1)
+    if number > _LARGEST:
+        raise ValueError(f"seed must be at most {_LARGEST}, got {seed}")
+    return number
+
 
 def generators() -> dict[str, torch.Generator]:
     """Torch's own generators by device: that of the CPU, and those of accelerators in use."""
@@ -66,6 +82,7 @@ def seeded(seed: int) -> Iterator[None]:
 
     They are the process's own: other threads draw from them too.
     """
+    seed = as_seed(seed)
     with own_randomness():
         for generator in generators().values():
             generator.manual_seed(seed)

@@ -20,7 +20,7 @@ from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.memory import available_memory
 from pyro_bdl.utils.module_state import device_of, evaluation_mode, vmappable
-from pyro_bdl.utils.random_state import own_randomness, seeded
+from pyro_bdl.utils.random_state import as_seed, own_randomness, seeded
 from pyro_bdl.utils.validation import whole_number
 
 _MOST_ITERATIONS = 100  # of the power iteration
@@ -85,7 +85,7 @@ def sgmcmc(
     if not isinstance(kernel, StochasticKernel):
         raise TypeError(f"kernel must be an object such as mcmc.SGHMC(step_size=), got {kernel!r}")
     num_samples = whole_number(num_samples, "num_samples")
-    num_chains = whole_number(num_chains, "num_chains")
+    num_chains, seed = whole_number(num_chains, "num_chains"), as_seed(seed)
     num_warmup = whole_number(num_warmup, "num_warmup", least=2 if kernel.settles else 0)
     started, init = time.perf_counter(), as_start(init, subset)
     with evaluation_mode(model, init), seeded(seed):
