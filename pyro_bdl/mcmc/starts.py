@@ -46,10 +46,10 @@ def checked_program(
         program, first = Program.with_run(model, args, kwargs, values)
     for name, site in first.latents.items():
         given = isinstance(init, Mapping) and name in init and site.mask is not False
-        if given and not site.distribution.support.check(site.value).all():
+        support: Any = site.distribution.support
+        if given and not support.check(site.value).all():
             raise ValueError(
-                f"init has numbers for the latent site '{name}' outside of its support, "
-                f"{site.distribution.support}"
+                f"init has numbers for the latent site '{name}' outside of its support, {support}"
             )
     if program.discrete and not program.observed and not program.factors:
         program.require_observed()

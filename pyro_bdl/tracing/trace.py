@@ -242,10 +242,11 @@ def _let_gradients_through(graph: fx.GraphModule, *, kept: bool) -> None:
     :param kept: leave them, since ``torch.autograd.grad``, which makes them, was not called.
     """
     output = graph.graph.output_node()
-    results, aliases = output.args[0]  # type: ignore[misc]
+    values: Any = output.args[0]
+    results, aliases = values
     output.args = (results,)
     stopped = set()
-    for alias in aliases:  # type: ignore[union-attr]
+    for alias in aliases:
         stopped.update(alias.all_input_nodes)
         if not alias.users:
             graph.graph.erase_node(alias)
@@ -254,7 +255,7 @@ def _let_gradients_through(graph: fx.GraphModule, *, kept: bool) -> None:
             op="call_function", target=torch.ops.aten.detach.default
         ):
             if node not in stopped:
-                node.replace_all_uses_with(node.args[0])
+                node.replace_all_uses_with(node.all_input_nodes[0])
                 graph.graph.erase_node(node)
     graph.recompile()
 

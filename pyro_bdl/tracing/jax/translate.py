@@ -102,7 +102,8 @@ def _call(node: fx.Node, values: dict[fx.Node, Any], key: Any = None) -> Any:
     """
     for n in node.all_input_nodes:
         if values[n] is None:
-            source, number = n.args[:2]
+            source: Any = n.args[0]
+            number = n.args[1]
             raise _missing([source], f"its result number {number} has no JAX translation.")
     args, kwargs = _replace((node.args, node.kwargs), values)
     kwargs = {name: value for name, value in kwargs.items() if name not in LAYOUT}
