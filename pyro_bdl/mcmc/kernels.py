@@ -23,7 +23,22 @@ def _metric(value: Any, name: str) -> np.ndarray:
     variances = metric if metric.ndim < 2 else metric.diagonal()
     if not (np.isfinite(metric).all() and (variances > 0).all()):
         raise ValueError(f"{name} must hold finite numbers, and positive variances")
+    if metric.ndim == 2 and not _is_covariance(metric.astype(np.float64)):
+        raise ValueError(f"{name} must be symmetric and positive definite, as a covariance is")
     return metric
+
+
+def _is_covariance(matrix: np.ndarray) -> bool:
+    if (
+        len(matrix) != len(matrix.T)
+        or np.abs(matrix - matrix.T).max() > 1e-3 * np.abs(matrix).max()
+    ):
+        return False
+    try:
+        np.linalg.cholesky(matrix)
+    except np.linalg.LinAlgError:
+        return False
+    return True
 
 
 class Options:

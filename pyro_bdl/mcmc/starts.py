@@ -45,6 +45,13 @@ def checked_program(
         values = {name: value[0] for name, value in draws.items()}
     with pyro.validation_enabled(False), torch.no_grad():
         program, first = Program.with_run(model, args, kwargs, values)
+    for name, site in first.latents.items():
+        given = isinstance(init, Mapping) and name in init and site.mask is not False
+        support: Any = site.distribution.support
+        if given and not support.check(site.value).all():
+            raise ValueError(
+                f"init has numbers for the latent site '{name}' outside of its support, {support}"
+            )
     if program.discrete and not program.observed and not program.factors:
         program.require_observed()
     if not program.latents:
@@ -133,7 +140,9 @@ def as_start(init: Any, subset: Any = None) -> Any:
     """
     if init is None:
         init = "prior" if subset is None else subset
-    return init if isinstance(init, str | Mapping | Tensor) else as_posterior(init)
+    if isinstance(init, Mapping):
+        return {name: torch.as_tensor(value) for name, value in init.items()}
+    return init if isinstance(init, str | Tensor) else as_posterior(init)
 
 
 def starting_vectors(

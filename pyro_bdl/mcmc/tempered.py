@@ -99,7 +99,9 @@ def tempered_smc(
         groups = start.double().cpu().numpy().reshape(runs, count, -1)
         results = []
         for number, group in enumerate(groups):
-            results.append(sampler(jnp.asarray(group), np.random.default_rng([seed, number])))
+            results.append(
+                sampler(jnp.asarray(group), np.random.default_rng([seed % 2**63, number]))
+            )
             bar.update(1)
         bar.close()
     vectors = torch.from_numpy(np.stack([result.particles for result in results])).to(start)

@@ -20,6 +20,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_bdl.distributions.copies import is_improper
+from pyro_bdl.distributions.parameters import parameters_of
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.check import (
     check_finite,
@@ -360,6 +361,14 @@ def check_program(
     return second
 
 
+def _as_drawn(value: Tensor, distribution: Any) -> Tensor:
+    """A value of a latent in the dtype of its distribution's parameters, by which it is drawn."""
+    floats = [v for v in parameters_of(distribution).values() if v.is_floating_point()]
+    if not floats or distribution.support.is_discrete:
+        return value
+    return value.to(floats[0].dtype)
+
+
 class _FirstRun(OneThread):
     """Handler of the first run: names must differ, and latents with an improper prior, which
     cannot be sampled, get a value.
@@ -383,7 +392,7 @@ class _FirstRun(OneThread):
         self.names.add(msg["name"])
         value = self.values.get(msg["name"])
         if msg["value"] is None and isinstance(value, Tensor) and value.shape == msg["fn"].shape():
-            msg["value"] = value
+            msg["value"] = _as_drawn(value, msg["fn"])
         if msg["value"] is None and is_improper(msg["fn"]):
             msg["value"] = feasible_value(msg["fn"], radius=2.0)
         if msg["is_observed"] or msg["name"] in self.used or site_is_subsample(msg):

@@ -106,7 +106,7 @@ class _Methods(TorchFunctionMode):
             self.stops = before
         if func is torch.autograd.grad:
             self.differentiates = True
-            constant = not (kwargs or {}).get("create_graph")
+            constant = not (kwargs or {}).get("create_graph") and torch.is_grad_enabled()
         else:
             constant = self.marks_constants and not torch.is_grad_enabled()
         if not constant:
@@ -255,7 +255,7 @@ def _let_gradients_through(graph: fx.GraphModule, *, kept: bool) -> None:
             op="call_function", target=torch.ops.aten.detach.default
         ):
             if node not in stopped:
-                node.replace_all_uses_with(node.args[0])
+                node.replace_all_uses_with(node.all_input_nodes[0])
                 graph.graph.erase_node(node)
     graph.recompile()
 
@@ -401,6 +401,7 @@ def trace_pure(
             graph, places = record(
                 function, examples, decompositions, fake, marks_constants=differentiable
             )
+        _follow_changes_of_data(graph)
         variable = variable_nodes(graph)
         if not differentiable:  # parameters are constants
             variable -= outside_tensors(graph).keys()
@@ -417,6 +418,23 @@ def trace_pure(
     graph.graph.eliminate_dead_code(is_border)
     graph.recompile()
     return graph
+
+
+def _follow_changes_of_data(graph: fx.GraphModule) -> None:
+    """Let what is added in place through ``.data`` be added to the tensor itself, which has its
+    gradient; of other changes a graph without operators in place has none.
+
+    :raises NotTraceable: for another change.
+    """
+    for node in graph.graph.nodes:
+        for part in changed(node):
+            while part.target is not torch.ops.aten.detach.default and part is not base(part):
+                part = part.all_input_nodes[0]
+            if part.target is not torch.ops.aten.detach.default:
+                continue
+            if name_of(node) not in ("add_", "sub_"):
+                raise NotTraceable("it changes a tensor in place by .data", str(node.target))
+            part.replace_all_uses_with(part.all_input_nodes[0])
 
 
 def _functional(

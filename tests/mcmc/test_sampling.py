@@ -4,6 +4,7 @@ import math
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -294,11 +295,32 @@ def test_bad_programs(program, error, words):
         ({"init": torch.zeros(3)}, "init must be .* got Tensor"),
         ({"init": {"v": torch.zeros(3)}}, "no value for the latent site 'w'"),
         ({"init": {"w": torch.full((3,), math.inf).double()}}, "no starting point with a finite"),
+        ({"init": {"w": torch.full((3,), math.nan)}}, "site 'w' outside of its support"),
+        ({"seed": 0.5}, "seed must be a whole number, got 0.5"),
+        ({"seed": 2**64}, "seed must be from 0 to"),
     ],
 )
 def test_bad_arguments(wrong, words):
     with pytest.raises(ValueError, match=words):
         bdl.mcmc.sample(linear_model, X, Y, **(QUICK | wrong))
+
+
+@pytest.mark.parametrize("numbers", [[0, 1, 2], np.arange(3.0), torch.arange(3).double()])
+def test_starts_and_seeds_of_any_type(numbers):
+    options = QUICK | {"num_warmup": 0, "num_samples": 1, "num_chains": 1, "kernel": "mams"}
+    starts = [
+        bdl.mcmc.sample(linear_model, X, Y, init={"w": value}, seed=seed, **options)
+        for value, seed in ((torch.arange(3.0), 3), (numbers, np.int64(3)))
+    ]
+    assert torch.equal(*(start.latents["w"] for start in starts))
+
+
+@pytest.mark.parametrize(
+    "metric", [[[1.0, 2.0], [2.0, 1.0]], [[1.0, 0.5], [0.0, 1.0]], np.ones((2, 2)), np.eye(3)[:2]]
+)
+def test_a_metric_is_a_covariance(metric):
+    with pytest.raises(ValueError, match="symmetric and positive definite"):
+        NUTS(inverse_mass=metric)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

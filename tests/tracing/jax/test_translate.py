@@ -73,6 +73,13 @@ def derivative(z, create_graph=True):
         return torch.autograd.grad(y, x, create_graph=create_graph)[0]
 
 
+def added_by_data(z):
+    """As the jitter of ``pyro.ops.tensor_utils.safe_cholesky``."""
+    x = z.clone()
+    x.data[1:].add_(0.5 * x.data[0])
+    return x
+
+
 DIFFERENTIATED = {
     "a derivative": lambda z: derivative(z).sum(),
     "beside a detach": lambda z: (derivative(z) * z.detach() + 1e4 * z).sum(),
@@ -82,6 +89,8 @@ DIFFERENTIATED = {
     "straight through": lambda z: (
         derivative(z) * (torch.nn.functional.hardtanh(z) - z.detach() + z)
     ).sum(),
+    "a Jacobian": lambda z: torch.func.jacrev(lambda x: (x * z).sin())(torch.ones(3)).sum(),
+    "added by data": lambda z: added_by_data(z).pow(3).sum(),
     "by torch.func": lambda z: (
         torch.func.grad(lambda x: torch.tanh(z * x * x.detach()).sum())(torch.ones(3)) * z
     ).sum(),
@@ -95,10 +104,10 @@ def test_gradients_go_through_derivatives_but_not_through_a_detach(case):
     leaf = point.clone().requires_grad_()
     (expected,) = torch.autograd.grad(function(leaf), leaf)
     weights = point.clone().requires_grad_()
-    loss = loss_to_jax(lambda: function(weights), [weights], [])
+    loss = loss_to_jax(lambda _: function(weights), [weights], [torch.ones(())])
     for gradient in (
         jax.grad(to_jax(function, point))(point.numpy()),
-        jax.grad(lambda z: loss.function([z], loss.constants, None))(point.numpy()),
+        jax.grad(lambda z: loss.function([z], loss.constants, None, jnp.ones(())))(point.numpy()),
     ):
         np.testing.assert_allclose(gradient, expected, 1e-5, 1e-6)
 
@@ -162,6 +171,7 @@ REFUSED = {  # what is said
         z[0, 0], torch.tensor([2, -1, 0, 0])
     ),
     "multi_margin_loss": lambda z: F.multi_margin_loss(z[0, 0], torch.tensor(2)),
+    "in place by .data": lambda z: (z.clone().data.mul_(2) * z).sum(),
     "use detach()": lambda z: (z.clone().detach_() * z).sum(),
     "result number 1": lambda z: F.max_pool2d(z, 2, return_indices=True)[1].sum() * z.sum(),
     "a torch.Generator": lambda z: (
