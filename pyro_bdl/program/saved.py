@@ -277,7 +277,7 @@ def _first_difference(here: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
         value = state[name]
         return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else "present"
 
-    for name in saved | here:
+    for name in {**saved, **here}:
         there, now = shape(saved, name), shape(here, name)
         if there != now:
             return f"'{name}' is {there} in the file and {now} here"
