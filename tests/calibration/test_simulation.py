@@ -100,7 +100,7 @@ def test_bins_that_hold_enough_simulations(simulations, draws, bins, widths):
     assert found.bins == bins
     assert set(found.widths().tolist()) == widths and found.widths().sum() == draws + 1
     assert found.counts().sum() == simulations
-    with pytest.raises(ValueError, match=f"between 1 and the {draws + 1} possible ranks"):
+    with pytest.raises(ValueError, match=f"bins must be from 1 to {draws + 1}, got"):
         found.counts(draws + 2)
 
 

@@ -42,7 +42,7 @@ def test_two_clusters():
     clean = two_clusters(50, seed=1, noise=0.0)
     torch.testing.assert_close(clean.y_train, torch.cos(4 * x + 0.8))
     assert 0.05 < (data.y_train - clean.y_train).std() < 0.2
-    with pytest.raises(ValueError, match="n=1"):
+    with pytest.raises(ValueError, match="n must be at least 2, got 1"):
         two_clusters(1)
 
 

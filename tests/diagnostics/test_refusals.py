@@ -48,7 +48,7 @@ REFUSALS = [
     (lambda: ess(P, kind="quantile", prob=1.2), ValueError, "needs a level between 0 and 1"),
     (lambda: ess(P, kind="local", prob=0.1), ValueError, "needs two levels"),
     (lambda: mcse(P, kind="bulk"), ValueError, "'mean', 'sd'"),
-    (lambda: mcse(P, kind="quantile", prob=-0.1), ValueError, "a level between 0 and 1"),
+    (lambda: mcse(P, kind="quantile", prob=-0.1), ValueError, "prob must lie between 0 and 1"),
     (lambda: loo_approximate_posterior(LL, P, P[:2]), ValueError, "log_q must have"),
     (lambda: loo_approximate_posterior(LL, P.numpy(), P), TypeError, "log_p must be a t"),
     (lambda: loo(LL, r_eff=0), ValueError, "the ESS over S, must be positive"),

@@ -358,7 +358,7 @@ def test_flat_goes_chain_after_chain_and_thins_evenly():
     samples = bdl.Samples({"w": torch.arange(12.0).reshape(2, 6)})
     assert samples.flat()["w"].tolist() == list(range(12))
     assert samples.flat(4)["w"].tolist() == [0, 3, 6, 9]
-    with pytest.raises(ValueError, match="between 1 and 12"):
+    with pytest.raises(ValueError, match="num_samples must be from 1 to 12"):
         samples.flat(13)
 
 

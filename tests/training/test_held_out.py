@@ -43,7 +43,7 @@ def test_the_parts_are_all_rows():
     assert torch.equal(x_kept[:, 0], y_kept)
     with pytest.raises(ValueError, match="leave rows on both sides"):
         HeldOut(0.01).split((x, y))
-    with pytest.raises(ValueError, match="a share between 0 and 1, got 1"):
+    with pytest.raises(ValueError, match="the share of rows, must lie between 0 and 1"):
         HeldOut(1)
 
 

@@ -683,5 +683,5 @@ def test_automatic_choice(name, monkeypatch, recwarn):
 
 def test_another_backend_is_refused():
     model = program()
-    with pytest.raises(ValueError, match='"torch", "jax" or "auto"'):
+    with pytest.raises(ValueError, match="backend must be one of 'torch', 'jax', 'auto'"):
         train(model, bdl.guides.AutoMAP(model), *data(), steps=1, backend="tensorflow")

@@ -405,7 +405,7 @@ def own_data():
             ValueError,
             "step_size at step 0 must be positive",
         ),
-        ((X, Y), {"temperature": 0.0}, ValueError, "temperature must be a positive"),
+        ((X, Y), {"temperature": 0.0}, ValueError, "temperature must be positive"),
         ((X, Y), {"num_samples": 0}, ValueError, "num_samples must be at least 1"),
         ((X, Y), {"num_samples": 10**13}, MemoryError, "keep fewer draws"),
         ((X, Y), {"thinning": 0}, ValueError, "thinning must be at least 1"),
