@@ -20,7 +20,6 @@ with a device. Kronecker factors of all weights are of one drawn label an image 
 
 import argparse
 import functools
-import io
 import json
 import time
 import warnings
@@ -39,6 +38,7 @@ from torch import Tensor, nn
 import pyro_bdl as bdl
 from pyro_bdl import metrics
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.references import published
 from pyro_bdl.training import collect_swag, train
 
 FULL = (50_000, 16, 200)
@@ -54,28 +54,17 @@ class Data(NamedTuple):
     hmc: Tensor  # class probabilities of the test images
 
 
-def decoded(file: Any, count: int, order: Any) -> tuple[Tensor, Tensor]:
-    from PIL import Image
-
-    jpeg, offsets, labels = file["jpeg"], file["offsets"], file["labels"]
-    rows = order(len(labels))[:count]
-    images = [
-        np.asarray(Image.open(io.BytesIO(jpeg[offsets[i] : offsets[i + 1]].tobytes())))
-        for i in rows
-    ]
-    pixels = torch.from_numpy(np.stack(images)).float().movedim(-1, 1) / 255
-    return pixels, torch.from_numpy(labels[rows].astype(np.int64))
-
-
 def read(options: argparse.Namespace) -> Data:
     """Training images in random order and test images in CIFAR-10's own, scaled alike."""
     with np.load(options.data / "cifar10_train.npz") as file:
-        x, y = decoded(file, options.train, np.random.default_rng(0).permutation)
-    with np.load(options.data / "cifar10_test.npz") as file:
-        hmc = torch.from_numpy(file["hmc_probs"])
-        new, targets = decoded(file, min(options.test, len(hmc)), np.arange)
+        rows = np.random.default_rng(0).permutation(len(file["labels"]))[: options.train]
+        x, y = published.images(file, rows)
+    reference = bdl.references.load("cifar10-hmc", options.data / "cifar10_test.npz")
+    count = options.test
+    new, targets = reference.dataset.x_test[:count], reference.dataset.y_test[:count]
     mean, sd = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
-    parts = (x - mean) / sd, y, (new - mean) / sd, targets, hmc[: len(new)].double()
+    hmc = reference.function[0, : options.test].double()
+    parts = (x - mean) / sd, y, (new - mean) / sd, targets, hmc
     return Data(*(part.to(options.device) for part in parts))
 
 

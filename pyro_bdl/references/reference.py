@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pyro_bdl.comparison.observe import PredictiveDraws
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.data.programs import program
+from pyro_bdl.errors import UnsupportedProgramError
 
 _SUFFIX = ".safetensors"
 _PARTS = ("x_train", "y_train", "x_test", "y_test")
@@ -25,12 +26,13 @@ class Reference:
 
     :param name: name of the problem.
     :param dataset: training and test data, standardized as the program sees them.
-    :param architecture: ``hidden``, the numbers of units, ``activation`` and ``gain`` of the prior.
+    :param architecture: ``hidden``, the numbers of units, ``activation`` and ``gain`` of the prior;
+        empty where the program is none of this package.
     :param function: ``(S, N)``, draws of f at the test inputs; for classes their probabilities
         ``(S, N, C)``. Chain after chain.
     :param noise: ``(S,)``, the noise's sd at the same draws, in the units of ``dataset.y_test``;
         None for classes.
-    :param chains: number of chains of equal length.
+    :param chains: number of chains of equal length; 0 where ``function`` is the mean of all draws.
     :param info: how the draws were made and checked: seed, kernel, settings, versions, R-hat and
         ESS in function space over all draws of the run, divergences, seconds; JSON types.
     """
@@ -44,9 +46,10 @@ class Reference:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
+        draws = f"{len(self.function)} draws of {self.chains} chains" if self.chains else "the mean"
         return (
-            f"<Reference {self.name!r}: {len(self.function)} draws of {self.chains} chains at "
-            f"{len(self.dataset.x_test)} test points, {self.dataset.task}>"
+            f"<Reference {self.name!r}: {draws} at {len(self.dataset.x_test)} test points, "
+            f"{self.dataset.task}>"
         )
 
     @property
@@ -58,14 +61,27 @@ class Reference:
         """A new Pyro program of the problem, whose posterior the draws belong to.
 
         Its network has a fresh initialization, drawn from torch's random state.
+
+        :raises UnsupportedProgramError: for published predictions of a program that is not here.
         """
+        if not self.architecture:
+            raise UnsupportedProgramError(
+                f"the program of {self.name!r} is not in this package: take your own, of the same "
+                "network and prior"
+            )
         return program(self.dataset, **self.architecture)[0]
 
     def draws(self, *, seed: int = 0) -> PredictiveDraws:
         """The draws as a posterior of ``compare``.
 
         :param seed: seed of the noise of a regression's predictive draws.
+        :raises UnsupportedProgramError: where the mean of the draws alone is known.
         """
+        if not self.chains:
+            raise UnsupportedProgramError(
+                f"of {self.name!r} the mean of the draws alone is known, which is no posterior: "
+                "give its function to metrics.agreement and metrics.total_variation"
+            )
         if self.noise is None:
             return PredictiveDraws(self.function, chains=self.chains)
         noise, y = self.noise[:, None], self.dataset.y_test
@@ -106,12 +122,24 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(n.removesuffix(_SUFFIX) for n in files if n.endswith(_SUFFIX)))
 
 
-def load(name: str) -> Reference:
+def load(name: str, path: str | Path | None = None) -> Reference:
     """A reference posterior by name; nothing is downloaded.
 
-    :param name: one of ``names()``.
-    :raises ValueError: for another name.
+    :param name: one of ``names()``, or "cifar10-hmc", the published mean of HMC on CIFAR-10.
+    :param path: the file of that one, see :func:`pyro_bdl.references.published.cifar10_hmc`.
+    :raises ValueError: for another name, or without that file.
     """
+    if name == "cifar10-hmc":
+        from pyro_bdl.references.published import cifar10_hmc
+
+        if path is None:
+            raise ValueError(
+                "the file of 'cifar10-hmc' does not come with the package: name it, path=..., see "
+                "help(pyro_bdl.references.published.cifar10_hmc)"
+            )
+        return cifar10_hmc(path)
+    if path is not None:
+        raise ValueError(f"{name!r} comes with the package and takes no path")
     if name not in names():
         raise ValueError(f"there is no reference {name!r}; there are: {', '.join(names())}")
     with resources.as_file(_folder() / f"{name}{_SUFFIX}") as path:

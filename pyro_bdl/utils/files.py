@@ -58,8 +58,8 @@ def require_same(place: str, saved: Mapping[str, Any], ours: Mapping[str, Any]) 
         theirs, own = saved.get(name), ours.get(name)
         if isinstance(own, np.ndarray | Tensor):
             # copies: torch warns of arrays that are read-only
-            pair = (v if isinstance(v, Tensor) else np.array(v) for v in (theirs, own))
-            if theirs is None or not equal_numbers(*pair, _SAME):
+            there, here = (v if isinstance(v, Tensor) else np.array(v) for v in (theirs, own))
+            if theirs is None or not equal_numbers(there, here, _SAME):
                 raise ValueError(
                     f"{place} is of another run (its {name} differ): it belongs to another "
                     "program, other data or other starts; give the same, or name another place"

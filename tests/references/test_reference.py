@@ -1,11 +1,14 @@
 """The shipped reference posteriors: their size, checks, and use as the reference of ``compare``."""
 
+import io
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import pyro_bdl as bdl
+from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.references import reference
 
 
@@ -60,3 +63,37 @@ def test_a_guide_is_compared_with_it_and_a_halved_reference_is_alike():
     )  # fmt: skip
     assert {table.judgments[name].group for name in ("half", "guide")} == {"alike", "far"}
     assert table.numbers()["nuts"]["nlpd"] and not table.warnings
+
+
+def test_published_means_are_read_from_the_users_file(tmp_path):
+    """Images of one color each, which JPEG keeps up to rounding."""
+    from PIL import Image
+
+    colors, parts = np.array([[250, 10, 20], [30, 200, 90], [5, 5, 5]], np.uint8), []
+    for color in colors:
+        stream = io.BytesIO()
+        Image.fromarray(np.tile(color, (32, 32, 1))).save(stream, "JPEG", quality=100)
+        parts.append(stream.getvalue())
+    offsets = np.cumsum([0, *map(len, parts)])
+    path, p = tmp_path / "test.npz", np.eye(10, dtype=np.float32)[:2] * 0.5 + 0.05
+    content = {"jpeg": np.frombuffer(b"".join(parts), np.uint8), "offsets": offsets}
+    np.savez(path, **content, labels=np.array([0, 3, 1], np.uint8), hmc_probs=p)
+    found = bdl.references.load("cifar10-hmc", path)
+    assert found.dataset.x_test.shape == (2, 3, 32, 32)  # those with probabilities
+    expected = torch.tensor(colors[:2] / 255).float()
+    torch.testing.assert_close(found.dataset.x_test.mean((2, 3)), expected, atol=0.01, rtol=0)
+    assert found.dataset.y_test.tolist() == [0, 3]
+    own = torch.eye(10)[[0, 5]][None]
+    assert bdl.metrics.agreement(own, found.function) == 0.5
+    assert float(bdl.metrics.total_variation(own, found.function)) == pytest.approx(0.7)
+    with pytest.raises(UnsupportedProgramError, match="the mean of the draws alone"):
+        found.draws()
+    with pytest.raises(UnsupportedProgramError, match="not in this package"):
+        found.program()
+    np.savez(path, **content, hmc_probs=p)
+    with pytest.raises(ValueError, match="has no labels"):
+        bdl.references.load("cifar10-hmc", path)
+    with pytest.raises(ValueError, match="does not come with the package"):
+        bdl.references.load("cifar10-hmc")
+    with pytest.raises(ValueError, match="takes no path"):
+        bdl.references.load("wine", path)
