@@ -29,6 +29,7 @@ METHODS = {
     "last layer, kron": "last layer, evidence",
     "draws, fixed prior": "Laplace by draws of the weights",
     "SWAG": "SWAG",
+    "SWAG's mean, all weights, kron": "Laplace around SWAG's mean, evidence",
     "NUTS": "NUTS",
 }
 SCORES = {"NLL": -1.0, "NLPD": -1.0, "OOD-AUROC": 1.0}
@@ -73,13 +74,13 @@ def main() -> None:
     if options.json:
         print(json.dumps(found))
         return
-    print(f"{'':16}{'':34}{'gain in NLL':>20}{'in OOD-AUROC':>20}  seeds")
+    print(f"{'':16}{'':38}{'gain in NLL':>20}{'in OOD-AUROC':>20}  seeds")
     for entry in found:
         shown = [
             f"{entry[s]['gain']:+.4f} ± {entry[s]['error']:.4f}" if s in entry else ""
             for s in ("NLL", "OOD-AUROC")
         ]
-        print(f"{entry['set']:16}{entry['method']:34}{shown[0]:>20}{shown[1]:>20}"
+        print(f"{entry['set']:16}{entry['method']:38}{shown[0]:>20}{shown[1]:>20}"
               f"  {entry['NLL']['seeds']}")  # fmt: skip
 
 
