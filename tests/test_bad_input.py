@@ -257,7 +257,7 @@ def tensors_of(function):
 @pytest.mark.parametrize("value", [[0.5] * 12, None, "a", torch.ones(12, dtype=torch.complex64)])
 @pytest.mark.parametrize("name", metrics.__all__)
 def test_what_is_no_real_tensor(name, value):
-    """In each place of a metric, whose other arguments fit each other."""
+    """Wrong tensors in each place of a metric, whose other arguments fit each other."""
     function = getattr(metrics, name)
     names = tensors_of(function)
     for wrong in names:

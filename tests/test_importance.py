@@ -101,7 +101,7 @@ def test_the_gap_is_the_divergence(factor):
 
 
 def test_the_errors_of_evidence_and_gap_are_their_spread():
-    """Of log ratios a - z^2 / 5 of 1000 draws, over 300 repetitions: the mean ratio is known."""
+    """Log ratios a - z^2 / 5 of 1000 draws, over 300 repetitions: the mean ratio is known."""
     torch.manual_seed(0)
     truth = -0.5 * math.log(1.4)  # E exp(-z^2 / 5)
     beyond, errors = {"log_evidence": 0, "gap": 0}, []

@@ -226,7 +226,7 @@ def sd_of_draws(draws: Tensor) -> Tensor:
 
 
 def _rounding(draws: Tensor) -> Tensor:
-    """What rounding may add to numbers at each test point: other points may have other sizes."""
+    """The rounding of numbers at each test point, whose sizes differ between points."""
     return 4 * torch.finfo(draws.dtype).eps * double(draws.abs().amax(0))
 
 
