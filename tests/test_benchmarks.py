@@ -360,7 +360,7 @@ def test_published_laplace_prints_both_numbers(digits):
     options = "--seeds 2 --train 50 --held-out 10 --test 10 --width 4 --steps 3 --draws 2 --data"
     rows = digits / "rows.jsonl"
     result = run("published_laplace", options, digits, "--rows", rows)["rows"]
-    assert len(result) == 2 * 10 and len(rows.read_text().splitlines()) == 2 * (2 * 8 + 2)
+    assert len(result) == 2 * 13 and len(rows.read_text().splitlines()) == 2 * (2 * 11 + 2)
     entry = result["mnist: all weights, kron, ours"]
     assert entry["NLL"]["seeds"] == 2 and entry["published"]["NLL"] == 0.0945
     again = run("published_laplace", options, digits, "--rows", rows)["rows"]
