@@ -186,10 +186,7 @@ def _ratios_of_runs(program: Program, guide: Callable, num_samples: int) -> Tens
 
 
 def summary_of(ratios: Tensor) -> Importance:
-    """Summarize log p - log q of draws from q, (S,).
-
-    :returns: k-hat, effective size and the log evidence.
-    """
+    """The summary of log p - log q of draws from q, (S,)."""
     ratios = double(ratios)
     weights, k = psis(ratios[None])
     if k.isnan() and ratios.std() > 1:

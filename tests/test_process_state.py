@@ -51,7 +51,7 @@ def test_a_call_leaves_the_process_as_it_was(name):
 
 
 def of_modules(model):
-    """What a call leaves as it was: modes, numbers, hooks and gradients."""
+    """Modes, numbers, hooks and gradients, which a call leaves as they were."""
     parts, tensors = list(model.modules()), [*model.parameters(), *model.buffers()]
     return {
         "modes": [part.training for part in parts],

@@ -184,7 +184,7 @@ class LaplaceGuide(JointGuide, NormalGuide):
         if self.mode == "steps":
             find_mode(self, progress=progress)
         elif self._passes is not None:
-            check_maximum(self, self.read(), stacklevel=4)
+            check_maximum(self, self.read())
         return self
 
     def fit_width(self, held_out: Any) -> Self:

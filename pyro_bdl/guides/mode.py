@@ -105,7 +105,7 @@ def log_joint(
     return total, prior
 
 
-def check_maximum(guide: "LaplaceGuide", reading: ParameterReading, *, stacklevel: int = 5) -> None:
+def check_maximum(guide: "LaplaceGuide", reading: ParameterReading) -> None:
     """Warn, once for a program, if a Newton step would still gain a lot under this prior and under
     any other scale s of it: weight decay is such a scale.
 

@@ -110,7 +110,7 @@ def test_an_sd_of_nan_is_not_zero():
 
 
 def test_a_test_point_far_from_the_others_does_not_make_their_sds_rounding():
-    """In float32, where numbers of 1e8 are 8 apart, the sds of the others are still 1 and 0.3; of
+    """The sds of the others stay 1 and 0.3 in float32, where numbers of 1e8 are 8 apart; those of
     latents of other sizes too."""
     torch.manual_seed(0)
     b = torch.randn(200, 30)
