@@ -171,7 +171,7 @@ CALLS = {
     bdl.training.train: call(MODEL, GUIDE, X, Y, steps=2),
     bdl.working_memory: call(),
 }
-# Values that the package makes itself; callables that check later, as scikit-learn asks, or take marks
+# Values that the package makes; callables that check later, as scikit-learn asks, or take marks
 # in a figure, or differentiable tensors.
 EXEMPT = {
     "BayesianClassifier", "BayesianRegressor", "Calibration", "Comparison", "Costs", "Dataset",
