@@ -39,6 +39,7 @@ from pyro_bdl.utils.trees import tensors_in, tree_flatten, tree_unflatten
 
 _BUDGET = 24 * 2**20  # bytes for the activations and gradients of a piece, at least
 _PER_WEIGHT = 8  # or this multiple of the weights' bytes, which every piece reads and adds to
+_FEW, _FEW_BYTES = 8, 2**29  # or so many rows, if they fit: each piece runs all operators anew
 _FIRST = 64  # rows of a form's first piece, which says how much memory a row takes
 _SINGLE = [f'"{n}"' for n, kind in STRUCTURES.items() if kind.curvature.takes_single_rows]
 _ADVICE = (
@@ -485,7 +486,8 @@ def _rows_at_once(
         per_row = per_row * (1.0 + 0.5 * outputs) + per_output * outputs
     shared = [s.size for s in subset.layout.latents.values() if len(s.shape) > 2]
     per_row += item * {"rows": subset.size, "entries": max(shared, default=0), "factors": 0}[makes]
-    budget = bytes_at_once(max(_BUDGET, _PER_WEIGHT * item * subset.layout.size))
+    weights, few = _PER_WEIGHT * item * subset.layout.size, min(_FEW * per_row, _FEW_BYTES)
+    budget = bytes_at_once(int(max(_BUDGET, weights, few)), like.device)
     rows = max(1, int(budget / max(per_row, 1.0)))
     return rows if numbers else min(rows, _FIRST)
 

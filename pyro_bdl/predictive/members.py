@@ -213,7 +213,7 @@ class Member:
         """Draws of the latents minus the center, as many at a time as fit in memory."""
         guide = self.guide
         draw = guide.location().element_size() * guide.subset.size
-        at_once = max(1, bytes_at_once(_DRAWS_AT_ONCE) // max(1, draw))
+        at_once = max(1, bytes_at_once(_DRAWS_AT_ONCE, guide.location().device) // max(1, draw))
         for start in range(0, num_samples, at_once):
             with nullcontext() if self.seed is None else seeded(self.seed + start):
                 offsets = guide.precision.draw(min(at_once, num_samples - start))

@@ -17,6 +17,7 @@ from pyro_bdl.utils.validation import real_number
 
 # The largest block that still raises glibc's threshold, with room for its header and padding.
 _LARGEST_KEPT = 32 * 2**20 - 2**14
+_SHARE_OF_GPU = 64
 
 _limit: ContextVar[int | None] = ContextVar("pyro_bdl_working_memory", default=None)
 
@@ -28,10 +29,10 @@ def working_memory(size: float) -> Iterator[None]:
     Passes over data, linearized predictions, scores and diagnostics cut large inputs into pieces.
     Smaller pieces take less memory and more time; the results are the same up to rounding, and up
     to the draws where each piece draws for itself. The limit is a goal: one row or draw is the
-    smallest piece.
+    smallest piece. By default it is 8 MB to 512 MB, according to the work, and on a GPU 1/64 of its
+    memory where that is more.
 
-    :param size: the bytes of a piece's largest tensors; a piece needs a few times that in all. By
-        default 8 MB to 512 MB, according to the work.
+    :param size: the bytes of a piece's largest tensors; a piece needs a few times that in all.
     :raises ValueError: if ``size`` is not positive.
     """
     token = _limit.set(int(real_number(size, "size")))
@@ -41,10 +42,15 @@ def working_memory(size: float) -> Iterator[None]:
         _limit.reset(token)
 
 
-def bytes_at_once(default: int) -> int:
-    """The bytes of one piece: the limit of ``working_memory``, or else the default."""
+def bytes_at_once(default: int, device: torch.device | None = None) -> int:
+    """The bytes of one piece: the limit of ``working_memory``, or else the default; on a GPU at
+    least 1/64 of its memory, since small pieces leave it waiting for the next operator."""
     limit = _limit.get()
-    return default if limit is None else limit
+    if limit is not None:
+        return limit
+    if device is None or device.type != "cuda":
+        return default
+    return max(default, torch.cuda.get_device_properties(device).total_memory // _SHARE_OF_GPU)
 
 
 @functools.cache
