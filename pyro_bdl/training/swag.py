@@ -1,22 +1,29 @@
 """Snapshots of SGD around the MAP, for SWAG."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from pyro_bdl.distributions.parameters import parameters_of
 from pyro_bdl.elbo.checks import require_gradients
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import FailedStepError, warn
-from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
-from pyro_bdl.program.batches import Batches, leading_size
+from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG, Snapshots
+from pyro_bdl.program.batches import Batch, Batches, leading_size
+from pyro_bdl.program.trace import record
 from pyro_bdl.training.descent import BATCH, Descent, Training, data_for, rows_of
 from pyro_bdl.training.svi import BACKENDS, in_backend
+from pyro_bdl.utils.memory import stored_numbers
 from pyro_bdl.utils.module_state import Modules, preserved_buffers, saved_buffers
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import one_of, real_number, require, whole_number
 
+_FEW = 4  # snapshots, whose mean says something
 _RATES = tuple(first * 10.0**-power for power in range(8) for first in (1.0, 0.3))
 
 
@@ -39,11 +46,14 @@ def collect_swag(
     moves the point. Only the guide's parameters are trained, and they stay at the last step. Ctrl-C
     ends the run with a warning and keeps the snapshots.
 
-    The learning rate determines the width of the posterior. Under a Gaussian posterior -log p(u, y)
-    lies P / 2 above its minimum on average (Mandt, Hoffman & Blei 2017, section 3.2). The default
-    is the largest of the rates 1, 0.3, 0.1, 0.03, ... at which N times the mean loss of the run
-    rises by no more than that: a run that rises further is ended, and begins anew at the next
-    rate. A warning is given if it rises by more than P at a rate that was given.
+    The learning rate determines the width of the posterior. Draws of a Gaussian posterior raise
+    -log p(u, y) by P / 2 on average (Mandt, Hoffman & Blei 2017, section 3.2); in the directions
+    that data determine, in which SGD moves, they are at most R / 2, with R the smaller of P and of
+    the numbers of all observed distributions that depend on the latents (N K logits). The mean of
+    draws is the minimum again. The default is the largest of the rates 1, 0.3, 0.1, 0.03, ... at
+    which N times the mean loss rises by at most R / 2, and at the mean of four snapshots or more by
+    at most half of that. A run that rises further is ended, and begins anew at the next rate. At a
+    rate that was given there is a warning above R, or at the mean as said.
 
     With ``final_learning_rate`` the rate falls linearly in each cycle of c = ``every`` steps, and a
     snapshot is taken at the end of the cycle: a(i) = (1 - t) a_1 + t a_2, t = (1 + (i - 1) mod c) /
@@ -93,7 +103,19 @@ def collect_swag(
     before = [parameter.detach().clone() for parameter in parameters]
     restore_buffers = saved_buffers(Modules(guide.program_modules, guide))  # the snapshots' too
     start = _mean_loss(objective, data, size) * per_member
-    expected = 0.5 * guide.require_layout().size
+    expected = 0.5 * min(
+        guide.require_layout().size,
+        _determined(model, guide, first) * count / max(1, leading_size(first)),
+    )
+    means: list[Snapshots] = []  # of the parameters in this run
+
+    def rise_at_mean(risen: float) -> tuple[float, bool]:
+        """By how many nats the mean of the run's snapshots lies above the start, and whether that
+        is too far for a run that rises by ``risen``."""
+        with torch.no_grad(), exchanged(parameters, [mean.mean for mean in means]):
+            found = _mean_loss(objective, data, size) - start / per_member
+        chance = 3.0 * expected**0.5 / int(means[0].count)  # three sds of chi^2_R / (2 k)
+        return found, not found <= 0.5 * max(risen, 0.0) + chance
 
     def rates(step: int) -> list[float]:
         t = (1 + step % every) / every
@@ -105,13 +127,22 @@ def collect_swag(
                 guide.collect()
             except ValueError as error:
                 raise _TooHigh(f"diverged within {step} steps") from error
-            risen = double(torch.stack(descent.losses)).sum().item() - step * start
-            if learning_rate is None and not risen / per_member <= steps * expected:
-                raise _TooHigh(f"left the maximum within {step} steps")
+            count = max(
+                mean.add(parameter.detach())
+                for mean, parameter in zip(means, parameters, strict=True)
+            )
+            if learning_rate is None:
+                risen = double(torch.stack(descent.losses)).sum().item() - step * start
+                left = not risen / per_member <= steps * expected
+                if not left and count >= _FEW and (count & (count - 1) == 0 or step == steps):
+                    left = rise_at_mean(risen / per_member / step)[1]
+                if left:
+                    raise _TooHigh(f"left the maximum within {step} steps")
         (optimizer.param_groups[0]["lr"],) = rates(step)
 
     def run() -> bool:
         optimizer.state.clear()
+        means[:] = [Snapshots(0, parameter.detach()) for parameter in parameters]
         (optimizer.param_groups[0]["lr"],) = rates(0)
         descent.begin()
         try:
@@ -141,18 +172,61 @@ def collect_swag(
         ) from reason
     losses = descent.stacked_losses()
     rise = (losses[steps // 2 :].mean().item() - start) / per_member
-    if learning_rate is not None and not interrupted and rise > 2.0 * expected:
-        warn(
-            f"the loss rose by {rise:.0f} nats while the snapshots were taken, where a Gaussian "
-            f"posterior explains {expected:.0f}: learning_rate={rate} makes the posterior "
-            "too wide, lower it",
-            "swag-rate",
-        )
+    if learning_rate is not None and not interrupted:
+        if rise > 2.0 * expected:
+            warn(
+                f"the loss rose by {rise:.0f} nats while the snapshots were taken, where a "
+                f"Gaussian posterior explains {expected:.0f}: learning_rate={rate} makes the "
+                "posterior too wide, lower it",
+                "swag-rate",
+            )
+        elif snapshots >= _FEW:
+            at_mean, too_far = rise_at_mean(rise)
+            if too_far:
+                warn(
+                    f"-log p(u, y) is {at_mean:.0f} nats higher at the mean of the snapshots than "
+                    f"where they began, and {rise:.0f} nats on average over the last half of the "
+                    f"run: SGD has left the maximum, so that the Gaussian is not around it; lower "
+                    f"learning_rate={rate}",
+                    "swag-rate",
+                )
     return Training(losses, size, interrupted, learning_rate=rate)
 
 
 class _TooHigh(Exception):
     """A learning rate at which the loss rises too far."""
+
+
+@torch.enable_grad()
+def _determined(model: Callable, guide: Any, batch: Batch) -> float:
+    """How many numbers of a batch's observed distributions depend on the latents: the curvature
+    that it gives has at most this rank."""
+    layout = guide.require_layout()
+    points = guide.parameter(guide.points).detach()
+    vector = points.reshape(-1, layout.size)[0].clone().requires_grad_()
+    with preserved_buffers(guide.program_modules), own_randomness():
+        run = record(model, layout.to_supports(layout.unflatten(vector)), *batch)
+    if run.factors:
+        return math.inf
+    parameters = [
+        parameter
+        for site in run.observed.values()
+        for parameter in parameters_of(site.distribution).values()
+    ]
+    return sum(stored_numbers(parameter) for parameter in parameters if parameter.requires_grad)
+
+
+@contextmanager
+def exchanged(parameters: list[Tensor], values: list[Tensor]) -> Iterator[None]:
+    """Give parameters other values inside ``with``; under ``no_grad``."""
+    before = [parameter.detach().clone() for parameter in parameters]
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+    try:
+        yield
+    finally:
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.copy_(value)
 
 
 @torch.no_grad()

@@ -53,7 +53,6 @@ def bytes_at_once(default: int, device: torch.device | None = None) -> int:
     return max(default, torch.cuda.get_device_properties(device).total_memory // _SHARE_OF_GPU)
 
 
-@functools.cache
 def stored_numbers(tensor: Tensor) -> Any:
     """How many numbers a tensor has in memory, of which ``expand`` repeats some; sizes and strides
     may be symbols."""
@@ -63,6 +62,7 @@ def stored_numbers(tensor: Tensor) -> Any:
     return math.prod(size for size, stride in pairs if isinstance(stride, torch.SymInt) or stride)
 
 
+@functools.cache
 def keep_freed_blocks() -> None:
     """Let blocks of up to 32 MB be reused instead of returned to the operating system.
 

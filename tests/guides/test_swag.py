@@ -161,6 +161,7 @@ def test_steps_of_sgd_are_on_the_loss_per_datum():
         model, guide, x, y, snapshots=4, every=5, learning_rate=rate, momentum=0.0,
         batch_size=batch,
     )  # fmt: skip
+    del batches[:1]  # the look before the steps
     assert len(batches) == 20
     orders = [torch.cat(batches[i : i + 5]) for i in range(0, 20, 5)]
     assert all(torch.equal(order.sort().values, x) for order in orders)
@@ -364,3 +365,60 @@ def test_the_rate_is_the_highest_at_which_the_loss_rises_by_p_over_2(family):
     lowest = -estimate_elbo(model, point, x, y, num_particles=1)
     rise = run.losses.mean().item() * 60 / members - lowest
     assert 0 < rise < 1.6
+
+
+@pytest.fixture
+def wide():
+    """A network of far more weights than data, at its maximum."""
+    torch.manual_seed(0)
+    x = torch.linspace(-1.0, 1.0, 64)[:, None]
+    y = (x[:, 0] * 6.0).sin() > 0.0
+    net = torch.nn.Sequential(
+        *(torch.nn.Linear(1, 70), torch.nn.Tanh(), torch.nn.Linear(70, 70), torch.nn.Tanh()),
+        torch.nn.Linear(70, 2),
+    )
+    prior = bdl.priors.Normal(3.0)
+    model = bdl.models.Classification(bdl.bayesianize(net, prior), num_data=64)
+    guide = AutoSWAG(model, rank=5)
+    train(model, guide, x, y.long(), steps=800, learning_rate=0.01, batch_size=32)
+    return model, guide, x, y.long()
+
+
+def test_the_mean_of_the_snapshots_stays_at_the_maximum_of_more_weights_than_data(wide):
+    """P / 2 is 42 nats for each datum, far above the loss of chance, which is 0.7."""
+    model, guide, x, y = wide
+    point = {name: value.clone() for name, value in guide.median().items()}
+    before = log_likelihood(model, point, x, y)
+    run = collect_swag(model, guide, x, y, snapshots=16, batch_size=16)
+    mean = guide.swag_approximation(rank=0).median()
+    assert before > -0.1 * 64  # it fits
+    assert log_likelihood(model, mean, x, y) > before - 0.2 * 64
+    assert run.learning_rate < 1.0
+
+
+def test_a_run_whose_mean_is_not_at_the_maximum_is_told():
+    """-log p(y | w) = 0.9 tanh(w)^2: the first step at rate 10 ends where it is flat, 0.9 nats
+    above the minimum, which is less than P = 1, but so is the mean of the snapshots."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 100.0))
+        with pyro.plate("data", 1):
+            pyro.sample("y", dist.Normal(1.8**0.5 * w.tanh() * x, 1.0), obs=y)
+
+    x, y = torch.ones(1), torch.zeros(1)
+    guide = AutoSWAG(model, rank=2).prototype(x, y)
+    options = {"snapshots": 8, "momentum": 0.0}
+    with torch.no_grad():
+        guide.loc.fill_(0.3)
+    with pytest.warns(BdlWarning, match="1 nats higher at the mean of the snapshots"):
+        collect_swag(model, guide, x, y, learning_rate=10.0, **options)
+    with torch.no_grad():
+        guide.loc.fill_(0.3)
+    run = collect_swag(model, guide, x, y, **options)
+    assert run.learning_rate == 1.0 and guide.loc.abs() < 0.3
+
+
+def log_likelihood(model, point, x, y):
+    with torch.no_grad():
+        found = bdl.Predictive(model, {name: value[None] for name, value in point.items()})
+        return float(found.mean(x)["y"][0].gather(-1, y[:, None]).log().sum())

@@ -2,8 +2,10 @@ import platform
 import resource
 import subprocess
 import sys
+import weakref
 
 import pytest
+import torch
 
 from pyro_bdl.utils import memory
 
@@ -40,6 +42,14 @@ def test_the_limit_of_a_piece_is_that_of_the_innermost_context():
         memory.working_memory(0),
     ):
         pass
+
+
+def test_a_count_keeps_no_tensor():
+    tensor = torch.ones(3, 1).expand(3, 5)
+    assert memory.stored_numbers(tensor) == 3
+    left = weakref.ref(tensor)
+    del tensor
+    assert left() is None
 
 
 GB = 2**30
