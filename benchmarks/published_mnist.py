@@ -179,7 +179,8 @@ class Fits:
 
     def dropout(self, prior: Any, steps: int) -> Posterior:
         model = self._program(prior)
-        return self._trained(model, bdl.guides.AutoMCDropout(model, p=0.5), steps)
+        elbo = bdl.elbo.TemperedTraceMeanField_ELBO(estimator="per_example_dropout")
+        return self._trained(model, bdl.guides.AutoMCDropout(model, p=0.5), steps, elbo=elbo)
 
     def langevin(self, prior: Any, steps: int, kernel: Any, size: float, seed: int) -> Posterior:
         """A chain whose draws are spread over the last three quarters of its steps."""

@@ -253,6 +253,28 @@ def test_parts_say_the_same_as_all_at_once(kind, memory, monkeypatch):
     torch.testing.assert_close(parts, whole)
 
 
+def test_pieces_of_large_images_hold_several_rows(monkeypatch):
+    """The operations on one row of this network read and make 3 million numbers in all."""
+    net = torch.nn.Sequential(
+        *(torch.nn.Conv2d(1, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3)),
+        *(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(8, 10)),
+    )
+    model = models.Classification(bayesianize(net), num_data=2)
+    x, y = torch.randn(9, 1, 100, 100), torch.zeros(9, dtype=torch.long)
+    posterior = AutoLaplaceGGN(model, structure="diag").laplace_approximation((x[:2], y[:2]))
+    predictive = LinearizedPredictive(model, posterior)
+    predictive.probabilities(x[:2])  # says how much a row takes
+    sizes, inner = [], Linearization.__init__
+
+    def counting(self, *args, **named):
+        inner(self, *args, **named)
+        sizes.append(len(self.args[0]))
+
+    monkeypatch.setattr(Linearization, "__init__", counting)
+    predictive.probabilities(x)
+    assert sizes == [8, 1]
+
+
 def test_a_site_that_is_the_same_for_all_rows_is_no_part_of_them():
     """One number about all data, where the data come row by row."""
 
