@@ -131,6 +131,19 @@ def mixture(name: str, module: nn.Module, parameter: Tensor) -> Any:
     return dist.MixtureSameFamily(weights, parts).to_event(len(shape))
 
 
+def decay_of(options: argparse.Namespace, num_data: int) -> Callable[..., Any]:
+    """The priors whose bound has the published decay of all weights. It weighs the logarithm of a
+    dropped weight's prior by 1 / (1 - p), twice."""
+
+    def prior(name: str, module: nn.Module, parameter: Tensor) -> Any:
+        dropped = name in ("3.weight", "5.weight")
+        decay = options.decay / options.batch * (0.5 if dropped else 1.0)
+        own = priors.Normal.from_weight_decay(decay, num_data)
+        return own(name, module, parameter)
+
+    return prior
+
+
 class Fits:
     """The posteriors of one network on one set, by one seed's images and batches."""
 
@@ -218,8 +231,7 @@ def of_perceptron(data: Part, seed: int, options: argparse.Namespace) -> Iterato
         lambda: fits.mean_field(normal, steps, options.init_scale, "local_reparameterization"),
         draws,
     )
-    decay = priors.Normal.from_weight_decay(options.decay / options.batch, len(data.x))
-    yield Row("MC dropout", lambda: fits.dropout(decay, few), draws)
+    yield Row("MC dropout", lambda: fits.dropout(decay_of(options, len(data.x)), few), draws)
     kernels = (
         ("SGLD", bdl.mcmc.SGLD, options.langevin),
         ("preconditioned SGLD", bdl.mcmc.PSGLD, options.preconditioned),
