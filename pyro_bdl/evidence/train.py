@@ -78,11 +78,12 @@ def train_by_evidence(
     trained = [p for p in (*guide.parameters(), *own) if id(p) not in leaves]
     rounds = rounds if tuned and not partial else 1
     bars = None if progress else False
+    elbo = CompiledELBO()  # the rounds have one graph
     for number in range(rounds):
         taken = later if number else steps
         optimizer = torch.optim.Adam(trained, lr=learning_rate)
         run = train(
-            model, guide, data, elbo=CompiledELBO(),
+            model, guide, data, elbo=elbo,
             steps=taken, optimizer=optimizer, batch_size=batch_size, progress=progress,
             backend=backend,
         )  # fmt: skip
