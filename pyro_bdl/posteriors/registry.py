@@ -3,13 +3,14 @@
 import difflib
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.comparison.costs import Costs, peak_memory, wait_for
+from pyro_bdl.comparison.costs import Costs, Peak, peak_memory, wait_for
 from pyro_bdl.curvature.hyperparameters import ParameterReading, followed
 from pyro_bdl.elbo import CompiledELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.evidence.formula import Formula, read_guide
@@ -179,7 +180,12 @@ def get(name: str) -> Entry:
 
 
 def fit(
-    name: str, problem: Problem, options: Options | None = None, *, progress: bool = False
+    name: str,
+    problem: Problem,
+    options: Options | None = None,
+    *,
+    progress: bool = False,
+    measure: bool = True,
 ) -> Fit:
     """Fit a registered posterior, time it and estimate its ELBO.
 
@@ -187,6 +193,7 @@ def fit(
     The process's generators are put back after.
 
     :param options: by default the problem's.
+    :param measure: measure the peak memory too, which first collects all garbage of the process.
     :raises ValueError: for a name that is not registered, or from the posterior's function.
     :raises KeyboardInterrupt: for Ctrl-C before there is anything to keep.
     """
@@ -194,7 +201,7 @@ def fit(
     elbo = elbo_error = log_evidence = None
     with seeded(options.seed):
         started = time.perf_counter()
-        with peak_memory(problem.x.device) as peak:
+        with peak_memory(problem.x.device) if measure else nullcontext(Peak()) as peak:
             model, label = entry.program(problem), name if progress else None
             result = entry.function(replace(problem, model=model, options=options, label=label))
         wait_for(problem.x)
