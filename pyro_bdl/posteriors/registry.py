@@ -12,15 +12,13 @@ from torch import Tensor, nn
 
 from pyro_bdl.comparison.costs import Costs, Peak, peak_memory, wait_for
 from pyro_bdl.curvature.hyperparameters import ParameterReading, followed
-from pyro_bdl.elbo import CompiledELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.elbo.compiled import bound_for
 from pyro_bdl.evidence.formula import Formula, read_guide
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.training.svi import estimate_elbo, train
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.validation import whole_number
-
-_WORTH_TRACING = 100  # steps: tracing a graph takes as long as it saves in these
 
 
 @dataclass(frozen=True)
@@ -234,15 +232,6 @@ def _hyperparameters(reading: ParameterReading) -> dict[str, str]:
     return found
 
 
-def bound(steps: int, **options: Any) -> TemperedTraceMeanField_ELBO | CompiledELBO:
-    """The bound of a training, as a graph where the steps are worth tracing one.
-
-    :param options: of either bound.
-    """
-    kind = CompiledELBO if steps >= _WORTH_TRACING else TemperedTraceMeanField_ELBO
-    return kind(**options)
-
-
 def trained(
     problem: Problem,
     guide: Guide,
@@ -264,7 +253,7 @@ def trained(
     settings: dict[str, Any] = {"steps": steps}
     if elbo is None:
         options = {"num_particles": guide.num_members, **options}
-        elbo = bound(steps, **options)
+        elbo = bound_for(steps, **options)
         settings |= options
     else:
         settings["elbo"] = type(elbo).__name__
