@@ -7,6 +7,7 @@ import random
 import signal
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import jaxlib
 import numpy as np
@@ -17,6 +18,7 @@ from helpers import second_device
 from helpers.conjugate import Conjugate, with_ones
 
 from pyro_bdl import bayesianize, models, priors
+from pyro_bdl.comparison import costs
 from pyro_bdl.curvature.structures import STRUCTURES
 from pyro_bdl.utils.random_state import generators
 
@@ -72,6 +74,12 @@ def _fresh():
     pyro.clear_param_store()
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def no_collection(monkeypatch):
+    """Fits collect no garbage before they measure memory, which takes longer than a small fit."""
+    monkeypatch.setattr(costs, "gc", SimpleNamespace(collect=lambda: None))
 
 
 @pytest.fixture
