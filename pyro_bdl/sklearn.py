@@ -88,7 +88,8 @@ class _BayesianNetwork(BaseEstimator):
             network = bayesianize(net.double(), prior)
             self.model_: Any = kind.build(network, len(y), classes).double()
         options = replace(options, seed=self.seed_)
-        fit = posteriors.fit(self.posterior, posteriors.Problem(self.model_, inputs, y, options))
+        problem = posteriors.Problem(self.model_, inputs, y, options)
+        fit = posteriors.fit(self.posterior, problem, measure=False)
         if fit.interrupted:
             raise KeyboardInterrupt
         self.posterior_, costs = fit.posterior, fit.costs

@@ -3,11 +3,14 @@
 import gc
 import math
 import os
+import random
 import signal
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import jaxlib
+import numpy as np
 import pyro
 import pytest
 import torch
@@ -15,7 +18,9 @@ from helpers import second_device
 from helpers.conjugate import Conjugate, with_ones
 
 from pyro_bdl import bayesianize, models, priors
+from pyro_bdl.comparison import costs
 from pyro_bdl.curvature.structures import STRUCTURES
+from pyro_bdl.utils.random_state import generators
 
 
 def pytest_configure():
@@ -54,13 +59,27 @@ def pytest_collectstart(collector):
         pyro.set_rng_seed(0)
 
 
+def set_seed(seed):
+    """``pyro.set_rng_seed``, without the stack that torch formats for each kind of device."""
+    for generator in generators().values():
+        generator.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
 @pytest.fixture(autouse=True)
 def _fresh():
     torch.set_num_threads(1)
-    pyro.set_rng_seed(0)
+    set_seed(0)
     pyro.clear_param_store()
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def no_collection(monkeypatch):
+    """Fits collect no garbage before they measure memory, which takes longer than a small fit."""
+    monkeypatch.setattr(costs, "gc", SimpleNamespace(collect=lambda: None))
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.posteriors import Options, Problem, Result
 
+pytestmark = pytest.mark.usefixtures("no_collection")
 OPTIONS = Options(
     steps=30, chains=2, warmup=20, draws=8, max_tree_depth=4, rounds=2, snapshots=4, settling=60
 )

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import pyro_bdl as bdl
 from pyro_bdl.curvature.fisher import cell_roots
-from pyro_bdl.curvature.structures import STRUCTURES
 from pyro_bdl.data import load_csv
 from pyro_bdl.data.csv import read_csv
 from pyro_bdl.distributions.moments import observation_moments
@@ -111,9 +110,6 @@ def at_mode():
 
 
 @pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
-@pytest.mark.parametrize(
-    "structure", [n for n, kind in STRUCTURES.items() if not kind.curvature.is_sampled]
-)
 @examples(8)
 @given(cuts=CUTS)
 def test_any_split_has_the_same_curvature_and_likelihood(at_mode, structure, cuts):

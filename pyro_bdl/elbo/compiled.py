@@ -21,6 +21,8 @@ from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.precision import castings
 from pyro_bdl.utils.validation import one_of, real_number, whole_number
 
+_WORTH_TRACING = 100  # steps: tracing a graph takes as long as it saves in these
+
 
 class CompiledELBO(TemperedTrace_ELBO):
     """-L(eta) of ``TemperedTraceMeanField_ELBO`` and its gradient, as a graph that is traced once.
@@ -124,6 +126,15 @@ class CompiledELBO(TemperedTrace_ELBO):
     def __getstate__(self) -> dict[str, Any]:
         """The state without graphs: copies begin without them."""
         return super().__getstate__() | {"graphs": self.graphs.emptied()}
+
+
+def bound_for(steps: int, **options: Any) -> TemperedTraceMeanField_ELBO | CompiledELBO:
+    """Return the bound of a training, as a graph where its steps are worth tracing one.
+
+    :param options: of either bound.
+    """
+    kind = CompiledELBO if steps >= _WORTH_TRACING else TemperedTraceMeanField_ELBO
+    return kind(**options)
 
 
 class _Evaluation(Evaluation):

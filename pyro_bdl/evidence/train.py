@@ -9,7 +9,7 @@ from torch import nn
 
 from pyro_bdl.curvature.config import check_memory
 from pyro_bdl.curvature.hyperparameters import followed, read_at_center
-from pyro_bdl.elbo import CompiledELBO
+from pyro_bdl.elbo.compiled import bound_for
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.evidence.maximize import maximize, warn_of_shared_scales
 from pyro_bdl.guides.gaussian import LaplaceGuide
@@ -78,11 +78,12 @@ def train_by_evidence(
     trained = [p for p in (*guide.parameters(), *own) if id(p) not in leaves]
     rounds = rounds if tuned and not partial else 1
     bars = None if progress else False
+    elbo = bound_for(steps + (rounds - 1) * later)  # one graph in all rounds
     for number in range(rounds):
         taken = later if number else steps
         optimizer = torch.optim.Adam(trained, lr=learning_rate)
         run = train(
-            model, guide, data, elbo=CompiledELBO(),
+            model, guide, data, elbo=elbo,
             steps=taken, optimizer=optimizer, batch_size=batch_size, progress=progress,
             backend=backend,
         )  # fmt: skip

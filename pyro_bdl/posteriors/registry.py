@@ -3,23 +3,22 @@
 import difflib
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.comparison.costs import Costs, peak_memory, wait_for
+from pyro_bdl.comparison.costs import Costs, Peak, peak_memory, wait_for
 from pyro_bdl.curvature.hyperparameters import ParameterReading, followed
-from pyro_bdl.elbo import CompiledELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.elbo.compiled import bound_for
 from pyro_bdl.evidence.formula import Formula, read_guide
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.training.svi import estimate_elbo, train
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.validation import whole_number
-
-_WORTH_TRACING = 100  # steps: tracing a graph takes as long as it saves in these
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,12 @@ def get(name: str) -> Entry:
 
 
 def fit(
-    name: str, problem: Problem, options: Options | None = None, *, progress: bool = False
+    name: str,
+    problem: Problem,
+    options: Options | None = None,
+    *,
+    progress: bool = False,
+    measure: bool = True,
 ) -> Fit:
     """Fit a registered posterior, time it and estimate its ELBO.
 
@@ -187,6 +191,7 @@ def fit(
     The process's generators are put back after.
 
     :param options: by default the problem's.
+    :param measure: measure the peak memory too, which first collects all garbage of the process.
     :raises ValueError: for a name that is not registered, or from the posterior's function.
     :raises KeyboardInterrupt: for Ctrl-C before there is anything to keep.
     """
@@ -194,7 +199,7 @@ def fit(
     elbo = elbo_error = log_evidence = None
     with seeded(options.seed):
         started = time.perf_counter()
-        with peak_memory(problem.x.device) as peak:
+        with peak_memory(problem.x.device) if measure else nullcontext(Peak()) as peak:
             model, label = entry.program(problem), name if progress else None
             result = entry.function(replace(problem, model=model, options=options, label=label))
         wait_for(problem.x)
@@ -227,15 +232,6 @@ def _hyperparameters(reading: ParameterReading) -> dict[str, str]:
     return found
 
 
-def bound(steps: int, **options: Any) -> TemperedTraceMeanField_ELBO | CompiledELBO:
-    """The bound of a training, as a graph where the steps are worth tracing one.
-
-    :param options: of either bound.
-    """
-    kind = CompiledELBO if steps >= _WORTH_TRACING else TemperedTraceMeanField_ELBO
-    return kind(**options)
-
-
 def trained(
     problem: Problem,
     guide: Guide,
@@ -257,7 +253,7 @@ def trained(
     settings: dict[str, Any] = {"steps": steps}
     if elbo is None:
         options = {"num_particles": guide.num_members, **options}
-        elbo = bound(steps, **options)
+        elbo = bound_for(steps, **options)
         settings |= options
     else:
         settings["elbo"] = type(elbo).__name__

@@ -11,6 +11,7 @@ import torch
 
 from pyro_bdl.adapters import replaced
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
+from pyro_bdl.elbo.compiled import bound_for
 from pyro_bdl.guides import (
     AutoEnsemble,
     AutoInducing,
@@ -25,7 +26,7 @@ from pyro_bdl.guides import (
 )
 from pyro_bdl.nn import BayesianModule, rank_one
 from pyro_bdl.optim import IVON, KroneckerGaussNewton_ELBO, NoisyKFAC
-from pyro_bdl.posteriors.registry import Problem, Result, bound, by_svi, register, trained
+from pyro_bdl.posteriors.registry import Problem, Result, by_svi, register, trained
 from pyro_bdl.training.held_out import HeldOut
 from pyro_bdl.training.svi import train
 from pyro_bdl.training.swag import collect_swag
@@ -136,7 +137,7 @@ def _mc_dropout(problem: Problem) -> Result:
         guide = AutoMCDropout(problem.model, p=rate)
         run = train(
             problem.model, guide, *data, steps=shorter, held_out=held_out,
-            elbo=bound(shorter, num_particles=4), progress=problem.label, backend="auto",
+            elbo=bound_for(shorter, num_particles=4), progress=problem.label, backend="auto",
         )  # fmt: skip
         if run.interrupted:
             raise KeyboardInterrupt

@@ -12,6 +12,11 @@ from pyro_bdl.comparison.costs import Costs
 from pyro_bdl.posteriors import registry
 
 
+@pytest.fixture(autouse=True)
+def _quick(no_collection):
+    pass
+
+
 @pytest.fixture
 def table(tmp_path):
     """A file of 20 rows: a size and a price."""

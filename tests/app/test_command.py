@@ -6,9 +6,11 @@ import subprocess
 import sys
 import warnings
 
+import jax
 import pytest
 
 from pyro_bdl.app import command, run
+from pyro_bdl.app.ahead import keep_compiled
 from pyro_bdl.app.command import main, messages, script, shown_once
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.utils.progress import logger
@@ -32,14 +34,22 @@ jax.jit(lambda x: jax.lax.fori_loop(0, 9, lambda i, x: jax.numpy.linalg.qr(x)[0]
 """
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_compiled_functions_are_kept_in_the_users_cache(own, tmp_path):
-    """A folder that the user chose stays."""
-    chosen = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "chosen")} if own else {}
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), **chosen}
+def test_compiled_functions_are_kept_in_the_users_cache(tmp_path):
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     subprocess.run([sys.executable, "-c", _COMPILE], check=True, env=environment)
-    kept = tmp_path / "cache" / "pyro_bdl" / "jax"
-    assert not kept.exists() if own else any(kept.iterdir())
+    assert any((tmp_path / "pyro_bdl" / "jax").iterdir())
+
+
+def test_a_cache_that_the_user_chose_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", "chosen")
+    try:
+        keep_compiled()
+        assert jax.config.jax_compilation_cache_dir == "chosen"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert not any(tmp_path.iterdir())
 
 
 def test_messages_of_the_logger_are_lines_of_ours(capsys):

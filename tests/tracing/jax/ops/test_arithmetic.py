@@ -171,7 +171,7 @@ MODULES = {
         torch.randn(2, 3, 4),
     ),
     "GRU": lambda: (nn.GRU(3, 2, 2, bidirectional=True, batch_first=True), torch.randn(2, 2, 3)),
-    "LSTM": lambda: (nn.LSTM(3, 2, 2, bidirectional=True), torch.randn(2, 2, 3)),
+    "LSTM": lambda: (nn.LSTM(3, 2, bidirectional=True), torch.randn(2, 2, 3)),
     "MaxPool1d": conv1d(nn.MaxPool1d(2)),
     "MaxPool2d": conv(nn.MaxPool2d(3, 2, padding=1, ceil_mode=True)),
     "MaxPool2d-dilated": conv(nn.MaxPool2d(2, 1, dilation=2)),
