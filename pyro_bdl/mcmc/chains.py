@@ -167,8 +167,8 @@ class Journal:
         run is recognized.
     """
 
-    def __init__(self, folder: str | Path, identity: Mapping[str, Any]) -> None:
-        self.folder, self.identity = Path(folder), dict(identity)
+    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+        self.folder, self.identity = folder, dict(identity)
         self.names: list[str] = []
         self.stage = 0
 
