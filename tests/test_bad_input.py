@@ -163,6 +163,9 @@ CALLS = {
     bdl.temperature.cosine: call(start=0.1, stop=1.0, steps=10),
     bdl.temperature.cyclical: call(start=0.1, stop=1.0, period=10),
     bdl.temperature.overparameterized: call(tau=1.0, num_data=10, num_neurons=10),
+    bdl.Checkpoint: call(),
+    bdl.load_posterior: call(model=MODEL),
+    bdl.references.load: call("cifar10-hmc"),
     bdl.training.HeldOut: call(share=0.2),
     bdl.training.Minibatches: call(rows=12, size=4),
     bdl.training.collect_swag: call(MODEL, AutoSWAG(MODEL).prototype(X, Y), X, Y),
@@ -180,11 +183,13 @@ EXEMPT = {
     "temperature_curves",
 }  # fmt: skip
 # Any whole number, or what another library or a first run checks.
-OTHERS = {"n_jobs", "output", "dim", "functions", "ess_limit", "rhat_limit", "weight_decay"}
+OTHERS = {"output", "dim", "functions", "ess_limit", "rhat_limit", "weight_decay"}
 WRONG = {
     int: ("a", 2.5, True, float("nan"), -3),
     float: ("a", True, float("nan"), 1j),
     str: ("no such word", 3, ["nuts"]),
+    Path: (3, True, b"a", ["a"]),
+    "n_jobs": ("a", 2.5, True, 0, 10**9),  # -1 is all cores
 }
 WORDS = {
     "activation", "backend", "chain_method", "curvature", "features", "kind", "law", "mask",
@@ -210,7 +215,11 @@ def checked(function):
         is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
         parts = typing.get_args(annotation) if is_union else (annotation,)
         kinds = {kind for kind in parts if kind in (int, float, str)}
-        if name in WORDS and (str in kinds or typing.Literal in map(typing.get_origin, parts)):
+        if name == "n_jobs":
+            yield name, name
+        elif Path in parts:
+            yield name, Path
+        elif name in WORDS and (str in kinds or typing.Literal in map(typing.get_origin, parts)):
             yield name, str
         elif name not in OTHERS and kinds in ({int}, {float}):
             yield name, *kinds
@@ -247,6 +256,43 @@ def test_wrong_numbers_and_words(function, name, kind, posterior):
         assert Path(bdl.__file__).parent in Path(raised.filename).parents, f"another's: {value!r}"
         assert torch.equal(random, torch.get_rng_state()) and names == state()[1]
         assert before == [p.requires_grad for p in MODEL.parameters()] and MODEL.training
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        GUIDE.save, SAMPLES.save, bdl.Samples.load, bdl.Evaluation.load,
+        lambda path: bdl.data.load_csv(path, "y"),
+    ],
+)  # fmt: skip
+def test_methods_that_take_a_path(call):
+    with pytest.raises(TypeError, match="path must be a string or a Path, got list"):
+        call(["a"])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        GUIDE.sample_latents,
+        lambda n: bdl.Predictive(MODEL, GUIDE, num_samples=n)(X),
+        lambda n: bdl.prior_predictive(MODEL, X, num_samples=n),
+        lambda n: bdl.mcmc.sample(*DATA, num_samples=n),
+        lambda n: bdl.mcmc.sample(*DATA, num_chains=n),
+        lambda n: bdl.mcmc.sgmcmc(
+            MODEL, (X, Y), kernel=bdl.mcmc.SGLD(step_size=0.1), num_samples=n
+        ),
+    ],
+)
+def test_counts_that_no_memory_holds(call):
+    with pytest.raises(MemoryError, match=r"GiB, of which .* are free: .*fewer"):
+        call(10**13)
+    with pytest.raises(ValueError, match=r"must be from 1 to 9223372036854775807"):
+        call(10**20)
+
+
+def test_a_wrong_value_is_shown_if_it_is_short():
+    with pytest.raises(TypeError, match=r"held_out, .*, got a tuple$"):
+        bdl.training.train(*DATA[:1], GUIDE, X, Y, steps=1, held_out=(X, Y))
 
 
 def tensors_of(function):

@@ -18,7 +18,7 @@ from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.trace import placeholder_for_observed, record
 from pyro_bdl.program.vmap import Draws, map_draws
 from pyro_bdl.training.several_targets import GuidesOfTargets
-from pyro_bdl.utils.jobs import Job, results_of
+from pyro_bdl.utils.jobs import Job, processes, results_of
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import seeded
@@ -199,7 +199,7 @@ def simulation_based_calibration(
     :warns BdlWarning: if guides were still improving when their training ended.
     """
     num_simulations = whole_number(num_simulations, "num_simulations", least=10)
-    num_draws = whole_number(num_draws, "num_draws", least=9)
+    num_draws, n_jobs = whole_number(num_draws, "num_draws", least=9), processes(n_jobs)
     with evaluation_mode(model, inference), seeded(seed):
         program = Program(model, *args)
         program.require_observed()

@@ -40,7 +40,7 @@ from pyro_bdl.program.program import Program
 from pyro_bdl.program.rows import rows_of
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.jackknife import GROUPS, jackknife_error, number_of_groups, without_each
-from pyro_bdl.utils.jobs import Job, results_of
+from pyro_bdl.utils.jobs import Job, processes, results_of
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.precision import double, double_device
 from pyro_bdl.utils.progress import progress_bar
@@ -467,7 +467,7 @@ def k_fold(
     args = arguments_of("data", data, None)
     device = device_of_rows(args)
     rows = leading_size(args)
-    num_samples = whole_number(num_samples, "num_samples")
+    num_samples, n_jobs = whole_number(num_samples, "num_samples"), processes(n_jobs)
     fold = _folds(folds, rows, seed)
     pointwise, variance = torch.zeros(rows, dtype=torch.float64, device=double_device(device)), 0.0
     seen = torch.ones(rows, dtype=torch.bool, device="cpu")

@@ -25,7 +25,7 @@ from pyro_bdl.program.program import Program
 from pyro_bdl.program.rows import rows_of
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.program.trace import Run
-from pyro_bdl.utils.jobs import Job, results_of
+from pyro_bdl.utils.jobs import Job, processes, results_of
 from pyro_bdl.utils.module_state import device_of, evaluation_mode
 from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import checked_seed, seeded
@@ -139,7 +139,7 @@ def loo(
     :warns BdlWarning: if a k-hat lies above ``good_k``.
     """
     one_of(method, "method", ("psis", "moment_matching"))
-    seed = checked_seed(seed)
+    seed, n_jobs = checked_seed(seed), processes(n_jobs)
     if isinstance(model, _LooMixture) and method != "psis":
         raise ValueError(f"method={method!r} is of draws of the posterior, not of loo_mixture")
     own = model.model if isinstance(model, _LooMixture) else model

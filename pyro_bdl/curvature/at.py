@@ -245,6 +245,8 @@ class ProgramAtPoint:
             if alone and not whole.are_joint:
                 facts = _Facts(tuple(whole.plates), numbers)
         read = priors == []
+        if priors is not None and whole is not None:
+            whole.run.require_observed()
         if priors and whole is not None:
             check_priors(priors[0], whole.run)
         elif priors is not None and whole is not None:

@@ -4,7 +4,7 @@ observed sites, whose rows' outer products it is the sum of, and the sums that g
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -46,17 +46,33 @@ SCALED_UP = (
 )
 
 
+def _refuse_together(linearization: Linearization, name: str, config: CurvatureConfig) -> NoReturn:
+    """Refuse a batch that was run as a whole for a structure of single rows.
+
+    :param name: the first site with several data.
+    """
+    rows = leading_size((linearization.args, linearization.kwargs))
+    counts = {other: num_data(site) for other, site in linearization.run.observed.items()}
+    own = next((other for other, count in counts.items() if rows and count != rows), None)
+    reason = (
+        f"those of site '{name}' depend on each other, or are no rows of the program's arguments: "
+        "pass tensors whose first dimension numbers the data, or"
+        if own is None
+        else f"the site '{own}' has {counts[own]} data beside the {rows} rows of the program's "
+        "arguments: pass its data as one entry for each row, or"
+    )
+    raise UnsupportedProgramError(
+        f'structure="{config.structure}" takes the rows of the data one at a time, and {reason} '
+        'use structure="full" or "diag"'
+    )
+
+
 def fisher_jacobians(linearization: Linearization, config: CurvatureConfig) -> Iterator[Jacobian]:
     """Yield Jacobians whose rows' outer products add up to the batch's curvature."""
     for name, site in linearization.run.observed.items():
         known = None if linearization.rows is None else linearization.rows.num_data
         if config.kind.takes_single_rows and num_data(site) not in (1, known):
-            raise UnsupportedProgramError(
-                f'structure="{config.structure}" takes the rows of the data one at a time, and '
-                f"those of site '{name}' depend on each other, or are no rows of the program's "
-                "arguments: pass tensors whose first dimension numbers the data, or use "
-                'structure="full" or "diag"'
-            )
+            _refuse_together(linearization, name, config)
         yield from site_jacobians(linearization, name, config)
 
 
@@ -191,11 +207,6 @@ class LikelihoodSums:
                 f"the likelihood is in the factor '{next(iter(run.factors))}', which has no Fisher "
                 'information: take structure="full" with curvature="hessian", write it as a sample '
                 "statement with obs=..., or use a variational guide or NUTS"
-            )
-        if not run.observed and not run.factors:
-            raise ValueError(
-                "the program has no observed site: pass the targets, so that a sample statement "
-                "gets obs=..."
             )
         name = run.coupled_data()
         if name is not None and self.num_data:

@@ -1,6 +1,7 @@
 """CSV files as data sets, with errors that name column and row."""
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from pyro_bdl.data.dataset import CENSORED, Dataset, prepare, quoted
+from pyro_bdl.utils.validation import require
 
 _MIN_TEXTS = 10  # up to this many different texts are always turned into indicators
 _DATE = r"\d{4}-\d{1,2}-\d{1,2}.*"
@@ -163,6 +165,7 @@ def _table(
     hint = f"if its columns are not parted by {separator!r}, say separator= (--separator)"
     if len(separator) != 1:
         raise ValueError(f"separator={separator!r} (--separator) must be one character")
+    require(path, (str, os.PathLike), "path must be a string or a Path")
     # the header is read as a row: pandas would rename repeated columns
     read = partial(
         pd.read_csv, path, header=None, dtype=str, sep=separator, skipinitialspace=True,

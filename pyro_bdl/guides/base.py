@@ -31,11 +31,13 @@ from pyro_bdl.program.trace import (
     is_marked_imputed,
     is_recording,
 )
+from pyro_bdl.utils.memory import require_memory
 from pyro_bdl.utils.module_state import Modules, device_of, outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.trees import tree_map_only
 from pyro_bdl.utils.validation import real_number, whole_number
 
+_BYTES = 4  # of a number, at least
 SET_BY_STEPS = ("plates",)  # attributes of guides that change from step to step
 
 
@@ -284,10 +286,21 @@ class Guide(Family, SavedGuide, OwnParameters, AutoGuide):
         """How many numbers of the vector differ between draws."""
         return self.require_layout().size
 
+    def _checked_count(self, num_samples: Any) -> int:
+        """A number of draws whose numbers fit in memory.
+
+        :raises MemoryError: if they do not.
+        """
+        count, size = whole_number(num_samples, "num_samples"), self.numbers_drawn
+        what = f"{count} draws (num_samples) of {size} numbers need at least"
+        device = device_of(self) or torch.device("cpu")
+        require_memory(_BYTES * count * size, device, what, "take fewer draws")
+        return count
+
     def sample_latents(self, num_samples: int) -> dict[str, Tensor]:
         """Independent draws as a dict site -> (num_samples, *shape); those of a site that the guide
         holds at a point are views of one value."""
-        num_samples, layout = whole_number(num_samples, "num_samples"), self.require_layout()
+        num_samples, layout = self._checked_count(num_samples), self.require_layout()
         return layout.constrain(self.sample_vectors(num_samples))[0]
 
     @torch.no_grad()

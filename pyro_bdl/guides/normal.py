@@ -17,7 +17,6 @@ from pyro_bdl.program.gaussian_prior import (
     joint_prior,
 )
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.utils.validation import whole_number
 
 
 class NormalGuide(Guide):
@@ -49,7 +48,7 @@ class NormalGuide(Guide):
         return self.subset.put(loc, self._subset_draws(loc, num_samples))
 
     def sample_latents(self, num_samples: int) -> dict[str, Tensor]:
-        num_samples, loc = whole_number(num_samples, "num_samples"), self.location()
+        num_samples, loc = self._checked_count(num_samples), self.location()
         return self.subset.latents(loc, self._subset_draws(loc, num_samples))
 
     def _subset_draws(self, loc: Tensor, num_samples: int) -> Tensor:

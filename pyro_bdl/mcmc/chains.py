@@ -80,6 +80,8 @@ def stack_chains(chains: list[Chains]) -> Chains:
 def warn_of_divergences(chains: Chains) -> None:
     """Warn of any divergence of HMC and NUTS, as Stan does; of microcanonical chains, which take a
     step with a large error in parts, if more than a tenth of the draws hold one."""
+    if "diverging" not in chains.stats:
+        return
     diverging = chains.stats["diverging"].bool()
     count, total = int(diverging.sum()), diverging.numel()
     microcanonical = "energy_variance" in chains.stats
@@ -126,17 +128,21 @@ def warn_of_stuck_chains(chains: Chains) -> None:
     """
     if chains.vectors.shape[1] < _ENOUGH:
         return
-    length = double(chains.stats["step_size"] * chains.stats["num_steps"]).median(1).values
-    energy = chains.stats["potential_energy"]
-    rests = (energy == energy[:, :1]).all(1).to(length.device)
-    stuck = ((length < _SHORTEST) | rests).nonzero().flatten().tolist()
+    stats, vectors = chains.stats, chains.vectors
+    is_stuck = (vectors == vectors[:, :1]).flatten(1).all(1)
+    if {"step_size", "num_steps"} <= stats.keys():
+        length = double(stats["step_size"] * stats["num_steps"]).median(1).values
+        is_stuck = is_stuck | (length < _SHORTEST).to(is_stuck.device)
+    stuck = is_stuck.nonzero().flatten().tolist()
     if not stuck:
         return
-    sizes = ", ".join(f"{float(chains.stats['step_size'][i, -1]):.1e}" for i in stuck)
     which = ", ".join(map(str, stuck))
+    if "step_size" in stats:
+        sizes = ", ".join(f"{float(stats['step_size'][i, -1]):.1e}" for i in stuck)
+        which += f" (step size {sizes})"
     warn(
         f"of {len(chains.vectors)} chains these hardly moved from their start, and so say nothing "
-        f"about the posterior: {which} (step size {sizes}); start elsewhere (init='uniform', "
+        f"about the posterior: {which}; start elsewhere (init='uniform', "
         "'network', or a trained guide) or take a longer num_warmup",
         "stuck-chains",
     )
@@ -167,8 +173,8 @@ class Journal:
         run is recognized.
     """
 
-    def __init__(self, folder: str | Path, identity: Mapping[str, Any]) -> None:
-        self.folder, self.identity = Path(folder), dict(identity)
+    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+        self.folder, self.identity = folder, dict(identity)
         self.names: list[str] = []
         self.stage = 0
 

@@ -57,7 +57,8 @@ class Transition(NamedTuple):
 
     :param init: (key, start (P,)) -> state, a pytree of arrays.
     :param step: state -> state after one iteration, and the draw there, name -> array: ``vector``,
-        its statistics, and ``TRACE``.
+        ``TRACE`` where a stage is traced, and statistics. Warnings and costs read ``num_steps``
+        (gradients), ``step_size`` and ``diverging``, diagnostics ``energy``, where there are such.
     :param warmup: the stages before the draws.
     """
 

@@ -24,7 +24,7 @@ from pyro_bdl.mcmc.starts import Restriction, as_start, checked_program, startin
 from pyro_bdl.program.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import checked_seed, seeded
-from pyro_bdl.utils.validation import one_of, whole_number
+from pyro_bdl.utils.validation import as_path, one_of, whole_number
 
 
 def _in_jax(target: Restriction, start: Tensor, kernel: Kernel, plan: Plan) -> Chains:
@@ -110,7 +110,7 @@ def sample(
         whole_number(num_samples, "num_samples"),
         checked_seed(seed),
         chain_method,
-        None if checkpoint is None else Path(checkpoint),
+        None if checkpoint is None else as_path(checkpoint, "checkpoint"),
         progress,
     )
     started, init = time.perf_counter(), as_start(init, subset)
@@ -118,6 +118,7 @@ def sample(
         program, usable = checked_program(model, args, {}, init)
         program.require_all_data("MCMC")
         restriction = Restriction(program, subset)
+        restriction.require_memory(num_chains, plan.num_samples)
         start = starting_vectors(restriction, init, num_chains, usable=usable)
         kernel.check_size(start.shape[-1])
         described = restriction.described(start[0])

@@ -17,6 +17,7 @@ from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.program import Program, check_program, trace_once
 from pyro_bdl.program.saved import described_at
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.memory import require_memory
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import require
 
@@ -89,6 +90,21 @@ class Restriction:
                 f"subset is a guide of {self.at.numel()} numbers, and the program has "
                 f"{program.size}"
             )
+
+    def require_memory(self, num_chains: int, num_samples: int) -> None:
+        """Check that the draws of chains fit in memory.
+
+        :raises MemoryError: if they do not.
+        """
+        like = self.program.unconstrain(self.program.initial)
+        size = like.numel() if self.subset is None else self.subset.size
+        require_memory(
+            num_chains * num_samples * size * like.element_size(),
+            like.device,
+            f"{num_samples} draws (num_samples) of {num_chains} chains (num_chains) over {size} "
+            "numbers need",
+            "keep fewer draws, or sample a subset",
+        )
 
     def whole(self, vector: Tensor) -> Tensor:
         """The vector (P,) with ``vector`` (p,) at the chosen numbers."""

@@ -50,6 +50,7 @@ from pyro_bdl.program.vmap import (
     number_of_draws,
 )
 from pyro_bdl.utils.autograd import reaches, wants_gradients
+from pyro_bdl.utils.memory import require_memory
 from pyro_bdl.utils.module_state import Modules, evaluation_mode
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.validation import whole_number
@@ -261,6 +262,8 @@ class Predictive(Predictions):
         """
         if isinstance(self.posterior, Mapping) and not self.posterior:
             count = whole_number(self.num_samples, "num_samples")
+            advice = "take fewer (num_samples)"
+            require_memory(8 * count, torch.device("cpu"), f"{count} draws need at least", advice)
             yield count, {_ROWS: torch.arange(count, device="cpu")}
             return
         self.posterior = as_posterior(self.posterior, self.model, args, kwargs)

@@ -34,6 +34,7 @@ from pyro_bdl.program.layout import Latent, Layout, transform_of_latent
 from pyro_bdl.program.rows import check_repeated, check_rows
 from pyro_bdl.program.supports import check_fixed_supports, check_support, feasible_value
 from pyro_bdl.program.trace import (
+    NOTHING_OBSERVED,
     RENAME,
     Run,
     Site,
@@ -55,11 +56,6 @@ from pyro_bdl.utils.module_state import (
 )
 from pyro_bdl.utils.one_thread import Hidden, OneThread
 from pyro_bdl.utils.random_state import own_randomness
-
-NOTHING_OBSERVED = (
-    "the program has no observed site: pass the targets to it, so that a sample statement gets "
-    "obs=..."
-)
 
 
 class Program:

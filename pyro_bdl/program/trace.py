@@ -40,6 +40,10 @@ RENAME = (
     "give each its own name, plates too (two networks in one program: bayesianize(net, prior, "
     "name=...); one network at two inputs: call it once, on both of them stacked)"
 )
+NOTHING_OBSERVED = (
+    "the program has no observed site: pass the targets to it, so that a sample statement gets "
+    "obs=..."
+)
 _PRIOR = "prior"  # the key by which a factor is declared a part of the prior
 
 
@@ -191,6 +195,14 @@ class Run:
             return None
         twin = f"{name.removesuffix(UNOBSERVED)}_observed"
         return self.observed.get(twin) or self.latents.get(twin)
+
+    def require_observed(self) -> None:
+        """Check that there are data, in an observed site or a factor.
+
+        :raises UnsupportedProgramError: if there are none.
+        """
+        if not self.observed and not self.factors:
+            raise UnsupportedProgramError(NOTHING_OBSERVED)
 
     def refuse_improper(self, number: str) -> None:
         """Check that no mask tensor leaves single numbers of a latent without a density: they have

@@ -19,9 +19,9 @@ from pyro_bdl.program.batch_norm import (
 )
 from pyro_bdl.program.batches import as_dicts, leading_size
 from pyro_bdl.utils.autograd import is_mapped
-from pyro_bdl.utils.memory import Allocations, keep_freed_blocks
+from pyro_bdl.utils.memory import Allocations, keep_freed_blocks, require_memory
 from pyro_bdl.utils.module_state import Modules, vmappable
-from pyro_bdl.utils.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from pyro_bdl.utils.trees import tensors_in, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Draws = dict[str, Tensor]
 
@@ -46,11 +46,25 @@ def joined(parts: Iterable[tuple[int, Any]], total: int) -> Any:
         if count == total:
             return part
         if result is None:
+            _require_room(part, count, total)
             result = tree_map(lambda leaf: leaf.new_empty(total, *leaf.shape[1:]), part)
         for whole, leaf in zip(tree_leaves(result), tree_leaves(part), strict=True):
             whole[start : start + count] = leaf
         start += count
     return result
+
+
+def _require_room(part: Any, count: int, total: int) -> None:
+    """Check that the results of all draws fit in memory.
+
+    :param part: those of ``count`` of them.
+    :raises MemoryError: if they do not.
+    """
+    leaves = tensors_in(part)
+    if leaves:
+        each = sum(leaf.numel() * leaf.element_size() for leaf in leaves) / max(1, count)
+        what = f"the results of {total} draws or rows need"
+        require_memory(each * total, leaves[0].device, what, "take fewer at once (num_samples)")
 
 
 class DrawMap:

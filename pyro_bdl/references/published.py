@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.references.reference import Reference
+from pyro_bdl.utils.validation import as_path
 
 CLASSES = (
     "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
@@ -28,7 +29,7 @@ def cifar10_hmc(path: str | Path) -> Reference:
     Source: Izmailov et al. (2021), What are Bayesian neural network posteriors really like?;
     ResNet-20 with filter response normalization, prior N(0, 1/5), 240 draws of each chain.
     """
-    with np.load(path) as file:
+    with np.load(as_path(path)) as file:
         missing = {"jpeg", "offsets", "labels", "hmc_probs"} - set(file.files)
         if missing:
             raise ValueError(f"'{path}' has no {', '.join(sorted(missing))}")

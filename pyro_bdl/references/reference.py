@@ -15,6 +15,7 @@ from pyro_bdl.comparison.observe import PredictiveDraws
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.data.programs import program
 from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.utils.validation import as_path
 
 _SUFFIX = ".safetensors"
 _PARTS = ("x_train", "y_train", "x_test", "y_test")
@@ -97,7 +98,7 @@ class Reference:
     @classmethod
     def read(cls, path: str | Path) -> "Reference":
         """Read a file that ``benchmarks/references.py`` wrote."""
-        with safe_open(str(path), framework="pt") as file:
+        with safe_open(str(as_path(path)), framework="pt") as file:
             header = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         about = json.loads(header["dataset"])

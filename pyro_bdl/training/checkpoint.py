@@ -18,7 +18,7 @@ from pyro_bdl.utils.collectives import writes_files
 from pyro_bdl.utils.files import require_same
 from pyro_bdl.utils.random_state import random_states, set_random_states
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
-from pyro_bdl.utils.validation import whole_number
+from pyro_bdl.utils.validation import as_path, whole_number
 
 _KIND = "checkpoint"
 _SECONDS = 60.0
@@ -69,7 +69,7 @@ class Checkpoint:
     def __init__(
         self, path: str | Path, *, settings: Mapping[str, Any] | None = None, **parts: Any
     ) -> None:
-        self.path = Path(path)
+        self.path = as_path(path)
         self.settings = dict(settings or {})
         for name, part in parts.items():
             stateful = hasattr(part, "load_state_dict") or isinstance(part, PyroOptim)

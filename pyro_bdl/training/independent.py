@@ -8,7 +8,7 @@ from pyro.infer.autoguide import AutoGuide
 
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.saved import from_bytes, to_bytes
-from pyro_bdl.utils.jobs import Job, results_of
+from pyro_bdl.utils.jobs import Job, processes, results_of
 from pyro_bdl.utils.random_state import checked_seed
 
 
@@ -47,7 +47,7 @@ def fit_each(
         by all of its class in a process.
     :raises Exception: that of a fit, with a note that names the job.
     """
-    seed = checked_seed(seed)
+    seed, n_jobs = checked_seed(seed), processes(n_jobs)
     named = dict(jobs) if isinstance(jobs, Mapping) else dict(enumerate(jobs))
     each = (
         Job(f"job {name!r}", seed + i, (fit, value))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from pyro_bdl.utils.jackknife import GROUPS
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import fixed_normal, seeded
-from pyro_bdl.utils.validation import one_of, real_number, require, whole_number
+from pyro_bdl.utils.validation import as_path, one_of, real_number, require, whole_number
 
 BACKENDS = ("torch", "jax", "auto")  # of the steps
 _ROWS_AT_ONCE = 4096
@@ -121,6 +121,7 @@ def train(
     require(guide, Guide, "train takes the guides of pyro_bdl", advice)
     steps = whole_number(steps, "steps")
     learning_rate = real_number(learning_rate, "learning_rate")
+    checkpoint = None if checkpoint is None else as_path(checkpoint, "checkpoint")
     data = data_for(model, guide, args)
     stopping, total = None, None
     if held_out is not None:
@@ -193,6 +194,27 @@ def train(
     return run if stopping is None else stopping.restored(run)
 
 
+@overload
+def estimate_elbo(
+    model: Callable, guide: Guide, *args: Any, num_particles: int = ...,
+    batch_size: int | None = ..., with_error: Literal[False] = ..., progress: bool | None = ...,
+) -> float: ...  # fmt: skip
+
+
+@overload
+def estimate_elbo(
+    model: Callable, guide: Guide, *args: Any, num_particles: int = ...,
+    batch_size: int | None = ..., with_error: Literal[True], progress: bool | None = ...,
+) -> tuple[float, float]: ...  # fmt: skip
+
+
+@overload
+def estimate_elbo(
+    model: Callable, guide: Guide, *args: Any, num_particles: int = ...,
+    batch_size: int | None = ..., with_error: bool, progress: bool | None = ...,
+) -> float | tuple[float, float]: ...  # fmt: skip
+
+
 @torch.no_grad()
 def estimate_elbo(
     model: Callable,
@@ -202,7 +224,7 @@ def estimate_elbo(
     batch_size: int | None = None,
     with_error: bool = False,
     progress: bool | None = None,
-) -> Any:
+) -> float | tuple[float, float]:
     """Estimate the ELBO at temperature 1, E_q[log p(y | w)] - KL(q || p), in nats, over all data.
 
     Batches of ``batch_size`` rows need a program that states N, as for ``train``. Each batch has

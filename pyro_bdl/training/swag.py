@@ -1,7 +1,7 @@
 """Snapshots of SGD around the MAP, for SWAG."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -217,7 +217,7 @@ def _determined(model: Callable, guide: Any, batch: Batch) -> float:
 
 
 @contextmanager
-def exchanged(parameters: list[Tensor], values: list[Tensor]) -> Iterator[None]:
+def exchanged(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
     """Give parameters other values inside ``with``; under ``no_grad``."""
     before = [parameter.detach().clone() for parameter in parameters]
     for parameter, value in zip(parameters, values, strict=True):

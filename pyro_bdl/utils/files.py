@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from pyro_bdl.utils.trees import equal_numbers
+from pyro_bdl.utils.validation import as_path
 
 _SAME = 1e-4  # relative: sums in float32 depend on the number of threads
 
@@ -26,7 +27,7 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     :param path: the file; symbolic links are followed.
     :raises IsADirectoryError: if the path is a folder.
     """
-    path = Path(path)
+    path = as_path(path)
     if path.is_dir():
         raise IsADirectoryError(f"'{path}' is a folder: name a file, or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)

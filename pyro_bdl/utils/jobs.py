@@ -17,7 +17,9 @@ import torch
 
 from pyro_bdl.utils.progress import progress_bar
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.validation import whole_number
 
+_MOST = 2**16  # processes
 _running = threading.Lock()  # of a worker's process: clusters run several jobs in its threads
 
 
@@ -51,6 +53,20 @@ class _Done(NamedTuple):
     warned: list[tuple[str, type[Warning], str, int]]
 
 
+def processes(value: Any) -> int | None:
+    """The argument ``n_jobs``, a number of processes as of joblib.
+
+    :raises TypeError: if it is no whole number.
+    :raises ValueError: for 0, and for numbers that no machine has.
+    """
+    if value is None:
+        return None
+    number = whole_number(value, "n_jobs", -_MOST, _MOST)
+    if not number:
+        raise ValueError("n_jobs must not be 0: it is the processes at once, -1 for all cores")
+    return number
+
+
 def results_of(
     function: Callable[..., Any],
     jobs: Iterable[Job],
@@ -64,7 +80,7 @@ def results_of(
     A job starts from its seed and a copy of the caller's parameter store, and leaves both as they
     were. Warnings of other processes are given here; an error has a note with the job's name.
 
-    :param n_jobs: processes at once, as in joblib: -1 for all cores; None for one after another,
+    :param n_jobs: of ``processes``: -1 for all cores; None for one after another,
         or what ``joblib.parallel_config`` says.
     """
     from joblib import Parallel, delayed, parallel  # imported when needed, it takes long

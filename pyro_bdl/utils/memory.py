@@ -18,6 +18,7 @@ from pyro_bdl.utils.validation import real_number
 # The largest block that still raises glibc's threshold, with room for its header and padding.
 _LARGEST_KEPT = 32 * 2**20 - 2**14
 _SHARE_OF_GPU = 64
+_NEVER_TOO_LARGE = 2**26  # bytes
 
 _limit: ContextVar[int | None] = ContextVar("pyro_bdl_working_memory", default=None)
 
@@ -81,6 +82,20 @@ def available_memory(device: torch.device) -> int | None:
         free, _ = torch.cuda.mem_get_info(device)
         return free
     return memory_of_machine()
+
+
+def require_memory(needed: float, device: torch.device, what: str, advice: str) -> None:
+    """Check that so many bytes are free on a device, before they are allocated.
+
+    :param what: what needs them, with its verb, such as "10 draws of 2 numbers need about".
+    :param advice: what to do instead.
+    :raises MemoryError: if they are not.
+    """
+    free = available_memory(device) if needed > _NEVER_TOO_LARGE else None
+    if free is not None and needed > free:
+        raise MemoryError(
+            f"{what} {needed / 2**30:.1f} GiB, of which {free / 2**30:.1f} are free: {advice}"
+        )
 
 
 def memory_of_machine(root: Path = Path("/")) -> int | None:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pyro_bdl.utils.files import atomic_write
+from pyro_bdl.utils.validation import as_path
 
 _VERSION = "1"
 _PLAIN = (bool, int, float, str, type(None))
@@ -29,7 +30,7 @@ def save_tree(path: str | Path, tree: Any, *, kind: str) -> Path:
     :param kind: what the file is, checked by ``load_tree``.
     :raises TypeError: for another object in the tree, with the place where it is.
     """
-    path = Path(path)
+    path = as_path(path)
     tensors: list[Tensor] = []
     text = json.dumps(_encoded(tree, tensors, "the state"))
     stored = {str(n): t.detach().cpu().contiguous().clone() for n, t in enumerate(tensors)}
@@ -45,7 +46,7 @@ def load_tree(path: str | Path, *, kind: str) -> Any:
     :raises FileNotFoundError: if there is no such file.
     :raises ValueError: for a file of another kind, or a damaged one.
     """
-    path = Path(path)
+    path = as_path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file '{path}'")
     try:
@@ -68,6 +69,7 @@ def load_tree(path: str | Path, *, kind: str) -> Any:
 
 def kind_of_file(path: str | Path) -> str | None:
     """The kind that ``save_tree`` was given; None for another file."""
+    path = as_path(path)
     try:
         with safe_open(str(path), framework="pt") as file:
             return (file.metadata() or {}).get("kind")

@@ -1,12 +1,16 @@
 """Checks of single arguments, with one-sentence errors."""
 
 import operator
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+_LARGEST = 2**63 - 1  # of torch's whole numbers
+_SHORT = 60  # characters of a value that an error shows as it is
 _INTERVALS = {
     "(0, inf)": "be positive and finite",
     "[0, 1]": "lie between 0 and 1",
@@ -27,13 +31,19 @@ def real_number(value: Any, name: str, interval: str = "(0, inf)") -> float:
             raise TypeError
         result = float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name} must be a number, got {value!r}") from None
+        raise TypeError(f"{name} must be a number, got {_shown(value)}") from None
     low, high = map(float, interval[1:-1].split(","))
     ends = (low, "[") if result == low else (high, "]")
     if not (low < result < high or (result == ends[0] and ends[1] in interval)):
         place = _INTERVALS.get(interval, f"lie in {interval}")
         raise ValueError(f"{name} must {place}, got {value}")
     return result
+
+
+def _shown(value: Any) -> str:
+    """A value in words: itself where it is short, else what it is."""
+    text = repr(value)
+    return text if len(text) <= _SHORT and "\n" not in text else f"a {type(value).__name__}"
 
 
 def one_of(value: Any, name: str, words: Iterable[str | None]) -> Any:
@@ -43,7 +53,8 @@ def one_of(value: Any, name: str, words: Iterable[str | None]) -> Any:
     """
     known = tuple(words)
     if not (value is None or isinstance(value, str)) or value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+        words = ", ".join(map(repr, known))
+        raise ValueError(f"{name} must be one of {words}, got {_shown(value)}")
     return value
 
 
@@ -58,6 +69,15 @@ def require(value: Any, kinds: Any, text: str, advice: str = "") -> None:
     if not isinstance(value, kinds):
         kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
         raise TypeError(f"{text}, got {kind}{advice}")
+
+
+def as_path(value: Any, name: str = "path") -> Path:
+    """A file or folder that is named by a string or by an object such as a ``Path``.
+
+    :raises TypeError: for anything else.
+    """
+    require(value, (str, os.PathLike), f"{name} must be a string or a Path")
+    return Path(value)
 
 
 def require_tensors(**values: Any) -> None:
@@ -124,7 +144,7 @@ def whole_number(value: Any, name: str, least: int = 1, most: int | None = None)
 
     :param name: the argument's name, for errors.
     :param least: the smallest number that is allowed.
-    :param most: the largest one; None for any.
+    :param most: the largest one; None for any of 64 bits.
     :raises TypeError: if the value is not a number.
     :raises ValueError: for a number that is not whole, NaN, too small or too large.
     """
@@ -138,8 +158,10 @@ def whole_number(value: Any, name: str, least: int = 1, most: int | None = None)
             raise TypeError
         number = operator.index(number)
     except TypeError:
-        raise TypeError(f"{name} must be a whole number, got {value!r}") from None
-    if number < least or (most is not None and number > most):
-        place = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise TypeError(f"{name} must be a whole number, got {_shown(value)}") from None
+    largest = _LARGEST if most is None else most
+    if not least <= number <= largest:
+        below = most is None and number < least
+        place = f"at least {least}" if below else f"from {least} to {largest}"
         raise ValueError(f"{name} must be {place}, got {value}")
     return number

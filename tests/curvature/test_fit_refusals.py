@@ -59,6 +59,22 @@ def test_programs_without_observations(oracle, structures, model, kind, words):
             oracle.fit(program, vector, torch.ones(3), structure=structure)
 
 
+def test_data_of_the_program_itself_are_named_where_single_rows_are_needed(oracle):
+    """Not the site whose data are the rows, which comes first."""
+
+    def model(y):
+        b = pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(b[0], 1.0), obs=y)
+        with pyro.plate("calibration", 3):
+            pyro.sample("c", dist.Normal(b[1], 1.0), obs=torch.ones(3, dtype=y.dtype))
+
+    y = torch.arange(4.0)
+    program, vector = oracle.program(model, y)
+    with pytest.raises(UnsupportedProgramError, match="site 'c' has 3 data beside the 4 rows"):
+        oracle.fit(program, vector, y, structure="kron")
+
+
 def test_missing_targets(oracle):
     model, x, y = case("several outputs")
     program, vector = oracle.program(model, x, y)

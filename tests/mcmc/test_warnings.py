@@ -3,6 +3,7 @@
 import itertools
 import random
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pyro
@@ -41,9 +42,9 @@ def test_numbers_that_are_no_latents_are_refused(number):
 
 
 def _chains(step_size=0.1, num_steps=7, diverging=0, still=False, draws=20, **more):
-    energy = torch.randn(3, draws)
+    vectors = torch.randn(3, draws, 2)
     if still:
-        energy[1] = energy[1, 0]
+        vectors[1] = vectors[1, 0]
     sizes = torch.full((3, draws), 0.1)
     sizes[1] = step_size
     diverged = torch.zeros(3, draws, dtype=torch.bool)
@@ -51,7 +52,7 @@ def _chains(step_size=0.1, num_steps=7, diverging=0, still=False, draws=20, **mo
     steps = torch.full((3, draws), num_steps)
     stats = {"step_size": sizes, "num_steps": steps, "diverging": diverged}
     stats |= {name: torch.full((3, draws), value) for name, value in more.items()}
-    return Chains(torch.randn(3, draws, 2), stats | {"potential_energy": energy})
+    return Chains(vectors, stats)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,13 @@ def test_chains_that_diverge_or_hardly_move(warn, options, words):
         if words is None:
             warnings.simplefilter("error")
         warn(_chains(**options))
+
+
+def test_a_kernel_without_statistics_is_judged_by_its_draws():
+    chains = replace(_chains(still=True), stats={})
+    warn_of_divergences(chains)
+    with pytest.warns(BdlWarning, match="hardly moved .*: 1; start elsewhere"):
+        warn_of_stuck_chains(chains)
 
 
 @pytest.mark.parametrize("backend", ["pyro", pytest.param("numpyro", marks=pytest.mark.slow)])

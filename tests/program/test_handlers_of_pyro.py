@@ -157,6 +157,8 @@ def test_targets_that_are_no_data_any_more_are_refused_by_name():
     for wrapped in (poutine.uncondition(model), poutine.block(model, hide=["y"])):
         with pytest.raises(UnsupportedProgramError, match="no observed site"):
             bdl.mcmc.sample(wrapped, X, Y, progress=False)
+        with pytest.raises(UnsupportedProgramError, match="no observed site"):
+            bdl.guides.AutoLaplaceGGN(wrapped).laplace_approximation((X, Y))
 
 
 @pytest.mark.parametrize("counts, precision", [(True, 4.0), (False, 3.0)])

@@ -18,6 +18,7 @@ from pyro_bdl.comparison.table import NAME
 from pyro_bdl.data.dataset import CENSORED, LINKS, Dataset
 from pyro_bdl.plots.style import GRAY
 from pyro_bdl.utils.files import atomic_write
+from pyro_bdl.utils.validation import as_path
 
 if TYPE_CHECKING:
     from pyro_bdl.comparison.table import Comparison
@@ -61,6 +62,7 @@ def write_page(
     :param settings: of the run, by heading, listed at the end.
     :param further: more tables, after the first.
     """
+    path = as_path(path)
     figures = comparison.figures(data=data) if figures is None else figures
     first = [_FIRST, *[name for name in _SECOND if name in figures][:1]]
     if comparison.first.latents is not None:
@@ -100,7 +102,6 @@ def write_page(
         },
         **_answer(comparison),
     )
-    path = Path(path)
     with atomic_write(path) as part:
         part.write_text(text, encoding="utf-8")
     return path

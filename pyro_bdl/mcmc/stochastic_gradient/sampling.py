@@ -18,10 +18,9 @@ from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
 from pyro_bdl.mcmc.stochastic_gradient.walk import Walk
 from pyro_bdl.program.check import check_finite
 from pyro_bdl.program.samples import Samples
-from pyro_bdl.utils.memory import available_memory
 from pyro_bdl.utils.module_state import device_of, evaluation_mode, vmappable
 from pyro_bdl.utils.random_state import checked_seed, own_randomness, seeded
-from pyro_bdl.utils.validation import real_number, whole_number
+from pyro_bdl.utils.validation import as_path, real_number, whole_number
 
 _MOST_ITERATIONS = 100  # of the power iteration
 _TOLERANCE = 0.01
@@ -87,12 +86,13 @@ def sgmcmc(
     num_samples, seed = whole_number(num_samples, "num_samples"), checked_seed(seed)
     num_chains = whole_number(num_chains, "num_chains")
     num_warmup = whole_number(num_warmup, "num_warmup", least=2 if kernel.settles else 0)
+    folder = None if checkpoint is None else as_path(checkpoint, "checkpoint")
     started, init = time.perf_counter(), as_start(init, subset)
     with evaluation_mode(model, init), seeded(seed):
         batches = MinibatchSource(data, batch_size, device=device_of(model))
         restriction = checked_restriction(model, batches, subset, init)
+        restriction.require_memory(num_chains, num_samples)
         start = starting_vectors(restriction, init, num_chains)
-        _check_memory(num_samples, start)
         described = restriction.described(start[0])
         info = {
             "kernel": kernel.name,
@@ -102,8 +102,8 @@ def sgmcmc(
             "options": kernel.options(),
         }
         journal = None
-        if checkpoint is not None:
-            journal = _journal(checkpoint, info, restriction, batches, start, kernel)
+        if folder is not None:
+            journal = _journal(folder, info, restriction, batches, start, kernel)
         walk = Walk(kernel, restriction, batches, start, journal)
         chains = walk.run(num_warmup, num_samples, progress)
     _warn_of_early_end(walk, chains.interrupted, num_samples)
@@ -137,7 +137,7 @@ def checked_restriction(
 
 
 def _journal(
-    folder: str | Path,
+    folder: Path,
     info: dict[str, Any],
     restriction: Restriction,
     batches: MinibatchSource,
@@ -172,17 +172,6 @@ def _warn_of_early_end(walk: Walk, interrupted: bool, num_samples: int) -> None:
     else:
         return
     warn(message, "chains-that-end-early")
-
-
-def _check_memory(num_samples: int, start: Tensor) -> None:
-    needed = num_samples * start.numel() * start.element_size()
-    free = available_memory(start.device)
-    if free is not None and needed > free:
-        raise MemoryError(
-            f"{num_samples} draws of {len(start)} chains over {start.shape[-1]} numbers take "
-            f"{needed / 2**30:.1f} GiB, of which {free / 2**30:.1f} are free: keep fewer draws "
-            "(num_samples), or sample a subset"
-        )
 
 
 def suggest_step_size(

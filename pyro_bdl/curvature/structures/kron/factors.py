@@ -19,11 +19,10 @@ from pyro_bdl.curvature.structures.base import beside, resize_buffers
 from pyro_bdl.curvature.structures.diagonal import check_positive
 from pyro_bdl.curvature.structures.kron.precision import KroneckerBlock
 from pyro_bdl.utils.linear_algebra import products
-from pyro_bdl.utils.memory import available_memory
+from pyro_bdl.utils.memory import require_memory
 from pyro_bdl.utils.precision import double
 
 DOUBLE_UP_TO = 1024  # the largest size that is decomposed in float64
-_NEVER_TOO_LARGE = 2**26  # bytes
 
 
 class Outer(NamedTuple):
@@ -106,14 +105,13 @@ class KroneckerFactor(nn.Module):
         working = 8 if size <= DOUBLE_UP_TO else item
         # the matrix; its copy in float64 and eigenvectors, and two matrices of LAPACK's workspace
         needed = size**2 * (groups * item + (2 * groups + 2) * working)
-        free = available_memory(like.device) if needed > _NEVER_TOO_LARGE else None
-        if free is not None and needed > free:
-            raise MemoryError(
-                f"the Kronecker factor of {size:,} x {size:,} numbers of the site '{self.site}' "
-                f"needs about {needed / 2**30:.1f} GiB with its decomposition, "
-                f'{free / 2**30:.1f} GiB are free: use structure="diag" or "low_rank", or a subset '
-                "of the latents without that site"
-            )
+        require_memory(
+            needed,
+            like.device,
+            f"the Kronecker factor of {size:,} x {size:,} numbers of the site '{self.site}' and "
+            "its decomposition need about",
+            'use structure="diag" or "low_rank", or a subset of the latents without that site',
+        )
 
     def scale(self, number: float) -> None:
         """Multiply A by a number that is not negative."""
