@@ -308,9 +308,6 @@ class _Draws:
             there = there.at(every_row, chains, len(here.mean))  # the draws that are kept of here
             points = separation(here, there, data.kind.task, are_draws=self.are_draws)
             evaluation = replace(evaluation, points={**evaluation.points, **points})
-            uncertainty = there.uncertainty(data.kind.task)
-            if uncertainty is not None and "uncertainty" in inputs:
-                inputs["ood"] = *inputs["uncertainty"], uncertainty
         if isinstance(self.posterior, Samples):
             # noisy draws of the target always seem to mix
             function = (
@@ -450,10 +447,6 @@ def _scored(
         may_be_censored=kind.may_be_censored,
     )
     inputs = score.inputs()
-    if evaluation.pit is not None:
-        inputs["pit"] = (evaluation.pit,)
-    if (uncertainty := block.uncertainty(kind.task)) is not None:
-        inputs["uncertainty"] = (uncertainty,)
     if block.draws is not None and len(block.draws) >= _LEAST_FOR_RANGE:
         draws = block.draws if block.seen is None else block.draws[:, block.seen]
         inputs["coverage range"] = tuple(coverage_range(draws).tolist())

@@ -161,12 +161,12 @@ def loo_by(left_out: LeftOut | None, by: str) -> str:
     return by
 
 
-@number("p", detail=True)
-def p_loo(left_out: LeftOut | None, by: str) -> float | None:
-    """Effective number of parameters by PSIS-LOO."""
+@number("p", detail=True, error=True)
+def p_loo(left_out: LeftOut | None, by: str) -> tuple[float, float] | None:
+    """Effective number of parameters by PSIS-LOO, with its standard error over data and draws."""
     if not isinstance(left_out, LOO | SubsampledLOO) or _withheld(left_out, by):
         return None
-    return left_out.p_loo
+    return left_out.p_loo, left_out.p_loo_se
 
 
 @number("difference", of="", error=True)
@@ -381,7 +381,7 @@ def difference(ours: LeftOut, theirs: LeftOut) -> tuple[float, float]:
     Source: Vehtari, Gelman, Gabry (2017), eq. 24; ``arviz.compare`` divides by N, not N - 1.
     """
     gap = ours.pointwise - theirs.pointwise.to(ours.pointwise)
-    parts = [(side.draws_se, GROUPS - 1.0) for side in (ours, theirs)]
+    parts = [(side.draws_se, math.inf) for side in (ours, theirs)]  # enlarged for its groups
     if isinstance(ours, SubsampledLOO) and isinstance(theirs, SubsampledLOO):
         near = ours.approximation - theirs.approximation.to(ours.approximation)
         total, subsampling, over_data = difference_estimate(gap, near, ours.rows)

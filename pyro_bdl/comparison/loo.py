@@ -199,9 +199,8 @@ def _columns(
     columns = left_out_columns(draws, powers=powers)
     if is_mixture:
         ratios = _powered(-log_likelihood, powers) - mixed
-        columns = leave_out(log_likelihood.T, ratios.T, 1.0)
-        columns[1] = (log_likelihood - mixed).logsumexp(0) - (-mixed).logsumexp(0)
-    limit = good_k(count)
+        columns = leave_out(log_likelihood.T, ratios.T, 1.0, -mixed.T)
+    limit, of_all = good_k(count), 4 + (len(columns) - 4) // 2  # with datum n from there on
     if method == "moment_matching":
         with evaluation_mode(model, samples):
             program, run = Program.with_run(model, args, {})
@@ -215,7 +214,7 @@ def _columns(
                 power = 1.0 if powers is None else float(powers[n])
                 column = moment_matched(vectors, log_joint, own, of_datum, power=power)
                 if column is not None:
-                    columns[0, n], columns[2:, n] = column[0], column[2:]
+                    columns[0, n], columns[2:of_all, n] = column[0], column[2:of_all]
     variance = 0.0
     bad = (columns[2] > limit).nonzero().flatten().tolist()
     if refit is not None and bad:
@@ -233,7 +232,7 @@ def _columns(
         for n, (left_out, over_draws, _, k) in zip(bad, results, strict=True):
             if not k[0] >= columns[2, n]:
                 columns[0, n], columns[2, n] = left_out[0], k[0]
-                columns[3:, n] = left_out[0]  # its error is that of other draws
+                columns[3, n], columns[4:of_all, n] = 0.0, left_out[0]  # by draws of its own
                 variance += over_draws**2
     return columns, draws, variance**0.5, torch.cat(known) if known else None
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,9 +20,12 @@ from pyro_bdl.utils.jackknife import (
     of_many,
 )
 from pyro_bdl.utils.precision import double
+from pyro_bdl.utils.trees import tree_leaves, tree_map
 
 Inputs = Mapping[str, tuple[Any, ...]]  # of metrics, by ``of``
 NUMBERS, CLASSES = "regression", "classification"
+WHOLE = "whole"
+_POINT_GROUPS = 20
 _OF_PLACES = ("far_at", "khat_high")  # shares of the points, with an error over runs only
 
 
@@ -50,7 +54,8 @@ class Metric:
         the mean of zeros and ones, or ``"root"`` for the square root of a mean. The function then
         returns the value of each point, ``(N, ...)``; the rows hold the standard error over points
         and draws under ``key_se``, and the paired difference from the reference under ``key_diff``
-        with its error.
+        with its error. ``"whole"`` is for a number of all points that is no mean over them: the
+        function returns it, and its errors are those of the jackknife.
     """
 
     key: str
@@ -145,6 +150,7 @@ def measure_points(
         others are left out of the averages.
     """
     known = (m for m in of_task(metrics, task) if m.of in inputs and m.over_points)
+    known = (m for m in known if m.over_points != WHOLE)
     values = {m.key: double(m.function(*inputs[m.of])) for m in known}
     if seen is None:
         return {key: value.reshape(len(value), -1).mean(1) for key, value in values.items()}
@@ -222,6 +228,56 @@ class PointScores:
         if metric.over_points == "share" and len(apart):  # has steps, which say nothing of a bias
             apart = apart - apart.mean()
         return cls(float(number), standard_error_of_mean(of_error), influence, apart.cpu())
+
+    @classmethod
+    def of_whole(
+        cls,
+        metric: Metric,
+        inputs: Any,
+        views: Sequence[Any] | None,
+        rows: Tensor | None = None,
+        with_ends: Any = None,
+    ) -> "PointScores":
+        """The score of a metric that is no mean over the points.
+
+        The points are dealt at random, the same for all posteriors, into G groups, and the number
+        v_g is computed without each. The pseudo-values G v - (G - 1) v_g are the influence, of
+        which the error over the points follows, enlarged for few groups and with the bias of few
+        points, (G - 1) (mean v_g - v) (Quenouille 1956; Tukey 1958).
+
+        :param inputs: of the metric, of whose tensors the first axis is that of the points.
+        :param views: the inputs of all draws and without each group of them, at the same or fewer
+            points; none where these are too few, and None for values that do not come from draws.
+        :param rows: of which row each point is, ``(N,)``, which are what was sampled.
+        :param with_ends: the inputs that the error over the points is computed of.
+        """
+        number = float(metric.function(*inputs))
+        inputs = inputs if with_ends is None else with_ends
+        counts = [
+            len(value) if rows is None else int(rows.max()) + 1 for value in tree_leaves(inputs)
+        ]
+        groups, whole = min(_POINT_GROUPS, *counts), float(metric.function(*inputs))
+
+        def without(g: int) -> float:
+            def kept(values: Tensor) -> Tensor:
+                of = torch.arange(len(values), device="cpu") if rows is None else rows.cpu()
+                order = np.random.default_rng(0).permutation(int(of.max()) + 1) % groups
+                return values[torch.as_tensor(order != g, device="cpu")[of].to(values.device)]
+
+            return float(metric.function(*tree_map(kept, inputs)))
+
+        each = torch.tensor(
+            [without(g) for g in range(groups)] if groups > 1 else [math.nan] * 2,
+            dtype=torch.float64, device="cpu",
+        )  # fmt: skip
+        bias = (groups - 1) * (float(each.mean()) - whole)
+        error = float(jackknife_error(each)) * enlarged(ERRORS, (1.0, groups - 1))
+        apart = each.new_zeros(GROUPS)
+        if views is not None:
+            several = each.new_tensor([float(metric.function(*view)) for view in views])
+            apart = several[1:] - several[:1]
+        influence = groups * whole - (groups - 1) * each
+        return cls(number, math.hypot(error, bias), influence, apart)
 
     @property
     def over_draws(self) -> float:

@@ -25,15 +25,16 @@ A metric names its inputs by ``of``:
                         of the mean probabilities and None for the variance
 ``"pit"``               the probability integral transforms ``(N, ...)``
 ``"coverage range"``    both ends of the range of the coverage at 90 %
-``"uncertainty"``       the parts of the uncertainty, an ``Uncertainty``
+``"uncertainty"``       the parts of the uncertainty, an ``Uncertainty``, of a batch
 ``"ood"``               the ``Uncertainty`` at test inputs and at inputs from elsewhere
 ``"labels"``            as ``"mean"``, of classes, at all points
 ======================  =========================================================================
 
-``"draws"`` and ``"density"`` are known of one batch of test data at a time, since they need much
-memory: their metrics are means over the test points (``over_points``); those of ``"halves"`` and
-``"labels"`` are such means too, of all points at once, and AUROC is one over the points of both
-kinds. Numbers are in the target's units.
+``"draws"``, ``"density"`` and ``"uncertainty"`` are known of one batch of test data at a time,
+since they need much memory: their metrics are means over the test points (``over_points``); those
+of ``"halves"`` and ``"labels"`` are such means too, of all points at once, and AUROC is one over
+the points of both kinds. What is no mean, ``over_points="whole"``, gets its errors by the
+jackknife. Numbers are in the target's units.
 
 Means over the test points are computed again without each of ten groups of draws, which gives their
 error over the draws: of ``"density"`` and ``"mean"`` at all points, of the others at up to 100 of
@@ -55,6 +56,7 @@ from pyro_bdl.comparison.kind import Kind
 from pyro_bdl.comparison.metric import (
     CLASSES,
     NUMBERS,
+    WHOLE,
     Metric,
     PointScores,
     measure_points,
@@ -79,6 +81,7 @@ from pyro_bdl.metrics.temperature import best_temperature, calibrated_nlpd
 from pyro_bdl.metrics.uncertainty import Uncertainty, placements
 from pyro_bdl.utils.jackknife import number_of_groups, without_each
 from pyro_bdl.utils.precision import double
+from pyro_bdl.utils.random_state import seeded
 
 # Below this many effective draws the density of a mixture says more about their number.
 FEW_DRAWS = 10
@@ -89,11 +92,13 @@ _BY_NUMBER = (
     "draws",
     "bounds",
     "moments",
+    "uncertainty",
 )  # have a value for each number of a target
 _AT_ALL = ("halves", "labels")  # need all points at once
 _OF_DRAWS = {"draws", "bounds"}
+_AT_SOME = _OF_DRAWS | {"uncertainty"}
 _OF_DATA = {"density", "log predictive"}
-_OF_ALL = {"log mean", "mean", "variance", "y"}
+_OF_ALL = {"log mean", "mean", "variance", "y", "seen"}
 _MOST_POINTS = 100  # of a batch, for errors over draws that would take long at all of them
 
 TEST_DATA, CALIBRATION = "test data", "calibration"
@@ -238,7 +243,7 @@ def coverage_to(low: float, high: float) -> float:
 coverage_95 = _coverage("coverage_95", 95)
 
 
-@calibration("PIT", "pit", task=NUMBERS)
+@calibration("PIT", "pit", task=NUMBERS, over_points=WHOLE)
 def pit(transforms: Tensor) -> Tensor:
     """Kolmogorov-Smirnov distance of the probability integral transforms from uniform; for a
     calibrated posterior and N independent targets it is above 1.36 / sqrt(N) with probability
@@ -246,7 +251,7 @@ def pit(transforms: Tensor) -> Tensor:
     return uniformity(transforms)
 
 
-@calibration("adaptive ECE", "mean", task=CLASSES, style="percent")
+@calibration("adaptive ECE", "labels", task=CLASSES, style="percent", over_points=WHOLE)
 def ace(mean: Tensor, y: Tensor) -> Tensor:
     """Calibration error in 15 bins that hold equally many test points."""
     return metrics.adaptive_calibration_error(mean, y)
@@ -276,35 +281,35 @@ def expected_nll(density: Tensor, rows: int) -> Tensor:
 # ---------------------------------------------------------------------------------- uncertainty
 
 
-@uncertainty("aleatoric", "uncertainty", task=NUMBERS, key="aleatoric")
+@uncertainty("aleatoric", "uncertainty", task=NUMBERS, key="aleatoric", over_points="root")
 def noise_sd(parts: Uncertainty) -> Tensor:
     """The sd of the noise, root mean square over the test points, in units of the target."""
-    return parts.aleatoric.mean().sqrt()
+    return parts.aleatoric
 
 
-@uncertainty("aleatoric", "uncertainty", task=CLASSES)
+@uncertainty("aleatoric", "uncertainty", task=CLASSES, over_points="mean")
 def aleatoric(parts: Uncertainty) -> Tensor:
     """Mean entropy of the classes given the weights, in nats."""
-    return parts.aleatoric.mean()
+    return parts.aleatoric
 
 
-@uncertainty("epistemic", "uncertainty", task=NUMBERS, key="epistemic")
+@uncertainty("epistemic", "uncertainty", task=NUMBERS, key="epistemic", over_points="root")
 def function_sd(parts: Uncertainty) -> Tensor:
     """The sd of the mean prediction over the posterior, root mean square over the test points, in
     units of the target. The squares of both terms sum to the variance."""
-    return parts.epistemic.mean().sqrt()
+    return parts.epistemic
 
 
-@uncertainty("epistemic", "uncertainty", task=CLASSES)
+@uncertainty("epistemic", "uncertainty", task=CLASSES, over_points="mean")
 def epistemic(parts: Uncertainty) -> Tensor:
     """Mutual information of class and weights, in nats; both terms sum to the entropy."""
-    return parts.epistemic.mean()
+    return parts.epistemic
 
 
-@uncertainty("OOD entropy", "ood", task=CLASSES)
+@uncertainty("OOD entropy", "ood", task=CLASSES, over_points="mean")
 def ood_entropy(here: Uncertainty, there: Uncertainty) -> Tensor:
     """Mean entropy of the predictive class distribution at out-of-distribution inputs, in nats."""
-    return there.total.mean()
+    return there.total
 
 
 @uncertainty("AUROC", "ood", over_points="mean", detail=False)  # it was asked for
@@ -314,14 +319,14 @@ def auroc(here: Uncertainty, there: Uncertainty) -> Tensor:
     return _over_both(here.total, there.total)
 
 
-@uncertainty("AUPR", "ood")
+@uncertainty("AUPR", "ood", over_points=WHOLE)
 def aupr(here: Uncertainty, there: Uncertainty) -> Tensor:
     """Area under the precision-recall curve of the predictive uncertainty, with out-of-distribution
     inputs as the positives; their share among all inputs means no separation."""
     return metrics.aupr(here.total, there.total)
 
 
-@uncertainty("FPR at 95 %", "ood", style="percent")
+@uncertainty("FPR at 95 %", "ood", style="percent", over_points=WHOLE)
 def fpr95(here: Uncertainty, there: Uncertainty) -> Tensor:
     """Share of the test inputs with a predictive uncertainty that at least 95 % of the
     out-of-distribution inputs reach; smaller is better."""
@@ -334,7 +339,7 @@ def auroc_epistemic(here: Uncertainty, there: Uncertainty) -> Tensor:
     return _over_both(here.epistemic, there.epistemic)
 
 
-@uncertainty("AURC", "mean", task=CLASSES)
+@uncertainty("AURC", "labels", task=CLASSES, over_points=WHOLE)
 def aurc(mean: Tensor, y: Tensor) -> Tensor:
     """Area under the risk-coverage curve: the share of errors among the surest points, by the
     probability of the predicted class, averaged over how many are taken; smaller is better."""
@@ -362,6 +367,13 @@ def _over_both(here: Tensor, there: Tensor) -> Tensor:
     return torch.cat([area + count / len(kind) * (kind - area) for kind in kinds])
 
 
+def with_ends(parts: Uncertainty) -> Tensor:
+    """The total ``(N, ...)`` with two more points below all others and two above."""
+    total = parts.total
+    two = torch.full_like(total[:1], torch.inf).expand(2, *total.shape[1:])
+    return torch.cat([total, two, -two])
+
+
 def _placed(here: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
     """The placements of each point."""
     of_numbers = placements(here, there)
@@ -383,10 +395,19 @@ def separation(
     :param are_draws: whether the predictions are of draws, which could be others.
     """
     views = [here.draw_numbers, *_groups_of(here, are_draws)]
-    parts = [[side.at_draws(view).uncertainty(task) for side in (here, there)] for view in views]
-    if None in parts[0]:
+    if task != CLASSES and here.noise is None:
         return {}
+    parts: list[list[Any]] = [
+        [side.at_draws(view).uncertainty(task) for side in (here, there)] for view in views
+    ]
     found = {}
+    for other in (ood_entropy,) if task == CLASSES else ():
+        values = torch.stack([other.function(*sides) for sides in parts])
+        found[other.key] = PointScores.of(other, values[0], values if are_draws else None)
+    ended = [Uncertainty(ends, torch.zeros_like(ends)) for ends in map(with_ends, parts[0])]
+    for other in (aupr, fpr95):
+        drawn = parts if are_draws else None
+        found[other.key] = PointScores.of_whole(other, parts[0], drawn, with_ends=ended)
     several = len(here.mean) > 1  # one prediction cannot disagree with itself
     for area, name in ((auroc, "total"), (auroc_epistemic, "epistemic"))[: 1 + several]:
         both = [[getattr(part, name) for part in sides] for sides in parts]
@@ -426,13 +447,10 @@ class Score:
         """Score a batch."""
         parts, inputs = self._read(block)
         seen = parts.get("seen")
-        if "draws" in inputs:
-            draws, y = inputs["draws"]
-            exact = isinstance(draws, Normals)
-            parts["transforms"] = draws.pit(y) if exact else metrics.pit(draws, y)
-        if "bounds" in inputs:
-            draws, low, high = inputs["bounds"]
-            parts["transforms"] = metrics.pit(draws, low, upper=high)
+        for name in _OF_DRAWS & inputs.keys():
+            parts["transforms"] = _transforms(*inputs[name])
+        if (uncertainty := self._uncertainty(block, slice(None))) is not None:
+            inputs["uncertainty"] = (uncertainty,)
         parts |= measure_points(SCORES, self.kind.task, inputs, seen)
         parts |= {n: self._rows + owners for n, owners in _owners(block, self.kind.task).items()}
         self._rows += block.rows
@@ -492,12 +510,21 @@ class Score:
             inputs["moments"] = mean, parts["variance"], y
         return parts, inputs
 
+    def _uncertainty(self, block: Block, some: slice) -> Uncertainty | None:
+        """The parts of the uncertainty at some points; of labels, those that were seen."""
+        noise = None if block.noise is None else block.noise[:, some]
+        found = replace(block, mean=block.mean[:, some], noise=noise).uncertainty(self.kind.task)
+        if found is None or block.seen is None or self.kind.task != CLASSES:
+            return found
+        return Uncertainty(*(part[block.seen[some]] for part in found))
+
     def _of_groups(self, block: Block) -> dict[str, Tensor]:
         """The values ``(1 + G, n)`` of metrics with all draws, and without each group of them, and
         what ``"halves"`` takes, at some of the points."""
         several: dict[str, list[Tensor]] = {}
         for view in (block.draw_numbers, *_groups_of(block, self.are_draws)):
-            parts, inputs = self._read(block.at_draws(view))
+            viewed = block.at_draws(view)
+            parts, inputs = self._read(viewed)
             seen = parts.get("seen")
             some = slice(None, None, -(-len(parts["mean"]) // _MOST_POINTS))
             at_some = None if seen is None else seen[some]
@@ -507,6 +534,11 @@ class Score:
                 exact = isinstance(draws, Normals)
                 few = Normals(*(part[:, some] for part in draws)) if exact else draws[:, some]
                 thinned = {name: (few, *(end[some] for end in ends))}
+                values |= measure_points(SCORES, self.kind.task, thinned, at_some)
+                with seeded(0):  # the places of equal numbers are the same in all views
+                    values["transforms"] = _transforms(*thinned[name])
+            if (uncertainty := self._uncertainty(viewed, some)) is not None:
+                thinned = {"uncertainty": (uncertainty,)}
                 values |= measure_points(SCORES, self.kind.task, thinned, at_some)
             values |= measure_points(SCORES, self.kind.task, inputs, seen)
             for name in _OF_ALL & parts.keys():
@@ -552,7 +584,8 @@ class Score:
 
     def _views(self) -> list[dict[str, Tensor]]:
         """The predictions at some points, of all draws and without each group of them."""
-        groups = {n: torch.cat(self._groups[n], 1) for n in (*_OF_ALL, "seen") if n in self._groups}
+        names = {*_OF_ALL, "transforms"} & self._groups.keys()
+        groups = {n: torch.cat(self._groups[n], 1) for n in names}
         count = len(groups["mean"]) if "mean" in groups else 0
         return [
             _of_seen({name: values[g] for name, values in groups.items()}) for g in range(count)
@@ -567,9 +600,12 @@ class Score:
 
     def _inputs_of(self, whole: Mapping[str, Tensor]) -> dict[str, tuple]:
         classes = self.kind.task == CLASSES
+        inputs = cast(dict[str, tuple], {})
+        if "transforms" in whole:
+            inputs["pit"] = (whole["transforms"],)
         if "y" not in whole or self.kind.may_be_censored:
-            return {}
-        inputs: dict[str, tuple] = {"mean": (whole["mean"], whole["y"])}
+            return inputs
+        inputs["mean"] = whole["mean"], whole["y"]
         enough = len(whole["y"]) >= _LEAST_FOR_HALVES and (classes or self.kind.is_normal)
         if enough and (predictions := self._predictions(whole)) is not None:
             inputs["halves"] = predictions
@@ -598,19 +634,42 @@ class Score:
                 return PointScores.of(metric, values, several)
             if several is none:
                 return PointScores.of(metric, values, several, whole["weights"])
-            of_some = groups["weights of some" if metric.of in _OF_DRAWS else "weights"][0]
+            of_some = groups["weights of some" if metric.of in _AT_SOME else "weights"][0]
             return PointScores.of(metric, values, several, whole["weights"], of_some)
 
         found = {metric.key: scores(metric) for metric in known if metric.key in whole}
         if ece.key in found:
             own, chance = found[ece.key], calibration_error_by_chance(self.of_seen()["mean"])
             found[ece.key] = replace(own, over_points=math.hypot(own.over_points, chance))
+        inputs = self._inputs_of(self.of_seen())
+        several = [self._inputs_of(view) for view in self._views()]
+        for one in known:
+            if one.over_points == WHOLE and one.of in inputs:
+                drawn = [view[one.of] for view in several if one.of in view]
+                found[one.key] = PointScores.of_whole(
+                    one, inputs[one.of], drawn if self.are_draws else None, self._rows_of(one.of)
+                )
         return found
+
+    def _rows_of(self, name: str) -> Tensor | None:
+        """The row of each point of an input; None where rows are points."""
+        whole = self.whole()
+        if name == "labels":
+            return whole.get("owners of labels")
+        seen = whole.get("seen")
+        return None if seen is None or seen.all() else seen.nonzero()[:, 0]
 
     def _at_all(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         inputs = self._inputs_of(whole)
         inputs = {name: inputs[name] for name in _AT_ALL if name in inputs}
         return measure_points(SCORES, self.kind.task, inputs)
+
+
+def _transforms(draws: Tensor | Normals, low: Tensor, high: Tensor | None = None) -> Tensor:
+    """The probability integral transforms of targets, or of limits between which they lie."""
+    if isinstance(draws, Normals):
+        return draws.pit(low)
+    return metrics.pit(draws, low, upper=high)
 
 
 def _owners(block: Block, task: str) -> dict[str, Tensor]:

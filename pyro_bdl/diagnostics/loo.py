@@ -12,7 +12,7 @@ from pyro_bdl.diagnostics.blocks import check_draws, map_blocks, split_chains
 from pyro_bdl.diagnostics.ess import ess_of_chains
 from pyro_bdl.diagnostics.psis import check_efficiency, good_k, smooth, tail_size
 from pyro_bdl.errors import warn
-from pyro_bdl.utils.jackknife import jackknife_error, number_of_groups
+from pyro_bdl.utils.jackknife import ERRORS, enlarged, jackknife_error, number_of_groups
 from pyro_bdl.utils.precision import double, double_device
 
 
@@ -43,10 +43,13 @@ class LOO:
     :param pareto_k: float64, k-hat of each observation; above ``good_k`` its value is not reliable.
     :param good_k: min(1 - 1 / log10(S), 0.7).
     :param num_draws: S, of all chains.
-    :param draws_se: standard error of ``elpd`` over the draws, by leaving out one group of ten
-        after the other, at fixed weights; NaN for fewer than 20 draws.
+    :param draws_se: standard error of ``elpd`` over the draws, so that two of them are a 95 %
+        interval: by leaving out one group of ten after the other, at fixed weights, enlarged for
+        so few groups, with the bias of smoothing (``leave_out``), by which ``elpd`` is too high
+        where data are few for the latents; NaN for fewer than 20 draws.
     :param pit: of numbers, by ``bdl.loo``: the probability integral transform of each observation
         among predictions without it, by the weights of PSIS; uniform if the predictions are right.
+    :param p_loo_se: standard error of ``p_loo``, over observations and draws.
     """
 
     elpd: float
@@ -58,6 +61,7 @@ class LOO:
     num_draws: int
     draws_se: float = math.nan
     pit: Tensor | None = None
+    p_loo_se: float = math.nan
 
     @property
     def num_bad(self) -> int:
@@ -84,7 +88,8 @@ class LOO:
     def __repr__(self) -> str:
         errors = f"se {self.se:.2f} over data, {self.draws_se:.2f} over draws"
         return (
-            f"elpd_loo {self.elpd:.2f} ({errors}), p_loo {self.p_loo:.2f}; "
+            f"elpd_loo {self.elpd:.2f} ({errors}), "
+            f"p_loo {self.p_loo:.2f} (se {self.p_loo_se:.2f}); "
             f"{self.pointwise.numel()} observations, {self.num_draws} draws; "
             f"k-hat above {self.good_k:.2f}: {self.num_bad}"
         )
@@ -119,7 +124,7 @@ def loo(log_likelihood: Tensor, *, r_eff: float | None = 1.0) -> LOO:
 def left_out_columns(
     log_likelihood: Tensor, r_eff: float | None = 1.0, powers: Tensor | None = None
 ) -> Tensor:
-    """The columns of ``leave_out`` of all observations, ``(3 + G, ...)``, from the arguments of
+    """The columns of ``leave_out`` of all observations, ``(4 + 2 G, ...)``, from the arguments of
     ``loo``.
 
     :param powers: of the likelihoods in the density of the posterior, ``(N,)``, for ``(chains,
@@ -135,7 +140,7 @@ def left_out_columns(
         ll = x.flatten(1)
         if r_eff is not None:
             return leave_out(ll, -ll, r_eff)
-        found = ll.new_empty(3 + number_of_groups(ll.shape[1]), len(ll))
+        found = ll.new_empty(4 + 2 * number_of_groups(ll.shape[1]), len(ll))
         likelihood = (x - x.amax((1, 2), keepdim=True)).exp()
         ratios = ess_of_chains(split_chains(likelihood)).nan_to_num(ll.shape[1]) / ll.shape[1]
         sizes = [tail_size(ll.shape[1], ratio) for ratio in ratios.tolist()]
@@ -198,16 +203,27 @@ def standard_error(pointwise: Tensor) -> float:
     return math.sqrt(n * pointwise.var().item()) if n > 1 else math.nan
 
 
-def leave_out(ll: Tensor, log_ratios: Tensor, r_eff: float) -> Tensor:
-    """Each observation's log density without it, its log density with all data, k-hat, and the
-    first without each group of draws: ``(3 + G, block)``."""
-    log_weights, k = smooth(log_ratios, r_eff)
+def leave_out(ll: Tensor, log_ratios: Tensor, r_eff: float, of_all: Tensor | float = 0.0) -> Tensor:
+    """Each observation's log density without it, its log density with all data, k-hat, the bias of
+    the first, and the first two without each group of draws: ``(4 + 2 G, block)``.
+
+    The bias is what the weights lack of the fitted tail (:func:`smooth`), a share d of their sum at
+    the likelihood p of the largest ratio: log(1 + d) - log(1 + d p / sum v p).
+
+    :param of_all: log weights of the draws for the posterior with all data, as ``ll``.
+    """
+    log_weights, k, lacking = smooth(log_ratios, r_eff)
     weighted = log_weights + ll
-    rows = [weighted.logsumexp(-1), log_mean_exp(ll), k]
-    if groups := number_of_groups(ll.shape[-1]):
+    of_all = torch.zeros_like(ll) + of_all
+    without, with_all = weighted.logsumexp(-1), (ll + of_all).logsumexp(-1) - of_all.logsumexp(-1)
+    farthest = ll.gather(-1, log_ratios.argmax(-1, keepdim=True))[..., 0]
+    bias = lacking.log1p() - (lacking * (farthest - without).exp()).log1p()
+    rows = [without, with_all, k, bias]
+    groups = number_of_groups(ll.shape[-1])
+    for pair in ((weighted, log_weights), (ll + of_all, of_all)) if groups else ():
         sums = [
             torch.stack([part.logsumexp(-1) for part in values.tensor_split(groups, -1)])
-            for values in (weighted, log_weights)
+            for values in pair
         ]
         for g in range(groups):
             others = [h for h in range(groups) if h != g]
@@ -218,14 +234,26 @@ def leave_out(ll: Tensor, log_ratios: Tensor, r_eff: float) -> Tensor:
 def total(
     found: Tensor, log_likelihood: Tensor, other_error: float = 0.0, pit: Tensor | None = None
 ) -> LOO:
-    """The result of the columns of ``leave_out``, ``(3 + G, *data)``.
+    """The result of the columns of ``leave_out``, ``(4 + 2 G, *data)``.
 
     :param other_error: a standard error over draws that the columns do not hold, in nats.
     :param pit: of leave-one-out.
     """
     left_out, with_all, k = found[:3]
-    # of all observations, without each group of draws; there may be no groups
-    without = found[3:].reshape(len(found) - 3, k.numel()).sum(1)
+    bias, *groups = (
+        found[3:]
+        .reshape(len(found) - 3, k.numel())
+        .sum(1)
+        .split([1, (len(found) - 4) // 2, (len(found) - 4) // 2])
+    )
+
+    def over_draws(without: Tensor) -> float:
+        """The error of a sum over all observations from those without each group of draws."""
+        if not len(without):
+            return math.nan
+        error = float(jackknife_error(without) * enlarged(ERRORS, (1.0, len(without) - 1)))
+        return math.hypot(error, float(bias), other_error)
+
     num_draws = log_likelihood.shape[0] * log_likelihood.shape[1]
     result = LOO(
         elpd=left_out.sum().item(),
@@ -235,8 +263,9 @@ def total(
         pareto_k=k,
         good_k=good_k(num_draws),
         num_draws=num_draws,
-        draws_se=math.hypot(jackknife_error(without), other_error) if len(without) else math.nan,
+        draws_se=over_draws(groups[0]),
         pit=pit,
+        p_loo_se=math.hypot(standard_error(with_all - left_out), over_draws(groups[1] - groups[0])),
     )
     if result.num_bad:
         warn(
@@ -273,6 +302,11 @@ class SubsampledLOO:
     rows: Tensor
 
     @property
+    def p_loo_se(self) -> float:
+        """Standard error of ``p_loo``: N / m times that of the m observations."""
+        return self.left_out.p_loo_se * len(self.approximation) / len(self.rows)
+
+    @property
     def pointwise(self) -> Tensor:
         """log p(y_n | the others) of the m observations."""
         return self.left_out.pointwise
@@ -303,8 +337,9 @@ class SubsampledLOO:
             f"{self.draws_se:.2f} over draws"
         )
         return (
-            f"elpd_loo {self.elpd:.2f} ({errors}), p_loo {self.p_loo:.2f}; {len(self.rows)} of "
-            f"{len(self.approximation)} observations; "
+            f"elpd_loo {self.elpd:.2f} ({errors}), "
+            f"p_loo {self.p_loo:.2f} (se {self.p_loo_se:.2f}); "
+            f"{len(self.rows)} of {len(self.approximation)} observations; "
             f"k-hat above {self.left_out.good_k:.2f}: {self.num_bad}"
         )
 

@@ -71,7 +71,7 @@ def moment_matched(
     """
     u, here, own = double(draws), double(log_joint), double(log_likelihood)
     at = _Affine(u.mean(0), torch.zeros_like(u[0]), torch.ones_like(u[0]))
-    weights, start = smooth(-power * own[None], 1.0)
+    weights, start, _ = smooth(-power * own[None], 1.0)
     moved, moved_joint, moved_own, k = u, here, own, start
     for _ in range(_MOST_STEPS):
         if not k > _GOAL:
@@ -80,7 +80,7 @@ def moment_matched(
             there = trial(u)
             joint, likelihood = (double(value) for value in density(there.to(draws)))
             ratios = joint - power * likelihood - here
-            new_weights, new_k = smooth(_usable(ratios)[None], 1.0)
+            new_weights, new_k, _ = smooth(_usable(ratios)[None], 1.0)
             if new_k < k:
                 at, moved, moved_joint, moved_own = trial, there, joint, likelihood
                 weights, k = new_weights, new_k

@@ -53,7 +53,7 @@ def psis(log_ratios: Tensor, *, r_eff: float = 1.0) -> PSIS:
     check_efficiency(r_eff)
 
     def statistic(x: Tensor) -> Tensor:
-        log_weights, k = smooth(x.flatten(1), r_eff)
+        log_weights, k, _ = smooth(x.flatten(1), r_eff)
         return torch.cat([log_weights.T, k[None]])
 
     found = map_blocks(statistic, log_ratios)
@@ -74,8 +74,14 @@ def check_efficiency(r_eff: float) -> None:
     real_number(r_eff, "r_eff, the ESS over S,")
 
 
-def smooth(log_ratios: Tensor, r_eff: float) -> tuple[Tensor, Tensor]:
-    """Normalized smoothed log weights ``(block, S)`` and k-hat ``(block,)`` of each row.
+def smooth(log_ratios: Tensor, r_eff: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalized smoothed log weights ``(block, S)``, k-hat, and the share that the weights lack of
+    the fitted tail's mean, ``(block,)`` each, of each row.
+
+    The weights of the tail are quantiles, none above the largest ratio, whose sum is less than m
+    times the mean of the Pareto distribution beyond the threshold u, u + sigma / (1 - k). This k is
+    not shrunk, but is at most ``good_k``, beyond which the mean is not known. The share is of the
+    sum of all weights; 0 without a fit.
 
     :param log_ratios: float64 ``(block, S)``.
     """
@@ -83,12 +89,14 @@ def smooth(log_ratios: Tensor, r_eff: float) -> tuple[Tensor, Tensor]:
     count = tail_size(x.shape[-1], r_eff)
     if count < _LEAST_TAIL:
         k = torch.full_like(x[:, 0], torch.inf)
-        return x.log_softmax(-1), k
+        return x.log_softmax(-1), k, torch.zeros_like(k)
     top = largest(x, count + 1)
     threshold, tail = top.values[:, :1], top.values[:, 1:]
-    smoothed, k = _smooth_tail(tail, threshold)
+    smoothed, k, mean = _smooth_tail(tail, threshold, good_k(x.shape[-1]))
     x = x.scatter(-1, top.places[:, 1:], smoothed)
-    return x.log_softmax(-1), k
+    lacking = count * mean - smoothed.exp().sum(-1)
+    lacking = torch.where(k.isfinite(), lacking / x.exp().sum(-1), 0.0)
+    return x.log_softmax(-1), k, lacking
 
 
 def tail_size(num_draws: int, r_eff: float) -> int:
@@ -97,11 +105,12 @@ def tail_size(num_draws: int, r_eff: float) -> int:
     return min(math.floor(size), num_draws - 1)
 
 
-def _smooth_tail(tail: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """Smoothed log ratios of the tails and k-hat.
+def _smooth_tail(tail: Tensor, threshold: Tensor, most: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Smoothed log ratios of the tails, k-hat, and the mean ratio of the fitted tails.
 
     :param tail: ``(block, m)``, ascending log ratios, the largest 0.
     :param threshold: ``(block, 1)``, the log ratio where the tail begins.
+    :param most: the largest k of a mean.
     """
     size = tail.shape[-1]
     offset = threshold.exp()
@@ -115,7 +124,9 @@ def _smooth_tail(tail: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     place = (torch.arange(size, dtype=tail.dtype, device=tail.device) + 0.5) / size
     expected = (pareto_quantile(place.expand_as(tail), fit) + offset).log()
     expected = torch.where(expected > 0, 0, expected)
-    return torch.where(k.isfinite()[:, None], expected, tail), k
+    own = ((fit.k * (size + 10) - 5) / size).clamp_max(most)  # not shrunk, as ``fit_pareto`` does
+    mean = offset[:, 0] + fit.sigma / (1 - own)
+    return torch.where(k.isfinite()[:, None], expected, tail), k, mean
 
 
 # ------------------------------------------------------- the generalized Pareto distribution

@@ -42,12 +42,13 @@ def enlarged(errors: float, *parts: tuple[float, float]) -> float:
     of freedom of sqrt(sum_i e_i^2) are (sum e^2)^2 / sum (e_i^4 / nu_i) (Welch 1947).
 
     :param errors: z.
-    :param parts: the independent parts of the error, e_i and its degrees of freedom nu_i.
+    :param parts: the independent parts of the error, e_i and its degrees of freedom nu_i, infinity
+        of one that is enlarged already.
     """
-    total = sum(e**2 for e, _ in parts)
-    if not total > 0:  # none, or unknown
+    spread = sum(e**4 / max(1.0, nu) for e, nu in parts)
+    if not spread > 0:  # no error, or an unknown one
         return 1.0
-    degrees = total**2 / sum(e**4 / max(1.0, nu) for e, nu in parts)
+    degrees = sum(e**2 for e, _ in parts) ** 2 / spread
     return float(stdtrit(degrees, ndtr(errors))) / errors
 
 

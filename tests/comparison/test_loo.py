@@ -65,7 +65,7 @@ def test_moment_matching_gives_the_exact_density_of_an_outlier(data, seed):
         plain = bdl.loo(line, samples, *data)
     assert warned[0].filename == __file__
     assert plain.pareto_k[-1] > 0.8 and plain.num_bad == 1
-    assert plain.elpd - truth.sum() > 3 * plain.draws_se  # its own error hides what is wrong
+    assert plain.elpd - truth.sum() > 2 * plain.draws_se  # its own error hides what is wrong
     matched = found(line, samples, *data, method="moment_matching")
     assert matched.num_bad == 0 and matched.pareto_k[-1] < 0.7
     assert abs(matched.elpd - truth.sum()) < 3 * matched.draws_se < 0.3
@@ -431,7 +431,7 @@ def test_a_datum_is_left_out_with_its_power_and_scored_without_it(method, powere
     else:
         draws, options = exactly.law.sample((4, 2000)), {"method": method}
     result = found(model, bdl.Samples({"w": draws}), x, y, **options)
-    assert abs(result.elpd - truth.sum()) < 4 * result.draws_se + 0.05 < 0.8
+    assert abs(result.elpd - truth.sum()) < 4 * result.draws_se + 0.05 < 0.9
     pit = torch.stack([law.cdf(value) for law, value in zip(laws, y, strict=True)])
     torch.testing.assert_close(result.pit, pit, atol=0.03, rtol=0.0)
 
