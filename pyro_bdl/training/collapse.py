@@ -1,4 +1,4 @@
-"""Checks of a training run: a guide that has collapsed to the prior, a prior that shrinks to 0."""
+"""Checks of a training run: a guide that ignores the inputs, a prior that shrinks to 0."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,6 +12,8 @@ from pyro_bdl.distributions.copies import masks_of
 from pyro_bdl.elbo.tempered import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import warn
 from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.low_rank import AutoLowRank
+from pyro_bdl.guides.matrix_normal import AutoMatrixNormal
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.program.batches import Batch, device_of_rows, leading_size, select_rows
 from pyro_bdl.program.trace import Run, Site, record, sum_out_discrete
@@ -22,11 +24,13 @@ from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import require
 
+_FAMILIES = AutoMeanField, AutoLowRank, AutoMatrixNormal
 _KL = 0.1  # nats per datum
 _GAIN = 0.05  # nats per datum: -1/2 log(1 - r^2) of a correlation r of 0.3 with the targets
 _DRAWS = 256
 _GROUPS = 8  # of draws, each left out once
 _OTHERS = 8  # rows whose inputs are exchanged for those of each datum
+_TRAINED = 100  # steps, after which a guide is no longer where it began
 _ROWS = 256  # that the warning looks at, where steps are taken on minibatches
 
 
@@ -50,8 +54,13 @@ class Collapse(NamedTuple):
     @property
     def complete(self) -> bool:
         """True if q is close to the prior, and the gain is surely small and not surely above 0."""
-        bound = 2.0 * self.error
-        return self.kl < _KL and self.gain <= bound and self.gain + bound < _GAIN
+        return self.kl < _KL and _ignores_inputs(self)
+
+
+def _ignores_inputs(found: Collapse) -> bool:
+    """Return whether the gain is surely small and not surely above 0."""
+    bound = 2.0 * found.error
+    return found.gain <= bound and found.gain + bound < _GAIN
 
 
 @torch.no_grad()
@@ -86,18 +95,22 @@ def _kl_of_latents(elbo: Any, model: Callable, guide: Guide, args: tuple, kwargs
 
 
 def warn_of_collapse(
-    model: Callable, guide: Guide, elbo: Any, batch: Batch, size: int, *, total: int
+    model: Callable, guide: Guide, elbo: Any, batch: Batch, size: int, *, total: int, steps: int
 ) -> None:
-    """Warn if a mean-field guide of more numbers than data, trained at temperature 1, has collapsed
-    to the prior.
+    """Warn if a Gaussian guide of more numbers than data, trained at temperature 1, ignores the
+    inputs.
+
+    After few steps that is to be expected, unless it has collapsed to the prior. The KL alone does
+    not tell: of many weights it is large even where the last layer alone has been shut.
 
     :param elbo: the bound after its last step.
     :param batch: the program's arguments with all rows, or with those of one step.
     :param size: the rows of a step, so that the program is run on no other number of them.
     :param total: the number of all data.
+    :param steps: the number of steps taken.
     """
     bayesian = isinstance(elbo, TemperedTrace_ELBO) and elbo.temperature == 1.0
-    if not bayesian or elbo.kl is None or not isinstance(guide, AutoMeanField):
+    if not bayesian or elbo.kl is None or not isinstance(guide, _FAMILIES):
         return
     rows = leading_size(batch)
     latents = guide.require_layout().latents.values()
@@ -110,18 +123,30 @@ def warn_of_collapse(
         spread = torch.arange(count * size, device=device_of_rows(batch)) * rows // (count * size)
         batches = [select_rows(batch, part) for part in spread.split(size)]
     kl = _kl_of_latents(elbo, model, guide, *batches[0])
-    if not float(kl) < _KL * total:
+    if steps < _TRAINED and not float(kl) < _KL * total:
         return
     measured = _measured(model, guide, batches, kl, total)
-    if measured.complete:
+    if not _ignores_inputs(measured):
+        return
+    found = (
+        f"KL(q || p) is {measured.kl:.2g} nats per datum, and the inputs raise the log density of "
+        f"a target by {measured.gain:.2g} ± {measured.error:.1g} nats"
+    )
+    if not measured.complete:
         warn(
-            f"the guide has collapsed to the prior, or the inputs say nothing of the targets: KL(q "
-            f"|| p) is {measured.kl:.2g} nats per datum, and the inputs raise the log density of a "
-            f"target by {measured.gain:.2g} ± {measured.error:.1g} nats. Mean-field of a wide "
-            "network collapses at temperature 1: give the ELBO temperature="
-            "pyro_bdl.temperature.overparameterized(tau, num_data, num_neurons), tau about 0.01",
+            f"the guide's predictions ignore the inputs after {steps} steps, or the inputs say "
+            f"nothing of the targets: {found}. Where a network trained by AutoMAP predicts better, "
+            "the training left the data or did not reach them: lower the learning rate, above all "
+            "of a natural-gradient optimizer, take more steps, or temper the ELBO",
             "collapse",
         )
+        return
+    warn(
+        f"the guide has collapsed to the prior, or the inputs say nothing of the targets: {found}. "
+        "Mean-field of a wide network collapses at temperature 1: give the ELBO temperature="
+        "pyro_bdl.temperature.overparameterized(tau, num_data, num_neurons), tau about 0.01",
+        "collapse",
+    )
 
 
 @torch.no_grad()

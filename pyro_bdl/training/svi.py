@@ -54,8 +54,8 @@ def train(
     a cosine.
 
     Ctrl-C ends the training with a warning and keeps the parameters reached so far. A warning is
-    given if a mean-field guide of more numbers than data has collapsed to the prior at temperature
-    1, see :func:`pyro_bdl.training.collapse`.
+    given if a Gaussian guide of more numbers than data has collapsed to the prior at temperature 1,
+    or ignores the inputs after 100 steps or more, see :func:`pyro_bdl.training.collapse`.
 
     Example::
 
@@ -189,7 +189,8 @@ def train(
         numbers = takewhile(lambda _: not stopping.done, numbers)
     interrupted = descent.run(numbers, steps, progress, after)
     if not interrupted:
-        warn_of_collapse(model, guide, elbo, rows.first, size, total=rows.total)
+        taken = len(descent.losses)
+        warn_of_collapse(model, guide, elbo, rows.first, size, total=rows.total, steps=taken)
     run = Training(descent.stacked_losses(), size, interrupted, skipped=tuple(descent.skipped))
     return run if stopping is None else stopping.restored(run)
 

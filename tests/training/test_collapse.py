@@ -245,6 +245,32 @@ def test_when_it_is_said(case):
     assert told == (case in ("the prior", "minibatches"))
 
 
+@pytest.mark.parametrize("family", ["AutoMeanField", "AutoLowRank", "AutoMatrixNormal"])
+@pytest.mark.parametrize("case", ["ignores", "knows", "few steps"])
+def test_guides_far_from_the_prior_that_ignore_the_inputs(family, case):
+    """The KL of 100 numbers with s = 0.05 is above 2 nats per datum in all cases. One of them meets
+    the inputs: 1 is its true value, and -0.05 worse than no use of them."""
+    count, width = 60, 100
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(1, width), 1.0).to_event(2))
+        with pyro.plate("data", count, subsample_size=len(x)):
+            pyro.sample("y", dist.Normal(w[0, 0] * x[:, 0], 1.0), obs=y)
+
+    x = 2.0 * torch.randn(count, 1, **DOUBLE)
+    y = x[:, 0] + torch.randn(count, **DOUBLE)
+    guide = getattr(bdl.guides, family)(model, init_scale=0.05).prototype(x, y)
+    guide.loc.data.zero_()[0] = 1.0 if case == "knows" else -0.05
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", BdlWarning)
+        steps = 2 if case == "few steps" else 100
+        training.train(model, guide, x, y, steps=steps, learning_rate=1e-6)
+    assert training.collapse(model, guide, x, y).kl > 2.0
+    assert [f"ignore the inputs after {steps}" in str(w.message) for w in seen] == (
+        [True] if case == "ignores" else []
+    )
+
+
 @pytest.mark.parametrize("eta", [1.0, 0.01])
 def test_training_warns_at_temperature_1(eta):
     torch.manual_seed(0)
