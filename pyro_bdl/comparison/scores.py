@@ -42,7 +42,7 @@ each batch, since the draws of the function are common to all points.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -70,6 +70,7 @@ from pyro_bdl.metrics.calibration import (
     calibration_error_by_chance,
     mean_confidence,
     uniformity,
+    uniformity_by_chance,
 )
 from pyro_bdl.metrics.scores import (
     crps_of_normals,
@@ -247,13 +248,14 @@ coverage_95 = _coverage("coverage_95", 95)
 def pit(transforms: Tensor) -> Tensor:
     """Kolmogorov-Smirnov distance of the probability integral transforms from uniform; for a
     calibrated posterior and N independent targets it is above 1.36 / sqrt(N) with probability
-    5 %."""
+    5 %. What such a one has by chance is part of its error."""
     return uniformity(transforms)
 
 
 @calibration("adaptive ECE", "labels", task=CLASSES, style="percent", over_points=WHOLE)
 def ace(mean: Tensor, y: Tensor) -> Tensor:
-    """Calibration error in 15 bins that hold equally many test points."""
+    """Calibration error in 15 bins that hold equally many test points; calibrated probabilities
+    have one by chance too, which is part of its error."""
     return metrics.adaptive_calibration_error(mean, y)
 
 
@@ -638,9 +640,6 @@ class Score:
             return PointScores.of(metric, values, several, whole["weights"], of_some)
 
         found = {metric.key: scores(metric) for metric in known if metric.key in whole}
-        if ece.key in found:
-            own, chance = found[ece.key], calibration_error_by_chance(self.of_seen()["mean"])
-            found[ece.key] = replace(own, over_points=math.hypot(own.over_points, chance))
         inputs = self._inputs_of(self.of_seen())
         several = [self._inputs_of(view) for view in self._views()]
         for one in known:
@@ -649,7 +648,19 @@ class Score:
                 found[one.key] = PointScores.of_whole(
                     one, inputs[one.of], drawn if self.are_draws else None, self._rows_of(one.of)
                 )
+        for key, chance in self._by_chance(found.keys()).items():
+            own = found[key]
+            found[key] = replace(own, over_points=math.hypot(own.over_points, chance))
         return found
+
+    def _by_chance(self, known: Collection[str]) -> dict[str, float]:
+        """What some scores are by chance, on average, of predictions that are right."""
+        chance, whole = {}, self.of_seen()
+        if pit.key in known:
+            chance[pit.key] = uniformity_by_chance(whole["transforms"].numel())
+        if ece.key in known:
+            chance[ece.key] = calibration_error_by_chance(whole["mean"])
+        return chance
 
     def _rows_of(self, name: str) -> Tensor | None:
         """The row of each point of an input; None where rows are points."""

@@ -242,6 +242,15 @@ def uniformity(values: Tensor) -> Tensor:
     return torch.maximum((above - ordered).max(), (ordered - above + 1 / n).max())
 
 
+def uniformity_by_chance(count: int) -> float:
+    """The mean Kolmogorov-Smirnov distance of N uniform values, about sqrt(pi / 2) ln 2 / sqrt(N).
+
+    Source: the mean of Kolmogorov's distribution; Marsaglia, Tsang & Wang (2003), Evaluating
+    Kolmogorov's distribution.
+    """
+    return math.sqrt(math.pi / 2 / count) * math.log(2)
+
+
 def _inside(start: Tensor, stop: Tensor, level: float) -> Tensor:
     """The share of each range [start, stop] that lies in the central interval."""
     inside = stop.clamp_max((1 + level) / 2) - start.clamp_min((1 - level) / 2)
