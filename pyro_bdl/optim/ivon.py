@@ -53,7 +53,8 @@ class IVON(DiagonalNaturalGradient):
 
     :param guide: a guide with one scale for each weight, after ``guide.prototype``.
     :param lr: the learning rate of the location; 1 is a Newton step. Torch's schedulers can change
-        it.
+        it. With more weights than data take about 0.01: scales near the prior's make the curvature
+        at draws far from diagonal, steps of 0.1 then leave the data, and ``train`` warns of it.
     :param betas: b1 of the momentum and b2 of the precision.
     :param clip: the location moves by at most lr * clip standard deviations in a step.
     :raises TypeError: for another class of guide.
