@@ -7,7 +7,8 @@
 MNIST, prior Normal(0, 0.1), batches of 128, 100 draws: the sum of the test log likelihoods and the
 error in percent. "LeNet-5" is that of google/uncertainty-baselines (``baselines/mnist``) on MNIST
 and Fashion-MNIST: 50 000 images, batches of 256, Adam at 1e-3: NLL, accuracy and ECE. Seconds are
-of the processor for the fit and for predicting the test images, by the clock with ``--device cuda``.
+of the processor for the fit and for predicting the test images, by the clock with ``--device
+cuda``.
 
 What differs: variational and MAP fits use Adam with a falling learning rate (published: SGD for the
 MLP), and a KL in closed form where there is one; one draw in a step (published 3) unless
