@@ -161,6 +161,7 @@ def test_every_number_is_that_of_the_rows_that_were_seen(program, wrap, monkeypa
                 assert ours == theirs
                 continue
             tolerance = 0.06 if key.removesuffix("_se") in RANDOM else 1e-5
+            tolerance = 0.15 if key == "pit_se" else tolerance  # of few groups of random numbers
             assert math.isnan(theirs) == math.isnan(ours), (name, key)
             if not math.isnan(theirs):
                 assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance), (name, key)

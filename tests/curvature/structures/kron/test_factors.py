@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers import second_device
 
-from pyro_bdl.curvature.structures.kron import factors
 from pyro_bdl.curvature.structures.kron.factors import KroneckerFactor, Outer, decompose, outer
+from pyro_bdl.utils import memory
 
 GROUPS, SIZE = 2, 8
 
@@ -98,10 +98,10 @@ def test_on_another_device(device):
 
 def test_a_matrix_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
     """Three vectors of 3000 numbers fit; their matrix, 36 MB, and its decomposition do not."""
-    monkeypatch.setattr(factors, "available_memory", lambda device: 10**8)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 10**8)
     factor = KroneckerFactor(1, 3000, torch.empty(0, dtype=torch.float32), "weight")
     factor.add(outer(torch.randn(3, 1, 1, 3000, dtype=torch.float32)))
     with pytest.raises(MemoryError, match=r"factor of 3,000 x 3,000 numbers of the site 'weight'"):
         factor.as_matrix()
-    monkeypatch.setattr(factors, "available_memory", lambda device: 2 * 10**8)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 2 * 10**8)
     assert factor.as_matrix().shape == (1, 3000, 3000)
