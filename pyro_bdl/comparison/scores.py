@@ -654,7 +654,7 @@ class Score:
         return found
 
     def _by_chance(self, known: Collection[str]) -> dict[str, float]:
-        """What some scores are by chance, on average, of predictions that are right."""
+        """The mean of some scores by chance, of predictions that are right."""
         chance, whole = {}, self.of_seen()
         if pit.key in known:
             chance[pit.key] = uniformity_by_chance(whole["transforms"].numel())

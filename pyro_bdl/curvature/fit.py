@@ -153,9 +153,8 @@ def _columns_at_once(linearization: Linearization, count: int, config: Curvature
     numbers = {"rows": subset.size, "entries": max(shared, default=0), "factors": 0}
     partial = any(entries is not None for entries in subset.chosen.values())
     per_column += item * count * numbers["rows" if partial else kind.per_column or kind.makes]
-    return max(
-        1, int(bytes_at_once(_COLUMNS_BUDGET, linearization.vector.device) / max(1, per_column))
-    )
+    budget = bytes_at_once(_COLUMNS_BUDGET, linearization.vector.device)
+    return max(1, int(budget / max(1, per_column)))
 
 
 class LikelihoodSums:

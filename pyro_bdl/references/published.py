@@ -57,4 +57,7 @@ def images(file: Any, rows: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]
         for i in rows
     ])  # fmt: skip
     labels = file["labels"][rows].astype(np.int64)
-    return torch.from_numpy(pixels).float().movedim(-1, 1) / 255, torch.from_numpy(labels)
+    # Channels first in memory too: torch 2.13's convolutions of few channels write beyond their
+    # memory in the backward pass of images with channels last.
+    x = torch.from_numpy(pixels).float().movedim(-1, 1).contiguous() / 255
+    return x, torch.from_numpy(labels)

@@ -1,8 +1,7 @@
 """Snapshots of SGD around the MAP, for SWAG."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from pyro_bdl.utils.precision import double
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import one_of, real_number, require, whole_number
 
-_FEW = 4  # snapshots, whose mean says something
+_LOOKS = tuple(2**power for power in range(2, 20))  # numbers of snapshots whose mean is looked at
 _RATES = tuple(first * 10.0**-power for power in range(8) for first in (1.0, 0.3))
 
 
@@ -112,8 +111,12 @@ def collect_swag(
     def rise_at_mean(risen: float) -> tuple[float, bool]:
         """By how many nats the mean of the run's snapshots lies above the start, and whether that
         is too far for a run that rises by ``risen``."""
-        with torch.no_grad(), exchanged(parameters, [mean.mean for mean in means]):
+        here = [parameter.detach().clone() for parameter in parameters]
+        _put(parameters, [mean.mean for mean in means])
+        try:
             found = _mean_loss(objective, data, size) - start / per_member
+        finally:
+            _put(parameters, here)
         chance = 3.0 * expected**0.5 / int(means[0].count)  # three sds of chi^2_R / (2 k)
         return found, not found <= 0.5 * max(risen, 0.0) + chance
 
@@ -134,7 +137,8 @@ def collect_swag(
             if learning_rate is None:
                 risen = double(torch.stack(descent.losses)).sum().item() - step * start
                 left = not risen / per_member <= steps * expected
-                if not left and count >= _FEW and (count & (count - 1) == 0 or step == steps):
+                is_due = count in _LOOKS or step == steps  # a look takes a pass over the data
+                if not left and is_due and count >= _LOOKS[0]:
                     left = rise_at_mean(risen / per_member / step)[1]
                 if left:
                     raise _TooHigh(f"left the maximum within {step} steps")
@@ -161,9 +165,7 @@ def collect_swag(
             break
         except _TooHigh as error:
             reason = error
-            with torch.no_grad():
-                for parameter, value in zip(parameters, before, strict=True):
-                    parameter.copy_(value)
+            _put(parameters, before)
             restore_buffers()
     else:
         raise ValueError(
@@ -180,7 +182,7 @@ def collect_swag(
                 "posterior too wide, lower it",
                 "swag-rate",
             )
-        elif snapshots >= _FEW:
+        elif snapshots >= _LOOKS[0]:
             at_mean, too_far = rise_at_mean(rise)
             if too_far:
                 warn(
@@ -216,17 +218,11 @@ def _determined(model: Callable, guide: Any, batch: Batch) -> float:
     return sum(stored_numbers(parameter) for parameter in parameters if parameter.requires_grad)
 
 
-@contextmanager
-def exchanged(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
-    """Give parameters other values inside ``with``; under ``no_grad``."""
-    before = [parameter.detach().clone() for parameter in parameters]
+@torch.no_grad()
+def _put(parameters: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    """Give parameters values."""
     for parameter, value in zip(parameters, values, strict=True):
         parameter.copy_(value)
-    try:
-        yield
-    finally:
-        for parameter, value in zip(parameters, before, strict=True):
-            parameter.copy_(value)
 
 
 @torch.no_grad()

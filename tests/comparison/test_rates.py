@@ -315,7 +315,7 @@ class Classes:
 
 
 def test_scores_of_classes_are_within_two_errors_of_those_of_all_points_and_draws():
-    """Of points and draws that are both few; the errors are the spread of the scores over both."""
+    """Few points and few draws: the errors are the spread of the scores over both."""
     truth = Classes(-1, 3000, 3000)
     mean = truth.mean.expand(2, -1, -1)
     parts = [bdl.metrics.entropy_parts(p) for p in truth.probabilities(500)]

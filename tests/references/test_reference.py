@@ -80,6 +80,7 @@ def test_published_means_are_read_from_the_users_file(tmp_path):
     np.savez(path, **content, labels=np.array([0, 3, 1], np.uint8), hmc_probs=p)
     found = bdl.references.load("cifar10-hmc", path)
     assert found.dataset.x_test.shape == (2, 3, 32, 32)  # those with probabilities
+    assert found.dataset.x_test.is_contiguous()
     expected = torch.tensor(colors[:2] / 255).float()
     torch.testing.assert_close(found.dataset.x_test.mean((2, 3)), expected, atol=0.01, rtol=0)
     assert found.dataset.y_test.tolist() == [0, 3]

@@ -1,4 +1,4 @@
-"""What has no steps in JAX is done in torch, and "auto" chooses."""
+"""The choice of backend="auto": steps in torch where there are none in JAX."""
 
 import numpy as np
 import pytest
